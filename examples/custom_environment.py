@@ -34,7 +34,7 @@ class Retry(BaseEnvironment):
         )
 
     def update_state(self, state, response):
-        """Takes what the policy answered to `state.prompt`."""
+        """Take what the policy answered to `state.prompt`."""
         question = state.prompt[0]
         # notes the turn: response, history, step_count
         state = super().update_state(state, response)
@@ -56,8 +56,8 @@ def main():
         ) as manager:
             trajectories = manager.collect_rollouts(min_trajectories=32)
         for trajectory, score in list(zip(trajectories, solved(trajectories), strict=True))[:8]:
-            said = ", ".join(turn.response for turn in trajectory.history)
-            print(f"{trajectory.prompt:12} {said:20} {score:.2f}")
+            responses = ", ".join(turn.response for turn in trajectory.history)
+            print(f"{trajectory.prompt:12} {responses:20} {score:.2f}")
         print(f"{manager.get_statistics()['avg_trajectory_length']:.2f} turns on average")
 
 

@@ -1,4 +1,4 @@
-"""What InferenceModule does, in the order in which one meets it. Runs in seconds: python
+"""Show what InferenceModule does, in the order in which one meets it. Runs in seconds: python
 examples/inference.py"""
 
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +56,6 @@ def calculator(expression: str) -> str:
 responses, calls = inference.batch_generate_with_tools(
     ["What is 47+38?"], available_tools=[calculator], max_new_tokens=16
 )
-print("with tools:", responses, [list(found) for found in calls])
+print("with tools:", responses, [list(parsed) for parsed in calls])
 
 inference.close()

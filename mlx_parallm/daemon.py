@@ -108,7 +108,7 @@ class ServedPart(Protocol):
         """End what was started."""
 
     def run_directories(self) -> Sequence[Path]:
-        """Of the newest runs that the part has made, the newest first."""
+        """Return the directories of the newest runs that the part has made, the newest first."""
 
 
 def _pages(
@@ -293,13 +293,13 @@ def _adapters_to_serve(
 
 def _adapter_name(path: str) -> str:
     """An adapter's directory names it; a file of an unusual name names itself."""
-    given = local_path(path).absolute()
-    if is_directory(given):
-        return given.resolve().name
+    file = local_path(path).absolute()
+    if is_directory(file):
+        return file.resolve().name
     return (
-        given.parent.name
-        if given.name in (ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE)
-        else given.stem
+        file.parent.name
+        if file.name in (ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE)
+        else file.stem
     )
 
 
@@ -310,7 +310,7 @@ class Serving:
     """Single use; every method is called from one thread. Raises ConfigError: the port, the key.
 
     Args:
-        http: false: no port is taken, and nobody can ask the engine but this process.
+        http: false: no port is taken, and only this process can use the engine.
         pages: true: the leaves that show a run in a browser show this one.
         processes: share this machine's memory.
         clients_engine: of this process's engine: what answers clients. None: that engine.
@@ -349,7 +349,7 @@ class Serving:
 
     @property
     def url(self) -> str:
-        """Without /v1; empty without HTTP."""
+        """The server's URL, without /v1; empty without HTTP."""
         if self._listener is None:
             return ""
         host = self.config.server.host
@@ -358,7 +358,7 @@ class Serving:
 
     def page_urls(self, *, with_key: bool) -> list[str]:
         """Return what a person opens in a browser to see the run. `with_key`: the key is in the
-        fragment, which a browser sends to nobody."""
+        fragment, which a browser does not send."""
         key = (
             (f"#key={quote(self.api_key, safe='')}")
             if with_key and self.api_key is not None
@@ -380,7 +380,7 @@ class Serving:
 
     @property
     def vocab_size(self) -> int:
-        """From the base's config.json, before anything is loaded."""
+        """The size of the vocabulary, from the base's config.json, before anything is loaded."""
         return vocabulary_size(read_config(self.model_path))
 
     @property
@@ -438,7 +438,7 @@ class Serving:
         self._http.start()
 
     def load(self, *, quantize: bool = False) -> LoadedModel:
-        """Loads the base. Raises ModelError; /health says so too."""
+        """Load the base. Raises ModelError; /health says so too."""
         try:
             return load_model(self.config.model, quantize=quantize)
         except ModelError as error:
@@ -459,7 +459,7 @@ class Serving:
         trains_base: bool = False,
         adapter_roots: Sequence[Path] = (),
     ) -> None:
-        """Starts the engine on the loaded tree and lets every route answer.
+        """Start the engine on the loaded tree and let every route answer.
 
         Args:
             weights: made from the tree before this call wraps it.
@@ -514,7 +514,7 @@ class Serving:
             raise EngineUnavailableError(stats.error or "the engine thread has ended")
 
     def close(self) -> None:
-        """Drains HTTP, then ends the engine. May be called at any point, and again."""
+        """Drain HTTP, then end the engine. May be called at any point, and again."""
         try:
             if self._http is not None:
                 deadline = time.monotonic() + self.config.server.drain_timeout_s

@@ -30,7 +30,7 @@ Pooling = Literal["mean", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a generated text must match, before it is compiled (engine/grammar.py)."""
+    """A structure that a generated text must match, before it is compiled (engine/grammar.py)."""
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "answer"]
     # a JSON schema; a regular expression; a JSON list of texts; a Lark or GBNF grammar; Lark over
@@ -43,8 +43,8 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request samples; vLLM's names and meanings. Neutral defaults: the model's own
-    distribution."""
+    """The sampling parameters of one request, with vLLM's names and meanings. Neutral defaults:
+    the model's own distribution."""
 
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
@@ -114,8 +114,8 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """What one choice of a streamed request gained since its last delta (one or more tokens, or
-    only a finish)."""
+    """The part of one choice of a streamed request since its last delta: one or more tokens, or
+    only a finish."""
 
     index: int
     text: str
@@ -302,7 +302,7 @@ class Rollout:
 
     @property
     def sampled_tokens(self) -> int:
-        """Of the whole episode."""
+        """The number of sampled tokens of the whole episode."""
         return sum(sum(segment.mask) for segment in self.segments)
 
 
@@ -389,7 +389,7 @@ class Trajectory:
 
     @property
     def error(self) -> str | None:
-        """Why the episode failed; None: it did not."""
+        """The reason why the episode failed; None: it did not."""
         return self.rollout.error
 
 
@@ -418,8 +418,8 @@ class RolloutGroup:
 
 
 class PolicyClient(Protocol):
-    """What environments need of `engine.client.EngineClient`. Cancelling a call aborts its
-    requests in the engine."""
+    """The part of `engine.client.EngineClient` that environments use. Cancelling a call aborts
+    its requests in the engine."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -430,8 +430,8 @@ class PolicyClient(Protocol):
 
 
 class ChatTokenizer(Protocol):
-    """What environments, rewards and data readers need of `models.tokenizer.Tokenizer`, without
-    its imports."""
+    """The part of `models.tokenizer.Tokenizer` that environments, rewards and data readers use,
+    without its imports."""
 
     eos_token_ids: frozenset[int]
     eos_token_id: int | None  # the tokenizer's own
@@ -471,11 +471,11 @@ class ChatTokenizer(Protocol):
 def _checked_keys(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     """The constructor's arguments. Raises ValueError: a key that the class lacks, or one missing
     that it needs."""
-    known = {entry.name: entry for entry in fields(cls)}
-    unknown = set(data) - set(known)
+    fields_by_name = {entry.name: entry for entry in fields(cls)}
+    unknown = set(data) - set(fields_by_name)
     needed = {
         name
-        for name, entry in known.items()
+        for name, entry in fields_by_name.items()
         if entry.default is MISSING and entry.default_factory is MISSING
     }
     if unknown or needed - set(data):

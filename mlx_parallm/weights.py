@@ -106,10 +106,10 @@ class AdapterShelf(Protocol):
     the table."""
 
     def holds(self, name: str) -> bool:
-        """Any thread; quick."""
+        """Return whether an adapter of that name lies on disk. Any thread; quick."""
 
     def names(self) -> Sequence[str]:
-        """May read the disk."""
+        """Return the names of the adapters. May read the disk."""
 
     def load(self, name: str) -> object:
         """Put it into the table, in a thread that may wait. Raises ModelNotFoundError: it is
@@ -134,7 +134,7 @@ class PolicyHistory:
         self._loading = threading.Lock()
 
     def keep(self, adapter: AdapterWeights) -> None:
-        """Notes what is published; the newest counts as one of `keep`."""
+        """Note what is published; the newest counts as one of `keep`."""
         self._kept = _last({**self._kept, adapter.version: self._slot(adapter)}, self._limit)
 
     def versions(self) -> list[int]:
@@ -146,7 +146,7 @@ class PolicyHistory:
         return self._kept.get(version) or self._loaded.get(version) or self._held.get(version)
 
     def hold(self, version: int) -> None:
-        """Keeps a version in memory, however many follow it, until `release`. Raises
+        """Keep a version in memory, however many follow it, until `release`. Raises
         AdapterError: there is none."""
         slot = self.find(version)
         if slot is None:
@@ -246,7 +246,7 @@ class SharedWeights:
         return lambda: in_mlx_thread(lambda: self.history.find(version))
 
     def add_adapter(self, name: str, layers: Mapping[str, LoraPair]) -> AdapterWeights:
-        """Adds or replaces an adapter under the present policy version. Raises AdapterError: the
+        """Add or replace an adapter under the present policy version. Raises AdapterError: the
         policy's own name."""
         if name == self.policy and name in self._slots:
             raise AdapterError(
@@ -275,7 +275,7 @@ class SharedWeights:
         version: int | None = None,
         timeout_s: float | None = None,
     ) -> PublishReport:
-        """Makes `layers` the policy's adapter under `version`, a higher number than before (the
+        """Make `layers` the policy's adapter under `version`, a higher number than before (the
         next one).
 
         Raises PublishTimeoutError: nothing changed.
@@ -297,7 +297,7 @@ class SharedWeights:
         version: int | None = None,
         timeout_s: float | None = None,
     ) -> PublishReport:
-        """Rebinds base parameters by path (full-weight training), as `publish_adapter`. Raises
+        """Rebind base parameters by path (full-weight training), as `publish_adapter`. Raises
         PublishTimeoutError."""
         number = self._next(version)
         bindings = [(*self._parameters[path], array) for path, array in parameters.items()]
@@ -369,7 +369,8 @@ class SharedWeights:
         return number
 
     def _put(self, adapter: AdapterWeights) -> None:
-        """Under the write lock. Requests that hold the name's slot go on under the new arrays."""
+        """Put an adapter into its slot, under the write lock. Requests that hold the slot go on
+        with the new arrays."""
         slot = self._slots.get(adapter.name)
         if slot is None:
             self._slots = {**self._slots, adapter.name: AdapterSlot(adapter.name, adapter)}

@@ -265,9 +265,9 @@ def save(file: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) ->
 def restore(file: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:
     """Read what `save` wrote; returns the step."""
     arrays, metadata = mx.load(str(file), return_metadata=True)
-    found: Any = tree_unflatten(list(arrays.items()))
-    model.update(found["model"])
-    optimizer.state = found["optimizer"]
+    trees: Any = tree_unflatten(list(arrays.items()))
+    model.update(trees["model"])
+    optimizer.state = trees["optimizer"]
     return int(metadata["step"])
 
 

@@ -43,26 +43,26 @@ def exists(dotted: str) -> bool:
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:length]))
+            target = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError as error:
             if error.name and not dotted.startswith(error.name):
                 raise  # something that mlx-lm itself needs
             continue
         for name in parts[length:]:
-            if not hasattr(found, name):
+            if not hasattr(target, name):
                 return False
-            found = getattr(found, name)
+            target = getattr(target, name)
         return True
     return False
 
 
 def used() -> dict[str, list[str]]:
     """Name → the files that use it."""
-    found: dict[str, list[str]] = {}
+    files_of: dict[str, list[str]] = {}
     for file in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         for name in names_in(file.read_text(encoding="utf-8")):
-            found.setdefault(name, []).append(file.relative_to(ROOT).as_posix())
-    return found
+            files_of.setdefault(name, []).append(file.relative_to(ROOT).as_posix())
+    return files_of
 
 
 def report(names: dict[str, list[str]]) -> list[str]:

@@ -72,16 +72,16 @@ def _most_used() -> str:
 def _sections(prefix: str, model: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
     """Every section in the order of the file, each with its heading, e.g. ("[rl_training.lora]",
     LoraConfig)."""
-    found: list[tuple[str, type[BaseModel]]] = []
+    sections: list[tuple[str, type[BaseModel]]] = []
     for name, field in model.model_fields.items():
         section, repeated = _as_section(field.annotation)
         if section is not None:
             path = f"{prefix}{name}"
-            found += [
+            sections += [
                 ((f"[[{path}]]") if repeated else f"[{path}]", section),
                 *_sections(path + ".", section),
             ]
-    return found
+    return sections
 
 
 def _as_section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:

@@ -74,7 +74,7 @@ def names() -> list[str]:
 
 
 def fate(route: str, name: str) -> str:
-    """What becomes of that field on that route."""
+    """Return how that route treats that field."""
     if name in BODIES[route].model_fields:
         return SUPPORTED
     return WITHOUT if name in WITHOUT_EFFECT else REJECTED
@@ -100,15 +100,15 @@ def _row(name: str) -> str:
 
 
 def _cell(route: str, name: str) -> str:
-    found = fate(route, name)
-    if found != REJECTED:
-        return found
+    cell = fate(route, name)
+    if cell != REJECTED:
+        return cell
     if name not in OPENAI[route] | VLLM[route] and name not in NEUTRAL_VALUES:
         return "–"
     if name in INSTEAD:
-        found += f": {INSTEAD[name]}"
+        cell += f": {INSTEAD[name]}"
     neutral = ", ".join(f"`{json.dumps(value)}`" for value in NEUTRAL_VALUES.get(name, ()))
-    return f"{found.replace(REJECTED, f'{REJECTED}, but for {neutral}', 1)}" if neutral else found
+    return f"{cell.replace(REJECTED, f'{REJECTED}, but for {neutral}', 1)}" if neutral else cell
 
 
 if __name__ == "__main__":

@@ -54,13 +54,13 @@ def main() -> None:
         return
     types = arguments.only or model_types()
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        found = dict(zip(types, pool.map(finding, types), strict=True))
+        findings = dict(zip(types, pool.map(finding, types), strict=True))
     if arguments.only:
-        for name, row in found.items():
+        for name, row in findings.items():
             print(name, json.dumps(row), flush=True)
         return
-    PAGE.write_text(render(found, aliases()), encoding="utf-8")
-    print(f"wrote {PAGE}: {len(found)} architectures")
+    PAGE.write_text(render(findings, aliases()), encoding="utf-8")
+    print(f"wrote {PAGE}: {len(findings)} architectures")
 
 
 def model_types() -> list[str]:
@@ -114,30 +114,30 @@ def try_one(name: str) -> dict[str, Any]:
     )
     from mlx_parallm.errors import ModelError
 
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     try:
         model = small_model(name)
         logits = model(mx.arange(12, dtype=mx.int32).reshape(2, 6) + 1)
         mx.eval(logits)
     except (Exception, SystemExit) as error:  # noqa: BLE001 — whatever an architecture raises is the finding
         return {"built": f"{type(error).__name__}: {error}"}
-    found["built"] = ""
-    found["parameters"] = parameter_count(model)
+    facts["built"] = ""
+    facts["parameters"] = parameter_count(model)
     try:
         cache = choose_cache(model, name, 2, 64)
-        found["layout"], found["snapshots"] = cache.layout, cache.snapshot_bytes() is not None
-        found["keys"] = cache.token_bytes() > 0
-        found["no_prefixes"] = cache.why_no_prefixes if isinstance(cache, RowCaches) else ""
-        found["alone"] = why_not_batched(model) if cache.layout == "rows" else ""
-        found["not_by_tokens"] = why_not_by_tokens(model) if cache.layout != "tokens" else ""
-        found["serves"] = ""
+        facts["layout"], facts["snapshots"] = cache.layout, cache.snapshot_bytes() is not None
+        facts["keys"] = cache.token_bytes() > 0
+        facts["no_prefixes"] = cache.why_no_prefixes if isinstance(cache, RowCaches) else ""
+        facts["alone"] = why_not_batched(model) if cache.layout == "rows" else ""
+        facts["not_by_tokens"] = why_not_by_tokens(model) if cache.layout != "tokens" else ""
+        facts["serves"] = ""
     except ModelError as error:
-        found["serves"] = str(error).partition("served: ")[2]
+        facts["serves"] = str(error).partition("served: ")[2]
     try:
-        found |= gradients(model)
+        facts |= gradients(model)
     except Exception as error:  # noqa: BLE001
-        found["gradient"] = f"{type(error).__name__}: {error}"
-    return found
+        facts["gradient"] = f"{type(error).__name__}: {error}"
+    return facts
 
 
 def gradients(model: Any) -> dict[str, Any]:
@@ -160,13 +160,13 @@ def gradients(model: Any) -> dict[str, Any]:
 
     tokens = mx.arange(24, dtype=mx.int32).reshape(2, 12) + 1
     batch = TokenBatch(tokens, mx.arange(3, 20), mx.arange(4, 21, dtype=mx.int32))
-    _, _, found = blockwise.loss_and_gradients(batch, objective)
-    norm = float(mx.sqrt(sum(mx.square(g).sum() for g in found)).item())
-    moving = sum(bool((mx.abs(g).max() > 0).item()) for g in found)
+    _, _, arrays = blockwise.loss_and_gradients(batch, objective)
+    norm = float(mx.sqrt(sum(mx.square(g).sum() for g in arrays)).item())
+    moving = sum(bool((mx.abs(g).max() > 0).item()) for g in arrays)
     finite = norm == norm and norm != float("inf")
     result: dict[str, Any] = {
         "gradient": "" if finite and norm > 0 else f"norm {norm}",
-        "share": round(moving / max(1, len(found)), 2),
+        "share": round(moving / max(1, len(arrays)), 2),
         "blockwise": blockwise.fallback,
     }
     return result | scan(model)
@@ -279,11 +279,11 @@ def small_config(module: Any, name: str) -> dict[str, Any]:
     _complete(config, module.ModelArgs)
     if "text_config" in {field.name for field in dataclasses.fields(module.ModelArgs)}:
         inner = sizes["shared"] | sizes["text"].get(name, {})
-        own = [value for value in vars(module).values() if isinstance(value, type)]
+        defined = [value for value in vars(module).values() if isinstance(value, type)]
         imported = [
             value.ModelArgs for value in vars(module).values() if hasattr(value, "ModelArgs")
         ]
-        for arguments in (*own, *imported):
+        for arguments in (*defined, *imported):
             if dataclasses.is_dataclass(arguments) and arguments is not module.ModelArgs:
                 _complete(inner, arguments)
         config["text_config"] = inner
@@ -291,7 +291,7 @@ def small_config(module: Any, name: str) -> dict[str, Any]:
 
 
 def _complete(config: dict[str, Any], arguments: Any) -> None:
-    """Gives every field without a default something of its type."""
+    """Give every field without a default something of its type."""
     kinds = typing.get_type_hints(arguments)
     for field in dataclasses.fields(arguments):
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -343,9 +343,10 @@ def run(name: str, environment: dict[str, str]) -> dict[str, Any]:
         return {"built": f"the process ended with {result.returncode}: {last}"}
 
 
-def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> str:
+def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> str:
     rows = {
-        name: (trains(row), prefixes(row), tokens(row), notes(row)) for name, row in found.items()
+        name: (trains(row), prefixes(row), tokens(row), notes(row))
+        for name, row in findings.items()
     }
 
     def bullets(column: int, words: dict[str, str]) -> list[str]:
@@ -495,7 +496,7 @@ def tokens(row: dict[str, Any]) -> str:
 
 
 def notes(row: dict[str, Any]) -> str:
-    """What was found beside the first reason."""
+    """Return the findings beside the first reason."""
     noted = []
     if row.get("kernels") and row.get("built"):
         noted.append(

@@ -85,11 +85,11 @@ def only(document: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
     }
     schemas = document["components"]["schemas"]
     needed, text = {"Error": schemas["Error"]}, json.dumps(kept)
-    while found := [
+    while missing := [
         name for name in schemas if name not in needed and f'"#/components/schemas/{name}"' in text
     ]:
-        needed |= {name: schemas[name] for name in found}
-        text = json.dumps([schemas[name] for name in found])
+        needed |= {name: schemas[name] for name in missing}
+        text = json.dumps([schemas[name] for name in missing])
     made = {
         "openapi": document["openapi"],
         "info": {"title": document["info"]["title"], "version": "generated"},

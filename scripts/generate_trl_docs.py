@@ -54,10 +54,10 @@ def render(page: str) -> str:
             if base.model_fields[name].default == kind.model_fields[name].default
         }
         skipped = inherited | ({"learning_rate"} if kind in abstract else set())
-        own = [name for name in kind.model_fields if name not in skipped]
-        seen[kind] = set(own)
+        arguments = [name for name in kind.model_fields if name not in skipped]
+        seen[kind] = set(arguments)
         parts.append(f"\n### {title}\n\n| argument | default | here | |\n|---|---|---|---|\n")
-        parts += [_row(name, kind) for name in own]
+        parts += [_row(name, kind) for name in arguments]
     return "".join(parts)
 
 

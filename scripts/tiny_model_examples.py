@@ -1,5 +1,5 @@
-"""What the tiny model learns and is measured on: questions of each task, and the same skills as
-bare expressions."""
+"""Examples on which the tiny model is trained and measured: questions of each task, and the same
+skills as bare expressions."""
 
 import random
 import string

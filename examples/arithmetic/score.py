@@ -23,10 +23,10 @@ def digits(completions, answer, **columns):
 
 
 def last_number(text):
-    found = re.findall(r"\d+", text)
-    return found[-1] if found else ""
+    numbers = re.findall(r"\d+", text)
+    return numbers[-1] if numbers else ""
 
 
-def share(given, right):
-    pairs = zip(reversed(given), reversed(right), strict=False)
-    return sum(a == b for a, b in pairs) / max(len(given), len(right))
+def share(answer, right):
+    pairs = zip(reversed(answer), reversed(right), strict=False)
+    return sum(a == b for a, b in pairs) / max(len(answer), len(right))

@@ -122,12 +122,12 @@ def make_constraint(kind: str, rng: random.Random) -> tuple[str, dict[str, Any]]
 def make_rows(number: int, *, heldout: bool, seed: int) -> list[dict[str, Any]]:
     """Return rows with `prompt`, `topic` and `constraints`."""
     rng = random.Random(f"{seed} {heldout}")
-    known = [pair for pair in PAIRS if set(pair) not in HELD_OUT_PAIRS]
+    trained_pairs = [pair for pair in PAIRS if set(pair) not in HELD_OUT_PAIRS]
     new = [pair for pair in PAIRS if set(pair) in HELD_OUT_PAIRS]
     rows = []
     for index in range(number):
         topic = rng.choice(HELDOUT_TOPICS if heldout else TRAIN_TOPICS)
-        pair = list(rng.choice(new if heldout and index % 2 else known))
+        pair = list(rng.choice(new if heldout and index % 2 else trained_pairs))
         rng.shuffle(pair)
         made = [make_constraint(kind, rng) for kind in pair]
         prompt = " ".join([f"Tell me about {topic}.", *(sentence for sentence, _ in made)])

@@ -59,29 +59,33 @@ def own_words(text: str, constraints: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the words that no constraint put there: without the phrase at the end, the keyword
     and the JSON keys."""
     text = text.lower()
-    given: set[str] = set()
+    from_constraints: set[str] = set()
     for wanted in constraints:
         if phrase := str(wanted.get("phrase", "")).lower():
             text = text.replace(phrase, " ")
-        given |= {
+        from_constraints |= {
             str(wanted.get("word", "")).lower(),
             *(str(key).lower() for key in wanted.get("keys", ())),
         }
-    return [word for word in words(text) if word not in given]
+    return [word for word in words(text) if word not in from_constraints]
 
 
 def has_content(
     text: str, prompt: str, topic: str, constraints: Sequence[Mapping[str, Any]]
 ) -> bool:
     """Return whether an answer says something about its topic in words of its own."""
-    own = own_words(text, constraints)
+    free_words = own_words(text, constraints)
     subject = topic.lower()
-    rest = [word for word in own if not names(word, subject)]
-    if len(rest) < OWN_WORDS or len(set(rest)) < VARIETY * len(rest) or len(rest) == len(own):
+    rest = [word for word in free_words if not names(word, subject)]
+    if (
+        len(rest) < OWN_WORDS
+        or len(set(rest)) < VARIETY * len(rest)
+        or len(rest) == len(free_words)
+    ):
         return False
-    asked, said = words(prompt), words(text)
-    triples = set(zip(asked, asked[1:], asked[2:], strict=False))
-    answered = list(zip(said, said[1:], said[2:], strict=False))
+    prompt_words, answer_words = words(prompt), words(text)
+    triples = set(zip(prompt_words, prompt_words[1:], prompt_words[2:], strict=False))
+    answered = list(zip(answer_words, answer_words[1:], answer_words[2:], strict=False))
     return sum(triple in triples for triple in answered) < COPIED * len(answered)
 
 

@@ -45,7 +45,7 @@ class LettersTask(vf.Task[LettersData]):
     @vf.reward
     async def right(self, trace) -> float:
         """The share of right answers."""
-        asked, answers = [self.data.letters], []
+        shown, answers = [self.data.letters], []
         for node in trace.nodes:
             message = node.message
             if message.role == "assistant":
@@ -54,8 +54,8 @@ class LettersTask(vf.Task[LettersData]):
                     json.loads(calls[0].arguments)[("text")] if calls else message.content or ""
                 )
             elif message.role == "tool":
-                asked.append(_text(message.content).removeprefix(question("")))
-        pairs = list(zip(asked, answers, strict=False))
+                shown.append(_text(message.content).removeprefix(question("")))
+        pairs = list(zip(shown, answers, strict=False))
         return sum(answer.strip() == letters[::-1] for letters, answer in pairs) / max(
             len(pairs), 1
         )
@@ -169,8 +169,8 @@ class QuizRenderer(DefaultRenderer):
     def bridge_to_next_turn(
         self, previous_prompt_ids, previous_completion_ids, new_messages, *, tools=None
     ):
-        """What was sampled stays as it is; the tool's answers and the next turn's opening come
-        behind it."""
+        """Return the ids of the next prompt: what was sampled stays as it is, and the tool's
+        answers and the opening of the next turn come after it."""
         end = self._tokenizer.eos_token_id
         ids = trim_to_turn_close(
             previous_prompt_ids, previous_completion_ids, {end}, synthesize_close=end

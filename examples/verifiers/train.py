@@ -132,7 +132,7 @@ class Failed(Exception):
 
 
 class Daemon:
-    """What is asked of the training daemon."""
+    """The requests to the training daemon."""
 
     def __init__(self, url):
         key = os.environ.get(KEY)
@@ -146,7 +146,7 @@ class Daemon:
         return answer.json()
 
     async def register(self, args):
-        """Makes this process an environment of the run."""
+        """Make this process an environment of the run."""
         body = {
             "max_token_length": args.max_length,
             "desired_name": f"{args.taskset}{'_tools' if args.tools else ''}",
@@ -166,11 +166,11 @@ class Daemon:
             await asyncio.sleep(0.05)
 
     async def version(self):
-        """Of the policy that is served now."""
+        """Return the version of the policy that is served now."""
         return (await self._json("GET", "/v1/models"))["data"][0]["policy_version"]
 
     async def post(self, group):
-        """On the daemon's disk when this returns; Failed: it was refused."""
+        """Send a group. It is on the daemon's disk when this returns. Failed: it was refused."""
         await self._json("POST", "/atropos/scored_data", json=group)
 
 

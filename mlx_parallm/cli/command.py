@@ -1,4 +1,5 @@
-"""What the commands share: `--set`, loading a configuration, errors of one line. Imports no MLX.
+"""Parts that the commands share: `--set`, loading a configuration, errors of one line. Imports no
+MLX.
 
 An error that is raised on purpose (`ParallmError`), or a package that is not installed, is one line
 on stderr and exit code 2; anything else is a bug and keeps its traceback.
@@ -74,8 +75,8 @@ def exit_code(run: Run, args: Namespace) -> int:
 
 
 def piped(run: Run) -> Run:
-    """For a command that only prints: whoever reads may close the pipe (`| head`), and that ends
-    it in order."""
+    """Wrap a command that only prints: the reader may close the pipe (`| head`), and then the
+    command ends without an error."""
 
     def until_closed(args: Namespace) -> int:
         try:

@@ -124,7 +124,7 @@ class Subject:
 
 @contextmanager
 def subject_of(config: Config) -> Iterator[Subject]:
-    """Loads and starts; no HTTP. Raises ModelError: it cannot be served; ConfigError."""
+    """Load and start; no HTTP. Raises ModelError: it cannot be served; ConfigError."""
     lora = config.rl_training.lora
     if not lora.enabled:
         raise ConfigError(
@@ -168,7 +168,7 @@ def subject_of(config: Config) -> Iterator[Subject]:
 
 
 def _policy(config: Config, loaded: LoadedModel) -> tuple[TrainedPolicy | None, str]:
-    """With a random adapter; or None, and why this model cannot be trained here."""
+    """Return a policy with a random adapter; or None, and why this model cannot be trained here."""
     try:
         policy = build_policy(loaded, config.rl_training, make_algorithm(config.rl_training))
     except ParallmError as error:
@@ -193,7 +193,7 @@ class Load:
         self.versions: set[int] = set()
 
     def __enter__(self) -> "Load":
-        """Returns when tokens come, or when it has failed."""
+        """Return when tokens come, or when it has failed."""
         self._ended = self._loop.submit(self._main())
         self._running.wait()
         return self
@@ -319,7 +319,7 @@ class ContractResult:
 
 
 def run(config: Config) -> int:
-    """Prints the block. Returns 0 when every contract that is judged holds, else 1. Raises
+    """Print the block. Returns 0 when every contract that is judged holds, else 1. Raises
     ModelError, ConfigError."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     results: list[ContractResult] = []
@@ -580,12 +580,12 @@ def _affordable(subject: Subject) -> int:
 
 
 def _rollout(request: Request, completion: Completion) -> Rollout:
-    given, sampled = len(request.prompt_token_ids), len(completion.token_ids)
+    prompt, sampled = len(request.prompt_token_ids), len(completion.token_ids)
     return Rollout(
         tokens=request.prompt_token_ids + completion.token_ids,
-        mask=(0,) * given + (1,) * sampled,
-        logprobs=(0.0,) * given + completion.logprobs,
-        policy_versions=(0,) * given + completion.policy_versions,
+        mask=(0,) * prompt + (1,) * sampled,
+        logprobs=(0.0,) * prompt + completion.logprobs,
+        policy_versions=(0,) * prompt + completion.policy_versions,
         temperature=TEMPERATURE,
         scores={"reward": 1.0},
     )

@@ -158,7 +158,7 @@ def dataset_toml(
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much a run does, and why. `rollouts`: sequences of one step; `why`: "" where the
+    """The size of a run, and the reasons. `rollouts`: sequences of one step; `why`: "" where the
     machine asks for no less."""
 
     rollouts: int
@@ -180,16 +180,16 @@ def sizes_for(hidden_size: int, parameters: float, rows: int | None, hardware: H
     why, why_steps = "", "as many as usually teach something; more where the curve still rises"
     if hardware.backend == "cpu" and not small:
         token_s = OPERATIONS * parameters / (hardware.cores * CORE_OPERATIONS_S)
-        asked = rollouts * max_tokens * token_s
+        full_step_s = rollouts * max_tokens * token_s
         for rollouts, max_tokens in CPU_SIZES:
             step_s = rollouts * max_tokens * token_s
             if step_s <= STEP_S:
                 break
-        if step_s < asked:
+        if step_s < full_step_s:
             largest, longest = CPU_SIZES[0]
             why = (
                 f"on {hardware.cores} CPU cores {largest} of {longest} would take"
-                f" {duration(asked)} a step"
+                f" {duration(full_step_s)} a step"
             )
         if (fit := max(FEWEST_STEPS, int(RUN_S / step_s))) < steps:
             steps, why_steps = fit, f"about {duration(fit * step_s)} on {hardware.cores} CPU cores"

@@ -60,12 +60,12 @@ def run() -> int:
     atexit.register(release_streams)
     report = inspect()
     console.print(_table(report))
-    found = advice(report)
-    for line in found:
+    sentences = advice(report)
+    for line in sentences:
         console.print(f"[yellow]to fix:[/yellow] {escape(line)}", soft_wrap=True, highlight=False)
-    if not found:
+    if not sentences:
         console.print("[green]nothing to fix[/green]")
-    return 1 if found else 0
+    return 1 if sentences else 0
 
 
 def inspect() -> Report:
@@ -143,25 +143,27 @@ def matmul_gflops(size: int) -> float:
 def advice(report: Report) -> list[str]:
     """Return a sentence for each thing that makes this installation slow or unusable, with what
     to do."""
-    found: list[str] = []
+    sentences: list[str] = []
     if report.blas.advice:
-        found.append(f"MLX computes with {_blas_words(report.blas)}: {report.blas.advice}")
+        sentences.append(f"MLX computes with {_blas_words(report.blas)}: {report.blas.advice}")
     elif report.gflops[SIZES[-1]] < SLOW_GFLOPS:
-        found.append(
+        sentences.append(
             f"matrix products reach {report.gflops[SIZES[-1]]:.0f} GFLOP/s: is another process"
             " using the"
             f" {report.hardware.cores} cores?"
         )
     if report.compile_error:
-        found.append(
+        sentences.append(
             f"mx.compile fails ({report.compile_error}): repair the C++ compiler at"
             f" {report.compiler}"
             " (Debian: `apt install build-essential`), or set MLX_DISABLE_COMPILE=1"
         )
     if report.hardware.available_bytes < LOW_MEMORY_BYTES:
         free = report.hardware.available_bytes / GIB
-        found.append(f"only {free:.1f} GiB of memory are free: stop another process, or add swap")
-    return found
+        sentences.append(
+            f"only {free:.1f} GiB of memory are free: stop another process, or add swap"
+        )
+    return sentences
 
 
 def _table(report: Report) -> Table:

@@ -121,16 +121,16 @@ def _look(args: Namespace) -> None:
     from mlx_parallm.system.terminal import as_text
 
     with closing(rollouts.Answers(open_run(args.run_dir))) as answers:
-        found: Iterable[dict[str, Any]]
+        rows: Iterable[dict[str, Any]]
         if args.show is not None:
-            found = [answers.show(args.show)]
-            parts = rollouts_text.draw_group(found[0])
+            rows = [answers.show(args.show)]
+            parts = rollouts_text.draw_group(rows[0])
         elif args.counts:
-            found = [answers.counts()]
-            parts = rollouts_text.draw_counts(found[0])
+            rows = [answers.counts()]
+            parts = rollouts_text.draw_counts(rows[0])
         elif args.rejects:
-            found = answers.rejects(args.limit or rollouts_text.SHOWN)
-            parts = rollouts_text.draw_rejects(found)
+            rows = answers.rejects(args.limit or rollouts_text.SHOWN)
+            parts = rollouts_text.draw_rejects(rows)
         else:
             text = args.text and args.text.casefold()
             wanted = rollouts.Wanted(
@@ -141,17 +141,17 @@ def _look(args: Namespace) -> None:
                 rewards=args.reward or rollouts.EVERY,
                 text=args.regex.search
                 if args.regex
-                else (lambda given: text in given.casefold())
+                else (lambda answer: text in answer.casefold())
                 if text
                 else None,
                 limit=args.limit or (None if args.json else rollouts_text.SHOWN_ANSWERS),
             )
-            found = answers.rows(wanted)
-            parts = rollouts_text.draw_rows(found, answers)
+            rows = answers.rows(wanted)
+            parts = rollouts_text.draw_rows(rows, answers)
         if not args.json:
             sys.stdout.write(as_text(parts))
             return
-        for value in found:
+        for value in rows:
             sys.stdout.write(json.dumps(value) + "\n")
         for note in answers.notes:
             sys.stderr.write(f"note: {note}\n")
@@ -215,9 +215,11 @@ def show_checkpoint(parser: ArgumentParser) -> Run:
     def run(args: Namespace) -> int:
         from mlx_parallm.runs.show_checkpoint import as_text, describe
 
-        found = describe(args.path)
-        sys.stdout.write(json.dumps(found, indent=1) + "\n" if args.json else as_text(found))
-        return 0 if found["complete"] else 1
+        description = describe(args.path)
+        sys.stdout.write(
+            json.dumps(description, indent=1) + "\n" if args.json else as_text(description)
+        )
+        return 0 if description["complete"] else 1
 
     return run
 
@@ -302,14 +304,14 @@ def evaluate(parser: ArgumentParser) -> Run:
 
 
 def _evaluation_flags(args: Namespace) -> list[str]:
-    given = {
+    settings = {
         "evaluation.problems": args.problems,
         "evaluation.samples": args.samples,
         "model.base_path": None if args.url else args.model,
         "model.lora_path": args.lora_path,
         "server.api_key_file": args.api_key_file,
     }
-    return [f"{key}={toml_value(value)}" for key, value in given.items() if value is not None]
+    return [f"{key}={toml_value(value)}" for key, value in settings.items() if value is not None]
 
 
 def replay(parser: ArgumentParser) -> Run:
@@ -353,15 +355,15 @@ def replay(parser: ArgumentParser) -> Run:
         from mlx_parallm.system.terminal import Console
 
         atexit.register(release_streams)
-        variants = [[*args.set, *own] for own in args.variant] or [args.set]
-        found = play(
+        variants = [[*args.set, *settings] for settings in args.variant] or [args.set]
+        results = play(
             args.run,
             variants,
             start=args.start,
             steps=args.steps,
             progress=lambda line: sys.stderr.write(f"{line.strip()}\n"),
         )
-        show(found, Console())
+        show(results, Console())
         return 0
 
     return run

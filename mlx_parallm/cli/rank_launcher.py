@@ -115,7 +115,7 @@ class LocalRanks:
         self._stopping = threading.Event()
 
     def run(self) -> int:
-        """Returns the exit code: 0, that of a rank that failed, or 128 + the signal that ended it.
+        """Return the exit code: 0, that of a rank that failed, or 128 + the signal that ended it.
 
         Raises RankLostError: a rank cannot be started.
         """
@@ -192,9 +192,9 @@ class LocalRanks:
         environment: dict[str, str],
         ended: "queue.SimpleQueue[tuple[int, int]]",
     ) -> None:
-        own = environment | ({RANK: str(rank)} if self._count > 1 else {})
+        rank_environment = environment | ({RANK: str(rank)} if self._count > 1 else {})
         try:
-            child = subprocess.Popen(command, env=own, pass_fds=self._alive[:1])
+            child = subprocess.Popen(command, env=rank_environment, pass_fds=self._alive[:1])
             self._children.append(child)
             threading.Thread(target=lambda: ended.put((rank, child.wait())), daemon=True).start()
         except (OSError, RuntimeError) as error:  # too many processes, or threads
@@ -235,8 +235,7 @@ class LocalRanks:
 
 
 def end_with_parent() -> None:
-    """In a rank: send SIGTERM to this process, which asks it to stop, when its parent has died
-    without a word."""
+    """Stop this rank when its parent has died: it sends itself SIGTERM, which asks it to stop."""
     alive = int(os.environ.pop(PARENT))
     os.set_inheritable(alive, False)
 

@@ -144,19 +144,21 @@ def serve(parser: ArgumentParser) -> Run:
     def run(args: Namespace) -> int:
         if not args.model_path and not args.config:
             parser.error("--model-path is required (or --config with model.base_path)")
-        own, named = _split_adapters(args.lora_path)
-        given = {
+        unnamed, named = _split_adapters(args.lora_path)
+        settings = {
             "model.base_path": args.model_path,
-            "model.lora_path": own,
+            "model.lora_path": unnamed,
             "server.reward_model": args.reward_model,
             "server.host": args.host,
             "server.port": args.port,
             "server.api_key_file": args.api_key_file,
         }
-        given |= {
+        settings |= {
             f"{leaf.name}.{leaf.clients_train}": True for leaf in switches if vars(args)[leaf.name]
         }
-        flags = [f"{key}={toml_value(value)}" for key, value in given.items() if value is not None]
+        flags = [
+            f"{key}={toml_value(value)}" for key, value in settings.items() if value is not None
+        ]
         config = load(args.config, args.set + flags)
         require_mlx()
         _before_mlx(config)
@@ -185,7 +187,7 @@ def _several_ranks(args: Namespace) -> bool:
 
 
 def _before_mlx(config: "Config") -> None:
-    """What must happen while no thread but this one runs and MLX is not loaded (docs/design.md)."""
+    """Do what needs a process with one thread and without MLX (docs/design.md)."""
     faulthandler.enable()  # a crash in native code says in which thread and where
     block_shutdown_signals()
     if config.rl_training.deterministic:
@@ -225,7 +227,8 @@ def _add_dataset_flags(parser: ArgumentParser) -> None:
 
 
 def _training_config(args: Namespace) -> "Config":
-    """From the flags of `train`: a file, a run's own configuration, or model, data and reward."""
+    """Return the configuration from the flags of `train`: a file, a run's own configuration, or
+    model, data and reward."""
     base = [f"model.base_path={toml_value(args.model)}"] if args.model else []
     if args.data or args.reward or args.algorithm:
         config = load(None, args.set, text=_dataset_toml(args))
@@ -302,18 +305,20 @@ def _write_config(args: Namespace) -> int:
     return 0
 
 
-def _split_adapters(given: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+def _split_adapters(paths: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """`A` (at most one) and `name=A` (any number) → (A, {name: A})."""
-    own: list[str] = []
+    unnamed: list[str] = []
     named: dict[str, str] = {}
-    for entry in given:
+    for entry in paths:
         name, separator, path = entry.partition("=")
         if not separator or is_file(entry) or is_directory(entry):
-            own.append(entry)
+            unnamed.append(entry)
         elif not name or not path or name in named:
             raise ConfigError(f"--lora-path {entry!r}: expected name=path, each name once")
         else:
             named[name] = path
-    if len(own) > 1:
-        raise ConfigError(f"--lora-path: {', '.join(own)}: name all but one of them (name=path)")
-    return (own[0] if own else None), named
+    if len(unnamed) > 1:
+        raise ConfigError(
+            f"--lora-path: {', '.join(unnamed)}: name all but one of them (name=path)"
+        )
+    return (unnamed[0] if unnamed else None), named

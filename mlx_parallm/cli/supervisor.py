@@ -118,10 +118,11 @@ class Supervisor:
         pause_s: float = FIRST_PAUSE_S,
         run_log: RunLog | None = None,
     ) -> None:
-        """
+        """Take the command of the run.
+
         Args:
             arguments: of `mlx_parallm train`, without `--restarts`; a later `--resume` overrides
-            theirs.
+                theirs.
             run: the run's directory, perhaps not there yet.
             resume: what the first start resumes.
         """
@@ -137,7 +138,7 @@ class Supervisor:
         self._stopping = threading.Event()
 
     def run(self) -> int:
-        """Returns the exit code: the child's, or 128 + the signal that ended it."""
+        """Return the exit code: the child's, or 128 + the signal that ended it."""
         block_shutdown_signals()
         threading.Thread(target=self._pass_on, name="signals", daemon=True).start()
         at_start, resume = newest_checkpoint(self._directory), list[str]()

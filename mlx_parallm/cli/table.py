@@ -213,8 +213,10 @@ def completion(parser: ArgumentParser) -> Run:
         root = ArgumentParser("mlx_parallm")
         commands = root.add_subparsers()
         for command in COMMANDS:
-            own, _ = command.parser(f"mlx_parallm {command.name}")
-            commands.add_parser(command.name, parents=[own], add_help=False, help=command.summary)
+            command_parser, _ = command.parser(f"mlx_parallm {command.name}")
+            commands.add_parser(
+                command.name, parents=[command_parser], add_help=False, help=command.summary
+            )
         sys.stdout.write(shtab.complete(root, shell=args.shell) + "\n")
         return 0
 

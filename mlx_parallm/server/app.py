@@ -170,7 +170,7 @@ def create_app(
 
 
 def _install_openapi(app: FastAPI) -> None:
-    """Declares what each operation may answer besides 200.
+    """Declare what each operation may answer besides 200.
 
     FastAPI declares a 422 in a shape that this server never sends. Which statuses an operation can
     have follows from its input (a body, parameters) and its tag; a route adds its own, or another

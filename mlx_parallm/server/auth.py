@@ -1,4 +1,5 @@
-"""Who may talk to the server. With an API key: whoever has it. Without one: this machine only.
+"""Decide who may talk to the server: clients with the API key, or, without a key, this machine
+only.
 
 A server without a key on loopback could be driven by any web page through DNS rebinding, so then
 only requests whose Host (and Origin, where a browser sends one) is a loopback name are answered.
@@ -93,7 +94,7 @@ def is_loopback_authority(authority: str) -> bool:
 
 
 def is_loopback_origin(origin: str) -> bool:
-    """True for an Origin header `scheme://name[:port]` of this machine; "null" is nobody's."""
+    """True for an Origin header `scheme://name[:port]` of this machine; "null" is not one."""
     match = _ORIGIN.fullmatch(origin)
     return match is not None and is_loopback_authority(match["authority"])
 
@@ -217,8 +218,8 @@ def _foreign(scope: Scope, allowed: Collection[str], allowed_hosts: Collection[s
 
 
 def _unasked(scope: Scope, allowed: Collection[str]) -> str | None:
-    """Why a request is refused that a page of another origin may have sent without a preflight
-    request."""
+    """Return why a request is refused, if a page of another origin may have sent it without a
+    preflight request; else None."""
     origins = [origin.decode("latin-1") for origin in _header(scope, b"origin")]
     hosts = [host.decode("latin-1") for host in _header(scope, b"host")]
     same = all(origin in allowed or _authority(origin) in hosts for origin in origins)
@@ -244,14 +245,14 @@ def _unasked(scope: Scope, allowed: Collection[str]) -> str | None:
 
 def refuse_pages(request: Request) -> None:
     """A dependency of routes whose GET changes something. Raises RefusedError: a page of another
-    origin has sent it, or somebody has followed its link."""
+    origin has sent it, or a link of it was followed."""
     if not _sites(request.scope).isdisjoint({_CROSS_SITE, _SAME_SITE}):
         raise RefusedError("a page of another origin cannot do this", 403)
 
 
 def _is_json(scope: Scope) -> bool:
-    """Of `text/plain; a=json` only the first part counts: a browser sends such a body without a
-    preflight request."""
+    """True when the body is JSON by its Content-Type. Only the first part of `text/plain;
+    a=json` counts: a browser sends such a body without a preflight request."""
     kinds = [value.partition(b";")[0].strip().lower() for value in _header(scope, b"content-type")]
     return bool(kinds) and all(
         kind == b"application/json" or kind.endswith(b"+json") for kind in kinds
@@ -276,7 +277,8 @@ def _authority(origin: str) -> str | None:
 
 
 def _is_own_page(origin: str, hosts: Collection[str]) -> bool:
-    """Of this machine, or of the very name that is asked, which is loopback's or an allowed one."""
+    """True for a page of this machine, or of the host that the request names. That host has
+    already been checked: it is loopback's or an allowed one."""
     return is_loopback_origin(origin) or _authority(origin) in hosts
 
 

@@ -36,8 +36,8 @@ class ConnectionGuard:
     """Knows the open connections. In the HTTP thread only.
 
     One too many takes the place of the oldest that waits for its first request, or else for its
-    next one; where all are busy it is refused. So an attacker who opens connections without end
-    keeps nobody else out.
+    next one. When all are busy it is refused. So an attacker who opens connections without end
+    does not keep others out.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,7 +62,7 @@ class ConnectionGuard:
         self._open.pop(connection, None)
 
     def sweep(self) -> None:
-        """Closes connections that wait for too long. Call it about once a second."""
+        """Close connections that wait for too long. Call it about once a second."""
         now = self._clock()
         for connection, (progress, since) in list(self._open.items()):
             if (current := _progress(connection)) != progress:
@@ -84,7 +84,7 @@ def _is_idle(connection: Any) -> bool:
 
 
 def _progress(connection: Any) -> object:
-    """Changes with each request, and while the client still takes its answer."""
+    """Return a value that changes with each request, and as the client takes its answer."""
     return connection.cycle, connection.transport.get_write_buffer_size()
 
 
@@ -105,7 +105,7 @@ def guarded_protocol(guard: ConnectionGuard) -> type[asyncio.Protocol]:
 
 
 class SparseWarnings(logging.Filter):
-    """Lets a warning of the same words through once a minute: whoever can connect can cause
+    """Lets a warning with the same text through once a minute: anyone who can connect can cause
     uvicorn's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

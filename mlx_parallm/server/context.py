@@ -68,7 +68,7 @@ class ServerState:
         tokenizer: "Tokenizer",
         adapters: "AdapterLoader | None" = None,
     ) -> None:
-        """Lets every route answer from now on; call it once."""
+        """Let every route answer from now on; call it once."""
         self.metrics.watch_engine(engine.stats, engine.rank_stats)
         self._parts = LoadedParts(engine, tokenizer, adapters)
 
@@ -77,14 +77,14 @@ class ServerState:
         self.failure = reason
 
     def drain(self, timeout_s: float) -> None:
-        """Answers new requests with 503; returns once the running ones have ended, or after
+        """Answer new requests with 503; return once the running ones have ended, or after
         `timeout_s`."""
         self.draining = True
         self._quiet.wait(timeout_s)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Counts a request that was let in; in the server's thread."""
+        """Count a request that was let in; in the server's thread."""
         self._answering += 1
         self._quiet.clear()
         try:
@@ -103,8 +103,8 @@ class ServerState:
 
     @property
     def unavailable(self) -> tuple[str, str] | None:
-        """Why no request is let in: ("loading" | "failed" | "draining", a sentence); None when
-        requests are."""
+        """The reason why no request is let in: ("loading" | "failed" | "draining", a sentence);
+        None when requests are."""
         if self.draining:
             return "draining", "the server is shutting down"
         if self._parts is not None or not self._needs_model:
@@ -182,8 +182,8 @@ class RunningRequests:
 
     @contextmanager
     def holding(self, requests: Iterable[Request], client_id: str | None = None) -> Iterator[None]:
-        """Around the generation of one HTTP request's engine requests; `client_id`: a name that
-        its body gave."""
+        """Note the engine requests of one HTTP request while they run. `client_id`: a name that
+        its body has."""
         # X-Request-ID, see RequestContextMiddleware
         header = structlog.contextvars.get_contextvars().get("request_id")
         shared = {name for name in (client_id, header) if name is not None}
@@ -267,7 +267,7 @@ class ServerContext:
 
     @contextmanager
     def admitted(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Holds one of `max_concurrent_requests` places for an HTTP request of these engine
+        """Hold one of `max_concurrent_requests` places for an HTTP request of these engine
         requests. Raises ServerBusyError when all are taken, or as many choices wait as may, or
         answers are large enough already;
         RequestError: this answer would be too large."""

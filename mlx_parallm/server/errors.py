@@ -3,7 +3,7 @@ wrong.
 
 `error_response` builds one; `install_error_handlers` adds the handlers of a FastAPI application:
 our own error tree, failed validation, unknown routes and methods. The outermost middleware answers
-errors that nobody foresaw.
+unexpected errors.
 """
 
 from collections.abc import Mapping
@@ -104,7 +104,8 @@ def error_body(
 
 
 def _shown(text: str, longest: int) -> str:
-    """What quotes a request may be as long as it, and hold half a surrogate pair."""
+    """Return a text that can be sent: cut to `longest`, without half surrogate pairs. A message
+    that quotes a request may be as long as the request."""
     cut = text if len(text) <= longest else f"{text[:longest]}…"
     return cut.encode(errors="backslashreplace").decode()
 

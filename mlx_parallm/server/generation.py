@@ -1,12 +1,11 @@
-"""From a route to the engine and back: prompts to token ids, admission, running requests, the
-answer whole or streamed.
+"""Run the requests of a route: prompts to token ids, admission, the engine, and the answer, whole
+or streamed.
 
     route → build_requests → respond(…, ResponseBuilder) → run → ResponseBuilder.whole → JSON
                                                          → stream → ResponseBuilder.chunks →
                                                          EventStream
 
-Encoding happens here, at the edge, exactly once; token ids that a client sends are used as they
-are.
+Text is encoded only here, once. Token ids that a client sends are used as they are.
 """
 
 import asyncio
@@ -68,7 +67,7 @@ class EncodedPrompt:
         return EncodedPrompt(self.token_ids[-count:], opens_text=self.opens_text)
 
     def reader(self, tokenizer: "Tokenizer") -> TokenReader:
-        """Reads this prompt's tokens."""
+        """Read this prompt's tokens."""
         if self.text is None:
             return tokenizer.detokenizer(skip_special_tokens=False)
         return tokenizer.text_reader(self.text)
@@ -145,7 +144,7 @@ def check_count(prompts: int, n: int) -> None:
 
 
 def check_size(context: ServerContext, text: str, param: str) -> None:
-    """Refuses a text that cannot fit before the tokenizer spends seconds on it. Raises
+    """Refuse a text that cannot fit before the tokenizer spends seconds on it. Raises
     RequestError."""
     room = context.engine.max_model_len
     if len(text) > room * context.tokenizer.longest_token:
@@ -198,7 +197,7 @@ def build_requests(
 
 
 def in_mode(context: ServerContext, part: Part) -> Part:
-    """Sets `logprobs` as `server.logprobs_mode` says: "processed" are those of the distribution
+    """Set `logprobs` as `server.logprobs_mode` says: "processed" are those of the distribution
     that was drawn from."""
     if context.deps.config.logprobs_mode == "raw" or part.processed_logprobs is None:
         return part
@@ -222,22 +221,22 @@ class AnswerObserver(Protocol):
     `request.state.observer`."""
 
     def begun(self, body: ChatBody) -> None:
-        """Takes what is asked, before it runs."""
+        """Take what is asked, before it runs."""
 
     async def aborted(self) -> None:
-        """Takes the end of an answer that nobody gets."""
+        """Take the end of an answer whose client is gone."""
 
     def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
-        """Takes what the engine sampled, whole, before the client sees the end. `choices`:
+        """Take what the engine sampled, whole, before the client sees the end. `choices`:
         [prompts][n]."""
 
     async def whole(self, answer: Mapping[str, Any]) -> None:
-        """Takes an answer that is not streamed, before it is sent."""
+        """Take an answer that is not streamed, before it is sent."""
 
     def events(
         self, events: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Passes a stream's chunks on. Closing it must close `events`."""
+        """Pass a stream's chunks on. Closing it must close `events`."""
 
 
 def observer_of(http_request: HTTPRequest) -> AnswerObserver | None:
@@ -414,7 +413,8 @@ def _keep(
     client_id: str | None,
     observer: AnswerObserver | None,
 ) -> None:
-    """For the observer; and for rewards that come later, under the id that the answer shows."""
+    """Pass the choices to the observer, and keep them for rewards that come later, under the id
+    that the answer shows."""
     if observer is not None:
         observer.sampled(requests, choices)
     response_id = requests[0].request_id.rpartition("-")[0]
@@ -457,7 +457,7 @@ async def respond(
     form: AnswerForm | None = None,
     check: AnswerCheck = NO_CHECK,
 ) -> Response:
-    """Runs the requests. `form`: None = as OpenAI's chat or completion. Raises as `run` does."""
+    """Run the requests. `form`: None = as OpenAI's chat or completion. Raises as `run` does."""
     observer = observer_of(http_request)
     if streamed:
         deltas = stream(answer.context, requests, client_id, observer, check)

@@ -127,12 +127,12 @@ class ServerMetrics:
     def watch_engine(
         self, stats: Callable[[], EngineStats], ranks: Callable[[], Mapping[int, EngineStats]]
     ) -> None:
-        """Adds the engine's counters; once. `ranks`: those of each rank, where `stats` are their
+        """Add the engine's counters; once. `ranks`: those of each rank, where `stats` are their
         sums."""
         self.registry.register(_EngineCollector(stats, ranks))
 
     def watch_tools(self, counts: Callable[[], Mapping[str, float]]) -> None:
-        """Adds the counts of a run's tool client; once."""
+        """Add the counts of a run's tool client; once."""
         self.registry.register(_ToolsCollector(counts))
 
     def exposition(self) -> bytes:
@@ -184,8 +184,8 @@ class _EngineCollector(Collector):
                     f"{name.replace('_', ' ')}, of each rank",
                     labels=[("rank")],
                 )
-                for rank, own in ranks.items():
-                    metric.add_metric([str(rank)], getattr(own, name))
+                for rank, rank_stats in ranks.items():
+                    metric.add_metric([str(rank)], getattr(rank_stats, name))
                 yield metric
 
 

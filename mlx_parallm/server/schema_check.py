@@ -36,7 +36,7 @@ def _as_content(text: str, _reason: FinishReason) -> AnswerParts:
 
 @dataclass(frozen=True, slots=True)
 class AnswerCheck:
-    """How one request's answers are checked.
+    """The check of one request's answers.
 
     Args:
         unenforced: keywords that the grammar does not hold; () = it holds all that this server

@@ -102,7 +102,7 @@ class EventStream(Response):
         self._first: dict[str, Any] | None = None
 
     async def prefetch(self, receive: Receive) -> "EventStream":
-        """Returns itself; raises what the first event's making raises, or
+        """Return itself. Raises what the first event's making raises, or
         ClientDisconnectedError."""
         self._first = await until_hangup(receive, self._next())
         return self

@@ -101,15 +101,15 @@ class ServerThread:
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Returns once requests are answered. Raises ServerThreadError."""
+        """Return once requests are answered. Raises ServerThreadError."""
         self._thread.start()
         self._server.settled.wait(STARTUP_SECONDS)
         if not self._server.started:
             raise ServerThreadError("the HTTP server did not start")
 
     def stop(self, drain_timeout: float) -> None:
-        """Accepts nothing more, lets running requests end for `drain_timeout` seconds, cancels
-        the rest, joins."""
+        """Accept nothing more, let running requests end for `drain_timeout` seconds, cancel
+        the rest, join."""
         self._server.config.timeout_graceful_shutdown = drain_timeout  # type: ignore[assignment]  # wait_for's seconds
         self._server.should_exit = True
         self._thread.join(drain_timeout + JOIN_MARGIN_SECONDS)

@@ -54,7 +54,7 @@ def preload_fast_blas() -> BlasStatus:
 
 
 def share_blas_between(threads: int, cores: int) -> int | None:
-    """Gives each of `threads` computing threads its share of the cores; returns it, None where
+    """Give each of `threads` computing threads its share of the cores; return it, None where
     nothing was set.
 
     The BLAS' own threads spin while they wait for work. With an engine and a trainer on two cores,
@@ -76,7 +76,7 @@ def share_blas_between(threads: int, cores: int) -> int | None:
 
 
 def request_bitwise_reproducible_blas() -> None:
-    """Asks MKL for results that do not depend on batch size or threads. Must run before the
+    """Ask MKL for results that do not depend on batch size or threads. Must run before the
     first matrix product."""
     os.environ["MKL_CBWR"] = "AUTO,STRICT"
 
@@ -111,10 +111,10 @@ def has_cuda_backend() -> bool:
 
 
 def _candidates() -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    libraries: list[tuple[str, str]] = []
     if platform.machine() == "x86_64":
         roots = dict.fromkeys([sysconfig.get_path("data"), sys.prefix])
-        found += [
+        libraries += [
             ("mkl", str(p))
             for root in roots
             for p in sorted(Path(root, "lib").glob("libmkl_rt.so*"))
@@ -126,7 +126,7 @@ def _candidates() -> list[tuple[str, str]]:
         "/usr/local/lib",
     ]
     names = ["openblas-pthread/libopenblas.so.0", "libopenblas.so.0", "libopenblas.so"]
-    found += [
+    libraries += [
         ("openblas", str(Path(d, n))) for d in directories for n in names if Path(d, n).exists()
     ]
-    return found
+    return libraries

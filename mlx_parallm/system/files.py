@@ -221,8 +221,9 @@ def shortage(directory: Path, reserve: int) -> str | None:
 
 @contextlib.contextmanager
 def file_limit_kept() -> Iterator[None]:
-    """Around an import of mlx_lm, which sets the limit of open files to (2048, 4096): below the
-    user's own, from where only root could raise it again, or above it, which is an error."""
+    """Keep the limit of open files while mlx_lm is imported. The import sets it to (2048, 4096):
+    below the user's limit, so that only root could raise it again, or above it, which is an
+    error."""
     setrlimit = resource.setrlimit
     resource.setrlimit = lambda *_: None
     try:

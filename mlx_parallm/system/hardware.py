@@ -77,11 +77,11 @@ def memory_present() -> tuple[int, int]:
 
 
 def prefix_cache_bytes(configured: int | None, *, deterministic: bool, processes: int = 1) -> int:
-    """`server.prefix_cache_bytes`; where it is None, 1/PREFIX_CACHE_SHARE of all memory, which
-    `processes` share. Loads MLX.
+    """Return `server.prefix_cache_bytes`; where it is None, 1/PREFIX_CACHE_SHARE of all memory,
+    which `processes` share. Loads MLX.
 
-    In deterministic mode None means no cache: a decode step gives keys and values other last bits,
-    and a resumed run does not find what the run before it had kept.
+    In deterministic mode None means no cache: keys and values of a decode step differ in the last
+    bits from those of a prefill, and a resumed run has not the cache of the earlier one.
     """
     if configured is not None:
         return configured
@@ -116,11 +116,11 @@ def async_scheduling(configured: bool | None, *, deterministic: bool) -> bool:
 
 
 def wire_memory(model_bytes: int) -> str | None:
-    """Lets Metal keep all that it may in memory, as mlx-lm does while it generates: macOS may page
-    weights out otherwise, and each step waits for them. Does nothing on other backends and before
+    """Let Metal keep all that it may in memory, as mlx-lm does while it generates. Otherwise macOS
+    may page weights out, and each step waits for them. Does nothing on other backends and before
     macOS 15. Loads MLX.
 
-    Returns advice for a model that takes more than `WIRED_SHARE` of that, else None.
+    Return advice for a model that takes more than `WIRED_SHARE` of that memory, else None.
     """
     import mlx.core as mx
 
@@ -131,14 +131,14 @@ def wire_memory(model_bytes: int) -> str | None:
     mx.set_wired_limit(most)
     if model_bytes <= WIRED_SHARE * most:
         return None
-    found = (
+    sizes = (
         f"the model takes {model_bytes / GIB:.1f} GiB of the {most / GIB:.1f} GiB that Metal keeps"
         " in memory: "
     )
     wanted = int(model_bytes / WIRED_SHARE)
     if wanted > WIRED_SHARE * whole:
-        return found + "it will be slow on this machine; a quantized or a smaller one fits"
-    return found + (
+        return sizes + "it will be slow on this machine; a quantized or a smaller one fits"
+    return sizes + (
         f"`sudo sysctl iogpu.wired_limit_mb={-(-wanted // MIB)}` raises that until the next start"
         " of macOS"
     )

@@ -94,11 +94,11 @@ def mlx_backend_advice() -> str | None:
     """Return what to install so that MLX can be loaded; None: it can. Loads no MLX into this
     process.
 
-    A wheel's backend is a library beside MLX's modules. Where it is not there a build from source
-    may still have MLX in one piece, which another process tries.
+    A wheel's backend is a library beside MLX's modules. Without it, a build from source may
+    still have MLX in one piece. Another process tries that.
     """
-    found = importlib.util.find_spec("mlx")
-    places = [Path(place) for place in found.submodule_search_locations or ()] if found else []
+    spec = importlib.util.find_spec("mlx")
+    places = [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
     if not places:
         return f"MLX is not installed: {BACKENDS if sys.platform == 'linux' else 'pip install mlx'}"
     if sys.platform != "linux" or any(

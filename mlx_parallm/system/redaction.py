@@ -93,9 +93,9 @@ class Redactor:
         self._forms = forms
 
     def find(self, text: str) -> list[FoundSecret]:
-        """Return the secrets of a text in order. They do not overlap: of two that do, the parts
-        are one of the kind that stands first in the list of forms."""
-        found = (
+        """Return the secrets of a text in order. Two that overlap become one, of the kind of the
+        first."""
+        secrets = (
             [FoundSecret(*match.span(), "known") for match in self._values.finditer(text)]
             if self._values
             else []
@@ -113,10 +113,10 @@ class Redactor:
                 if form.hints:
                     continue
             if not form.in_run or form.pattern.search(runs):
-                found += _matches(form, text)
+                secrets += _matches(form, text)
         merged: list[FoundSecret] = []
         # stable: the first form of two equal starts
-        for secret in sorted(found, key=lambda secret: secret.start):
+        for secret in sorted(secrets, key=lambda secret: secret.start):
             if merged and secret.start < merged[-1].end:
                 last = merged[-1]
                 merged[-1] = FoundSecret(last.start, max(last.end, secret.end), last.kind)

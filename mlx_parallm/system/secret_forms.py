@@ -19,11 +19,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SecretForm:
-    """How a kind of secret looks. `hints`: one of these texts stands in every match, in any case,
-    so that most texts need no search. The secret is the pattern's group "secret", or the whole
-    match. `check`: it is one only if so.
-    `in_run`: every match has LONG_RUN signs of `RUN` in a row, so the search needs only the runs of
-    a text, a tenth."""
+    """The form of a kind of secret. `hints`: one of these texts stands in every match, in any
+    case, so that most texts need no search. The secret is the pattern's group "secret", or the
+    whole match. `check`: a match is a secret only if it returns True. `in_run`: every match has
+    LONG_RUN signs of `RUN` in a row, so the search needs only the runs of a text, a tenth."""
 
     kind: str
     hints: tuple[str, ...]

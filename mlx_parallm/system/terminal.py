@@ -1,7 +1,7 @@
-"""What others wrote, made safe for a terminal: model text, names of environments, ids of groups. No
-MLX.
+"""Make text from elsewhere safe for a terminal: model text, names of environments, ids of groups.
+No MLX.
 
-A control character in them is shown as an escape (`\\x1b`) and never reaches the terminal, which
+A control character in it is shown as an escape (`\\x1b`) and never reaches the terminal, which
 would obey it. Every console of the package is this module's `Console`, and `log.py` escapes each
 value of a line, so that no caller has to think of it.
 """
@@ -27,7 +27,7 @@ _UNSAFE = re.compile(
 def escaped(text: str, *, lines: bool = False) -> str:
     """Return the text with its control characters as escapes. `lines`: keep line ends and tabs."""
     keep = _LINES if lines else ""
-    return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+    return _UNSAFE.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
 
 
 def beginning_of(text: str, most: int) -> str:
@@ -69,11 +69,11 @@ def as_text(parts: Iterable[RenderableType]) -> str:
 
 
 def _escaped(text: Text) -> Text:
-    unsafe = [found for found in _UNSAFE.finditer(text.plain) if found[0] not in _LINES]
+    unsafe = [match for match in _UNSAFE.finditer(text.plain) if match[0] not in _LINES]
     if not unsafe:
         return text
     result = text.blank_copy()
-    for part in text.divide(sorted({end for found in unsafe for end in found.span()})):
+    for part in text.divide(sorted({end for match in unsafe for end in match.span()})):
         part.plain = escaped(part.plain, lines=True)
         result.append_text(part)
     return result

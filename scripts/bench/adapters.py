@@ -1,4 +1,4 @@
-"""What adapters cost a decode step: the step without any, divided by the step with them, in
+"""Measure what adapters cost a decode step: the step without any, divided by the step with them, in
 alternating rounds.
 
 The benchmarks' 29 M model, all linear layers adapted, mlx-lm's cache, 32 rows. "served" is what the
@@ -132,13 +132,13 @@ def measure(rank: int, rounds: int) -> None:
             else:
                 run()
     print(f"rank {rank}, {ROWS} rows, {rounds} rounds")
-    for name, own in times.items():
+    for name, milliseconds in times.items():
         ratio = statistics.median(
-            base / each for base, each in zip(times["no adapter"], own, strict=True)
+            base / each for base, each in zip(times["no adapter"], milliseconds, strict=True)
         )
         print(
-            f"  {name:32} {statistics.median(own):7.1f} ms   ratio {ratio:.2f}   best"
-            f" {min(own):.1f} ms"
+            f"  {name:32} {statistics.median(milliseconds):7.1f} ms   ratio {ratio:.2f}   best"
+            f" {min(milliseconds):.1f} ms"
         )
 
 

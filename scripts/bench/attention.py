@@ -34,14 +34,14 @@ HEADS, KV_HEADS, WIDTH = 8, 4, 64
 
 
 def least(functions: list[Callable[[], Any]], rounds: int) -> list[float]:
-    """The least milliseconds of each, in turns."""
-    found: list[list[float]] = [[] for _ in functions]
+    """Return the least milliseconds of each function; the functions take turns."""
+    times_of_each: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
-        for times, function in zip(found, functions, strict=True):
+        for times, function in zip(times_of_each, functions, strict=True):
             started = time.perf_counter()
             mx.eval(function())
             times.append(1000 * (time.perf_counter() - started))
-    return [min(times) for times in found]
+    return [min(times) for times in times_of_each]
 
 
 def layer(rows: int, queries: int, positions: int, console: Console) -> None:

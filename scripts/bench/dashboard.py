@@ -1,5 +1,5 @@
-"""What the dashboard costs, and how soon it draws: needs Chromium (scripts/setup_browser) and an
-idle machine.
+"""Measure what the dashboard costs, and how soon it draws. Needs Chromium (scripts/setup_browser)
+and an idle machine.
 
     python scripts/bench/dashboard.py            # all
     python scripts/bench/dashboard.py first      # a run of 10,000 steps: seconds to the first chart, the largest answer
@@ -215,12 +215,12 @@ def processor_seconds() -> Counter[str]:
             int(fields[1]),
             (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
         )
-    kinds, own = Counter[str](), os.getpid()
+    kinds, own_pid = Counter[str](), os.getpid()
     for pid, spent in seconds.items():
         above = pid
-        while above not in (0, own):
+        while above not in (0, own_pid):
             above = parents.get(above, 0)
-        if above == own != pid and (kind := _kind(pid)):
+        if above == own_pid != pid and (kind := _kind(pid)):
             kinds[kind] += spent
     return kinds
 
@@ -234,10 +234,10 @@ def _kind(pid: int) -> str:
         return "server"
     if "playwright" in line and "--type=" not in line and "--headless" not in line:
         return "playwright"
-    found = re.search(r"--utility-sub-type=\w+\.mojom\.(\w+)", line) or re.search(
+    process_type = re.search(r"--utility-sub-type=\w+\.mojom\.(\w+)", line) or re.search(
         r"--type=([\w-]+)", line
     )
-    return f"Chromium's {found[1] if found else 'browser'}"
+    return f"Chromium's {process_type[1] if process_type else 'browser'}"
 
 
 def command(*arguments: str) -> list[str]:

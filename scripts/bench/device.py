@@ -1,4 +1,4 @@
-"""What this machine's device does, in one command of some minutes: paste what it prints into an
+"""Measure this machine's device, in one command of some minutes. Paste what it prints into an
 issue, or into docs/benchmarks.
 
     .venv/bin/python -m scripts.bench.device [--size small|large]
@@ -152,12 +152,12 @@ def steps_ahead(serving: Serving, served: Served) -> str:
         serving.client.call(change).result()
         return served.decode(prompts)
 
-    found = []
+    ratios = []
     for clients in CLIENTS:
         prompts = bench_prompts(clients, PROMPT)
         pairs = in_turns(lambda p=prompts: rate(True, p), lambda p=prompts: rate(False, p))
-        found.append(f"{clients} at once {ratio(pairs)}")
-    return "decode with server.async_scheduling against without: " + ", ".join(found)
+        ratios.append(f"{clients} at once {ratio(pairs)}")
+    return "decode with server.async_scheduling against without: " + ", ".join(ratios)
 
 
 def step(trainer: Trainer, config: Config, path: Path) -> None:
@@ -221,7 +221,7 @@ def plain_prefill(model: Any) -> float:
 
 
 def publishes(served: Served, trainer: Trainer, weights: SharedWeights) -> str:
-    """Publishes of the trained adapter while eight clients are answered."""
+    """Publish the trained adapter while eight clients are answered."""
     prompts = bench_prompts(8, PROMPT)
     reports = []
     load = threading.Thread(target=lambda: [served.decode(prompts) for _ in range(2)])

@@ -65,14 +65,14 @@ def provoked(directory: Path, stalled_after_s: float) -> int:
             stalled_after_s if PROVOCATIONS[result["name"]].stalls else USUAL_STALL_S
         )
         explanation = explain(open_run(Path(result["run"])))
-        found = {finding.diagnosis.name: finding for finding in explanation.findings}
-        right = expected in found if expected else not found
+        diagnosed = {finding.diagnosis.name: finding for finding in explanation.findings}
+        right = expected in diagnosed if expected else not diagnosed
         wrong += not right
-        numbers = _numbers(found[expected]) if expected in found else ""
+        numbers = _numbers(diagnosed[expected]) if expected in diagnosed else ""
         cells = [
             result["name"],
             expected or "nothing",
-            ", ".join(found),
+            ", ".join(diagnosed),
             str(explanation.steps),
             numbers,
         ]

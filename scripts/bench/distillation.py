@@ -132,17 +132,18 @@ def run_seed(out: Path, seed: int, problems: int) -> None:
     teacher = f'rl_training.distillation.teachers.0.path="{grpo}/final"'
     settings = ["evaluation.every=3", teacher]
     train(out, f"distill-{seed}", f"{configs}/distill.toml", seed, problems, settings)
-    own = '[{name="self", kind="policy", prompt="{prompt}\\n{answer}"}]'
+    self_teacher = '[{name="self", kind="policy", prompt="{prompt}\\n{answer}"}]'
     settings = [
         "evaluation.every=6",
-        f"rl_training.distillation.teachers={own}",
+        f"rl_training.distillation.teachers={self_teacher}",
         "rl_training.distillation.weight=0.05",
     ]
     train(out, f"self-{seed}", f"{configs}/quickstart.toml", seed, problems, settings)
 
 
 def run_reader(out: Path, seed: int, problems: int) -> None:
-    """From a policy that can read an answer in its prompt: GRPO, and its frozen hinted self."""
+    """Train a policy that can read an answer in its prompt, then go on from it by GRPO, and by
+    its frozen self that reads the hint."""
     rows, config = out / f"hints-{seed}.jsonl", out / f"hints-{seed}.toml"
     rows.write_text("".join(json.dumps(row) + "\n" for row in _hinted_rows(seed)))
     config.write_text(HINTS.format(rows=rows))
@@ -196,10 +197,10 @@ def readers_table(out: Path, seeds: Sequence[int]) -> str:
         runs = [out / f"reader-{case}-{seed}" for case in ("grpo", "self")]
         if not all((run / "final").is_dir() for run in runs):
             continue
-        grpo, own = map(Curve.of, runs)
-        tokens, score = own.points[-1]
+        grpo, distilled = map(Curve.of, runs)
+        tokens, score = distilled.points[-1]
         lines.append(
-            f"| {seed} | {own.points[0][1]:.3f} | {tokens} | {own.last:.3f} |"
+            f"| {seed} | {distilled.points[0][1]:.3f} | {tokens} | {distilled.last:.3f} |"
             f" {grpo.at(tokens):.3f} | {grpo.until(score) or f'not in {grpo.tokens}'} |"
         )
     return "\n".join(lines)
@@ -217,7 +218,7 @@ def table(out: Path, seeds: Sequence[int]) -> str:
             for case in CASES
             if (out / f"{case}-{seed}" / "metrics.jsonl").is_file()
         }
-        grpo, student, own = (curves.get(case) for case in CASES)
+        grpo, student, from_self = (curves.get(case) for case in CASES)
         if grpo is None:
             continue
         slow = grpo.until(grpo.best - NEAR)
@@ -228,9 +229,9 @@ def table(out: Path, seeds: Sequence[int]) -> str:
         else:
             fast_words = str(fast)
         end = "–"
-        if own is not None:
-            tokens = min(own.points[-1][0], grpo.points[-1][0])
-            end = f"{own.at(tokens):.3f}, {grpo.at(tokens):.3f}"
+        if from_self is not None:
+            tokens = min(from_self.points[-1][0], grpo.points[-1][0])
+            end = f"{from_self.at(tokens):.3f}, {grpo.at(tokens):.3f}"
         lines.append(f"| {seed} | {grpo.last:.3f} | {slow} | {fast_words} | {share} | {end} |")
     return "\n".join(lines)
 
@@ -259,7 +260,7 @@ def step_times() -> dict[str, float]:
             times["step"].append(_seconds(lambda: plain.train_step(batch)))
             times["taught step"].append(_seconds(lambda: taught.train_step(batch)))
             times["plain forward"].append(_seconds(forward))
-        numbers = {name: statistics.median(own[1:]) for name, own in times.items()}
+        numbers = {name: statistics.median(measured[1:]) for name, measured in times.items()}
         numbers["parameters, teacher / student"] = _size(large) / _size(student)
         whole = numbers["step"] + numbers["plain forward"]
         return numbers | {"taught / (step + forward)": numbers["taught step"] / whole}
@@ -271,10 +272,10 @@ def _size(loaded: LoadedModel) -> int:
 
 def _four_times(student: LoadedModel) -> dict[str, Any]:
     """The student's shape, twice as wide."""
-    own = student.config
+    shape = student.config
     wide = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     kept = ("head_dim", "num_hidden_layers", "vocab_size")
-    return {key: 2 * own[key] for key in wide} | {key: own[key] for key in kept}
+    return {key: 2 * shape[key] for key in wide} | {key: shape[key] for key in kept}
 
 
 def _trainer(student: LoadedModel, teachers: list[dict[str, Any]]) -> Trainer:

@@ -1,16 +1,16 @@
-"""What `mlx_parallm_train --dry-run` predicts against the run that follows: peak memory, seconds a
-step, disk.
+"""Compare what `mlx_parallm_train --dry-run` predicts with the run that follows: peak memory,
+seconds a step, disk.
 
     python -m scripts.bench.dry_run                the shipped model; 29 M random parameters with a data set
     python -m scripts.bench.dry_run --case bench   (quickstart, bench, memory) one of them
     python -m scripts.bench.dry_run --case memory  the preflight's formula against short runs of many kinds
 
 The formula's figures are those that each run prints at its end: what the preflight says for the
-longest sequences that the run saw. Of the 14 B shape: scripts/bench/step_14b.py. Memory is the peak
-resident set of the process on a CPU (both sides: the dry run's word, the run's rusage), MLX's own
-peak on a GPU. A run's seconds are waiting + training + publishing of its steps but the first, from
-metrics.jsonl. Disk is the size of the run directory, hard links counted once. Ratios are predicted
-/ measured.
+longest sequences that the run saw. For the 14 B shape see scripts/bench/step_14b.py. Memory is
+the peak resident set of the process on a CPU (both sides: the dry run's word, the run's rusage),
+MLX's own peak on a GPU. A run's seconds are waiting + training + publishing of its steps but the
+first, from metrics.jsonl. Disk is the size of the run directory, hard links counted once. Ratios
+are predicted / measured.
 """
 
 import argparse
@@ -95,9 +95,9 @@ def measure_memory(scratch: Path) -> None:
     console.print("memory by formula / measured = ratio: MLX's arrays; the process")
     files = {"quickstart": "quickstart", "DPO, LoRA": str(pairs_config(scratch))}
     config = str(bench_config(scratch))
-    for number, (name, own) in enumerate(CASES.items()):
+    for number, (name, case) in enumerate(CASES.items()):
         settings = [
-            *own.split(),
+            *case.split(),
             "rl_training.total_steps=3",
             "evaluation.problems=0",
             "server.port=0",
@@ -117,8 +117,8 @@ def measure_memory(scratch: Path) -> None:
         predicted = [float(number) * UNITS[unit] for number, unit in sizes][1]
         lines = (scratch / str(number) / "run" / "metrics.jsonl").read_text().splitlines()
         arrays = max(json.loads(line)["memory_gb"] for line in lines) * 1e9
-        own = predicted if on_gpu() else predicted - PROCESS_BYTES
-        cells = [(own, arrays), (own + PROCESS_BYTES, resident)]
+        by_formula = predicted if on_gpu() else predicted - PROCESS_BYTES
+        cells = [(by_formula, arrays), (by_formula + PROCESS_BYTES, resident)]
         shown = [f"{a / 2**20:,.0f} / {b / 2**20:,.0f} MiB = {a / b:.2f}" for a, b in cells]
         console.print(f"{name}: {'; '.join(shown)}", highlight=False)
 
@@ -176,7 +176,7 @@ def predicted_numbers(text: str) -> Numbers:
 
 
 def finished(command: list[str]) -> tuple[str, float]:
-    """What a command printed, and the bytes of its largest resident set."""
+    """Run a command; return what it printed, and the bytes of its largest resident set."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         resident = wait_for(process)
@@ -205,8 +205,10 @@ def run(command: list[str], directory: Path) -> Numbers:
         s.st_ino: s.st_size
         for s in (f.stat() for f in directory.rglob("*") if f.is_file() and not f.is_symlink())
     }
-    own = max(line["memory_gb"] for line in lines) * 1e9
-    return Numbers(own if on_gpu() else resident, sum(times) / len(times), sum(files.values()))
+    arrays_bytes = max(line["memory_gb"] for line in lines) * 1e9
+    return Numbers(
+        arrays_bytes if on_gpu() else resident, sum(times) / len(times), sum(files.values())
+    )
 
 
 def on_gpu() -> bool:
@@ -216,9 +218,9 @@ def on_gpu() -> bool:
 
 
 def size(pattern: str, text: str) -> float:
-    found = re.search(pattern, text)
-    assert found is not None, text
-    return float(found[1]) * UNITS[found[2]]
+    match = re.search(pattern, text)
+    assert match is not None, text
+    return float(match[1]) * UNITS[match[2]]
 
 
 def bench_config(scratch: Path) -> Path:

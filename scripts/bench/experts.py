@@ -1,4 +1,4 @@
-"""What 4-bit experts cost on this CPU, and what unpacking their weights would bring
+"""Measure what 4-bit experts cost on this CPU, and what unpacking their weights would bring
 (docs/models.md).
 
     .venv/bin/python -m scripts.bench.experts [--tokens 512] [--experts 32] [--chosen 4] [--hidden 512] [--inner 256]
@@ -44,8 +44,10 @@ class Unpacked(nn.Module):
         self.layer = layer
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        own = self.layer
-        weights = mx.dequantize(own.weight, own.scales, own.biases, own.group_size, own.bits)
+        layer = self.layer
+        weights = mx.dequantize(
+            layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits
+        )
         return mx.gather_mm(
             x, weights.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices
         )
@@ -67,10 +69,10 @@ class Grouped(nn.Module):
         switch, parts = self.switch, []
         for expert, rows in enumerate(self._rows):
             if len(rows):
-                own = x[mx.array(rows // indices.shape[-1])]
+                expert_rows = x[mx.array(rows // indices.shape[-1])]
                 up, gate = (
-                    own @ switch.up_proj.weight[expert].T,
-                    own @ switch.gate_proj.weight[expert].T,
+                    expert_rows @ switch.up_proj.weight[expert].T,
+                    expert_rows @ switch.gate_proj.weight[expert].T,
                 )
                 parts.append(switch.activation(up, gate) @ switch.down_proj.weight[expert].T)
         return mx.concatenate(parts)[self._back].reshape(*indices.shape, -1)

@@ -1,4 +1,4 @@
-"""What an export keeps of a model, in a real llama.cpp (docs/benchmarks/export.md).
+"""Compare an exported model in a real llama.cpp with the model here (docs/benchmarks/export.md).
 
     .venv/bin/python -m scripts.bench.export models              every architecture, random weights: largest difference
     .venv/bin/python -m scripts.bench.export trained [--steps N]  builtin:tiny trained, exported, and asked problems
@@ -43,8 +43,8 @@ def models(directory: Path) -> None:
         for tied in (True, False) if name in ARCHITECTURES else (True,):
             model = checkpoint(directory / f"{name}{tied}", config, tied=tied)
             write(model, directory / "model.gguf")
-            found = difference(directory / "model.gguf", logprobs(model))
-            print(f"| {name} | {'tied' if tied else 'untied'} | {found:.1e} |", flush=True)
+            distance = difference(directory / "model.gguf", logprobs(model))
+            print(f"| {name} | {'tied' if tied else 'untied'} | {distance:.1e} |", flush=True)
 
 
 def run(*words: object) -> str:

@@ -34,7 +34,7 @@ def make_traces(seed: int) -> list[Trace]:
     source = random.Random(seed)
     words = ["".join(source.choices(string.ascii_lowercase, k=4)) for _ in range(WORDS)]
     questions = [[{"role": "user", "content": f"Reverse: {word}"}] for word in words]
-    found = []
+    traces = []
     with InferenceModule("builtin:tiny") as model:
         options = {"num_return_sequences": ANSWERS, "temperature": 1.0, "seed": seed}
         answers = list(model.generate(questions, max_new_tokens=12, **options))
@@ -44,8 +44,8 @@ def make_traces(seed: int) -> list[Trace]:
         trace = new_trace([*question, message], session_id=f"{word}-{number}", source="feedback")
         good = float(answer.strip() == word[::-1])
         trace.add_label(Label(name="feedback", value=good, by="user", at=1.0))
-        found.append(trace)
-    return found
+        traces.append(trace)
+    return traces
 
 
 def main() -> None:

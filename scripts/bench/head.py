@@ -68,9 +68,9 @@ def heads(tokens: int, vocabulary: int) -> None:
             return objective(chosen, -(mx.exp(logprobs) * logprobs).sum(axis=-1))[0]
 
         gradients = dict(nn.utils.tree_flatten(nn.value_and_grad(model, loss)(model)[1]))
-        found = [gradients[name] for name in parts.slots.names]
-        mx.eval(found)
-        return found
+        arrays = [gradients[name] for name in parts.slots.names]
+        mx.eval(arrays)
+        return arrays
 
     def pieces() -> list[mx.array]:
         return parts.loss_and_gradients(batch, objective)[2]
@@ -177,8 +177,8 @@ def compare(title: str, ways: dict[str, Callable[[], list[mx.array]]]) -> None:
         "times as fast",
     ):
         table.add_column(column, justify="right")
-    for name, found in gradients.items():
-        off = sum(mx.square(a - b).sum().item() for a, b in zip(found, expected, strict=True))
+    for name, arrays in gradients.items():
+        off = sum(mx.square(a - b).sum().item() for a, b in zip(arrays, expected, strict=True))
         size = sum(mx.square(b).sum().item() for b in expected)
         table.add_row(
             name,
@@ -192,14 +192,15 @@ def compare(title: str, ways: dict[str, Callable[[], list[mx.array]]]) -> None:
 
 
 def timed(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median seconds, the ways taking turns; one round before is not counted."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    """Return the median seconds of each way. The ways take turns, and the first round is not
+    counted."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS + 1):
         for name, way in ways.items():
             begin = time.perf_counter()
             way()
-            found[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values[1:]) for name, values in found.items()}
+            times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
 if __name__ == "__main__":

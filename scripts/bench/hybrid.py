@@ -144,8 +144,8 @@ def train(config: dict[str, Any], run: Path) -> None:
 
 
 def trained_expert(run: Path, start: Path) -> Path:
-    found = run / "final" / "learners" / "hybrid" / EXPERT / "expert.safetensors"
-    return found if found.is_file() else start
+    expert = run / "final" / "learners" / "hybrid" / EXPERT / "expert.safetensors"
+    return expert if expert.is_file() else start
 
 
 def right_first(task: dict[str, Any], text: str) -> bool:

@@ -57,8 +57,8 @@ the scores."""
 
 @dataclass(frozen=True)
 class Taken:
-    """What the senders of groups noted: groups answered "received", and milliseconds until each
-    answer."""
+    """The counts of the senders of groups: groups answered "received", and milliseconds until
+    each answer."""
 
     groups: int
     seconds: float
@@ -72,10 +72,10 @@ class Taken:
 def unfinished_group(generator: random.Random) -> bytes:
     """The JSON of a group but for its scores."""
     tokens = [[generator.randrange(VOCAB) for _ in range(TOKENS)] for _ in range(GROUP)]
-    given = [-100] * PROMPT
+    masked = [-100] * PROMPT
     data = {
         "tokens": tokens,
-        "masks": [given + row[PROMPT:] for row in tokens],
+        "masks": [masked + row[PROMPT:] for row in tokens],
         "inference_logprobs": [
             [1.0] * PROMPT + [-generator.expovariate(1.0) for _ in range(TOKENS - PROMPT)]
             for _ in range(GROUP)
@@ -182,7 +182,8 @@ class Bench:
         )
 
     def groups(self, rate: float) -> tuple[Taken, float]:
-        """What was taken, and the engine's tokens a second meanwhile."""
+        """Send groups at a rate. Return what was taken, and the engine's tokens a second
+        meanwhile."""
         ready, results = self._context.Event(), self._context.Queue()
         arguments = (self._serving.url, next(self._seeds), self._seconds, rate, ready, results)
         process = self._context.Process(target=send_groups, args=arguments, daemon=True)

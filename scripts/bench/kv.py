@@ -1,4 +1,4 @@
-"""What long and shared texts cost beside short ones: the tables of docs/benchmarks/kv.md.
+"""Measure what long and shared texts cost beside short ones: the tables of docs/benchmarks/kv.md.
 
     .venv/bin/python -m scripts.bench.kv engine      # step times and bytes of the engine alone, about 3 minutes
     .venv/bin/python -m scripts.bench.kv layouts     # short prompts by tokens and in the rectangle, in turns
@@ -7,11 +7,11 @@
     .venv/bin/python -m scripts.bench.kv bits        # server.kv_bits: step times and bytes, about 3 minutes
     .venv/bin/python -m scripts.bench.kv distance --model DIRECTORY    # server.kv_bits: KL, any model, 1 to 3 minutes
 
-The 29 M parameter benchmark model with a context of 16,384. `engine`: the median time of a decode
-step of one process, all rows running, each case and its base in turns; and what of it Python takes
-to build the step. `servers`: tokens a second over HTTP, each server in turns, the same requests and
-the same BLAS. `distance`: an engine continues a text with quantised keys and values, at temperature
-1; mlx-lm's own forward in full precision scores what it has sampled.
+The 29 M parameter benchmark model with a context of 16,384. `engine`: the median time of a
+decode step of one process, all rows running, each case and its base in turns; and the part of it
+that Python takes to build the step. `servers`: tokens a second over HTTP, each server in turns,
+the same requests and the same BLAS. `distance`: an engine continues a text with quantised keys
+and values, at temperature 1; mlx-lm's own forward in full precision scores what it has sampled.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def measure(engine: Engine, case: str, turn: int) -> dict[str, float]:
         engine.step()
         times.append(time.perf_counter() - started)
     held = sum(s.cached for s in engine.scheduler.rows)
-    found = {
+    numbers = {
         "step": 1000 * statistics.median(times),
         "python": 1000 * statistics.median(building),
         "MB": engine.cache.nbytes / 1e6,
@@ -146,7 +146,7 @@ def measure(engine: Engine, case: str, turn: int) -> dict[str, float]:
         engine.step()
     engine.check_integrity()
     engine.release_memory()
-    return found
+    return numbers
 
 
 def mixed_table(directory: Path, rounds: int, console: Console, layout: str) -> None:
@@ -196,24 +196,24 @@ def begin_short_rows(engine: Engine, rows: int, max_tokens: int) -> None:
 
 def step_times(engine: Engine) -> tuple[float, float]:
     """Median wall and processor time of STEPS steps."""
-    found = []
+    times = []
     for _ in range(STEPS):
         started, begun = time.perf_counter(), time.process_time()
         engine.step()
-        found.append((time.perf_counter() - started, time.process_time() - begun))
-    wall, processor = zip(*found, strict=True)
+        times.append((time.perf_counter() - started, time.process_time() - begun))
+    wall, processor = zip(*times, strict=True)
     return statistics.median(wall), statistics.median(processor)
 
 
 def engine_table(directory: Path, rounds: int, console: Console, layout: str) -> None:
     engine = make_engine(directory, layout)
     cases = ("short", "short beside long", "group, short", "group, long", "one, long")
-    found: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
+    results: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
     for turn in range(rounds + 1):
         for case in cases:
             result = measure(engine, case, turn)
             if turn:
-                found[case].append(result)
+                results[case].append(result)
                 console.print(
                     f"{turn} {case}: { ({key: round(value, 2) for key, value in result.items()}) }"
                 )
@@ -227,14 +227,14 @@ def engine_table(directory: Path, rounds: int, console: Console, layout: str) ->
     )
     for case in cases:
         row = [
-            statistics.median(r[key] for r in found[case])
+            statistics.median(r[key] for r in results[case])
             for key in ("step", "python", "MB", "MB of tokens")
         ]
         table.add_row(case, *(f"{value:.2f}" for value in row))
     console.print(table)
 
     def ratio(a: str, b: str, key: str) -> str:
-        return f"{statistics.median(x[key] / y[key] for x, y in zip(found[a], found[b], strict=True)):.2f}"
+        return f"{statistics.median(x[key] / y[key] for x, y in zip(results[a], results[b], strict=True)):.2f}"
 
     if engine.cache.nbytes:
         raise SystemExit("the cache was not given back")
@@ -254,19 +254,19 @@ def bits_table(directory: Path, rounds: int, console: Console) -> None:
     engines = {bits: make_engine(directory, "auto", bits) for bits in BITS}
     console.print("medians, float32: case | bits | a step ÷ full | bytes ÷ full | ms a step")
     for case in ("short", "one, long", "group, long"):
-        found: dict[int | None, list[dict[str, float]]] = {bits: [] for bits in BITS}
+        results: dict[int | None, list[dict[str, float]]] = {bits: [] for bits in BITS}
         for turn in range(rounds + 1):
             for bits, engine in engines.items():
                 result = measure(engine, case, turn)
-                found[bits] += [result] if turn else []
+                results[bits] += [result] if turn else []
         for bits in BITS:
             step, held = (
                 statistics.median(
-                    x[key] / full[key] for x, full in zip(found[bits], found[None], strict=True)
+                    x[key] / full[key] for x, full in zip(results[bits], results[None], strict=True)
                 )
                 for key in ("step", "MB")
             )
-            milliseconds = statistics.median(result["step"] for result in found[bits])
+            milliseconds = statistics.median(result["step"] for result in results[bits])
             console.print(
                 f"{case} | {bits or 'full'} | {step:.2f} | {held:.2f} | {milliseconds:.1f}"
             )

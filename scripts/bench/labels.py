@@ -80,12 +80,12 @@ def make_runs(count: int, seed: int) -> list[tuple[Trace, bool]]:
                     " ".join(source.sample(sorted(agent.notes), source.randint(1, 4))),
                     session_id=f"s{number}",
                 )
-        found = []
+        runs = []
         for view in collector.load_traces():
             wanted = sum(agent.notes[name] for name in view.user_query.split())
-            found.append((view.trace, view.final_response.endswith(f" {wanted}")))
-    source.shuffle(found)
-    return found
+            runs.append((view.trace, view.final_response.endswith(f" {wanted}")))
+    source.shuffle(runs)
+    return runs
 
 
 def labelled(runs: Sequence[tuple[Trace, bool]]) -> list[Trace]:
@@ -101,20 +101,20 @@ def curve(
     source, truth = random.Random(seed), {id(trace): good for trace, good in runs}
     pool = [Trace.model_validate(trace.to_json()) for trace, _ in runs]
     good_of = {id(copy): truth[id(trace)] for copy, (trace, _) in zip(pool, runs, strict=True)}
-    known = pool[:FIRST]
-    labelled([(trace, good_of[id(trace)]) for trace in known])
-    found: dict[int, float] = {}
+    labelled_traces = pool[:FIRST]
+    labelled([(trace, good_of[id(trace)]) for trace in labelled_traces])
+    auc: dict[int, float] = {}
     texts = [trace for trace, _ in test]
-    while len(known) <= MOST:
+    while len(labelled_traces) <= MOST:
         try:
-            labeler = AutoLabeler(known)
+            labeler = AutoLabeler(labelled_traces)
         except ConfigError:  # fewer than 10 good or 10 bad ones
             labeler = None
         if labeler is not None:
-            found[len(known)] = float(
+            auc[len(labelled_traces)] = float(
                 roc_auc_score([good for _, good in test], labeler.probabilities(texts))
             )
-        taken = set(map(id, known))
+        taken = set(map(id, labelled_traces))
         rest = [trace for trace in pool if id(trace) not in taken]
         order = (
             labeler.unsure_first(rest)
@@ -123,8 +123,8 @@ def curve(
         )
         new = order[:BATCH]
         labelled([(trace, good_of[id(trace)]) for trace in new])
-        known = [*known, *new]
-    return found
+        labelled_traces = [*labelled_traces, *new]
+    return auc
 
 
 def main() -> None:
@@ -140,8 +140,10 @@ def main() -> None:
         train, test = runs[:half], runs[half:]
         share = statistics.fmean(good for _, good in runs)
         truth, texts = [good for _, good in test], [trace for trace, _ in test]
-        known = labelled([(Trace.model_validate(trace.to_json()), good) for trace, good in train])
-        learned, labeler = fit_learned(known), AutoLabeler(known)
+        labelled_traces = labelled(
+            [(Trace.model_validate(trace.to_json()), good) for trace, good in train]
+        )
+        learned, labeler = fit_learned(labelled_traces), AutoLabeler(labelled_traces)
         scores, chances = (
             [learned.score(trajectory_of(trace)) for trace in texts],
             labeler.probabilities(texts),

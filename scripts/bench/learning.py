@@ -38,8 +38,8 @@ console = Console(width=120)
 
 
 @dataclass
-class Asked:
-    """What the client saw; counted by itself, with no retries."""
+class ClientRequests:
+    """The requests of the client, which counts them itself and retries none."""
 
     sent: int = 0
     failed: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Result:
     last: float
     seconds: float
     steps: int
-    asked: Asked
+    requests: ClientRequests
     accuracy: dict[str, tuple[float, float]]
     rewards: list[float]  # of each step
 
@@ -98,8 +98,8 @@ def measure(config: str, seed: int, problems: int, overrides: list[str]) -> Resu
             process = subprocess.Popen(
                 [BIN / "mlx_parallm_train", "--config", config, *flags], stdout=log, stderr=log
             )
-            asked = Asked()
-            client = threading.Thread(target=ask_until_exit, args=(process, port, asked))
+            requests = ClientRequests()
+            client = threading.Thread(target=ask_until_exit, args=(process, port, requests))
             client.start()
             code = process.wait()
         client.join()
@@ -112,34 +112,34 @@ def measure(config: str, seed: int, problems: int, overrides: list[str]) -> Resu
         console.print(
             f"seed {seed}: reward {first:.3f} → {last:.3f} in {seconds:.1f} s, {len(lines)} steps"
         )
-        if asked.failed:
+        if requests.failed:
             console.print(
-                f"  {len(asked.failed)} of {asked.sent} requests failed, the first:"
-                f" {asked.failed[0]}"
+                f"  {len(requests.failed)} of {requests.sent} requests failed, the first:"
+                f" {requests.failed[0]}"
             )
         accuracy = held_out(load_config(config, settings), run / "final", problems)
-        return Result(seed, first, last, seconds, len(lines), asked, accuracy, rewards)
+        return Result(seed, first, last, seconds, len(lines), requests, accuracy, rewards)
 
 
-def ask_until_exit(process: subprocess.Popen[bytes], port: int, asked: Asked) -> None:
-    """From the first healthy answer of the server until the process begins to end."""
+def ask_until_exit(process: subprocess.Popen[bytes], port: int, requests: ClientRequests) -> None:
+    """Ask from the first healthy answer of the server until the process begins to end."""
     url = f"http://127.0.0.1:{port}"
     while process.poll() is None and not healthy(url):
         time.sleep(0.1)
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
     while process.poll() is None:
-        asked.sent += 1
+        requests.sent += 1
         try:
-            asked.versions.append(one_answer(client, stream=asked.sent % 2 == 0))
+            requests.versions.append(one_answer(client, stream=requests.sent % 2 == 0))
         except openai.OpenAIError as error:
             if type(error.__cause__).__name__ == "ConnectError":  # httpx or httpx2: nothing listens
                 try:
                     process.wait(30)  # the run is over, and this one was never accepted
-                    asked.sent -= 1
+                    requests.sent -= 1
                     return
                 except subprocess.TimeoutExpired:
                     pass  # it goes on without listening: a failed request
-            asked.failed.append(f"{error!r} from {error.__cause__!r}, request {asked.sent}")
+            requests.failed.append(f"{error!r} from {error.__cause__!r}, request {requests.sent}")
         time.sleep(0.2)
 
 

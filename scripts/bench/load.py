@@ -44,7 +44,7 @@ class Report:
 
 
 def send(url: str, clients: list[list[dict[str, Any]]]) -> Report:
-    """Runs the sender in a process of its own. Raises CalledProcessError."""
+    """Run the sender in a process of its own. Raises CalledProcessError."""
     command = [sys.executable, str(Path(__file__)), url]
     result = subprocess.run(
         command, input=json.dumps(clients), stdout=subprocess.PIPE, text=True, check=True

@@ -45,13 +45,13 @@ def main() -> None:
     check = LogprobMismatchCheck(Trainer(policy, training, make_algorithm(training)))
     by_version = groups_by_version(run)
     shuffle = np.random.default_rng(0).permutation(loaded.vocab_size)
-    found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    nats: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for checkpoint in sorted(run.glob("step_*")):
         policy.load(checkpoint)
         for staleness in STALENESS:
             for group in by_version[int(checkpoint.name[5:]) - staleness][:GROUPS]:
-                found["own", staleness].append(distances(check, group))
-                found["shuffled", staleness].append(distances(check, shuffled(group, shuffle)))
+                nats["own", staleness].append(distances(check, group))
+                nats["shuffled", staleness].append(distances(check, shuffled(group, shuffle)))
     table = Table(
         "tokens",
         "steps old",
@@ -61,7 +61,7 @@ def main() -> None:
         "smaller of both",
         title="nats a token",
     )
-    for (kind, staleness), pairs in sorted(found.items()):
+    for (kind, staleness), pairs in sorted(nats.items()):
         columns = [*np.array(pairs).T, np.array(pairs).min(axis=1)]
         ranges = [f"{column.min():.2f} … {column.max():.2f}" for column in columns]
         table.add_row(kind, str(staleness), str(len(pairs)), *ranges)
@@ -69,17 +69,18 @@ def main() -> None:
 
 
 def groups_by_version(run: Path) -> dict[int, list[RolloutGroup]]:
-    """Of a run that publishes after every step: the version is the step."""
-    found: dict[int, list[RolloutGroup]] = defaultdict(list)
+    """Return the groups of a run that publishes after every step, so that the version is the
+    step."""
+    by_version: dict[int, list[RolloutGroup]] = defaultdict(list)
     store = RolloutStore(run / "rollouts.sqlite", read_only=True)
     for group in store.groups(sorted(store.known_ids())):
-        found[max(group.sampled_versions)].append(group)
+        by_version[max(group.sampled_versions)].append(group)
     store.close()
-    return found
+    return by_version
 
 
 def distances(check: LogprobMismatchCheck, group: RolloutGroup) -> tuple[float, float]:
-    """Of the shortest sequence, and of all."""
+    """Return the distance over the shortest sequence, and over all."""
     shortest = min(group.rollouts, key=lambda rollout: len(rollout.tokens))
     return check.distance([shortest]), check.distance(group.rollouts)
 

@@ -79,21 +79,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for format_name in args.formats.split("; "):
             for name in args.models.split(","):
-                found = in_a_process(model(name, Path(directory)), *FORMATS[format_name])
+                measured = in_a_process(model(name, Path(directory)), *FORMATS[format_name])
                 cells = (
-                    f"{found['tokens']}",
-                    f"{found['logprob']:.2f}",
-                    f"{found['mean']:.1e}",
-                    (f"{found['max']:.1e}"),
+                    f"{measured['tokens']}",
+                    f"{measured['logprob']:.2f}",
+                    f"{measured['mean']:.1e}",
+                    (f"{measured['max']:.1e}"),
                 )
-                row = (format_name, name, *cells, f"{found['table']:.1e}", found["auto"])
+                row = (format_name, name, *cells, f"{measured['table']:.1e}", measured["auto"])
                 table.add_row(*row)
                 console.print(*row, sep=" | ")
     console.print(table, f'"auto" corrects above {MISMATCH_BOUND:g}')
 
 
 def model(name: str, directory: Path) -> str:
-    """What `model.base_path` takes."""
+    """Return the value of `model.base_path`; write the model first where it is a random one."""
     shape, path = MODELS[name], directory / name
     if shape is None:
         return "builtin:tiny"
@@ -107,19 +107,19 @@ def in_a_process(path: str, dtype: str, quantize: bool) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
 def measure(path: str, dtype: str, *, quantize: bool) -> dict[str, Any]:
-    given = {
+    settings = {
         "model.base_path": json.dumps(path),
         "model.dtype": json.dumps(dtype),
         "model.quantized_cache": '"off"',
         "rl_training.lora.quantize_base": str(quantize).lower(),
     }
     with subject_of(
-        load_config(None, [f"{key}={value}" for key, value in given.items()])
+        load_config(None, [f"{key}={value}" for key, value in settings.items()])
     ) as subject:
         return apart(subject)
 

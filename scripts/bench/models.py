@@ -76,7 +76,7 @@ def bench_prompts(count: int, length: int, seed: int = 1) -> list[list[int]]:
 def save_bench_model(
     directory: Path, *, endless: bool = False, sharpness: float = 1.0, **shape: Any
 ) -> Path:
-    """Writes the model in Hugging Face layout with a byte-level BPE tokenizer that covers all of
+    """Write the model in Hugging Face layout with a byte-level BPE tokenizer that covers all of
     its ids.
 
     `endless`: the end of text is an id that the model cannot sample, so every answer has the length

@@ -49,7 +49,7 @@ def prepare(directory: Path, task: str) -> None:
 
 
 def measure(directory: Path, command: str, overrides: list[str]) -> tuple[float, float, str]:
-    """Runs the one command. (seconds to the first training step, seconds in all, what it
+    """Run the one command. (seconds to the first training step, seconds in all, what it
     printed)"""
     flags = ["--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct"]
     flags += [part for override in overrides for part in ("--set", override)]

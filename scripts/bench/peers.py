@@ -17,26 +17,26 @@ FLAGS = ("--decode-concurrency", "64", "--prompt-concurrency", "8")
 
 
 def environment(blas: str) -> dict[str, str]:
-    """Of a process of build/peers: "mkl" puts MKL under its MLX first, "reference" leaves what
-    pip installed."""
-    own = {
+    """Return the environment variables of a process of build/peers: "mkl" puts MKL under its MLX
+    first, "reference" leaves what pip installed."""
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "LD_PRELOAD")
     }
     if blas == "reference":
-        return own
+        return variables
     library = next(Path(PYTHON.parents[1], "lib").glob("libmkl_rt.so*"))
-    return own | {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(library.parent)}
+    return variables | {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(library.parent)}
 
 
 @contextmanager
 def mlx_lm_server(model: Path, blas: str, flags: Sequence[str] = FLAGS) -> Iterator[str]:
-    """Serves a checkpoint while the block runs; gives its URL. `blas`: "mkl" or "reference";
+    """Serve a checkpoint while the block runs; give its URL. `blas`: "mkl" or "reference";
     raises when it is not."""
     if not PYTHON.exists():
         raise SystemExit(f"{PYTHON} is missing: run scripts/bench/setup_peers")
-    own = [
+    command = [
         PYTHON,
         ROOT / "scripts/bench/mlx_lm_server.py",
         blas,
@@ -48,7 +48,7 @@ def mlx_lm_server(model: Path, blas: str, flags: Sequence[str] = FLAGS) -> Itera
     ]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with server_process(
-        lambda port: [*own, "--port", str(port)], directory=ROOT, environment=environment
+        lambda port: [*command, "--port", str(port)], directory=ROOT, environment=environment
     ) as running:
         url, process = running
         loaded = (
@@ -60,16 +60,16 @@ def mlx_lm_server(model: Path, blas: str, flags: Sequence[str] = FLAGS) -> Itera
 
 @contextmanager
 def llama_server(file: Path, parallel: int, context: int) -> Iterator[str]:
-    """Serves a GGUF file by llama.cpp while the block runs; gives its URL. `context`: positions
+    """Serve a GGUF file by llama.cpp while the block runs; gives its URL. `context`: positions
     of each sequence."""
-    own = [sys.executable, ROOT / "scripts/bench/llama_server.py", file]
+    command = [sys.executable, ROOT / "scripts/bench/llama_server.py", file]
     options = ["--parallel", str(parallel), "--context", str(context)]
-    with server_process(lambda port: [*own, *options, "--port", str(port)]) as (url, _):
+    with server_process(lambda port: [*command, *options, "--port", str(port)]) as (url, _):
         yield url
 
 
 def version() -> str:
-    """What setup_peers installed."""
+    """Return the versions that setup_peers installed."""
     code = (
         "import importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in ('mlx-lm', 'mlx',"
         " 'mkl')), sep=', ')"

@@ -1,5 +1,4 @@
-"""What the prompt policy learns, against choices that do not learn, a contextual bandit, and
-nothing at all.
+"""Compare the prompt policy with choices that do not learn, a contextual bandit, and no rewriting.
 
     .venv/bin/python -m scripts.bench.prompt_policy clusters --seeds 0 1 2
     .venv/bin/python -m scripts.bench.prompt_policy mutations --seeds 0 1 2
@@ -220,16 +219,16 @@ def collect(
         log_probs = np.where(
             table.allowed, -np.log(table.allowed.sum(axis=1, keepdims=True)), -np.inf
         )
-    found = []
+    experiences = []
     for row, state in enumerate(table.states):
         exact = np.exp(log_probs[row])
         action = int(generator.choice(ACTIONS, p=exact / exact.sum()))
         reward = float(table.rewards[row, action])
         log_prob = float(log_probs[row, action])
-        found.append(
+        experiences.append(
             Experience(state, action, reward, state, True, log_prob, 0.0, table.allowed[row])
         )
-    return found
+    return experiences
 
 
 def best_actions(trainer: PPOTrainer, table: Table) -> np.ndarray:
@@ -241,10 +240,10 @@ def best_actions(trainer: PPOTrainer, table: Table) -> np.ndarray:
 def mutations(seed: int, updates: int = 2) -> dict[str, float]:
     rng, generator = random.Random(seed), np.random.default_rng(seed)
     unseen = Table(sorted({real_prompt(rng) for _ in range(700)}))
-    known, trainer = set(unseen.prompts), PPOTrainer(PPOConfig(seed=seed))
+    held_out, trainer = set(unseen.prompts), PPOTrainer(PPOConfig(seed=seed))
     for _ in range(updates):
         prompts = [
-            prompt for prompt in (real_prompt(rng) for _ in range(6000)) if prompt not in known
+            prompt for prompt in (real_prompt(rng) for _ in range(6000)) if prompt not in held_out
         ]
         trainer.update(collect(trainer, Table(prompts[:2048]), generator, uniform=False))
     fixed = unseen.fixed()
@@ -270,9 +269,9 @@ def bandit(seed: int, size: int = 2000) -> dict[str, float]:
 
     rng, generator = random.Random(seed), np.random.default_rng(seed)
     unseen = Table(sorted({real_prompt(rng) for _ in range(700)}))
-    known, trainer = set(unseen.prompts), PPOTrainer(PPOConfig(seed=seed))
+    held_out, trainer = set(unseen.prompts), PPOTrainer(PPOConfig(seed=seed))
     prompts = [
-        prompt for prompt in (real_prompt(rng) for _ in range(3 * size)) if prompt not in known
+        prompt for prompt in (real_prompt(rng) for _ in range(3 * size)) if prompt not in held_out
     ][:size]
     experiences = collect(trainer, Table(prompts), generator, uniform=True)
     trainer.update(experiences)

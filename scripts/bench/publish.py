@@ -1,4 +1,4 @@
-"""What a publish costs while the server streams: lock times, bytes copied, failed requests.
+"""Measure what a publish costs while the server streams: lock times, bytes copied, failed requests.
 
     .venv/bin/python -m scripts.bench.publish --publishes 200 --clients 8
 

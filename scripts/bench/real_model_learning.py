@@ -137,8 +137,8 @@ def read_run(made: Path) -> dict[str, Any]:
         next(iter(line["environments"].values())) for line in (evaluations[0], evaluations[-1])
     )
     before, after = (
-        {problem["key"]: problem["greedy"] for problem in found["problems"]}
-        for found in (first, last)
+        {problem["key"]: problem["greedy"] for problem in evaluation["problems"]}
+        for evaluation in (first, last)
     )
     if missing := [key for key in before if before[key] is None or after.get(key) is None]:
         sys.exit(
@@ -155,7 +155,7 @@ def read_run(made: Path) -> dict[str, Any]:
             line["time_rollout_s"] + line["time_train_s"] for line in metrics
         ),
         "memory_gb": max(line["memory_gb"] for line in metrics),
-        "best": [found for found in last["examples"] if found["reward"] == 1.0][:BEST],
+        "best": [example for example in last["examples"] if example["reward"] == 1.0][:BEST],
     }
 
 
@@ -186,24 +186,24 @@ def table(results: list[dict[str, Any]]) -> str:
         )
     ]
     lines += ["|---" * 10 + "|"]
-    for found in results:
-        before, after = (estimate(found[key]) for key in ("before", "after"))
-        gain = difference(found["before"], found["after"])
+    for result in results:
+        before, after = (estimate(result[key]) for key in ("before", "after"))
+        gain = difference(result["before"], result["after"])
         shown = [f"{e.mean:.3f} [{e.low:.3f}, {e.high:.3f}]" for e in (before, after)]
         points = f"{100 * gain.mean:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
         cells = [
-            found["task"],
-            found["variant"],
-            str(found["seed"]),
+            result["task"],
+            result["variant"],
+            str(result["seed"]),
             *shown,
             points,
-            (f"{found['step_s']:.1f}"),
+            (f"{result['step_s']:.1f}"),
         ]
         cells += [
-            ("") if found.get(key) is None else f"{found[key]:.2f}"
+            ("") if result.get(key) is None else f"{result[key]:.2f}"
             for key in ("memory_gb", "resident_gb")
         ]
-        lines.append("| " + " | ".join([*cells, f"{found['seconds'] / 60:.1f}"]) + " |")
+        lines.append("| " + " | ".join([*cells, f"{result['seconds'] / 60:.1f}"]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -215,14 +215,14 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    variants = dict.fromkeys([*VARIANTS, *(found["variant"] for found in results)])
+    variants = dict.fromkeys([*VARIANTS, *(result["variant"] for result in results)])
     colours = {variant: f"C{index}" for index, variant in enumerate(variants)}
-    for found in results:
-        label = found["variant"] if found["seed"] == min(r["seed"] for r in results) else None
+    for result in results:
+        label = result["variant"] if result["seed"] == min(r["seed"] for r in results) else None
         axes.plot(
-            range(1, len(found["curve"]) + 1),
-            found["curve"],
-            color=colours[found["variant"]],
+            range(1, len(result["curve"]) + 1),
+            result["curve"],
+            color=colours[result["variant"]],
             label=label,
         )
     axes.set(xlabel="step", ylabel="mean reward of sampled answers", ylim=(0, 1))
@@ -235,8 +235,8 @@ def report(out: Path) -> None:
     """Make table.md and the curves again from all finished runs."""
     results = finished(out)
     write_atomically(out / "table.md", table(results))
-    for task in sorted({found["task"] for found in results}):
-        draw([found for found in results if found["task"] == task], out / f"{task}.png")
+    for task in sorted({result["task"] for result in results}):
+        draw([result for result in results if result["task"] == task], out / f"{task}.png")
     print(table(results))
 
 

@@ -308,7 +308,10 @@ def read_result(plan: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, A
         "before": evaluations[0]["rewards"],
         "after": last["rewards"],
         "curve": made["curve"],
-        "heldout": [(found["step"], statistics.fmean(found["rewards"])) for found in evaluations],
+        "heldout": [
+            (evaluation["step"], statistics.fmean(evaluation["rewards"]))
+            for evaluation in evaluations
+        ],
         "answers": [plan["prompts"] * plan["group"]] * len(made["times"]),
         "times": made["times"],
         "step_s": statistics.median(made["times"]),
@@ -346,7 +349,7 @@ def beside_peer(results: Sequence[Mapping[str, Any]], target: float | None = Non
         )
     ]
     lines += ["|---" * 7 + "|"]
-    peers = {found["seed"]: found for found in results if found["variant"] == PEER}
+    peers = {result["seed"]: result for result in results if result["variant"] == PEER}
     for ours in results:
         theirs = peers.get(ours["seed"])
         if theirs is None or ours is theirs:
@@ -354,17 +357,19 @@ def beside_peer(results: Sequence[Mapping[str, Any]], target: float | None = Non
         score = min(ours["heldout"][-1][1], theirs["heldout"][-1][1]) if target is None else target
         memory = "resident_gb" if theirs["memory_gb"] is None else "memory_gb"
         cells = [ours["variant"], str(ours["seed"]), f"{score:.3f}"]
-        cells += [_ratio(*(_needed(found, score, "answers") for found in (ours, theirs)), digits=0)]
-        cells += [_ratio(*(_needed(found, score, "times", 1 / 60) for found in (ours, theirs)))]
-        cells += [_ratio(*(found[key] for found in (ours, theirs))) for key in ("step_s", memory)]
+        cells += [
+            _ratio(*(_needed(result, score, "answers") for result in (ours, theirs)), digits=0)
+        ]
+        cells += [_ratio(*(_needed(result, score, "times", 1 / 60) for result in (ours, theirs)))]
+        cells += [_ratio(*(result[key] for result in (ours, theirs))) for key in ("step_s", memory)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _needed(found: Mapping[str, Any], score: float, key: str, scale: float = 1.0) -> float | None:
+def _needed(result: Mapping[str, Any], score: float, key: str, scale: float = 1.0) -> float | None:
     """Return the sum over the steps until an evaluation first reached a score; None: none did."""
-    steps = [step for step, reached in found["heldout"] if reached >= score]
-    return sum(found[key][: steps[0]]) * scale if steps else None
+    steps = [step for step, reached in result["heldout"] if reached >= score]
+    return sum(result[key][: steps[0]]) * scale if steps else None
 
 
 def _ratio(ours: float | None, theirs: float | None, digits: int = 2) -> str:

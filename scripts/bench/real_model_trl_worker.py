@@ -234,19 +234,21 @@ def main() -> None:
         "scale": sorted(scales),
         "eos": sorted(trainer.eos_token_ids),
     }
-    found = {
+    measured = {
         "times": watch.times,
         "curve": curve,
         "checks": checks,
         "log": trainer.state.log_history,
     }
-    found["device"] = torch.cuda.get_device_name() if plan["device"] == "cuda" else "cpu"
-    found["memory_gb"] = (
+    measured["device"] = torch.cuda.get_device_name() if plan["device"] == "cuda" else "cpu"
+    measured["memory_gb"] = (
         torch.cuda.max_memory_allocated() / 1e9 if plan["device"] == ("cuda") else None
     )
-    found["versions"] = {name: version(name) for name in ("trl", "torch", "transformers", "peft")}
-    found["evaluations"] = [{"step": step, **made} for step, made in watch.evaluations.items()]
-    result.write_text(json.dumps(found), encoding="utf-8")
+    measured["versions"] = {
+        name: version(name) for name in ("trl", "torch", "transformers", "peft")
+    }
+    measured["evaluations"] = [{"step": step, **made} for step, made in watch.evaluations.items()]
+    result.write_text(json.dumps(measured), encoding="utf-8")
 
 
 def ids_of(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:

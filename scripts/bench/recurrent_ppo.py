@@ -250,22 +250,22 @@ def main() -> None:
     )
     for seed in args.seeds:
         for row in args.rows:
-            found = cell(row, args.timesteps, seed)
+            result = cell(row, args.timesteps, seed)
             rate = (
-                (f"{found.get('steps', args.timesteps) / found['seconds']:,.0f}")
-                if "seconds" in found
+                (f"{result.get('steps', args.timesteps) / result['seconds']:,.0f}")
+                if "seconds" in result
                 else "–"
             )
             seconds = [
-                (f"{found[key]:.1f}") if key in found else "–" for key in ("seconds", "processor")
+                (f"{result[key]:.1f}") if key in result else "–" for key in ("seconds", "processor")
             ]
-            lines = [[row, str(seed), *(f"{found[key]:.3f}" for key in KEYS), *seconds, rate]]
-            if "dropped hits" in found and "no memory" not in row:
+            lines = [[row, str(seed), *(f"{result[key]:.3f}" for key in KEYS), *seconds, rate]]
+            if "dropped hits" in result and "no memory" not in row:
                 lines.append(
                     [
                         f"{row}, dropped",
                         str(seed),
-                        *(f"{found['dropped ' + key]:.3f}" for key in KEYS),
+                        *(f"{result['dropped ' + key]:.3f}" for key in KEYS),
                     ]
                 )
             for line in lines:

@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=CONTENDERS, help="may be repeated")
     args = parser.parse_args()
     console, chosen = Console(width=120), args.only or CONTENDERS
-    found: dict[str, list[float]] = {name: [] for name in chosen}
+    seconds_of: dict[str, list[float]] = {name: [] for name in chosen}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         prepare(directory)
@@ -148,21 +148,21 @@ def main() -> None:
                 seconds = measure(
                     contender, directory, run, steps, console if number == 0 else None
                 )
-                found[contender].append(seconds)
+                seconds_of[contender].append(seconds)
                 console.print(f"round {number + 1}, {contender}: {seconds:.3f} s a step")
-    show(console, found)
+    show(console, seconds_of)
 
 
-def show(console: Console, found: dict[str, list[float]]) -> None:
+def show(console: Console, seconds_of: dict[str, list[float]]) -> None:
     title = (
         f"seconds a GRPO step, {PROMPTS} × {GROUP} samples of {LONGEST} tokens, {usable_cores()}"
         " cores"
     )
     table = Table(title=title)
-    first, ours = next(iter(found.items()))
+    first, ours = next(iter(seconds_of.items()))
     for column in ("contender", "s/step", "rounds", f"its time / {first}", "target"):
         table.add_column(column, justify="left" if column == "contender" else "right")
-    for name, seconds in found.items():
+    for name, seconds in seconds_of.items():
         ratio = statistics.median(t / o for t, o in zip(seconds, ours, strict=True))
         rounds = ", ".join(f"{value:.2f}" for value in seconds)
         target = f"≥ {TARGETS[first, name]}" if (first, name) in TARGETS else ""
@@ -240,13 +240,13 @@ def lora_command(directory: Path, run: Path, steps: int) -> list[str]:
 
 
 def our_times(command: list[str], metrics: Path) -> list[float]:
-    """When each line of the metrics file was there."""
+    """Return when each line of the metrics file was there."""
     times: list[float] = []
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
-        said: list[str] = []
-        reader = threading.Thread(target=lambda: said.extend(process.stderr or ()))
+        error_lines: list[str] = []
+        reader = threading.Thread(target=lambda: error_lines.extend(process.stderr or ()))
         reader.start()
         while process.poll() is None:
             lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
@@ -254,28 +254,28 @@ def our_times(command: list[str], metrics: Path) -> list[float]:
             time.sleep(0.005)
         reader.join()
     if process.returncode:
-        raise SystemExit("".join(said))
+        raise SystemExit("".join(error_lines))
     return times
 
 
 def times_of_lines(
     command: list[str], environ: dict[str, str], pattern: re.Pattern[str]
 ) -> list[float]:
-    """When each line that shows the pattern was printed."""
+    """Return when each line that shows the pattern was printed."""
 
     def stamped() -> Iterator[float]:
         for line in process.stdout or ():
-            said.append(line)
+            printed.append(line)
             if pattern.search(line):
                 yield time.perf_counter()
 
-    said: list[str] = []
+    printed: list[str] = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
     ) as process:
         times = list(stamped())
     if process.returncode:
-        raise SystemExit("".join(said[-40:]))
+        raise SystemExit("".join(printed[-40:]))
     return times
 
 

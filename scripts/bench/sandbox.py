@@ -1,10 +1,10 @@
-"""What the sandbox holds back, and what it costs: hostile programs in every way that this machine
-has, then runs/s.
+"""Try what the sandbox holds back, and measure its cost: hostile programs in every way that this
+machine has, then runs/s.
 
     .venv/bin/python scripts/bench/sandbox.py [--runs 60]
 
 For each program: how it ended, after how many seconds (the time-out is 1), and how many of its
-processes are left. What must not happen prints BROKEN, and the exit code is 1.
+processes are left. A program that got through prints BROKEN, and the exit code is 1.
 """
 
 import argparse
@@ -105,7 +105,7 @@ print("left one behind")
 
 
 def read_and_write(file: Path) -> str:
-    """Prints "read" if it can read the file, "written" if it can write beside it."""
+    """Print "read" if it can read the file, "written" if it can write beside it."""
     return f"""
 for what, act in (
     ("read", lambda: open({str(file)!r}).read()),
@@ -131,14 +131,14 @@ except OSError as error:
 
 
 def left_over(patience_s: float = 2.0) -> int:
-    """Processes that a hostile program has left behind, wherever they hang in the tree. One that
-    goes by itself soon is another run's."""
-    found = []
+    """Count the processes that a hostile program has left behind, wherever they hang in the
+    tree. One that soon ends by itself belongs to another run."""
+    processes = []
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
         if any(MARK in word or "'main.py'" in word for word in line):
-            found.append(process)
-    _, left = psutil.wait_procs(found, timeout=patience_s)
+            processes.append(process)
+    _, left = psutil.wait_procs(processes, timeout=patience_s)
     return sum(_lives(process) for process in left)
 
 
@@ -227,14 +227,14 @@ def hostile(way: str) -> int:
             left = left_over()
             good = contained(run) and run.seconds <= 2.0 and not left
             broken += not good
-            said = (
+            output = (
                 run.stdout.strip().replace("\n", ", ")[:40]
                 or run.stderr.strip().rpartition("\n")[2][:40]
             )
             print(
                 f"  {name:32s} {run.outcome:8s} {run.seconds:5.2f} s  left {left} "
                 f" {'' if good else 'BROKEN '}"
-                f"{said if run.outcome == 'ended' else ''}"
+                f"{output if run.outcome == 'ended' else ''}"
             )
     secret.unlink()
     home.rmdir()
@@ -242,7 +242,7 @@ def hostile(way: str) -> int:
 
 
 def cpu_s() -> float:
-    """Of this process and of those that it has waited for."""
+    """Return the CPU seconds of this process and of those that it has waited for."""
     return sum(os.times()[:4])
 
 

@@ -237,9 +237,17 @@ def compare_greedy(bench: Bench, directory: Path, prompts: int = 32) -> str:
     common: dict[str, Any] = {"max_tokens": OUTPUT, "temperature": 0.0}
     ties, different, worst, agreed = 0, 0, 0.0, list[int]()
     for text in Case("greedy", "mlx_lm.server", prompts, 1.0).prompts(0):
-        own = common | {"model": "default", "prompt": text, "logprobs": 2, "return_token_ids": True}
-        other = common | {"model": str(directory), "prompt": text, "logprobs": True}
-        ours, theirs = _choice(bench.url("ours"), own), _choice(bench.url("mlx_lm.server"), other)
+        ours_body = common | {
+            "model": "default",
+            "prompt": text,
+            "logprobs": 2,
+            "return_token_ids": True,
+        }
+        theirs_body = common | {"model": str(directory), "prompt": text, "logprobs": True}
+        ours, theirs = (
+            _choice(bench.url("ours"), ours_body),
+            _choice(bench.url("mlx_lm.server"), theirs_body),
+        )
         entries = theirs["logprobs"]["content"]
         own_logprobs = ours["logprobs"]["token_logprobs"]
         for place, (token, logprob, entry) in enumerate(

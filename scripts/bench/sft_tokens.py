@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--mixed", action="store_true")
     args = parser.parse_args()
     contenders = MIXED if args.mixed else CONTENDERS
-    console, found = Console(width=120), {name: [] for name in contenders}
+    console, rates_of = Console(width=120), {name: [] for name in contenders}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         prepare(directory, args.length, args.batch, args.mixed)
@@ -107,7 +107,7 @@ def main() -> None:
                     )
                 else:
                     rate = theirs(directory, run, args.steps, args.batch, checkpointed)
-                found[contender].append(rate)
+                rates_of[contender].append(rate)
                 console.print(f"round {number + 1}, {contender}: {rate:.0f} tok/s")
     lengths = f"{args.length // 16} … {args.length}" if args.mixed else f"{args.length}"
     title = (
@@ -117,9 +117,9 @@ def main() -> None:
     table = Table(title=title)
     for column in ("contender", "tok/s", "rounds", "ours / this", "target"):
         table.add_column(column, justify="left" if column == "contender" else "right")
-    for name, rates in found.items():
-        own = found["ours, checkpointed" if name.endswith("checkpointed") else "ours"]
-        ratio = f"{statistics.median(o / t for o, t in zip(own, rates, strict=True)):.2f}"
+    for name, rates in rates_of.items():
+        our_rates = rates_of["ours, checkpointed" if name.endswith("checkpointed") else "ours"]
+        ratio = f"{statistics.median(o / t for o, t in zip(our_rates, rates, strict=True)):.2f}"
         peer = name.startswith("mlx")
         rounds = ", ".join(f"{rate:.0f}" for rate in rates)
         cells = (ratio if peer or "padded" in name else "", "≥ 1.2" if peer else "")

@@ -111,13 +111,13 @@ def one_round(path: str, requests: int, seconds: float, console: Console) -> dic
             " tok/s"
         )
         alone[case] = max(alone[case], result[case])
-    found: dict[str, Any] = {"alone": alone}
+    rates: dict[str, Any] = {"alone": alone}
     for priority in PRIORITIES:
-        found[priority] = in_process(
+        rates[priority] = in_process(
             path=path, serve=True, train=True, priority=priority, requests=requests
         )
-        console.print(f"{priority}: {found[priority]}")
-    return found
+        console.print(f"{priority}: {rates[priority]}")
+    return rates
 
 
 def in_process(**case: Any) -> dict[str, Any]:

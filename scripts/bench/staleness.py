@@ -1,4 +1,4 @@
-"""What rollouts that lag behind cost: reward against wall time at several `max_staleness`, on the
+"""Measure what old rollouts cost: reward against wall time at several `max_staleness`, on the
 quickstart.
 
     python scripts/bench/staleness.py --seeds 0 1 2 --figure docs/benchmarks/staleness.png

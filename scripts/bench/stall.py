@@ -1,5 +1,5 @@
-"""What a 4,000-token prompt does to others: with chunks of prefill between decode steps, and in one
-piece.
+"""Measure what a 4,000-token prompt costs other requests: with chunks of prefill between decode
+steps, and in one piece.
 
 One stream runs; the long prompt comes; BESIDE_S later, while it is being computed, a 32-token
 request. Measured in the same process, rounds of the two kinds alternating: the longest gap between
@@ -72,11 +72,11 @@ async def one_round(client: EngineClient, chunks: int) -> tuple[float, float, fl
     await asyncio.sleep(BESIDE_S)
     long = asyncio.create_task(times(client, LONG, 1))
     await asyncio.sleep(BESIDE_S)
-    asked, first, *_ = await times(client, SHORT, 2)
+    sent, first, *_ = await times(client, SHORT, 2)
     began, ended = await long
     moments = (await stream)[1:]
     gap = max(later - earlier for earlier, later in itertools.pairwise(moments))
-    return gap, first - asked, ended - began
+    return gap, first - sent, ended - began
 
 
 def main() -> None:
@@ -87,15 +87,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     kinds = {arguments.chunk: start(arguments.chunk), LONG + 96: start(LONG + 96)}
-    found: dict[int, list[tuple[float, float, float]]] = {chunk: [] for chunk in kinds}
+    results: dict[int, list[tuple[float, float, float]]] = {chunk: [] for chunk in kinds}
     for turn in range(arguments.rounds + 1):
         for chunk, thread in kinds.items():
             measured = asyncio.run(one_round(thread.client, LONG // chunk))
             if turn:  # the first round warms up
-                found[chunk].append(measured)
+                results[chunk].append(measured)
     for thread in kinds.values():
         thread.stop()
-    chunked, whole = (list(zip(*rounds, strict=True)) for rounds in found.values())
+    chunked, whole = (list(zip(*rounds, strict=True)) for rounds in results.values())
     texts = (
         "longest gap of a stream",
         f"first token, {SHORT} tokens beside it",

@@ -221,8 +221,8 @@ def loop_config(folder, options, seed):
 
 
 def job(config, steps):
-    """What scripts/tinker/rl_loop.py does: the problems that the trainer's environment asks, in
-    its order."""
+    """Return the job of scripts/tinker/rl_loop.py: the problems that the trainer's environment
+    asks, in its order."""
     training, (environment,) = config.rl_training, config.environments
     (source,) = build_sources(config.environments, seed=training.seed)
     tokenizer = load_tokenizer(TINY, config.model)

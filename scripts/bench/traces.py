@@ -1,5 +1,5 @@
-"""What recording costs, and whether it keeps every turn: agents with three tools against a real
-server.
+"""Measure what recording costs, and check that it keeps every turn: agents with three tools against
+a real server.
 
     .venv/bin/python -m scripts.bench.traces speed --rounds 5      tokens/s recorded and not, in turns, and their ratio
     .venv/bin/python -m scripts.bench.traces agents                200 runs, 50 at once, some aborted; then checks
@@ -58,7 +58,7 @@ EXACT: Any = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 @dataclass
 class Seen:
-    """What one client was answered: session → response id → token ids and log-probabilities."""
+    """The answers that one client got: session → response id → token ids and log-probabilities."""
 
     turns: dict[str, dict[str, tuple[list[int], list[float]]]] = field(default_factory=dict)
     prompts: dict[str, list[int]] = field(default_factory=dict)
@@ -202,11 +202,11 @@ def compare(directory: Path, seen: Seen) -> dict[str, int]:
             counts["aborted"] += each.status == ABORTED
         for answer_id, (ids, logprobs) in answers.items():
             counts["turns"] += 1
-            found = recorded.get(answer_id, [])
-            counts["missing"] += not found
-            counts["twice"] += len(found) > 1
-            if found:
-                tokens = found[0].tokens
+            turns = recorded.get(answer_id, [])
+            counts["missing"] += not turns
+            counts["twice"] += len(turns) > 1
+            if turns:
+                tokens = turns[0].tokens
                 same = (
                     tokens is not None
                     and list(tokens.completion) == ids

@@ -169,13 +169,13 @@ def main() -> None:
         args.only = [name for name in args.only if name != "grpo"]
     for name in args.only:
         sides = (("TRL", args.theirs), ("here", sys.executable))
-        found = {
+        curves_of = {
             side: run(name, args.seeds, python, ours=side == "here", same_rows=args.same_rows)
             for side, python in sides
         }
-        means = {side: [fifths(curve) for curve in curves] for side, curves in found.items()}
+        means = {side: [fifths(curve) for curve in curves] for side, curves in curves_of.items()}
         print(
-            f"\n{name}: {SCRIPTS[name][2]}, {len(found['TRL'][0])} steps, mean of {args.seeds}"
+            f"\n{name}: {SCRIPTS[name][2]}, {len(curves_of['TRL'][0])} steps, mean of {args.seeds}"
             " seeds ± their std"
         )
         for side, rows in means.items():

@@ -34,14 +34,17 @@ SERVED = [case for case in CASES if case.against == "mlx_lm.server"]
 
 def serve_rate(checkout: Path, model: Path, case: Case, turn: int) -> float:
     """Return the tokens a second of a server of its own, after one warm-up request a client."""
-    own = [
+    command = [
         checkout / ".venv/bin/mlx_parallm_serve",
         "--model-path",
         model,
         "--set",
         "server.batch_size=64",
     ]
-    with server_process(lambda port: [*own, "--port", str(port)], directory=checkout) as (url, _):
+    with server_process(lambda port: [*command, "--port", str(port)], directory=checkout) as (
+        url,
+        _,
+    ):
         turns = range(turn * (case.requests + 1), (turn + 1) * (case.requests + 1))
         texts = list(zip(*(case.prompts(number) for number in turns), strict=True))
         bodies = [
@@ -130,15 +133,18 @@ def measure(
     name: str, case: Callable[[Path, int], float], checkouts: tuple[Path, Path], rounds: int
 ) -> list[tuple[float, float]]:
     """Return (this checkout's rate, the other's) for each round."""
-    found = []
+    rates_of_rounds = []
     for turn in range(rounds):
         rates = {
             checkout: case(checkout, turn)
             for checkout in (checkouts if turn % 2 == 0 else checkouts[::-1])
         }
-        found.append((rates[checkouts[0]], rates[checkouts[1]]))
-        print(f"{name}, round {turn + 1}: {found[-1][0]:.3g} / {found[-1][1]:.3g}", flush=True)
-    return found
+        rates_of_rounds.append((rates[checkouts[0]], rates[checkouts[1]]))
+        print(
+            f"{name}, round {turn + 1}: {rates_of_rounds[-1][0]:.3g} / {rates_of_rounds[-1][1]:.3g}",
+            flush=True,
+        )
+    return rates_of_rounds
 
 
 def show(rates: dict[str, list[tuple[float, float]]]) -> None:

@@ -93,12 +93,12 @@ def main() -> None:
     for column in ("sequences/s", "of alone", "first step"):
         table.add_column(column, justify="right")
     for variant, rows in results.items():
-        own, alone = (
+        rate, alone = (
             statistics.median(row.throughput for row in group)
             for group in (rows, results[("alone")])
         )
         first = statistics.median(row.first_s for row in rows)
-        table.add_row(variant, f"{own:.1f}", f"{own / alone:.1%}", f"{first:.1f} s")
+        table.add_row(variant, f"{rate:.1f}", f"{rate / alone:.1%}", f"{first:.1f} s")
     console.print(table)
 
 

@@ -32,7 +32,7 @@ def answers(directory: Path) -> list[str]:
 def main() -> None:
     program = Program(PROGRAMS / "aider_cli.py")
     aider = program.environment(CLIENTS) / "bin" / "aider"
-    with coding_task(answers, told="ZeroDivisionError", steps=2) as task:
+    with coding_task(answers, counted_text="ZeroDivisionError", steps=2) as task:
         words = [
             "--model",
             f"openai/{task.model}",

@@ -46,10 +46,10 @@ class Task:
     model: str = "default"
 
     def problems(self, output: str) -> list[str]:
-        """What is wrong after the agent's run; [] when the task is solved. `output`: what the
-        agent printed."""
+        """Return the faults after the agent's run; [] when the task is solved. `output`: what
+        the agent printed."""
         calc, run = self.directory / "calc.py", None
-        found = (
+        faults = (
             []
             if calc.is_file() and calc.read_text() == MENDED
             else [(f"{calc} is not the mended one")]
@@ -60,7 +60,7 @@ class Task:
                 command, cwd=self.directory, capture_output=True, text=True, check=False
             )
         if run is None or run.stdout != "all right\n":
-            found.append("test_calc.py does not pass")
+            faults.append("test_calc.py does not pass")
         turns = [
             json.loads(line)
             for file in self.sessions.glob("*.jsonl")
@@ -68,29 +68,31 @@ class Task:
         ]
         trained = [turn for turn in turns if (turn.get("tokens") or {}).get("completion")]
         if len(trained) < self.steps:
-            found.append(
+            faults.append(
                 f"{len(trained)} answers were recorded with their tokens, not {self.steps} or more"
             )
         if DONE not in output:
-            found.append("the agent did not show the last answer")
-        return found
+            faults.append("the agent did not show the last answer")
+        return faults
 
 
 @contextlib.contextmanager
 def coding_task(
-    answers: Callable[[Path], list[str]], *, told: str | None = None, steps: int = STEPS
+    answers: Callable[[Path], list[str]], *, counted_text: str | None = None, steps: int = STEPS
 ) -> Iterator[Task]:
     """A server of the scripted model, and an empty directory to work in.
 
     Args:
         answers: of a directory, the script.
-        told: as in `make_scripted_model`.
+        counted_text: as in `make_scripted_model`.
         steps: answers that the agent gets, at least.
     """
     with tempfile.TemporaryDirectory(prefix="coding_task_") as name:
         directory = Path(name) / "work"
         directory.mkdir()
-        model = make_scripted_model(Path(name) / "model", answers(directory), told=told)
+        model = make_scripted_model(
+            Path(name) / "model", answers(directory), counted_text=counted_text
+        )
         traces = f'traces.directory="{name}/traces"'
         with serve(str(model), Path(name, "server.log"), "--set", traces) as url:
             yield Task(directory, url, Path(name, "traces", "sessions"), steps)

@@ -60,11 +60,11 @@ class Program:
 
     @property
     def packages(self) -> list[str]:
-        """As pip or npm takes them: "openai==3.51.0"."""
-        found = re.search(r"packages: (.+?)(?:\"\"\"|\n|$)", self.header)
-        if found is None:
+        """The packages as pip or npm takes them: "openai==3.51.0"."""
+        match = re.search(r"packages: (.+?)(?:\"\"\"|\n|$)", self.header)
+        if match is None:
             raise SystemExit(f"{self.path} has no line 'packages: NAME==VERSION …' in its header")
-        return found[1].split()
+        return match[1].split()
 
     @property
     def title(self) -> str:
@@ -113,7 +113,7 @@ class Program:
             raise InstallError(f"not installed: {' '.join(run.stderr[-300:].split())}")
 
     def run(self, directory: Path, variables: dict[str, str]) -> dict[str, str | None]:
-        """What each cell came to: None, or why not."""
+        """Run the program. Return for each cell None, or why it failed."""
         if self.path.suffix == ".py":
             command = [str(directory / "bin" / "python"), str(self.path)]
         else:
@@ -135,12 +135,12 @@ class Program:
             except subprocess.TimeoutExpired as error:
                 return {"program": f"it did not end in {error.timeout:.0f} s"}
         lines = [line for line in run.stdout.splitlines() if line.startswith('{"cell"')]
-        found: dict[str, str | None] = {
+        reasons: dict[str, str | None] = {
             each["cell"]: each["why"] for each in map(json.loads, lines)
         }
-        if run.returncode or not found:
-            found["program"] = " ".join((run.stdout + run.stderr)[-400:].split())
-        return found
+        if run.returncode or not reasons:
+            reasons["program"] = " ".join((run.stdout + run.stderr)[-400:].split())
+        return reasons
 
 
 @contextlib.contextmanager
@@ -168,8 +168,8 @@ def servers() -> Iterator[dict[str, str]]:
 
 def ran_before(there: Mapping[str, Program]) -> dict[str, dict]:
     """Results of earlier runs, but for programs that are gone."""
-    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
-    return {name: result for name, result in found.items() if name in there}
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    return {name: result for name, result in results.items() if name in there}
 
 
 def table(results: dict[str, dict]) -> str:

@@ -49,7 +49,7 @@ def tool_call(function: str, /, **arguments: object) -> str:
 
 
 def make_scripted_model(
-    directory: Path, answers: Sequence[str], *, aside: str = "ok", told: str | None = None
+    directory: Path, answers: Sequence[str], *, aside: str = "ok", counted_text: str | None = None
 ) -> Path:
     """Write the checkpoint.
 
@@ -57,7 +57,8 @@ def make_scripted_model(
         answers: what it says when it has this many results of tools; the last one also when it has
             more.
         aside: what it says where no tools are offered: agents ask for titles and summaries too.
-        told: for an agent without tools: messages with this text are counted, not results of tools.
+        counted_text: for an agent without tools: messages with this text are counted, not results
+            of tools.
     """
     directory.mkdir(parents=True)
     content = json.loads((TINY / "tokenizer.json").read_text())
@@ -66,11 +67,11 @@ def make_scripted_model(
     }
     first = 1 + max(vocab.values())
     turns = [f"<|turn{number}|>" for number in range(len(answers))]
-    special, said = ["<|aside|>", *turns], [aside, *answers]
+    special, replies = ["<|aside|>", *turns], [aside, *answers]
     taken: set[str] = set()
-    parts = {turn: [answer] for turn, answer in zip(special, said, strict=True)}
+    parts = {turn: [answer] for turn, answer in zip(special, replies, strict=True)}
     # tokens of their own, as a grammar wants them; they are followed once
-    if "".join(said).count("<tool_call>") == 1:
+    if "".join(replies).count("<tool_call>") == 1:
         parts = {turn: re.split("(</?tool_call>)", answer) for turn, [answer] in parts.items()}
     pieces = {
         turn: [piece for part in texts for piece in _pieces(part, taken)]
@@ -91,9 +92,13 @@ def make_scripted_model(
             {"id": number, "content": text, "special": text in special, **flags}
         )
     (directory / "tokenizer.json").write_text(json.dumps(content))
-    counted = f"{json.dumps(told)} in message.content" if told else "message.role == 'tool'"
+    counted = (
+        f"{json.dumps(counted_text)} in message.content"
+        if counted_text
+        else "message.role == 'tool'"
+    )
     template = TEMPLATE.replace("LAST", str(len(answers) - 1)).replace("COUNTED", counted)
-    template = template.replace("OFFERED", "true" if told else "tools")
+    template = template.replace("OFFERED", "true" if counted_text else "tools")
     settings = json.loads((TINY / "tokenizer_config.json").read_text()) | {
         "chat_template": template
     }
@@ -109,7 +114,7 @@ def make_scripted_model(
             )
     # a grammar may force the answer character by character: its first one, then its end
     instead: dict[int, int] = {}
-    for turn, answer in zip(special, said, strict=True):
+    for turn, answer in zip(special, replies, strict=True):
         if answer[:1] in vocab:
             instead[ids[turn]] = vocab[answer[0]]
         if answer[-1:] in vocab:

@@ -46,7 +46,7 @@ def main() -> int:
                 held, seen = carry_out(each, target)
                 through += [] if held else [each.name]
                 kind, verdict = (
-                    ("found") if each.found else "held before",
+                    "found" if each.got_through else "held before",
                     "held" if held else "GOT THROUGH",
                 )
                 print(

@@ -35,7 +35,7 @@ def sampler_of(server: Server, session: str) -> str:
     return str(server.post(f"{API}/create_sampling_session", body).json()["sampling_session_id"])
 
 
-@attack("Tinker: 16 MB of wrong items in each list of a body", found=True)
+@attack("Tinker: 16 MB of wrong items in each list of a body", got_through=True)
 def wrong_items(target: Target) -> str:
     items = b",".join([b'"a"'] * (4 * MB))
     bodies = {
@@ -54,7 +54,7 @@ def wrong_items(target: Target) -> str:
         )
 
 
-@attack("Tinker: 15 million empty datums, plain and packed", found=True)
+@attack("Tinker: 15 million empty datums, plain and packed", got_through=True)
 def empty_datums(target: Target) -> str:
     plain, seen = b"\x1a\x00" * 15_000_000, []
     packed = zstandard.compress(b"\x1a\x00" * 120_000_000)
@@ -71,7 +71,7 @@ def empty_datums(target: Target) -> str:
     return "; ".join(seen)
 
 
-@attack("Tinker: 30 MB of metadata, and 3,000 sessions", found=True)
+@attack("Tinker: 30 MB of metadata, and 3,000 sessions", got_through=True)
 def piled_sessions(target: Target) -> str:
     large = b'{"user_metadata":{"a":"%s"}}' % (b"x" * (30 * MB))
     with target.own_server("sessions", command=TINKER) as server:
@@ -86,7 +86,9 @@ def piled_sessions(target: Target) -> str:
     return f"400; {codes.count(200)} sessions, then 429; {seen}"
 
 
-@attack("1024 samples × 400 tokens × 1024 alternatives, and ten requests of the most", found=True)
+@attack(
+    "1024 samples × 400 tokens × 1024 alternatives, and ten requests of the most", got_through=True
+)
 def alternatives(target: Target) -> str:
     many = {
         "num_samples": 1024,
@@ -122,7 +124,7 @@ def alternatives(target: Target) -> str:
     return f"{statuses}, {seen}"
 
 
-@attack("a page of another port: POST /pause without a body", found=True)
+@attack("a page of another port: POST /pause without a body", got_through=True)
 def other_page(target: Target) -> str:
     server = target.server()
     page = {
@@ -151,7 +153,7 @@ def other_page(target: Target) -> str:
     return f"{len(changing)} routes refuse it"
 
 
-@attack("readers that take nothing of a long answer", found=False)
+@attack("readers that take nothing of a long answer", got_through=False)
 def slow_readers(target: Target) -> str:
     server = target.server()
     body = {
@@ -181,7 +183,9 @@ def slow_readers(target: Target) -> str:
     return f"{status}, {watch}"
 
 
-@attack("the prompt policy: 8 MB of wrong items, 64 clients, a page of another port", found=False)
+@attack(
+    "the prompt policy: 8 MB of wrong items, 64 clients, a page of another port", got_through=False
+)
 def prompt_policy(target: Target) -> str:
     directory = target.directory / "policy_checkpoints"
     command = ("mlx_parallm", "prompt-policy", "--server", PORT)
@@ -221,29 +225,29 @@ def prompt_policy(target: Target) -> str:
     return "; ".join(seen)
 
 
-@attack("two resumes of one run at once", found=False)
+@attack("two resumes of one run at once", got_through=False)
 def two_resumes(target: Target) -> str:
     directory = target.directory / "twice"
     code, text = ended(training(directory, FINE, steps=2))
     assert code == 0, text[-500:]
     resume = [TRAIN, "--resume", str(directory / "run"), "--set", "rl_training.total_steps=6"]
-    found: list[tuple[int, str]] = []
-    threads = [threading.Thread(target=lambda: found.append(ended(resume))) for _ in range(2)]
+    ends: list[tuple[int, str]] = []
+    threads = [threading.Thread(target=lambda: ends.append(ended(resume))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    codes = sorted(code for code, _ in found)
+    codes = sorted(code for code, _ in ends)
     steps = [
         json.loads(line)["step"]
         for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert codes == [0, 2] and steps == [1, 2, 3, 4, 5, 6], f"exit codes {codes}, steps {steps}"
-    assert not any("Traceback" in text for _, text in found)
+    assert not any("Traceback" in text for _, text in ends)
     return f"exit codes {codes}, steps {steps}"
 
 
-@attack("the run directory is removed while it trains", found=True)
+@attack("the run directory is removed while it trains", got_through=True)
 def removed_run(target: Target) -> str:
     directory = target.directory / "removed"
     with (target.directory / "removed.txt").open("w") as output:
@@ -279,7 +283,7 @@ HOSTILE_ROWS: dict[str, bytes] = {
 }
 
 
-@attack("--data of every wrong form", found=False)
+@attack("--data of every wrong form", got_through=False)
 def hostile_data(target: Target) -> str:
     directory, bad = target.directory / "data", []
     directory.mkdir()
@@ -299,7 +303,7 @@ def hostile_data(target: Target) -> str:
     return f"{len(HOSTILE_ROWS)} files: exit code 2 in words, or trained"
 
 
-@attack("damaged adapters and models for export, merge and serve", found=False)
+@attack("damaged adapters and models for export, merge and serve", got_through=False)
 def damaged_models(target: Target) -> str:
     directory = target.directory / "exported"
     code, text = ended(training(directory, FINE, steps=1))
@@ -329,7 +333,7 @@ def damaged_models(target: Target) -> str:
     return f"exit codes {seen}"
 
 
-@attack("a recorder before an upstream that sends what no chat is", found=True)
+@attack("a recorder before an upstream that sends what no chat is", got_through=True)
 def hostile_upstream(target: Target) -> str:
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 

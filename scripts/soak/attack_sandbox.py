@@ -38,67 +38,70 @@ KEYRING = "import ctypes\nprint(ctypes.CDLL(None).syscall(250, 0, -3, 0))\n"
 
 def runs(program: str) -> dict[str, SandboxRun]:
     """Run a program in every way that this machine has."""
-    found, ways = {}, module.WAYS
+    runs_by_way, ways = {}, module.WAYS
     try:
         for way in bench.ways():
             if set(PROTECTIONS) <= (module._trial(way)[0] or frozenset()):
                 bench.only(way)
-                found[way] = Sandbox(timeout_s=5.0, processes=64).run(program)
+                runs_by_way[way] = Sandbox(timeout_s=5.0, processes=64).run(program)
     finally:
         module.WAYS = ways
-    assert found, "the sandbox runs nothing here"
-    return found
+    assert runs_by_way, "the sandbox runs nothing here"
+    return runs_by_way
 
 
-def told(found: dict[str, SandboxRun]) -> str:
+def described(runs_by_way: dict[str, SandboxRun]) -> str:
     return ", ".join(
-        f"{way}: {run.outcome} {run.returncode}, {run.seconds:.1f} s" for way, run in found.items()
+        f"{way}: {run.outcome} {run.returncode}, {run.seconds:.1f} s"
+        for way, run in runs_by_way.items()
     )
 
 
-@attack("3 GB in files of memory and in processes", found=True)
+@attack("3 GB in files of memory and in processes", got_through=True)
 def memory(target: Target) -> str:
     for program in (bench.FILES_IN_MEMORY, bench.SHARED_MEMORY, bench.FORKED_MEMORY):
-        found = runs(program)
-        assert not any("held" in run.stdout for run in found.values()), told(found)
-    return told(found)
+        runs_by_way = runs(program)
+        assert not any("held" in run.stdout for run in runs_by_way.values()), described(runs_by_way)
+    return described(runs_by_way)
 
 
-@attack("0.5 GB in files, removed or not", found=True)
+@attack("0.5 GB in files, removed or not", got_through=True)
 def files(target: Target) -> str:
     for program in (bench.MANY_FILES, bench.REMOVED_FILES):
-        found = runs(program)
-        assert not any("written" in run.stdout for run in found.values()), told(found)
-    return told(found)
+        runs_by_way = runs(program)
+        assert not any("written" in run.stdout for run in runs_by_way.values()), described(
+            runs_by_way
+        )
+    return described(runs_by_way)
 
 
-@attack("shared memory that outlives the run", found=True)
+@attack("shared memory that outlives the run", got_through=True)
 def shared_memory(target: Target) -> str:
     before = Path("/proc/sysvipc/shm").read_text()
-    found = runs(SHARED_FOR_EVER)
-    assert not any("made" in run.stdout for run in found.values()), told(found)
+    runs_by_way = runs(SHARED_FOR_EVER)
+    assert not any("made" in run.stdout for run in runs_by_way.values()), described(runs_by_way)
     assert Path("/proc/sysvipc/shm").read_text() == before
-    return told(found)
+    return described(runs_by_way)
 
 
-@attack("the session's keyring", found=True)
+@attack("the session's keyring", got_through=True)
 def keyring(target: Target) -> str:
     if os.uname().machine != "x86_64":
         return "not tried: the number of the call is x86_64's"
-    found = runs(KEYRING)
-    assert {run.stdout for run in found.values()} == {"-1\n"}, told(found)
-    return told(found)
+    runs_by_way = runs(KEYRING)
+    assert {run.stdout for run in runs_by_way.values()} == {"-1\n"}, described(runs_by_way)
+    return described(runs_by_way)
 
 
-@attack("1,200 nested directories; signals for what started the code", found=True)
+@attack("1,200 nested directories; signals for what started the code", got_through=True)
 def raising(target: Target) -> str:
     for program in (bench.DEEP_DIRECTORIES, bench.PARENT_ENDED):
-        found = runs(program)
-    assert all(run.stdout == "alive\n" for run in found.values()), told(found)
-    return told(found)
+        runs_by_way = runs(program)
+    assert all(run.stdout == "alive\n" for run in runs_by_way.values()), described(runs_by_way)
+    return described(runs_by_way)
 
 
-@attack("60 kB of openings of code blocks", found=True)
+@attack("60 kB of openings of code blocks", got_through=True)
 def blocks(target: Target) -> str:
     longest, done = 0.0, threading.Event()
 
@@ -131,7 +134,7 @@ def training(directory: Path, reward: str, *settings: str, steps: int = 100_000)
     (directory / "rows.jsonl").write_text(
         "".join(f'{{"prompt": "{n} + 1 ="}}\n' for n in range(40))
     )
-    own = [
+    settings_of_run = [
         *SMALL,
         f"rl_training.checkpoint_dir='{directory}'",
         f"rl_training.total_steps={steps}",
@@ -145,7 +148,11 @@ def training(directory: Path, reward: str, *settings: str, steps: int = 100_000)
         "--reward",
         f"{directory}/reward.py:own",
     ]
-    sets = [part for setting in [*own, "rl_training.run_name='run'"] for part in ("--set", setting)]
+    sets = [
+        part
+        for setting in [*settings_of_run, "rl_training.run_name='run'"]
+        for part in ("--set", setting)
+    ]
     return [TRAIN, *data, *sets]
 
 
@@ -164,7 +171,7 @@ def ended(command: list[str], seconds: float = 300) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@attack("SIGTERM while a reward function spins", found=True)
+@attack("SIGTERM while a reward function spins", got_through=True)
 def spinning(target: Target) -> str:
     directory = target.directory / "spins"
     command = training(
@@ -189,14 +196,14 @@ def spinning(target: Target) -> str:
     return f"ended after {time.monotonic() - started:.0f} s"
 
 
-@attack("os._exit(0) in a reward function, with --restarts 2", found=True)
+@attack("os._exit(0) in a reward function, with --restarts 2", got_through=True)
 def exits(target: Target) -> str:
     code, text = ended([*training(target.directory / "exits", ENDS), "--restarts", "2"])
     assert code == 1 and "is not done" in text, f"exit code {code}: {text[-300:]}"
     return f"exit code {code} after {text.count('ended with exit code 0')} such ends"
 
 
-@attack("a checkpoint with changed bytes, and one of step -5", found=True)
+@attack("a checkpoint with changed bytes, and one of step -5", got_through=True)
 def damaged(target: Target) -> str:
     directory = target.directory / "damaged"
     code, text = ended(training(directory, FINE, steps=2))
@@ -224,7 +231,7 @@ def damaged(target: Target) -> str:
     return f"exit codes {[*seen, code]}, nothing was cut"
 
 
-@attack("learning rates of 1e30 and inf", found=True)
+@attack("learning rates of 1e30 and inf", got_through=True)
 def learning_rates(target: Target) -> str:
     code, text = ended(
         training(target.directory / "infinite", FINE, "rl_training.learning_rate=inf")
@@ -250,7 +257,7 @@ def learning_rates(target: Target) -> str:
     )
 
 
-@attack("numbers in a config.json that no model has", found=True)
+@attack("numbers in a config.json that no model has", got_through=True)
 def numbers(target: Target) -> str:
     seen = []
     tiny = Path(module.__file__).parents[2] / "models" / "tiny"

@@ -33,7 +33,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 # ---------------------------------------------------------------------- connections and bodies
 
 
-@attack("2,300 idle connections", found=True)
+@attack("2,300 idle connections", got_through=True)
 def idle_connections(target: Target) -> str:
     server = target.server()
     connections = [server.connect() for _ in range(2300)]
@@ -50,7 +50,7 @@ def idle_connections(target: Target) -> str:
     return f"/health after {seconds:.2f} s, the server holds {held} files"
 
 
-@attack("2,300 idle connections while a training saves checkpoints", found=True)
+@attack("2,300 idle connections while a training saves checkpoints", got_through=True)
 def idle_connections_of_a_training(target: Target) -> str:
     daemon = target.training()
     port = int(daemon.url.rpartition(":")[2])
@@ -65,7 +65,7 @@ def idle_connections_of_a_training(target: Target) -> str:
     return f"step {steps}, {saved} checkpoints"
 
 
-@attack("50 half headers", found=True)
+@attack("50 half headers", got_through=True)
 def half_headers(target: Target) -> str:
     server = target.server()
     started = time.monotonic()
@@ -79,7 +79,7 @@ def half_headers(target: Target) -> str:
     return f"closed after {time.monotonic() - started:.0f} s"
 
 
-@attack("100 bodies of 33 MB that stop after 31 MB", found=True)
+@attack("100 bodies of 33 MB that stop after 31 MB", got_through=True)
 def half_bodies(target: Target) -> str:
     server = target.server()
     header = (
@@ -102,7 +102,7 @@ def half_bodies(target: Target) -> str:
     return str(watch)
 
 
-@attack("1,500 lines of garbage", found=True)
+@attack("1,500 lines of garbage", got_through=True)
 def garbage(target: Target) -> str:
     server = target.server()
     before = server.output.read_text().count("\n")
@@ -117,7 +117,7 @@ def garbage(target: Target) -> str:
     return f"{lines} lines of log"
 
 
-@attack("a chunked body without an end", found=False)
+@attack("a chunked body without an end", got_through=False)
 def endless_body(target: Target) -> str:
     header = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
     with closing(
@@ -130,7 +130,7 @@ def endless_body(target: Target) -> str:
     return status
 
 
-@attack("200 hang-ups in the middle of a stream", found=False)
+@attack("200 hang-ups in the middle of a stream", got_through=False)
 def hang_ups(target: Target) -> str:
     server = target.server()
     body = {
@@ -192,7 +192,7 @@ FAULTY = {
 
 
 def _enter(name: str, path: str, body: bytes) -> None:
-    @attack(name, found=True)
+    @attack(name, got_through=True)
     def faulty(target: Target) -> str:
         return costly(target.server(), path, body, 400, 413)
 
@@ -201,25 +201,25 @@ for _name, (_path, _body) in FAULTY.items():
     _enter(_name, _path, _body)
 
 
-@attack("32 MB of empty lists", found=True)
+@attack("32 MB of empty lists", got_through=True)
 def empty_lists(target: Target) -> str:
     return costly(
         target.server(), "/v1/completions", b'{"prompt":[%s[]]}' % (b"[]," * (10 * MB)), 413
     )
 
 
-@attack("/detokenize of 5 million ids", found=True)
+@attack("/detokenize of 5 million ids", got_through=True)
 def detokenize(target: Target) -> str:
     return costly(target.server(), "/detokenize", b'{"tokens":[%s1]}' % (b"1," * 5_000_000), 400)
 
 
-@attack("200,000 messages of one letter", found=True)
+@attack("200,000 messages of one letter", got_through=True)
 def messages(target: Target) -> str:
     body = b'{"messages":[%s]}' % b",".join([b'{"role":"user","content":"a"}'] * 200_000)
     return costly(target.server(), "/v1/chat/completions", body, 400)
 
 
-@attack("100,000 stop strings for 32 rows", found=True)
+@attack("100,000 stop strings for 32 rows", got_through=True)
 def stop_strings(target: Target) -> str:
     ask = {"model": "default", "prompt": "a", "n": 32, "max_tokens": 64, "ignore_eos": True}
     server = target.server()
@@ -235,7 +235,7 @@ def stop_strings(target: Target) -> str:
     return f"400; 64 of the longest: {seconds:.1f} s, none: {plain:.1f} s"
 
 
-@attack("JSON that is none: deep, NaN, long numbers, cut, bad UTF-8", found=False)
+@attack("JSON that is none: deep, NaN, long numbers, cut, bad UTF-8", got_through=False)
 def bad_json(target: Target) -> str:
     bodies = (
         b"[" * 5_000_000,
@@ -286,7 +286,7 @@ def refused(server: Server, name: str, path: Path, words: str) -> str:
     return f"400, {watch}"
 
 
-@attack("an alpha_pattern that backtracks for ever", found=True)
+@attack("an alpha_pattern that backtracks for ever", got_through=True)
 def alpha_pattern(target: Target) -> str:
     server = target.server()
     refused(
@@ -299,13 +299,13 @@ def alpha_pattern(target: Target) -> str:
     return refused(server, "p", adapter(server, "p", {"alpha_pattern": slow}), "take more than")
 
 
-@attack("an alpha_pattern that is no regular expression", found=True)
+@attack("an alpha_pattern that is no regular expression", got_through=True)
 def invalid_pattern(target: Target) -> str:
     server = target.server()
     return refused(server, "i", adapter(server, "i", {"alpha_pattern": {"(": 4}}), "alpha_pattern")
 
 
-@attack("a pipe as adapter_config.json, ten times", found=True)
+@attack("a pipe as adapter_config.json, ten times", got_through=True)
 def pipe(target: Target) -> str:
     server = target.server()
     directory = adapter(server, "f")
@@ -316,7 +316,7 @@ def pipe(target: Target) -> str:
     return "400"
 
 
-@attack("adapters with NaN, and of rank 2,000,000", found=True)
+@attack("adapters with NaN, and of rank 2,000,000", got_through=True)
 def adapters_out_of_bounds(target: Target) -> str:
     server = target.server()
     refused(server, "n", adapter(server, "n", fill=float("nan")), "not finite")
@@ -324,7 +324,7 @@ def adapters_out_of_bounds(target: Target) -> str:
     return refused(server, "r", adapter(server, "r", rank=2_000_000), "highest is")
 
 
-@attack("adapter names: half a character, 100,000 characters, an escape", found=True)
+@attack("adapter names: half a character, 100,000 characters, an escape", got_through=True)
 def adapter_names(target: Target) -> str:
     server = target.server()
     path = str(adapter(server, "name"))
@@ -336,7 +336,7 @@ def adapter_names(target: Target) -> str:
     return "400, /v1/models 200"
 
 
-@attack("adapters out of the roots: links, .., /etc", found=False)
+@attack("adapters out of the roots: links, .., /etc", got_through=False)
 def adapter_paths(target: Target) -> str:
     server = target.server()
     (server.roots / "link").unlink(missing_ok=True)
@@ -350,7 +350,7 @@ def adapter_paths(target: Target) -> str:
 # ---------------------------------------------------------------------- who may talk to it
 
 
-@attack("foreign pages: Host, Origin, Sec-Fetch-Site in capitals", found=True)
+@attack("foreign pages: Host, Origin, Sec-Fetch-Site in capitals", got_through=True)
 def foreign_pages(target: Target) -> str:
     server = target.server()
     for headers in (
@@ -363,7 +363,7 @@ def foreign_pages(target: Target) -> str:
     return "403"
 
 
-@attack("weak keys on every address: one character, spaces", found=True)
+@attack("weak keys on every address: one character, spaces", got_through=True)
 def weak_keys(target: Target) -> str:
     for key in ("k", "  "):
         command = [
@@ -419,7 +419,7 @@ def trained(daemon: TrainingDaemon, more: int) -> int:
 LARGE = ([1e308] * 4, [1e308, -1e308, 0, 0], [1e200, -1e200, 1, 0], [1e155, 0, 0, 0])
 
 
-@attack("rewards of 1e308 over both ways in", found=True)
+@attack("rewards of 1e308 over both ways in", got_through=True)
 def large_rewards(target: Target) -> str:
     daemon = target.training()
     [group] = sampled_groups(daemon.url, 1, random.Random(1))
@@ -437,21 +437,22 @@ def large_rewards(target: Target) -> str:
     return f"422 and 400; step {trained(daemon, 2)}"
 
 
-@attack("a resume with rewards of 1e308 in the store", found=True)
+@attack("a resume with rewards of 1e308 in the store", got_through=True)
 def large_rewards_in_the_store(target: Target) -> str:
-    """As an older version, which had no bound, left them: durable, and waiting."""
+    """Put rewards into the store as an older version without a bound left them: durable, and
+    waiting."""
     with target.daemon("stored") as daemon:
         trained(daemon, 4)
         daemon.kill()
         with closing(RolloutStore(daemon.run / "rollouts.sqlite")) as store:
-            [known] = store.groups(sorted(store.known_ids())[:1])
+            [stored] = store.groups(sorted(store.known_ids())[:1])
             for number, rewards in enumerate(LARGE):
-                scored = zip(known.rollouts, rewards, strict=True)
+                scored = zip(stored.rollouts, rewards, strict=True)
                 rollouts = tuple(
                     replace(rollout, scores={"reward": reward}) for rollout, reward in scored
                 )
                 store.add(
-                    replace(known, group_id=f"large{number}", rollouts=rollouts), source="atropos"
+                    replace(stored, group_id=f"large{number}", rollouts=rollouts), source="atropos"
                 )
         daemon.start()
         daemon.wait_until_ready()
@@ -464,7 +465,7 @@ def large_rewards_in_the_store(target: Target) -> str:
     return f"{dropped} groups dropped with the reason; step {step}"
 
 
-@attack("registrations without bounds", found=True)
+@attack("registrations without bounds", got_through=True)
 def registrations(target: Target) -> str:
     daemon = target.training()
     entry = {"max_token_length": 64, "desired_name": "e", "weight": 1, "group_size": 8}
@@ -480,7 +481,7 @@ def registrations(target: Target) -> str:
     return f"422; step {trained(daemon, 2)}"
 
 
-@attack("65 KB of gzip that are 64 MB of lists, six at once", found=True)
+@attack("65 KB of gzip that are 64 MB of lists, six at once", got_through=True)
 def packed_lists(target: Target) -> str:
     daemon = target.training()
     body = gzip.compress(b'{"tokens":[%s[]]}' % (b"[]," * (64 * MB // 3)))
@@ -497,7 +498,7 @@ def packed_lists(target: Target) -> str:
     return f"{watch}; step {trained(daemon, 2)}"
 
 
-@attack("a gzip bomb of 900 MB", found=False)
+@attack("a gzip bomb of 900 MB", got_through=False)
 def bomb(target: Target) -> str:
     daemon = target.training()
     content = gzip.compress(b" " * (900 * MB), compresslevel=1)
@@ -508,7 +509,7 @@ def bomb(target: Target) -> str:
     return "413"
 
 
-@attack("the same id rewarded 12 times at once", found=False)
+@attack("the same id rewarded 12 times at once", got_through=False)
 def rewarded_twice(target: Target) -> str:
     daemon = target.training()
     ask = {"model": "default", "prompt": "a", "n": GROUP_SIZE, "max_tokens": 4}

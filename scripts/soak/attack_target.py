@@ -1,7 +1,7 @@
-"""What the attacks of `scripts.soak.attack` share: the table that they enter, and the processes
-that they attack.
+"""Parts that the attacks of `scripts.soak.attack` share: the table that they enter, and the
+processes that they attack.
 
-@attack("what is tried", found=True)        # True: it got through once; False: it has always held
+@attack("what is tried", got_through=True)        # True: before it was mended; False: never
 def name(target: Target) -> str:            # returns what was measured, in a few words
     assert …                                # AssertionError: it got through
 """
@@ -32,18 +32,18 @@ Run = Callable[["Target"], str]
 @dataclass(frozen=True)
 class Attack:
     name: str
-    found: bool
+    got_through: bool
     run: Run
 
 
 ATTACKS: list[Attack] = []
 
 
-def attack(name: str, *, found: bool) -> Callable[[Run], Run]:
-    """Enters the function into the table."""
+def attack(name: str, *, got_through: bool) -> Callable[[Run], Run]:
+    """Enter the function into the table."""
 
     def enter(run: Run) -> Run:
-        ATTACKS.append(Attack(name, found, run))
+        ATTACKS.append(Attack(name, got_through, run))
         return run
 
     return enter
@@ -194,7 +194,8 @@ class Watch:
 
     @property
     def cpu_s(self) -> float:
-        """What the process has computed: the machine may be busy with something else."""
+        """The CPU seconds that the process has used. Wall time says little: the machine may be
+        busy with something else."""
         return self._used_s() - self._before_s
 
     @property

@@ -47,7 +47,7 @@ HANGUPS = ("hang up", "hang up on a stream", "hang up on a group")
 
 @dataclass
 class Report:
-    asked: collections.Counter[str] = field(default_factory=collections.Counter)
+    requests: collections.Counter[str] = field(default_factory=collections.Counter)
     faults: list[str] = field(default_factory=list)
 
 
@@ -74,7 +74,7 @@ async def _chaos(serving: Serving, requests: int, seed: int) -> Report:
 
         async def worker() -> None:
             for kind in todo:
-                report.asked[kind] += 1
+                report.requests[kind] += 1
                 try:
                     await _one(client, generator, kind, expected, report)
                 except httpx.HTTPError as error:
@@ -196,7 +196,7 @@ def main() -> None:
     ):
         report = run_chaos(serving, args.requests, args.seed)
         stats = serving.client.stats()
-    print(", ".join(f"{kind} ×{count}" for kind, count in report.asked.most_common()))
+    print(", ".join(f"{kind} ×{count}" for kind, count in report.requests.most_common()))
     print(
         f"{args.requests} requests in {time.perf_counter() - started:.0f} s,"
         f" {len(report.faults)}"

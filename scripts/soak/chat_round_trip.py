@@ -442,9 +442,9 @@ class Trip:
     """Conversations under one tokenizer and template. `found` counts what came of each face."""
 
     def __init__(
-        self, tokenizer: Tokenizer, path: Path, directory: Path, found: Counter[str]
+        self, tokenizer: Tokenizer, path: Path, directory: Path, outcomes: Counter[str]
     ) -> None:
-        self.tokenizer, self.found, self._directory = tokenizer, found, directory
+        self.tokenizer, self.outcomes, self._directory = tokenizer, outcomes, directory
         engine: Any = FakeEngine()
         engine.max_model_len = ROOM
         state = ServerState()
@@ -499,8 +499,8 @@ class Trip:
         return render_conversation(self.context, chat)  # type: ignore[arg-type]
 
     def _on_the_client(self, chat: Chat) -> tuple[int, ...]:
-        """What a Tinker client makes with transformers, given arguments as its template wants
-        them."""
+        """Return the tokens that a Tinker client makes with transformers, with arguments in the
+        form that its template wants."""
         template = self.tokenizer.chat_template or ""
         if not self.tokenizer.template_takes_tools:
             raise NotExpressible("tinker: tools that are taught in words")
@@ -566,16 +566,16 @@ class Trip:
         try:
             return make()
         except NotExpressible as error:
-            self.found[f"{face}: not expressible: {str(error).partition(': ')[2]}"] += 1
+            self.outcomes[f"{face}: not expressible: {str(error).partition(': ')[2]}"] += 1
         except (RequestError, ConfigError, TraceError) as error:
-            self.found[f"{face}: refused: {str(error)[:60]}"] += 1
+            self.outcomes[f"{face}: refused: {str(error)[:60]}"] += 1
         return None
 
     def _compare(self, face: str, chat: Chat, ids: tuple[int, ...], got: Any) -> None:
         if got is None:
             return
         same = tuple(got) == ids
-        self.found[f"{face}: {'same' if same else 'DIFFERENT'}"] += 1
+        self.outcomes[f"{face}: {'same' if same else 'DIFFERENT'}"] += 1
         if not same:
             shown = (
                 self.tokenizer.decode([*got], skip_special_tokens=False)
@@ -630,17 +630,17 @@ def round_trip(
     faces: tuple[str, ...] = FACES,
 ) -> tuple[Counter[str], list[str]]:
     """Return what came of each face, and every difference."""
-    maker, found, wrong = Maker(seed), Counter[str](), list[str]()
+    maker, outcomes, wrong = Maker(seed), Counter[str](), list[str]()
     chats = [maker.chat() for _ in range(count)]
     with tempfile.TemporaryDirectory() as directory:
         for family in families:
             path = write_tokenizer(Path(directory) / family, family)
             for name in templates:
                 config = ModelConfig(chat_template=TEMPLATES[name], tool_parser="json_tools")
-                trip = Trip(load_tokenizer(path, config), path, Path(directory), found)
+                trip = Trip(load_tokenizer(path, config), path, Path(directory), outcomes)
                 trip.go(chats, faces, over_http=20)
                 wrong += [f"{family}, {name}: {each}" for each in trip.wrong]
-    return found, wrong
+    return outcomes, wrong
 
 
 def main() -> int:
@@ -652,8 +652,8 @@ def main() -> int:
     parser.add_argument("--shown", type=int, default=3, help="differences to print")
     args = parser.parse_args()
     configure_logging(level="error")
-    found, wrong = round_trip(args.conversations, args.seed)
-    for what, times in sorted(found.items()):
+    outcomes, wrong = round_trip(args.conversations, args.seed)
+    for what, times in sorted(outcomes.items()):
         sys.stdout.write(f"{times:8}  {what}\n")
     for each in wrong[: args.shown]:
         sys.stdout.write(f"\n{each}\n")

@@ -60,16 +60,16 @@ class LeftOut(ImportReport):
 
 def places(value: Any) -> list[tuple[Any, Any]]:
     """Every (container, key) of nested JSON."""
-    found, open_ = list[tuple[Any, Any]](), [value]
+    pairs, open_ = list[tuple[Any, Any]](), [value]
     while open_:
         at = open_.pop()
         items = (
             at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
         )
         for key, inner in items:
-            found.append((at, key))
+            pairs.append((at, key))
             open_.append(inner)
-    return found
+    return pairs
 
 
 LINKS = (
@@ -141,12 +141,12 @@ class Mutation:
 
     def place(self, names: tuple[str, ...] | None = None) -> tuple[Any, Any]:
         """A container of the line and a key of it. An empty one where there is none."""
-        found = [
+        candidates = [
             (holder, key)
             for holder, key in places(self.lines[self.at])
             if names is None or key in names
         ]
-        return self.generator.choice(found) if found else ({"": None}, "")
+        return self.generator.choice(candidates) if candidates else ({"": None}, "")
 
     def delete(self) -> None:
         holder, key = self.place()

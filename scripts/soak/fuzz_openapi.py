@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import hypothesis
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
@@ -129,7 +130,7 @@ def policy_server() -> Iterator[str]:
 
 
 def fuzz(url: str, cases: int, prefix: str = "") -> Findings:
-    """Sends at least `cases` requests to the paths that begin with `prefix`, as many for each
+    """Send at least `cases` requests to the paths that begin with `prefix`, as many for each
     operation.
 
     Half of them are wrong on purpose; every run sends the same.
@@ -202,7 +203,7 @@ def _fuzz_one(
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=strategy)
+    @hypothesis.given(case=strategy)
     def one(case: Any) -> None:
         if tame:
             _tame(case.body)

@@ -301,9 +301,9 @@ def otlp(mark: Mark) -> list[Json]:
         "gen_ai.request.model": "m",
     }
 
-    def messages(asked: list[Json], *answered: Json) -> Json:
+    def messages(prompt: list[Json], *answered: Json) -> Json:
         both = {
-            "gen_ai.input.messages": json.dumps(asked),
+            "gen_ai.input.messages": json.dumps(prompt),
             "gen_ai.output.messages": json.dumps(answered),
         }
         return common | both | {"server.address": mark("host")}
@@ -406,16 +406,16 @@ def art(mark: Mark) -> list[Json]:
         "index": 0,
         "message": {"role": "assistant", "content": mark("a")},
     }
-    asked = {"role": "user", "content": mark("q")}
+    question = {"role": "user", "content": mark("q")}
     one: Json = {
-        "messages_and_choices": [asked, choice],
+        "messages_and_choices": [question, choice],
         "reward": 1.0,
         "metadata": {"m": mark("m")},
     }
     other = {
         **one,
         "messages_and_choices": [
-            asked,
+            question,
             {**choice, "message": {"role": "assistant", "content": mark("b")}},
         ],
     }
@@ -426,9 +426,9 @@ def art(mark: Mark) -> list[Json]:
 
 
 def recorded(mark: Mark) -> list[Json]:
-    def turn(name: str, parent: str | None, asked: str, answer: str, **more: Any) -> Json:
+    def turn(name: str, parent: str | None, question: str, answer: str, **more: Any) -> Json:
         both = {
-            "messages": [{"role": "user", "content": asked}],
+            "messages": [{"role": "user", "content": question}],
             "response": {"role": "assistant", "content": answer},
         }
         return (

@@ -118,7 +118,7 @@ class Kill:
 
 @dataclass
 class Audit:
-    """What the ledger and the metrics say of the senders' log."""
+    """The result of comparing the senders' log with the ledger and the metrics."""
 
     states: dict[str, int]
     faults: list[str]
@@ -204,7 +204,7 @@ def read_ledger(run: Path) -> list[tuple[str, str, int | None, str | None]]:
 
 
 def audit(run: Path, sent: Sent) -> Audit:
-    """Compares the senders' log with the ledger, and the ledger with the metrics, step by step."""
+    """Compare the senders' log with the ledger, and the ledger with the metrics, step by step."""
     rows = read_ledger(run)
     ledger = collections.Counter(group_id for group_id, *_ in rows)
     received = set(sent.received)
@@ -237,8 +237,8 @@ def audit(run: Path, sent: Sent) -> Audit:
             )
     unfinished = len(lines) + 1  # what was dropped while its batch was not yet together
     faults += [
-        f"step {step}: {dict(found)}, no line"
-        for step, found in steps.items()
+        f"step {step}: {dict(states)}, no line"
+        for step, states in steps.items()
         if step not in (0, unfinished)
     ]
     faults += [f"trained in the unfinished step {unfinished}"] * bool(steps[unfinished]["taken"])
@@ -246,7 +246,7 @@ def audit(run: Path, sent: Sent) -> Audit:
 
 
 def _counted(line: dict[str, Any]) -> collections.Counter[str]:
-    """What a step's metrics say about groups, in the ledger's words."""
+    """Count a step's groups by its metrics, in the ledger's words."""
     groups, equal = line["groups"], round(line["groups"] * line["groups_without_variance"])
     return +collections.Counter(
         {
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        kills, sent, found = run_kills(Path(directory), args.kills, seed=args.seed, rate=args.rate)
+        kills, sent, result = run_kills(Path(directory), args.kills, seed=args.seed, rate=args.rate)
     print("kill  seconds after start  state     last step  received so far")
     for number, kill in enumerate(kills, 1):
         state = "ready" if kill.ready else "starting"
@@ -280,12 +280,12 @@ def main() -> None:
         " kill,"
         " and sent again)"
     )
-    for state, count in sorted(found.states.items()):
+    for state, count in sorted(result.states.items()):
         print(f"  {count:6}  {state}")
-    print(f"{len(found.faults)} faults")
-    for fault in found.faults[:20]:
+    print(f"{len(result.faults)} faults")
+    for fault in result.faults[:20]:
         print("-", fault)
-    raise SystemExit(bool(found.faults or sent.refused))
+    raise SystemExit(bool(result.faults or sent.refused))
 
 
 if __name__ == "__main__":

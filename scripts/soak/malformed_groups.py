@@ -222,7 +222,7 @@ def watch(process: psutil.Process, ended: threading.Event, resident: list[int]) 
 
 
 def run(directory: Path, bad: int, good: int, seed: int = 0) -> list[str]:
-    """Prints what came; returns the faults."""
+    """Print what came; return the faults."""
     generator = Random(seed)
     daemon = TrainingDaemon(
         directory, "rl_training.max_staleness=1000000", "rl_training.checkpoint_interval=50"

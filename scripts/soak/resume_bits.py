@@ -147,7 +147,7 @@ class Run:
 
 
 def without_times(lines: list[Line]) -> list[Line]:
-    """What a clock or the lock decides is left out."""
+    """Leave out the numbers that depend on a clock or on the lock."""
     return [
         {key: value for key, value in line.items() if key not in (*TIMES, "publish_timeouts")}
         for line in lines
@@ -158,15 +158,15 @@ def differences(run: list[Line], reference: list[Line]) -> list[str]:
     if [line["step"] for line in run] != [line["step"] for line in reference]:
         return [f"steps {[line['step'] for line in run]}"]
     return [
-        f"{own['step']}: {key} {own.get(key)!r} {other.get(key)!r}"
-        for own, other in zip(without_times(run), without_times(reference), strict=True)
-        for key in own | other
-        if own.get(key) != other.get(key)
+        f"{ours['step']}: {key} {ours.get(key)!r} {other.get(key)!r}"
+        for ours, other in zip(without_times(run), without_times(reference), strict=True)
+        for key in ours | other
+        if ours.get(key) != other.get(key)
     ]
 
 
 def kill_once(run: Run, moment: str, generator: random.Random, *, steps: int) -> tuple[float, int]:
-    """Starts and kills it; (seconds after the start, last recorded step). Raises AssertionError:
+    """Start and kill it; (seconds after the start, last recorded step). Raises AssertionError:
     it ended before."""
     after_step = generator.randrange(0, steps - 1)
     conditions: dict[str, Callable[[], bool]] = {
@@ -223,9 +223,9 @@ def main() -> None:
         )
         for number, kill in enumerate(kills, 1):
             identical += not kill.differences
-            found = "; ".join(kill.differences[:4]) or "none"
+            differing = "; ".join(kill.differences[:4]) or "none"
             print(
-                f"{number:4}  {kill.moment:15}  {kill.after_s:19.2f}  {kill.step:9}  {found}",
+                f"{number:4}  {kill.moment:15}  {kill.after_s:19.2f}  {kill.step:9}  {differing}",
                 flush=True,
             )
     print(f"{identical} of {args.kills} identical")

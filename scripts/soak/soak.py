@@ -136,7 +136,7 @@ def publish_and_sample(
     seconds: float,
     signals: Signals,
 ) -> tuple[list[Sample], list[Sample]]:
-    """Returns the samples of the load, one a publish, and those at rest."""
+    """Return the samples of the load, one a publish, and those at rest."""
     import mlx.core as mx
 
     begun = time.monotonic()
@@ -286,7 +286,7 @@ def report(
 
 
 def trends(table: np.ndarray, state: str = "") -> list[str]:
-    """Prints a line for each of SERIES; returns them without the deviation."""
+    """Print a line for each of SERIES; return them without the deviation."""
     steady = table[len(table) // 5 :]
     lines = []
     for column, name in enumerate(SERIES, 1):

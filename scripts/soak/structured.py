@@ -258,10 +258,10 @@ def is_valid(schema: Any, text: str) -> bool:
 
 
 def judge(http: httpx.Client, name: str, schema: Any, seeds: int) -> Counter[str]:
-    """Asks for `seeds` answers, one of them a stream; the kinds of what came, "WRONG: …" of what
+    """Ask for `seeds` answers, one of them a stream; the kinds of what came, "WRONG: …" of what
     must not come."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    asked = {
+    body = {
         "messages": [{"role": "user", "content": "a"}],
         "response_format": form,
         "max_tokens": MAX_TOKENS,
@@ -269,7 +269,7 @@ def judge(http: httpx.Client, name: str, schema: Any, seeds: int) -> Counter[str
 
     def one(seed: int) -> str:
         return _kind(
-            http.post("/v1/chat/completions", json=asked | {"seed": seed, "stream": seed == 0}),
+            http.post("/v1/chat/completions", json=body | {"seed": seed, "stream": seed == 0}),
             name,
             schema,
         )

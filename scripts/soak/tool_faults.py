@@ -107,14 +107,14 @@ def server(name: str, *more: str) -> MCPServer:
 
 
 def processes() -> list[psutil.Process]:
-    found = []
+    children = []
     for child in psutil.Process().children(recursive=True):
         try:
             if str(PROGRAM) in child.cmdline():
-                found.append(child)
+                children.append(child)
         except psutil.Error:  # it has ended meanwhile
             continue
-    return found
+    return children
 
 
 def kill_at_random(over: threading.Event, kills: Counter[str]) -> None:
@@ -177,8 +177,8 @@ def main() -> int:
     for kind, (_, _, must_fail) in KINDS.items():
         longest = max(seconds[kind], default=0.0)
         allowed = 5 * TIMEOUT_S + START_TIMEOUT_S + SLACK_S
-        found = ", ".join(f"{name}: {n}" for name, n in errors[kind].most_common())
-        print(f"| {kind} | {len(seconds[kind])} | {longest:.1f} | {found} |")
+        error_counts = ", ".join(f"{name}: {n}" for name, n in errors[kind].most_common())
+        print(f"| {kind} | {len(seconds[kind])} | {longest:.1f} | {error_counts} |")
         problems += [f"{kind}: {longest:.1f} s"] if longest > allowed else []
         problems += [f"{kind}: no error"] if must_fail and errors[kind]["None"] else []
         problems += (

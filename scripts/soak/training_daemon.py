@@ -1,5 +1,5 @@
-"""What kill_rollouts and malformed_groups share: a training daemon whose groups come over HTTP, and
-groups for it.
+"""Parts that kill_rollouts and malformed_groups share: a training daemon whose groups come over
+HTTP, and groups for it.
 
 The policy hardly moves (learning rate 1e-6), so that answers sampled once are worth sending again
 with other scores.
@@ -115,10 +115,10 @@ def sampled_groups(url: str, count: int, generator: random.Random) -> list[Body]
             problem = make_problem(
                 generator.choice(["sort", "reverse", "sum"]), number, seed=1, split="train"
             )
-            asked = client.post(
+            tokenized = client.post(
                 "/tokenize", json={"messages": list(problem.messages)}
             ).raise_for_status()
-            ids = asked.json()["tokens"]
+            ids = tokenized.json()["tokens"]
             body = {
                 "prompt": {"prompt_token_ids": ids},
                 "n": GROUP_SIZE,

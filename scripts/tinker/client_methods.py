@@ -40,7 +40,7 @@ def ready(client):
 
 
 class Checked:
-    """What was called, and whether it did what it should."""
+    """The methods that were called, and whether each did what it should."""
 
     def __init__(self):
         self.done = []
@@ -203,8 +203,8 @@ def main(url, model):
     warnings.simplefilter("ignore", FutureWarning)
     check = Checked()
     service = tinker.ServiceClient(base_url=url)
-    known = [each.model_name for each in service.get_server_capabilities().supported_models]
-    check("ServiceClient.get_server_capabilities", model in known)
+    served_names = [each.model_name for each in service.get_server_capabilities().supported_models]
+    check("ServiceClient.get_server_capabilities", model in served_names)
     metadata = {"renderer_name": "x"}
     client = service.create_lora_training_client(
         base_model=model, rank=8, seed=3, user_metadata=metadata

@@ -94,10 +94,10 @@ def read(body, model):
     request = message("ForwardBackwardRequest")
     try:
         request.ParseFromString(body)
-        found, is_protobuf = (request.model_id, request.seq_id), True
+        number_of, is_protobuf = (request.model_id, request.seq_id), True
     except DecodeError:
-        found, is_protobuf = leading_number(body), False
-    return is_protobuf, found[1] if found and found[0] == model else 0
+        number_of, is_protobuf = leading_number(body), False
+    return is_protobuf, number_of[1] if number_of and number_of[0] == model else 0
 
 
 class Target:

@@ -151,7 +151,7 @@ class Runs:
     failed: int = 0
 
     def run(self, name: str, seed: int, steps: int | None = None) -> Path | None:
-        """Returns the directory of its log; None where it failed, which is printed. `steps`:
+        """Return the directory of its log; None where it failed, which is printed. `steps`:
         None = the recipe's."""
         recipe = RECIPES[name]
         log = self.folder / f"{name.replace(' ', '_').replace(',', '')}-{seed}"

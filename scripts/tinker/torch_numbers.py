@@ -134,9 +134,9 @@ def f32(values):
 def datums(name, data):
     made = []
     for tokens, targets, inputs, mask, weights in data:
-        own = {"weights": weights} if name == "cross_entropy" else inputs
-        own = own | ({"sequence_ratio_mask": mask} if name == "gspo" else {})
-        tensors = {key: f32(value) for key, value in own.items()}
+        columns = {"weights": weights} if name == "cross_entropy" else inputs
+        columns = columns | ({"sequence_ratio_mask": mask} if name == "gspo" else {})
+        tensors = {key: f32(value) for key, value in columns.items()}
         tensors["target_tokens"] = types.TensorData.from_numpy(targets.astype(np.int64))
         made.append(
             types.Datum(
@@ -147,7 +147,7 @@ def datums(name, data):
 
 
 def rounded(data):
-    """What goes over the wire is float32."""
+    """Round to float32, as the wire does."""
 
     def near(values):
         return values.astype(np.float32).astype(np.float64)

@@ -14,5 +14,5 @@ def test_good_requests_are_answered_right_and_nothing_is_left() -> None:
         report = run_chaos(serving, 240)
         stats = serving.client.stats()
     assert report.faults == []
-    assert report.asked["good"] == 60 and set(report.asked) <= {"good", *WRONG, *HANGUPS}
+    assert report.requests["good"] == 60 and set(report.requests) <= {"good", *WRONG, *HANGUPS}
     assert stats.requests_aborted > 10 and stats.requests_failed == 0

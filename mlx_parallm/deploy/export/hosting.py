@@ -20,7 +20,8 @@ BITS = {"q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.9, "q3_k_m": 3.9, "
 
 @dataclass(frozen=True)
 class OllamaHostingProfile:
-    """
+    """The settings with which Ollama serves an exported model on this machine.
+
     Attributes:
         num_parallel: requests answered at once.
         num_ctx: tokens of each, prompt and answer.

@@ -119,8 +119,12 @@ class LlamaServer:
                 " llama-server?"
             ) from error
         if reply.status_code != 200 or not isinstance(value, dict):
-            said = value.get("error") if isinstance(value, dict) else value
-            message = said.get("message", said) if isinstance(said, dict) else said
+            answer_error = value.get("error") if isinstance(value, dict) else value
+            message = (
+                answer_error.get("message", answer_error)
+                if isinstance(answer_error, dict)
+                else answer_error
+            )
             raise EndpointError(
                 f"{self.url}{path} answers {reply.status_code}: {message}", status=reply.status_code
             )

@@ -1,5 +1,5 @@
-"""What is exported: a base model, an adapter beside it or not, its tokenizer; its tensors, one at a
-time.
+"""The model that is exported: a base, with or without an adapter, and its tokenizer. Its tensors
+are read one at a time.
 
 The checkpoint is loaded lazily. A tensor's rows are computed in pieces, an adapter is added in
 float32 and a quantised base is dequantised meanwhile; then the layer is forgotten, so memory holds

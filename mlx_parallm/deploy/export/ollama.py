@@ -233,8 +233,8 @@ def _rendered(tokenizer: Tokenizer, chat: Sequence[Mapping[str, str]]) -> str:
 def _split(text: str, marks: Sequence[str]) -> list[str]:
     parts = []
     for mark in marks:
-        before, found, text = text.partition(mark)
-        if not found:
+        before, separator, text = text.partition(mark)
+        if not separator:
             raise ValueError(f"the template leaves {mark} out")
         parts.append(before)
     return [*parts, text]

@@ -65,7 +65,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a file goes: a new directory, and perhaps Ollama under a name."""
+    """The destination of a file: a new directory, and perhaps Ollama under a name."""
 
     directory: Path
     ollama: str | None = None
@@ -75,7 +75,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export made. `file` is None after it went to Ollama alone."""
+    """The result of an export. `file` is None after it went to Ollama alone."""
 
     file: Path | None
     bytes: int
@@ -88,14 +88,14 @@ class ExportReport:
     def lines(self) -> list[str]:
         """Return the report in words."""
         types = ", ".join(f"{count} {kind}" for kind, count in self.types.items())
-        found = [f"{self.file}: {self.bytes:,} bytes, tensors: {types}"] if self.file else []
-        found += self.verification.lines()
-        found += [f"note: {note}" for note in self.notes]
+        lines = [f"{self.file}: {self.bytes:,} bytes, tensors: {types}"] if self.file else []
+        lines += self.verification.lines()
+        lines += [f"note: {note}" for note in self.notes]
         if self.ollama:
-            found.append(f"Ollama has it: ollama run {self.ollama}")
+            lines.append(f"Ollama has it: ollama run {self.ollama}")
         if self.hosting and self.file:
-            found.append(f"serve it: {self.hosting.llama_server(str(self.file))}")
-        return found
+            lines.append(f"serve it: {self.hosting.llama_server(str(self.file))}")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class ExportPipeline:
                     " equal"
                 )
                 return pre
-            best, most = max((best, most), (pre, equal), key=lambda found: found[1])
+            best, most = max((best, most), (pre, equal), key=lambda result: result[1])
         raise ModelError(
             f"{rules}, and none of its {len(candidates())} fits: the best, {best!r}, fits"
             f" {most}"

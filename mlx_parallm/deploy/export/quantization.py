@@ -52,7 +52,7 @@ LIBRARIES = (("xllamacpp", "*.so"), ("llama_cpp", "lib/libggml-base.*"))
 
 @dataclass(frozen=True)
 class Mixture:
-    """What llama.cpp's rules depend on, beside a tensor's name."""
+    """The facts on which llama.cpp's rules depend, beside a tensor's name."""
 
     kind: str
     layers: int
@@ -78,7 +78,7 @@ class Mixture:
         }[self.kind[:2]]
         if name == "output.weight" or (self.tied and name == "token_embd.weight"):
             return Type.Q8_0 if shape[-1] % gguf.GGML_QUANT_SIZES[base][0] else Type.Q6_K
-        layer = int(found[1]) if (found := re.match(r"blk\.(\d+)\.", name)) else 0
+        layer = int(block[1]) if (block := re.match(r"blk\.(\d+)\.", name)) else 0
         role = name.split(".")[-2].removesuffix("_exps")
         many = self.experts == MANY_EXPERTS
         if role in ("attn_v", "attn_k") and many:
@@ -139,15 +139,15 @@ def check_type(kind: str) -> None:
 
 
 def without_own_type(kind: str, types: Mapping[str, int]) -> str | None:
-    """Return a word about a file of `kind` in which no tensor has the type that it is named
-    after; else None."""
-    own = f"{kind[:2]}_k".upper() if kind not in PLAIN else kind.upper()
-    if own in types:
+    """Return a sentence about a file of `kind` that has no tensor of the type in its name; None
+    when it has one."""
+    named_type = f"{kind[:2]}_k".upper() if kind not in PLAIN else kind.upper()
+    if named_type in types:
         return None
     held = ", ".join(f"{count} {name}" for name, count in types.items())
     return (
-        f"no tensor of this file is {own}: the rows of this model's matrices are no multiple of"
-        " 256, so llama.cpp's"
+        f"no tensor of this file is {named_type}: the rows of this model's matrices are no"
+        " multiple of 256, so llama.cpp's"
         f" rules take other types ({held})"
     )
 
@@ -210,10 +210,10 @@ def _fitting(kind: Type, width: int) -> Type:
 @cache
 def _quantize_chunk() -> Callable[..., int] | None:
     """Return ggml_quantize_chunk(type, source, target, start, rows, width, importance) of a
-    llama.cpp; None: no one."""
+    llama.cpp; None: none is installed."""
     for package, pattern in LIBRARIES:
-        found = importlib.util.find_spec(package)
-        for directory in (found.submodule_search_locations or []) if found else []:
+        spec = importlib.util.find_spec(package)
+        for directory in (spec.submodule_search_locations or []) if spec else []:
             for file in sorted(Path(directory).glob(pattern)):
                 try:
                     function = ctypes.CDLL(str(file)).ggml_quantize_chunk

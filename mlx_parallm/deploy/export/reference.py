@@ -59,11 +59,11 @@ def rounded_logprobs(
         )
     model.load_weights(weights, strict=True)
     evaluate_module(model)
-    found = []
+    logprobs = []
     for prompt, answer in zip(prompts, answers, strict=True):
         logits = model(mx.array([[*prompt, *answer[:-1]]]))[0, len(prompt) - 1 :]
-        found.append(log_softmax(np.array(logits.astype(mx.float32), np.float64)))
-    return found
+        logprobs.append(log_softmax(np.array(logits.astype(mx.float32), np.float64)))
+    return logprobs
 
 
 def _rounded(opened: OpenModel, kind: str) -> Iterator[tuple[str, mx.array]]:

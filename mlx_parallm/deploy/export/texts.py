@@ -1,4 +1,4 @@
-"""What a GGUF file is verified on: 200 texts for its tokenizer, conversations for its chat
+"""Texts on which a GGUF file is verified: 200 for its tokenizer, conversations for its chat
 template.
 
 The texts are in Unicode's NFC: where a tokenizer normalises, llama.cpp does not.

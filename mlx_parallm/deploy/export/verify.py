@@ -46,7 +46,7 @@ EXACT_ACTIVATIONS = ("f32", "f16")
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared.
+    """The result of comparing an exported file with the model that is served here.
 
     Attributes:
         by: the llama.cpp; None = nothing was compared, `reason` says why.
@@ -81,7 +81,7 @@ class Verification:
         """Return the report in words."""
         if self.by is None:
             return [f"not verified: {self.reason}"]
-        found = [
+        lines = [
             f"verified by {self.by}" if self.passed else f"NOT as here, by {self.by}",
             f"  token ids of texts   {self.texts[0]} of {self.texts[1]} equal",
             f"  rendered chats       {self.chats[0]} of {self.chats[1]} equal",
@@ -90,7 +90,7 @@ class Verification:
             f" apart (KL), of which rounding to this type costs {self.rounding:.2g}",
             f"  beside the rounding  {self.remainder:.2g} nats a token, {self.allowed:.2g} allowed",
         ]
-        return [*found, *(f"  fault: {fault}" for fault in self.faults)]
+        return [*lines, *(f"  fault: {fault}" for fault in self.faults)]
 
 
 def verify(
@@ -190,15 +190,15 @@ def compare_chats(server: LlamaServer, tokenizer: Tokenizer, faults: list[str]) 
 def draw_prompts(tokenizer: Tokenizer) -> list[list[int]]:
     """Return the token ids of `PROMPTS` prompts: conversations as far as there is a template,
     and texts."""
-    found: list[list[int]] = []
+    prompts: list[list[int]] = []
     for text in texts():
         ids = tokenizer.encode(text)
-        if tokenizer.has_chat_template and len(found) % 2 == 0:
+        if tokenizer.has_chat_template and len(prompts) % 2 == 0:
             with suppress(RequestError):
                 ids = tokenizer.render_chat([{"role": "user", "content": text}])
-        if 0 < len(ids) < CONTEXT - TOKENS and len(found) < PROMPTS:
-            found.append(ids)
-    return found
+        if 0 < len(ids) < CONTEXT - TOKENS and len(prompts) < PROMPTS:
+            prompts.append(ids)
+    return prompts
 
 
 def _our_answers(
@@ -222,8 +222,8 @@ def _divergence(ours: Sequence[np.ndarray], theirs: Sequence[Sequence[Step]]) ->
     """Return the mean over the places where llama.cpp lists tokens; infinite where it lists
     none."""
     pairs = (pair for both in zip(ours, theirs, strict=True) for pair in zip(*both, strict=True))
-    found = [divergence(here, there.logprobs) for here, there in pairs if there.logprobs]
-    return sum(found) / len(found) if found else math.inf
+    divergences = [divergence(here, there.logprobs) for here, there in pairs if there.logprobs]
+    return sum(divergences) / len(divergences) if divergences else math.inf
 
 
 def _same_choices(ours: Sequence[np.ndarray], theirs: Sequence[Sequence[Step]]) -> tuple[int, int]:

@@ -216,8 +216,8 @@ def _scores(tokens: list[str], merges: list[Any]) -> list[float]:
 
 
 def _rules(data: Mapping[str, Any]) -> Rules:
-    """How a text is split, piece by piece: a regular expression, "digits", "bytes" or "words"
-    (GPT-2's expression); what has no such name stands there as JSON, so it is in no table."""
+    """Return how a text is split, piece by piece: a regular expression, "digits", "bytes" or
+    "words" (GPT-2's expression). A piece without such a name is JSON, so it is in no table."""
     return tuple(_pieces(data.get("normalizer"), data.get("pre_tokenizer"))), bool(
         data["model"].get("ignore_merges")
     )

@@ -59,19 +59,19 @@ class AtroposClient:
         )
 
     async def register(self, registration: TrainerRegistration) -> int:
-        """Returns the uuid, a 128-bit integer that no later call wants."""
+        """Return the uuid, a 128-bit integer that no later call wants."""
         return int(
             (await self._json("POST", "/register", "uuid", json=asdict(registration)))[("uuid")]
         )
 
     async def info(self) -> tuple[int, int]:
-        """(batch_size, max_token_len) that environments are told; batch_size is UNSET when
-        nobody is registered."""
+        """Return the (batch_size, max_token_len) that environments get; batch_size is UNSET when no
+        trainer is registered."""
         info = await self._json("GET", "/info", "batch_size", "max_token_len")
         return int(info["batch_size"]), int(info["max_token_len"])
 
     async def queue_size(self) -> int:
-        """Groups that wait; 0 also when nobody is registered."""
+        """Return how many groups wait; 0 also when no trainer is registered."""
         return int((await self._json("GET", "/status", "queue_size"))["queue_size"])
 
     async def environments(self) -> list[EnvironmentReport]:
@@ -81,26 +81,26 @@ class AtroposClient:
         while (
             reply := await self._send("GET", "/status-env", json={"env_id": len(reports)})
         ).is_success:
-            found = self._object(
+            status = self._object(
                 "/status-env",
                 reply,
                 ("self_queue_size", "max_group_size", "unallocated_fraction"),
             )
             reports.append(
                 EnvironmentReport(
-                    own_groups=int(found["self_queue_size"]),
-                    largest_group=int(found["max_group_size"]),
-                    unallocated=float(found["unallocated_fraction"]),
+                    own_groups=int(status["self_queue_size"]),
+                    largest_group=int(status["max_group_size"]),
+                    unallocated=float(status["unallocated_fraction"]),
                 )
             )
         return reports
 
     async def reset(self) -> None:
-        """Throws away the queue, the environments and the registration."""
+        """Throw away the queue, the environments and the registration."""
         (await self._send("GET", "/reset_data")).raise_for_status()
 
     async def batch(self) -> BatchReply:
-        """Takes the next batch: it is handed out once."""
+        """Take the next batch: it is handed out once."""
         reply = await self._json("GET", "/batch", "batch")
         if reply.get("status") == "error":
             return BatchReply(None, registered=False)
@@ -140,11 +140,13 @@ def why_no_batch(
     environments: Sequence[EnvironmentReport],
     seconds: float,
 ) -> str:
-    """Why /batch stays null although `groups` have waited, unchanged, for `seconds`: a sentence.
+    """Return a sentence that says why /batch stays null although `groups` have waited, unchanged,
+    for `seconds`.
 
     The API packs groups of one size into runs as long as the largest group and makes a batch of
-    runs that add up to exactly `batch_size` sequences. What fits nowhere waits for ever, and
-    environments wait with it: they stop when the queue holds `max_batches_offpolicy` batches.
+    runs that add up to exactly `batch_size` sequences. A group that fits nowhere waits for ever,
+    and then the environments wait too: they stop when the queue holds `max_batches_offpolicy`
+    batches.
     """
     if not groups and not environments:
         return (

@@ -61,12 +61,12 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _ApiQueue:
-    """The last answer of /status: `groups` wait, unchanged since `since`; it was asked at
-    `asked` (monotonic)."""
+    """The last answer of /status: `size` groups wait, a number that has not changed since
+    `since`. `polled_at`: when the API was called (monotonic)."""
 
     size: int
     since: float
-    asked: float
+    polled_at: float
 
 
 class AtroposPoller:
@@ -116,7 +116,7 @@ class AtroposPoller:
         return f"atropos:{self._client.url}"
 
     def start(self) -> None:
-        """Starts the thread, which registers and polls. An API that is not up yet is waited for."""
+        """Start the thread, which registers and polls. An API that is not up yet is waited for."""
         self._polling = self._loop.submit(self._work())
         self._polling.add_done_callback(_log_failure)
 
@@ -138,7 +138,7 @@ class AtroposPoller:
             )
 
     def stop(self, *, grace_s: float = 2.0) -> None:
-        """Ends and joins the thread. A request in flight gets `grace_s`: its batch would not be
+        """End and join the thread. A request in flight gets `grace_s`: its batch would not be
         handed out again."""
         if self._polling is not None and not self._stopping:
             self._loop.run(self._request_stop())
@@ -146,7 +146,7 @@ class AtroposPoller:
             self._loop.stop(self._client.close)
 
     def health(self) -> str | None:
-        """What is wrong, in words; None when nothing is."""
+        """Return the problem in words; None when there is none."""
         if self._fatal is not None:
             return str(self._fatal)
         if self._has_died:
@@ -179,7 +179,7 @@ class AtroposPoller:
             self._registered.set()
 
     async def _persistently(self, action: Callable[[], Awaitable[T]]) -> T | None:
-        """Runs `action` until the API answers it; `health` gives the reason meanwhile."""
+        """Run `action` until the API answers it; `health` gives the reason meanwhile."""
         pause = min(self._poll_interval_s, MAX_RETRY_PAUSE_S)
         while not self._stopping:
             try:
@@ -212,8 +212,8 @@ class AtroposPoller:
         wanted = (self._registration.batch_size, self._registration.max_token_len)
         for _ in range(RESET_ATTEMPTS):
             await self._client.register(self._registration)
-            found = await self._client.info()
-            if found == wanted:
+            in_force = await self._client.info()
+            if in_force == wanted:
                 logger.info(
                     "atropos_registered",
                     url=self._client.url,
@@ -221,15 +221,14 @@ class AtroposPoller:
                 )
                 return
             # data came before any trainer: nothing of it can ever be fetched
-            poisoned = found[0] == UNSET
+            poisoned = in_force[0] == UNSET
             if not poisoned and (
                 await self._client.queue_size() or await self._client.environments()
             ):
                 raise ConfigError(
                     f"rl_training.atropos.api_url: {self._client.url} serves another run"
-                    f" (batch_size {found[0]},"
-                    f" max_token_len {found[1]}; this run wants {wanted[0]} and {wanted[1]}). Set"
-                    " rollout_batch_size"
+                    f" (batch_size {in_force[0]}, max_token_len {in_force[1]}; this run wants"
+                    f" {wanted[0]} and {wanted[1]}). Set rollout_batch_size"
                     f" and max_token_length to its values, or stop its environments, call"
                     f" {self._client.url}/reset_data and start again"
                 )
@@ -280,7 +279,7 @@ class AtroposPoller:
         return forgotten or self._was_away
 
     async def _keep(self, data: dict[str, Any]) -> None:
-        """Puts a group into the store or into quarantine. Waits while the disk is full: the API
+        """Put a group into the store or into quarantine. Waits while the disk is full: the API
         forgot the group."""
         while True:
             try:
@@ -323,8 +322,8 @@ class AtroposPoller:
         """While /batch is null: looks how many groups wait at the API, and since when, and finds
         the reason."""
         now = time.monotonic()
-        queue = self._queue = self._queue or _ApiQueue(size=0, since=now, asked=now)
-        if now - queue.asked < self._status_every_s:
+        queue = self._queue = self._queue or _ApiQueue(size=0, since=now, polled_at=now)
+        if now - queue.polled_at < self._status_every_s:
             return
         size = await self._client.queue_size()
         # it grows: environments are slow, not stuck

@@ -100,7 +100,8 @@ class AtroposQueue:
         self._latest: Mapping[str, Any] | None = None
 
     def begin_waiting(self) -> None:
-        """Count the time without groups from now on. While the model loads nobody can send one."""
+        """Count the time without groups from now on. While the model loads no environment can
+        send one."""
         self._last_group = self._last_reward = self._clock()
 
     @property
@@ -121,7 +122,7 @@ class AtroposQueue:
         group_size: int,
         min_batch_allocation: float | None = None,
     ) -> EnvironmentEntry:
-        """Gives an environment its id and name.
+        """Give an environment its id and name.
 
         An environment that comes back (same desired name, its earlier registration disconnected or
         silent) gets its old id and name, and so finds the checkpoints that it saved under that
@@ -181,10 +182,10 @@ class AtroposQueue:
             weight = self._weight(entry)
             present = [other for other in self._environments if self._is_present(other)]
         shares = {_source(other.env_id): other.min_batch_allocation or 0.0 for other in present}
-        own = waiting.pop(_source(env_id), WaitingSource(0, 0, 0))
-        largest = max([1, own.largest, *(source.largest for source in waiting.values())])
-        group_size = max(entry.group_size, own.largest) or 1
-        sequences = own.sequences
+        waiting_here = waiting.pop(_source(env_id), WaitingSource(0, 0, 0))
+        largest = max([1, waiting_here.largest, *(source.largest for source in waiting.values())])
+        group_size = max(entry.group_size, waiting_here.largest) or 1
+        sequences = waiting_here.sequences
         # in packs of the largest group, beyond what each is sure of
         for name, source in waiting.items():
             packed = -(-source.sequences // largest) * largest if largest > 1 else 0
@@ -195,7 +196,7 @@ class AtroposQueue:
             "current_step": self.status()["current_step"],
             "queue_size": sequences // group_size,
             "unallocated_fraction": 1.0 - min(sum(shares.values()), 1.0),
-            "self_queue_size": own.sequences // group_size,
+            "self_queue_size": waiting_here.sequences // group_size,
             "max_group_size": largest,
             "env_weight": weight,
         }
@@ -208,7 +209,7 @@ class AtroposQueue:
         group within
         SILENT_AFTER_S: one that delivers nothing must not hold batches up.
         """
-        now, found = self._clock(), {}
+        now, minimums = self._clock(), {}
         with self._lock:
             for entry in self._environments:
                 wanted = int(self.settings.batch_size * (entry.min_batch_allocation or 0.0))
@@ -220,11 +221,11 @@ class AtroposQueue:
                     and now - sent <= SILENT_AFTER_S
                 ):
                     size = max(entry.group_size, 1)
-                    found[entry.name] = (-(-wanted // size) * size, size)
-        return found
+                    minimums[entry.name] = (-(-wanted // size) * size, size)
+        return minimums
 
     def submit(self, data: Any) -> bool:
-        """Stores one scored group from the wire; on the disk when this returns. False: it was sent
+        """Store one scored group from the wire; on the disk when this returns. False: it was sent
         before.
 
         Raises RolloutRejectedError: it cannot be trained on, and is in quarantine with the reason.
@@ -268,7 +269,7 @@ class AtroposQueue:
         return added
 
     def quarantine(self, reason: str) -> None:
-        """Counts a group whose body was not JSON, or too large to be read."""
+        """Count a group whose body was not JSON, or too large to be read."""
         self.store.reject(None, source=SOURCE, reason=reason)
         self._note_submission(reason, "external", None)
 
@@ -281,14 +282,14 @@ class AtroposQueue:
         )
 
     def reset(self) -> int:
-        """Drops the waiting groups of environments and records why; registrations stay. Returns
+        """Drop the waiting groups of environments and record why; registrations stay. Returns
         how many groups."""
         return self.store.drop_waiting(
             SOURCE, self._current_step(), "dropped by /atropos/reset_data"
         )
 
     def note_reward(self) -> None:
-        """Notes a group from /v1/rewards: rollouts are made even if no environment has
+        """Note a group from /v1/rewards: rollouts are made even if no environment has
         registered here."""
         with self._lock:
             self._last_reward = self._clock()

@@ -262,7 +262,7 @@ def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
         openapi_extra=_json_body({"type": "array", "items": ScoredData.model_json_schema()}),
     )
     def scored_data_list(groups: Annotated[Any, _JSON]) -> Response:
-        """Takes each group on its own: good ones are on the disk, the others are named with the
+        """Take each group on its own: good ones are on the disk, the others are named with the
         reason."""
         if not isinstance(groups, list):
             kind = {"type": "list_type", "loc": ("body",), "msg": "Input should be a valid list"}
@@ -282,7 +282,7 @@ def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
 
 
 def _submit(queue: AtroposQueue, group: Any, location: list[str | int]) -> list[dict[str, Any]]:
-    """Stores a group. Returns its faults in FastAPI's shape; none when it was kept."""
+    """Store a group. Returns its faults in FastAPI's shape; none when it was kept."""
     try:
         queue.submit(group)
     except RolloutRejectedError as error:

@@ -204,7 +204,7 @@ def _joined(sequences: tuple[Rollout, ...], episodes: list[int]) -> tuple[Rollou
 def _versions(
     wire: ScoredData, number: int, mask: list[int], policy_version: int
 ) -> tuple[int, ...]:
-    """Returns the versions as sent; else `policy_version` where a token was sampled, and -1
+    """Return the versions as sent; else `policy_version` where a token was sampled, and -1
     (unknown) elsewhere."""
     if wire.policy_versions:
         return tuple(wire.policy_versions[number])
@@ -284,8 +284,8 @@ def _refuse_what_is_not_supported(wire: ScoredData) -> None:
 
 
 def _other_than_text(wire: ScoredData) -> list[str]:
-    """What the policy cannot read: `images`, and the parts of messages that are not text
-    (image_url, input_audio, …).
+    """Name the parts that the policy cannot read: `images`, and the parts of messages that are not
+    text (image_url, input_audio, …).
 
     Their tokens would be trained on as if they were words.
     """
@@ -302,7 +302,7 @@ def _other_than_text(wire: ScoredData) -> list[str]:
 
 
 def _require_rows(wire: ScoredData, size: int) -> None:
-    """Checks that every field has G entries, and that each row of a [G][T] field is as long as
+    """Check that every field has G entries, and that each row of a [G][T] field is as long as
     its tokens."""
     by_token: dict[str, Sequence[Sequence[Any]] | None] = {
         "masks": wire.masks,

@@ -38,7 +38,8 @@ MAX_LOGITS_BYTES = 2 << 30  # of one call of get_logits
 
 
 class EngineBackend:
-    """
+    """Generates with an engine of this process, for `InferenceModule`.
+
     Args:
         tokenizer: used by the module's loop only.
         adapter: the adapter of the next requests; None = the base.
@@ -76,18 +77,23 @@ class EngineBackend:
         formats: Any,
         params: Mapping[str, Any],
     ) -> list[tuple[str, ParsedCalls]]:
-        own = own_format(self._tokenizer)
+        model_format = own_format(self._tokenizer)
         # raises on an unknown format before anything is sampled
-        parse_tool_calls("", tools, formats, model_format=own)
-        asked = [prompt_with_tools(prompt, tools, self._tokenizer, formats) for prompt in prompts]
+        parse_tool_calls("", tools, formats, model_format=model_format)
+        with_tools = [
+            prompt_with_tools(prompt, tools, self._tokenizer, formats) for prompt in prompts
+        ]
         encoded, chats = (
-            [self._encode(*each) for each in asked],
-            [is_messages(prompt) for prompt, _ in asked],
+            [self._encode(*each) for each in with_tools],
+            [is_messages(prompt) for prompt, _ in with_tools],
         )
-        visible = {"skip_special_tokens": own is None}  # its markers may be special tokens
+        visible = {"skip_special_tokens": model_format is None}  # its markers may be special tokens
         answers = await self._sample(encoded, {**params, **visible}, chats)
         texts = [answer.text for each in answers for answer in each]
-        return [(text, parse_tool_calls(text, tools, formats, model_format=own)) for text in texts]
+        return [
+            (text, parse_tool_calls(text, tools, formats, model_format=model_format))
+            for text in texts
+        ]
 
     async def logprobs(
         self, prompts: Sequence[Prompt], responses: Sequence[Response]

@@ -71,7 +71,8 @@ ENGINE_NAMES = ("mlx", "vllm", "huggingface")
 
 
 class InferenceModule:
-    """
+    """Text, tokens and log-probabilities from a model here or behind an endpoint.
+
     Args:
         model: directory, hub id, "builtin:tiny", or the model of mlx_lm.load, which is not changed;
             default: the configuration's. For an endpoint, the model's name in requests.
@@ -398,13 +399,13 @@ class InferenceModule:
     ) -> tuple[str, ParsedCalls]:
         prompt, params = _one_turn(prompts, options)
         prompt, template_tools = prompt_with_tools(prompt, tools, self.tokenizer, formats)
-        own = own_format(self.tokenizer)
+        model_format = own_format(self.tokenizer)
         # the caller makes the calls: the episode's own tools stay out
         params["tools"] = template_tools or ()
-        if own is not None:  # its markers may be special tokens
+        if model_format is not None:  # its markers may be special tokens
             params["skip_special_tokens"] = False
         text = episode.generate(prompt, params).text
-        return text, parse_tool_calls(text, tools, formats, model_format=own)
+        return text, parse_tool_calls(text, tools, formats, model_format=model_format)
 
 
 def _endpoint(

@@ -36,7 +36,8 @@ log = get_logger("inference")
 
 
 class OpenAIBackend:
-    """
+    """Generates with a server that speaks OpenAI's API, for `InferenceModule`.
+
     Args:
         model: the model's name in requests.
         open_endpoint: opens a connection to a base URL.

@@ -183,7 +183,9 @@ Callback = Callable[["BaseAlgorithm", TrainingMetrics], None]
 
 
 class BaseAlgorithm(ABC):
-    """Args:
+    """The loop of an algorithm: collect trajectories, compute rewards, update the weights.
+
+    Args:
         env: the environment; None: the one that the rollout manager plays.
         rollout_manager: plays `env` with the InferenceModule whose weights `backprop` trains.
         reward_computer: sees all trajectories of a collection; those of one prompt have the same
@@ -352,8 +354,8 @@ class BaseAlgorithm(ABC):
             return
         base = source if isinstance(source, str) else self.backprop.loaded.path
         training = config.rl_training.model_copy(update={"total_steps": max(1, total_steps)})
-        known = {"model": ModelConfig(base_path=str(base)), "rl_training": training}
-        directory.write_config(config.model_copy(update=known))
+        sections = {"model": ModelConfig(base_path=str(base)), "rl_training": training}
+        directory.write_config(config.model_copy(update=sections))
         settings = {"name": self.name, "config": self.config.model_dump(mode="json")}
         write_atomically(
             directory.path / ALGORITHM_FILE, (json.dumps(settings, indent=1) + "\n").encode()
@@ -502,8 +504,10 @@ class REINFORCEAlgorithm(BaseAlgorithm):
 
     def _check(self) -> None:
         super()._check()
-        given = self.backprop.own_config
-        of_updates = given.ppo_epochs if "ppo_epochs" in given.model_fields_set else 1
+        update_config = self.backprop.own_config
+        of_updates = (
+            update_config.ppo_epochs if "ppo_epochs" in update_config.model_fields_set else 1
+        )
         if (epochs := self.config.ppo_epochs or of_updates) > 1:
             raise ConfigError(
                 f"ppo_epochs = {epochs}: REINFORCE has no ratio that could correct a second pass"

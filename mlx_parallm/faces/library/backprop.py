@@ -55,7 +55,9 @@ NO_VALUES = "this BackpropModule has no value head (value_head=False)"
 
 
 class BackpropModule:
-    """Args:
+    """A policy that is trained by the library's algorithms: its weights, loss and optimizer.
+
+    Args:
         model: an `InferenceModule`, whose weights are trained, and served after each update; or a
             path, a hub id, "builtin:tiny", or the model of `mlx_lm.load`.
         optimizer: of mlx.optimizers (Adam, AdamW, Lion, Muon). Only its numbers are read: updates

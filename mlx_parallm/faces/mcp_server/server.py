@@ -79,7 +79,7 @@ def make_server(trainings: "Trainings") -> Any:
 
 
 class AgentTools:
-    """What an agent can do. Signatures and docstrings are the tools' definitions; `failure` is
+    """The tools of an agent. Signatures and docstrings are the tools' definitions; `failure` is
     raised with the reason of a failed call."""
 
     def __init__(self, trainings: "Trainings", failure: type[Exception]) -> None:

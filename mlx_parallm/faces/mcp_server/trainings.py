@@ -4,9 +4,10 @@
     DIRECTORY/NAME/exit_code       written by the shell around the process when it ends
     DIRECTORY/NAME/train.log       what it printed
     DIRECTORY/NAME/run             its run directory
-    DIRECTORY/current              the training that is meant where no name is said
+    DIRECTORY/current              the training that is meant when no name is sent
 
-Nothing is kept in memory alone: a training goes on while its starter restarts, and is found again.
+Nothing is kept in memory alone: a training goes on while its starter restarts, and is read again
+from there.
 """
 
 import json
@@ -62,7 +63,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True)
 class Training:
-    """What training.json holds. `pid` is the shell's, which leads the process group."""
+    """The content of training.json. `pid` is that of the shell, which leads the process group."""
 
     name: str
     pid: int
@@ -281,10 +282,10 @@ class Trainings:
         """Raises ConfigError."""
         path = self.directory / name / RECORD
         if not _NAME.fullmatch(name) or not path.is_file():
-            known = ", ".join(
-                sorted(found.parent.name for found in self.directory.glob(f"*/{RECORD}"))
+            names = ", ".join(
+                sorted(record.parent.name for record in self.directory.glob(f"*/{RECORD}"))
             ) or ("none")
-            raise ConfigError(f"there is no training {name!r}; there are: {known}")
+            raise ConfigError(f"there is no training {name!r}; there are: {names}")
         try:
             data: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             return Training(

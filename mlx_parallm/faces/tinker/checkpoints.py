@@ -114,14 +114,14 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Of its files; 0 where it has just been deleted."""
+        """The size of its files; 0 when it has just been deleted."""
         try:
             return sum(file.stat().st_size for file in self.directory.iterdir())
         except OSError:
             return 0
 
     def to_json(self) -> dict[str, Any]:
-        """As the API shows it."""
+        """Return the checkpoint as the API shows it."""
         return {
             "checkpoint_id": self.path.checkpoint_id,
             "checkpoint_type": KINDS[self.path.kind],
@@ -135,7 +135,8 @@ class Checkpoint:
 
 
 def _read_run(file: Path) -> TinkerRun | None:
-    """None: there is none, or it is damaged; a run more or less must not hide the others."""
+    """Read the file of a run. None: there is none, or it is damaged, which must not hide the
+    other runs."""
     try:
         return TinkerRun(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -260,9 +261,9 @@ class Checkpoints:
             )
 
     def find(self, path: TinkerPath) -> Checkpoint | None:
-        """None: there is none, its time is over, or it is damaged."""
-        found = self._read(path)
-        return None if found is None or self._over(found) else found
+        """Return a checkpoint. None: there is none, it has expired, or it is damaged."""
+        checkpoint = self._read(path)
+        return None if checkpoint is None or self._over(checkpoint) else checkpoint
 
     def _over(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.expires is not None and checkpoint.expires <= self._clock()
@@ -291,19 +292,19 @@ class Checkpoints:
 
     def require(self, text: str) -> Checkpoint:
         """Raises RequestError: no path, or no checkpoint there."""
-        found = self.find(read_path(text))
-        if found is None:
+        checkpoint = self.find(read_path(text))
+        if checkpoint is None:
             raise RequestError(f"there is no checkpoint {text}", param="path")
-        return found
+        return checkpoint
 
     def list(self, run_id: str, *kinds: str) -> list[Checkpoint]:
-        """Of one run, newest first; of these kinds, or of all."""
-        found = []
+        """Return the checkpoints of one run, newest first: of these kinds, or of all."""
+        checkpoints = []
         for kind in kinds or KINDS:
             for path in self._paths(run_id, kind):
                 if checkpoint := self.find(path):
-                    found.append(checkpoint)
-        return sorted(found, key=lambda checkpoint: -checkpoint.created)
+                    checkpoints.append(checkpoint)
+        return sorted(checkpoints, key=lambda checkpoint: -checkpoint.created)
 
     def delete(self, path: TinkerPath) -> bool:
         """Return whether there was one."""
@@ -331,15 +332,15 @@ class Checkpoints:
         return True
 
     def _paths(self, run_id: str, kind: str) -> Iterator[TinkerPath]:
-        """Of what may be checkpoints."""
+        """Yield the paths of a run's entries that may be checkpoints."""
         for entry in (self.run_directory(run_id) / kind).glob("*"):
             if _is_name(entry.name):
                 yield TinkerPath(run_id, kind, entry.name)
 
     def _remove_expired(self, run_id: str) -> None:
         for path in [path for kind in KINDS for path in self._paths(run_id, kind)]:
-            found = self._read(path)
-            if found is not None and self._over(found):
+            checkpoint = self._read(path)
+            if checkpoint is not None and self._over(checkpoint):
                 self.delete(path)
 
     def _directory(self, path: TinkerPath) -> Path:

@@ -30,7 +30,7 @@ PAYS_FROM = 2  # datums with the same prompt, on average: its forward pass is on
 
 @dataclass(frozen=True)
 class DatumLimits:
-    """What the base model can take."""
+    """The limits of the base model."""
 
     max_model_len: int
     vocab_size: int
@@ -95,13 +95,13 @@ class PromptSplit:
 
 
 def split_prompts(batch: DatumBatch) -> PromptSplit | None:
-    """None where that would compute no less: prompts that differ, a loss to which each position
-    counts."""
+    """Split each distinct prompt off, so that it is computed once. None when that would save
+    nothing: the prompts differ, or every position counts in the loss."""
     kind = batch.loss.kind
     if not kind.idle or any(sequence.targets_each > 1 for sequence in batch.sequences):
         return None
     idle = np.logical_and.reduce([batch.loss.columns[name] == 0 for name in kind.idle])
-    found: dict[tuple[bytes, bytes], int] = {}
+    prompt_numbers: dict[tuple[bytes, bytes], int] = {}
     prompts, trained, where, numbers = (
         list[TrainSequence](),
         list[TrainSequence](),
@@ -114,10 +114,10 @@ def split_prompts(batch: DatumBatch) -> PromptSplit | None:
         length = int(busy[0]) if len(busy) else int(stop - start)
         targets = datum.inputs[TARGETS][:length]
         key = (datum.tokens[:length].tobytes(), targets.tobytes())
-        if length and key not in found:
-            found[key] = len(prompts)
+        if length and key not in prompt_numbers:
+            prompt_numbers[key] = len(prompts)
             prompts.append(_sequence(datum, slice(0, length)))
-        numbers.append(found[key] if length else -1)
+        numbers.append(prompt_numbers[key] if length else -1)
         leading += length
         if len(busy):
             trained.append(_sequence(datum, slice(length, None)))

@@ -87,7 +87,8 @@ class TrainedAnswer:
 
     @property
     def advantage(self) -> float:
-        """Of all of its sampled tokens; NaN where they differ, or have none."""
+        """The advantage that all of its sampled tokens share; NaN where they differ, or have
+        none."""
         if self.advantages is None:
             return UNKNOWN
         values = self.advantages[self.sampled]
@@ -136,18 +137,18 @@ class SampledPart:
 
 
 def _parts(datum: Datum, find: Callable[[str], SampleRecord | None]) -> list[SampledPart]:
-    """As the client's spans of the targets say."""
+    """Return the sampled parts of a datum, from the spans that the client sent with the targets."""
     parts, place = list[SampledPart](), 1
     for span in datum.spans:
         start, place = place, place + span.length
         if span.sequence_id:
             record = find(span.sequence_id)
-            known = (
+            facts = (
                 ()
                 if record is None
                 else (record.step, record.temperature, record.stopped, record.generation)
             )
-            parts.append(SampledPart(span.sequence_id, start, place, *known))
+            parts.append(SampledPart(span.sequence_id, start, place, *facts))
     return parts
 
 
@@ -163,7 +164,7 @@ def _answer(
     entropies: np.ndarray,
     parts: Sequence[SampledPart],
 ) -> TrainedAnswer | None:
-    """None: nothing of it was sampled, as far as is known."""
+    """Return the answer of a datum; None when none of its tokens is recognised as sampled."""
     tokens = _tokens(datum)
     sampled, versions = np.zeros(len(tokens), bool), np.full(len(tokens), -1, np.int64)
     generations = np.zeros(len(tokens), np.int64)
@@ -244,21 +245,23 @@ def _rollout(answer: TrainedAnswer, reward: float) -> Rollout:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """What a step trained on, as the writers of a run's files take it. `joined`: `_joined` of
-    its answers."""
+    """The groups that a step trained on, as the writers of a run's files take them. `joined`:
+    `_joined` of its answers."""
 
     batch: TrainBatch
     tokens: StepTokens
     joined: Mapping[str, float] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, float | str | None]:
-        """For the step's line: `inferred_reward` is the mean over the groups whose answers
-        differ in it."""
-        known = [[rollout.reward for rollout in group.rollouts] for group in self.batch.groups]
-        spread = [reward for rewards in known if max(rewards) > 0 for reward in rewards]
+        """Return the numbers of the step's line. `inferred_reward` is the mean over the groups
+        whose answers differ in it."""
+        group_rewards = [
+            [rollout.reward for rollout in group.rollouts] for group in self.batch.groups
+        ]
+        spread = [reward for rewards in group_rewards if max(rewards) > 0 for reward in rewards]
         statistics, some = (
             self.batch.statistics,
-            any(not math.isnan(reward) for row in known for reward in row),
+            any(not math.isnan(reward) for row in group_rewards for reward in row),
         )
         return {
             "judged_by": "inferred_reward" if some else "loss",
@@ -283,14 +286,17 @@ def step_groups(
     weights: int,
     generation: int = 0,
 ) -> StepGroups:
-    """`weights`: the optimizer steps of the weights that learned; `generation`: theirs."""
+    """Return what a step trained on. `weights`: the optimizer steps of the weights that learned;
+    `generation`: of the same weights."""
     collector = StatisticsCollector()
     sequences, answers = list[TrainSequence](), list[TrainedAnswer]()
-    for group, own in groups:
-        varied = any(answer.advantages is not None and answer.advantages.any() for answer in own)
+    for group, group_answers in groups:
+        varied = any(
+            answer.advantages is not None and answer.advantages.any() for answer in group_answers
+        )
         collector.add_trained(group, 0, varied=varied)
         sequences += [TrainSequence(rollout, (), fresh=False) for rollout in group.rollouts]
-        answers += own
+        answers += group_answers
 
     def column(values: Iterable[np.ndarray | None]) -> np.ndarray:
         """[N] over the sampled tokens of all answers, NaN where there is none."""
@@ -314,15 +320,15 @@ def step_groups(
 
 
 def _joined(answers: Sequence[TrainedAnswer], weights: int, generation: int) -> dict[str, float]:
-    """How old the samples are, and how far sampler and learner differ where the weights are the
-    same (`run_log.py`); without what is not known, or was sampled before a checkpoint was
-    loaded."""
+    """Return how old the samples are, and how far sampler and learner differ where the weights
+    are the same (`run_log.py`). Tokens of an unknown version, and those sampled before a
+    checkpoint was loaded, are left out."""
     ages, gaps = [np.zeros(0)], [np.zeros(0)]
     for answer in answers:
-        known = answer.sampled & (answer.versions >= 0) & (answer.generations == generation)
-        ages.append(weights - answer.versions[known])
+        with_version = answer.sampled & (answer.versions >= 0) & (answer.generations == generation)
+        ages.append(weights - answer.versions[with_version])
         if answer.logprobs is not None and answer.temperature == 1.0:
-            same = known & (answer.versions == weights)
+            same = with_version & (answer.versions == weights)
             gaps.append(np.abs(answer.trainer_logprobs[same] - answer.logprobs[same]))
     numbers: dict[str, float] = {}
     for name, most, parts in (
@@ -358,7 +364,7 @@ class DrawnAnswer:
 
     @property
     def own_size(self) -> int:
-        """Without the prompt."""
+        """Bytes in memory, without the prompt; about."""
         return 400 + 40 * len(self.tokens)
 
     def rollout(self) -> Rollout:
@@ -420,7 +426,7 @@ class LiveGroup:
         )
 
     def noted(self, stored: RolloutGroup | None) -> None:
-        """It is written so."""
+        """Note what the store now holds of this group; None: nothing."""
         names = self.answers or [name for name in self.written if name in self.names]
         self.written = tuple(names) if stored is not None else ()
         self.changed = self.dropped = False
@@ -493,14 +499,14 @@ class LiveGroups:
         self._ends.setdefault(end, []).append(drawn.sequence_id)
 
     def claim(self, tokens: np.ndarray) -> list[SampledPart]:
-        """The samples that end in these tokens with all that stands before them; each is found
-        once.
+        """Return the samples that end in these tokens with all that stands before them. Each is
+        returned once.
 
-        Of two that overlap it is the longer one.
+        When two overlap, the longer one is returned.
         """
         parts, before = list[SampledPart](), len(tokens)
-        found = enumerate(prefix_hashes(tokens).tolist() if self._ends else (), 1)
-        for stop, end in [pair for pair in found if pair[1] in self._ends][::-1]:
+        hashes = enumerate(prefix_hashes(tokens).tolist() if self._ends else (), 1)
+        for stop, end in [pair for pair in hashes if pair[1] in self._ends][::-1]:
             here = [self._known[name].part for name in self._ends.get(end, ())]
             fitting = [part for part in here if part.end == stop <= before]
             if fitting:
@@ -545,7 +551,7 @@ class LiveGroups:
         return [group for group in self._groups.values() if not group.dropped]
 
     def changed(self) -> list[LiveGroup]:
-        """Those to write."""
+        """Return the groups to write."""
         return [
             group
             for group in self._groups.values()
@@ -553,11 +559,11 @@ class LiveGroups:
         ]
 
     def too_old(self, line: int) -> list[LiveGroup]:
-        """Those that hardly a step will train on any more."""
+        """Return the groups on which hardly a step will train any more."""
         return [group for group in self.waiting() if group.line < line - LIVE_STEPS]
 
     def dropped(self, groups: Iterable[LiveGroup]) -> None:
-        """They are marked so."""
+        """Mark groups as dropped."""
         for group in groups:
             group.dropped = True
             self._forget_tokens(group)

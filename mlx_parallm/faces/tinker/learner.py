@@ -48,8 +48,8 @@ ATTENTION = ("attn", "attention")
 
 @dataclass(frozen=True)
 class LoraChoice:
-    """What a client chose at create_model. `train_unembed` has no effect where the head is the
-    embedding."""
+    """The LoRA settings of a client's create_model. `train_unembed` has no effect where the head
+    is the embedding."""
 
     rank: int
     seed: int | None = None
@@ -70,14 +70,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Applied:
-    """After an optimizer update: its number, and the gradient's global norm before clipping."""
+    """The result of an optimizer update: its number, and the gradient's global norm before
+    clipping."""
 
     step: int
     grad_norm: float
 
 
 class TinkerLearner:
-    """
+    """Trains the adapters of all clients, one request at a time, on a thread of its own.
+
     Args:
         loaded: the base, before its tree is wrapped for serving.
         training: [rl_training], for how a pass is cut and evaluated.
@@ -183,7 +185,7 @@ class LearnedModel:
 
     @property
     def training(self) -> RLTrainingConfig:
-        """How it is trained, as far as the client's requests do not say."""
+        """The settings of its training that the client's requests do not change."""
         return self._trainer.config
 
     @property
@@ -229,7 +231,8 @@ class LearnedModel:
         columns = [tokens.columns[name] for name in ("trainer_logprobs", "entropies")]
         if split is not None and prompts is not None:
             columns = [
-                split.join(own, of, batch.starts) for own, of in zip(columns, prompts, strict=True)
+                split.join(computed, of, batch.starts)
+                for computed, of in zip(columns, prompts, strict=True)
             ]
         return Output(batch.by_datum(columns[0]), loss, batch.by_datum(columns[1]))
 

@@ -145,14 +145,16 @@ def find_loss(name: str) -> LossKind:
 def loss_settings(name: str, config: Mapping[str, float | str]) -> dict[str, float]:
     """The configuration with its defaults. Raises RequestError: an unknown or missing key, no
     finite number."""
-    known = find_loss(name).settings or {}
+    defaults = find_loss(name).settings or {}
     for key, value in config.items():
-        if key not in known:
-            readable = f"it reads {', '.join(known)}" if known else "it reads no configuration"
+        if key not in defaults:
+            readable = (
+                f"it reads {', '.join(defaults)}" if defaults else "it reads no configuration"
+            )
             raise RequestError(f"loss_fn_config of {name} has the unknown key {key!r}; {readable}")
         if isinstance(value, str) or not math.isfinite(value):
             raise RequestError(f"loss_fn_config: {key} = {value!r} is not a finite number")
-    values = {key: config.get(key, default) for key, default in known.items()}
+    values = {key: config.get(key, default) for key, default in defaults.items()}
     if missing := [key for key, value in values.items() if value is None]:
         raise RequestError(
             f"loss_fn_config of {name} needs {' and '.join(missing)}: bounds of the ratio,"
@@ -197,11 +199,11 @@ class DatumLoss:
 
     def objective(self, micro_batch: MicroBatch) -> Objective:
         """(logprobs, entropy; each [N]) → (loss, (no metrics, no mismatch, logprobs, entropy))."""
-        own = micro_batch.columns
+        rows = micro_batch.columns
         longer = {
-            name: mx.array(np.pad(column[own], (0, 1))) for name, column in self.columns.items()
+            name: mx.array(np.pad(column[rows], (0, 1))) for name, column in self.columns.items()
         }
-        _, numbers = np.unique(self.datums[own], return_inverse=True)
+        _, numbers = np.unique(self.datums[rows], return_inverse=True)
         longer["datum"] = mx.array(np.pad(numbers.astype(np.int32), (0, 1)))
 
         def objective(

@@ -94,7 +94,7 @@ class TinkerPart:
             self._recorder.close()
 
     def run_directories(self) -> tuple[Path, ...]:
-        """Of the newest runs, the newest first."""
+        """The directories of the newest runs, the newest first."""
         return () if self._recorder is None else self._recorder.directories
 
     def _ready(self) -> TinkerService:
@@ -109,8 +109,8 @@ class TinkerPart:
 
 
 def base_names(config: Config, base: LoadedModel) -> tuple[tuple[str, ...], str]:
-    """The names of the base, the one that clients are told first, and what a client loads the
-    tokenizer from.
+    """The names of the base, the one that answers show first, and the source from which a client
+    loads the tokenizer.
 
     The SDK loads the tokenizer in the client's process from the model's name: a directory's path
     for a local model. It reads a name with two slashes as ORG/MODEL/VARIANT, so a path with two

@@ -35,7 +35,8 @@ _DONE.set()
 
 @dataclass(frozen=True)
 class PromiseResult:
-    """What the client gets: a body and its media type. `failed`: it says what went wrong."""
+    """The answer to the client: a body and its media type. `failed`: the body says what went
+    wrong."""
 
     body: bytes
     media_type: str = JSON
@@ -87,7 +88,7 @@ class Promise:
         return tuple(f"{self.request_id}-{i}" for i in range(self.sequence_count))
 
     def answer(self) -> dict[str, Any]:
-        """What the request itself is answered with."""
+        """Return the immediate answer to the request."""
         answer: dict[str, Any] = {"request_id": self.request_id}
         if self.model_id is not None:
             answer["model_id"] = self.model_id
@@ -97,8 +98,10 @@ class Promise:
 
 
 class Promises:
-    """Args:
-    most_bytes: of results that are kept.
+    """The promises of this server, until their clients have fetched the results.
+
+    Args:
+        most_bytes: of results that are kept.
     """
 
     def __init__(self, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -195,14 +198,14 @@ class Promises:
         self._drop_resolved(UNCLAIMED_S)
 
     def _drop_resolved(self, seconds: float) -> None:
-        """Drop results that nobody collected for so long."""
+        """Drop results that were not collected in time."""
         now = self._clock()
         while self._resolved and now - self._resolved[0][0] > seconds:
             self._drop(self._resolved.popleft()[1])
 
     def _drop(self, request_id: str) -> None:
-        """Let the result go: whoever knows the promise by a request's number knows that there
-        was one, no more."""
+        """Drop the result. A client that knows the request's number learns that there was one, no
+        more."""
         promise = self._open.pop(request_id, None)
         if promise is not None:
             self._bytes -= PROMISE_BYTES

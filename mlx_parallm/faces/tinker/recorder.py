@@ -1,4 +1,4 @@
-"""What is written of the runs of this process, on a thread of its own: neither the event loop nor
+"""Write the files of this process's runs, on a separate thread, so that neither the event loop nor
 the learner waits.
 
     sampling.py ──Drawn──┐                      rollouts.sqlite   samples, and each step's groups
@@ -129,11 +129,11 @@ class RunRecorder:
         with self._lock:
             self.directories = (directory, *self.directories)[:MOST_SHOWN]
 
-        def own(sequence_id: str) -> SampleRecord | None:
+        def find_of_run(sequence_id: str) -> SampleRecord | None:
             record = find(sequence_id)
             return record if record is not None and record.run == run_id else None
 
-        return RecordedRun(self, directory, config, own)
+        return RecordedRun(self, directory, config, find_of_run)
 
     def post(self, work: Callable[[], None], size: int = 0) -> bool:
         """Do it after what was posted before; `size`: bytes that it holds. False: there is no
@@ -150,7 +150,7 @@ class RunRecorder:
         return fits
 
     def opened(self, run: "RecordedRun") -> None:
-        """On the recorder's thread, as the next two."""
+        """Note an open run. This and the next two run on the recorder's thread."""
         self._open.add(run)
 
     def closed(self, run: "RecordedRun") -> None:
@@ -168,16 +168,16 @@ class RunRecorder:
         while True:
             due = min(self._due.values(), default=math.inf)
             try:
-                found = self._work.get(
+                entry = self._work.get(
                     timeout=None if math.isinf(due) else max(due - time.monotonic(), 0.0)
                 )
             except queue.Empty:
-                found = (lambda: None), 0
-            if found is None:
+                entry = (lambda: None), 0
+            if entry is None:
                 for run in list(self._open):
                     run.end_now()
                 return
-            work, size = found
+            work, size = entry
             work()
             with self._lock:
                 self._waiting -= size
@@ -288,7 +288,8 @@ class RecordedRun:
             self._drop(self._live.make_room())
 
     def _as_written(self, group: LiveGroup) -> RolloutGroup | None:
-        """None: its tokens are forgotten here, and pruned in the store."""
+        """Return a group as it is written. None: its tokens are forgotten here, and pruned in
+        the store."""
         if group.answers:
             return group.group()
         try:
@@ -356,7 +357,7 @@ class RecordedRun:
             )
 
     def _write_tokens(self, stepped: Stepped) -> None:
-        """Of the first groups of the step."""
+        """Write the tokens of the first groups of the step."""
         if self._groups is None or not self._groups.batch.groups:
             return
         batch, shown, tokens = self._groups.batch, list[str](), 0

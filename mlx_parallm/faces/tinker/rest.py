@@ -46,9 +46,9 @@ def _run_routes(router: APIRouter, service: Service) -> None:
     @router.get("/training_runs")
     async def runs(limit: int = 20, offset: int = 0) -> dict[str, Any]:
         def read() -> dict[str, Any]:
-            found = service().checkpoints.runs()
-            shown = [_run_json(service(), run) for run in found[offset : offset + limit]]
-            return {"training_runs": shown, "cursor": _cursor(offset, limit, len(found))}
+            all_runs = service().checkpoints.runs()
+            shown = [_run_json(service(), run) for run in all_runs[offset : offset + limit]]
+            return {"training_runs": shown, "cursor": _cursor(offset, limit, len(all_runs))}
 
         return await asyncio.to_thread(read)
 
@@ -60,11 +60,15 @@ def _run_routes(router: APIRouter, service: Service) -> None:
     async def weights_info(body: bodies.PathBody) -> dict[str, Any]:
         def read() -> dict[str, Any]:
             checkpoint = _checkpoint(service(), read_path(body.tinker_path))
-            found = _run(service(), checkpoint.path.run)
-            lora = dict(found.lora)
+            trained_run = _run(service(), checkpoint.path.run)
+            lora = dict(trained_run.lora)
             trained = {key: lora[key] for key in ("train_mlp", "train_attn")}
             unembed = lora["train_unembed"] and service().learner.trains_head
-            answer = {"base_model": found.base_model, "is_lora": True, "lora_rank": lora["rank"]}
+            answer = {
+                "base_model": trained_run.base_model,
+                "is_lora": True,
+                "lora_rank": lora["rank"],
+            }
             return (
                 answer | trained | {"train_unembed": unembed, "optimizer_config": {"type": "adamw"}}
             )
@@ -77,10 +81,10 @@ def _checkpoint_routes(router: APIRouter, service: Service) -> None:
     async def checkpoints(limit: int = 100, offset: int = 0) -> dict[str, Any]:
         def read() -> dict[str, Any]:
             runs = service().checkpoints.runs()
-            found = [each for run in runs for each in service().checkpoints.list(run.run_id)]
-            found.sort(key=lambda checkpoint: -checkpoint.created)
-            shown = [checkpoint.to_json() for checkpoint in found[offset : offset + limit]]
-            return {"checkpoints": shown, "cursor": _cursor(offset, limit, len(found))}
+            listed = [each for run in runs for each in service().checkpoints.list(run.run_id)]
+            listed.sort(key=lambda checkpoint: -checkpoint.created)
+            shown = [checkpoint.to_json() for checkpoint in listed[offset : offset + limit]]
+            return {"checkpoints": shown, "cursor": _cursor(offset, limit, len(listed))}
 
         return await asyncio.to_thread(read)
 
@@ -167,10 +171,10 @@ def _download_routes(router: APIRouter, service: Service) -> None:
         files = _files(links.find(token))
         if file == ARCHIVE:
             return StreamingResponse(_tar(files), media_type="application/x-tar")
-        found = next((each for each in files if each.name == file), None)
-        if found is None:
+        requested = next((each for each in files if each.name == file), None)
+        if requested is None:
             raise RefusedError(f"the checkpoint has no file {file!r}", 404)
-        return FileResponse(found)
+        return FileResponse(requested)
 
 
 def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
@@ -207,10 +211,10 @@ def _run(service: TinkerService, run_id: str) -> TinkerRun:
 
 
 def _checkpoint(service: TinkerService, path: TinkerPath) -> Checkpoint:
-    found = service.checkpoints.find(path)
-    if found is None:
+    checkpoint = service.checkpoints.find(path)
+    if checkpoint is None:
         raise _missing(path)
-    return found
+    return checkpoint
 
 
 def _missing(path: TinkerPath) -> RefusedError:

@@ -129,14 +129,14 @@ def _session_routes(router: APIRouter, service: Service) -> None:
 
     @router.get("/sessions/{session_id}")
     async def session(session_id: str) -> dict[str, Any]:
-        found = service().session(session_id)
-        metadata = shown_metadata(found.user_metadata or {})
+        stored = service().session(session_id)
+        metadata = shown_metadata(stored.user_metadata or {})
         answer = {
-            "training_run_ids": found.models,
-            "sampler_ids": found.samplers,
+            "training_run_ids": stored.models,
+            "sampler_ids": stored.samplers,
             "user_metadata": metadata,
         }
-        return answer | {"display_name": found.display_name and display(found.display_name)}
+        return answer | {"display_name": stored.display_name and display(stored.display_name)}
 
 
 def _future_routes(
@@ -176,7 +176,8 @@ def _future_routes(
 
 
 def _poll_s(context: Context) -> float:
-    """How long a poll is held: it ends before the server's time limit would make an error of it."""
+    """Return the seconds for which a poll is held. It ends before the server's time limit would
+    make an error of it."""
     limit = context.deps.config.request_timeout_s  # 0 = none
     return min(POLL_S, limit / 2) if limit else POLL_S
 
@@ -256,13 +257,13 @@ def _sampling_routes(
 
     @router.get("/samplers/{sampler_id}")
     async def sampler(sampler_id: str) -> Response:
-        found = service().sampling.get(sampler_id)
-        if found is None:
+        stored = service().sampling.get(sampler_id)
+        if stored is None:
             raise RefusedError(f"there is no sampler {sampler_id!r}", 404)
         answer = {
             "sampler_id": sampler_id,
-            "base_model": found.base_model,
-            "model_path": found.model_path,
+            "base_model": stored.base_model,
+            "model_path": stored.model_path,
         }
         return JSONResponse(answer)
 
@@ -334,8 +335,8 @@ def _number(error: Exception, kind: str, body: bytes) -> tuple[str, int] | None:
     """The model and the number of a request that was refused; None where they cannot be read, or
     it has none."""
     if kind == "forward_backward":
-        found = leading_number(error.leading if isinstance(error, BodyTooLargeError) else body)
-        return found if found and found[1] > 0 else None
+        numbered = leading_number(error.leading if isinstance(error, BodyTooLargeError) else body)
+        return numbered if numbered and numbered[1] > 0 else None
     if isinstance(error, HTTPException) and error.status_code != 400:
         return None
     try:

@@ -1,5 +1,4 @@
-"""What is known of a run beside its loss: how old its samples are, and how far sampler and learner
-differ.
+"""Measure a run beside its loss: how old its samples are, and how far sampler and learner differ.
 
 The SDK says for each target which token of which sample it is (provenance spans). The samples are
 remembered here with their log-probabilities and the step of the weights that drew them, so every
@@ -45,18 +44,19 @@ LINE_KEYS = {  # of an answer's metrics: what a line of metrics.jsonl calls them
 }
 
 
-def _mean(found: Sequence[tuple[float, float]]) -> float:
-    """Weighted by the trained tokens of each request; where none is trained, of the requests."""
-    tokens = math.fsum(weight for _, weight in found)
+def _mean(values: Sequence[tuple[float, float]]) -> float:
+    """Return the mean weighted by the trained tokens of each request; the mean of the requests
+    where none is trained."""
+    tokens = math.fsum(weight for _, weight in values)
     if not tokens:
-        return math.fsum(value for value, _ in found) / len(found)
-    return math.fsum(value * weight for value, weight in found) / tokens
+        return math.fsum(value for value, _ in values) / len(values)
+    return math.fsum(value * weight for value, weight in values) / tokens
 
 
 _REDUCED: dict[str, Callable[[Sequence[tuple[float, float]]], float]] = {
     "mean": _mean,
-    "max": lambda found: max(value for value, _ in found),
-    "sum": lambda found: math.fsum(value for value, _ in found),
+    "max": lambda values: max(value for value, _ in values),
+    "sum": lambda values: math.fsum(value for value, _ in values),
 }
 
 
@@ -93,7 +93,7 @@ class _Since:
 
 
 class TinkerRunLog:
-    """Of one run; on the learner's thread."""
+    """The log of one run. It belongs to the learner's thread."""
 
     def __init__(self, recorded: RecordedRun, run: str, step: int) -> None:
         self.recorded, self._run = recorded, run
@@ -157,9 +157,9 @@ class TinkerRunLog:
         if self._loaded:
             values["rolled_back_to"], self._loaded = self._loaded, ""
         for name, key in LINE_KEYS.items():
-            if found := since.numbers.get(name):
+            if numbers := since.numbers.get(name):
                 _, _, reduction = name.partition(":")  # as chunks of a call are put together
-                values[key] = _REDUCED[reduction](found)
+                values[key] = _REDUCED[reduction](numbers)
         times, size = (*since.times, (began, now)), min(since.kept_bytes, KEPT_BYTES)
         kept, generation = tuple(since.kept), self.generation
         self.recorded.stepped(

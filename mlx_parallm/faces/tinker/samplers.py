@@ -95,8 +95,8 @@ class SamplerWeights:
     def check(self, name: str | None) -> None:
         """Raises RefusedError, 410: the weights are gone."""
         with self._lock:
-            known = name is None or name in self._runs  # None: the base
-        if not known:
+            in_memory = name is None or name in self._runs  # None: the base
+        if not in_memory:
             raise RefusedError(
                 f"the sampling client's weights ({name}) are no longer in memory:"
                 " tinker.kept_samplers ="
@@ -109,16 +109,16 @@ class SamplerWeights:
         """Forget a name, whose checkpoint was deleted or overwritten; running samples go on."""
         with self._changing:
             with self._lock:
-                known = self._runs.pop(name, None)
-            if known is not None:
+                run = self._runs.pop(name, None)
+            if run is not None:
                 self._remove(name)
 
     def drop_run(self, run: str) -> None:
         """Forget the live weights of a run whose client is gone; named ones are served on."""
         live = (f"tinker://{run}/{LIVE}", f"tinker://{run}/{INFLIGHT}")
         with self._lock:
-            own = [name for name in self._runs if name.startswith(live)]
-        for name in own:
+            live_names = [name for name in self._runs if name.startswith(live)]
+        for name in live_names:
             self.drop(name)
 
     def _remove(self, name: str) -> None:
@@ -127,9 +127,11 @@ class SamplerWeights:
         self._uses.forget(name)
 
     def _too_many(self, put: str) -> list[str]:
-        own = [name for name, run in self._runs.items() if run == self._runs[put]]
+        run_names = [name for name, run in self._runs.items() if run == self._runs[put]]
         names, most = (
-            (own, self._kept) if len(own) > self._kept else (list(self._runs), self._total)
+            (run_names, self._kept)
+            if len(run_names) > self._kept
+            else (list(self._runs), self._total)
         )
         gone: list[str] = []
         while len(names) - len(gone) > most:
@@ -170,14 +172,16 @@ class SamplerShelf:
     def names(self) -> list[str]:
         """Newest run first."""
         runs = [run.run_id for run in self._checkpoints.runs() if run.base_model in self._names]
-        found = (checkpoint for run in runs for checkpoint in self._checkpoints.list(run, SAMPLER))
-        return [str(checkpoint.path) for checkpoint in found]
+        checkpoints = (
+            checkpoint for run in runs for checkpoint in self._checkpoints.list(run, SAMPLER)
+        )
+        return [str(checkpoint.path) for checkpoint in checkpoints]
 
     def load(self, name: str) -> None:
         """Raises ModelNotFoundError."""
         path = read_path(name)
-        found, run = self._checkpoints.find(path), self._checkpoints.run(path.run)
-        if found is None:
+        checkpoint, run = self._checkpoints.find(path), self._checkpoints.run(path.run)
+        if checkpoint is None:
             self._samplers.drop(name)
             raise ModelNotFoundError(
                 name, self.names(), "the checkpoint was deleted, or its time is over"
@@ -187,6 +191,6 @@ class SamplerShelf:
                 name, self.names(), f"it was trained on the base model {run.base_model!r}"
             )
         try:
-            self._samplers.load(name, path.run, found.directory)
+            self._samplers.load(name, path.run, checkpoint.directory)
         except AdapterError as error:
             raise ModelNotFoundError(name, self.names(), str(error)) from error

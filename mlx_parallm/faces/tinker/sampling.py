@@ -58,20 +58,20 @@ class Sampling:
         ServerBusyError: too many run."""
         sampler = await self._sampler(body)
         key = None if body.seq_id is None else (sampler.sampler_id, body.seq_id)
-        if key is not None and (known := self._known.get(key)) is not None:
-            return known
+        if key is not None and (earlier := self._known.get(key)) is not None:
+            return earlier
         service = self._service
         if self._running and self._running + body.num_samples > service.config.max_samples:
             raise ServerBusyError(
                 f"{self._running} samples run or wait (tinker.max_samples); try again"
             )
         params, prompt = _params(body), _prompt(body)
-        asked = Request("tinker", prompt, params, sampler.adapter)
-        service.engine.check(asked)
+        checked = Request("tinker", prompt, params, sampler.adapter)
+        service.engine.check(checked)
         line = None if key is None else sampler.line(key[1] // CLONE)
         ended = ExitStack()
         ended.enter_context(
-            self._alternatives.holding(alternatives(asked, service.engine.max_model_len))
+            self._alternatives.holding(alternatives(checked, service.engine.max_model_len))
         )
         with ExitStack() as on_error:
             on_error.push(ended)
@@ -99,8 +99,8 @@ class Sampling:
     async def completions(
         self, target: FuturesTarget, cursor: int, seconds: float, ending: Callable[[], bool]
     ) -> tuple[list[object], int]:
-        """What has come to its end after event `cursor`, which is waited for; and the number of
-        the last event."""
+        """Wait for an event after `cursor`, at most `seconds`. Return what has ended since, and
+        the number of the last event."""
         sampler = self._service.sampling.get(target.sampling_session_id)
         if sampler is None:
             raise RefusedError(
@@ -218,11 +218,11 @@ def _load(service: TinkerService, sampler: Sampler) -> None:
     over; AdapterError."""
     assert sampler.adapter is not None and sampler.run is not None, "it has a directory"
     try:
-        found = service.checkpoints.require(sampler.adapter)
+        checkpoint = service.checkpoints.require(sampler.adapter)
     except RequestError:
         service.samplers.drop(sampler.adapter)
         raise
-    service.samplers.load(sampler.adapter, sampler.run, found.directory)
+    service.samplers.load(sampler.adapter, sampler.run, checkpoint.directory)
 
 
 async def _news(line: Completions, seconds: float) -> None:
@@ -257,12 +257,12 @@ def _prompt(body: SampleBody) -> tuple[int, ...]:
 
 def _params(body: SampleBody) -> SamplingParams:
     """Raises RequestError: something that is not offered."""
-    asked = {
+    requested = {
         "target_prompt_logprobs": body.target_prompt_logprobs is not None,
         "prompt_alt_tokens_k": body.prompt_alt_tokens_k != 0,
         "record_stability_info": bool(body.record_stability_info),
     }
-    for name in (name for name, wanted in asked.items() if wanted):
+    for name in (name for name, wanted in requested.items() if wanted):
         raise RequestError(f"{name} is not offered: {NOT_OFFERED[name]}", param=name)
     wants_prompt = bool(body.prompt_logprobs) or body.topk_prompt_logprobs > 0
     sampling = body.sampling_params

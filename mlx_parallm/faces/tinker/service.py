@@ -91,7 +91,7 @@ class TrainedModel:
         self.next_seq = 1
         self.waiting: dict[int, QueuedRequest] = {}
         # kind, content, answer
-        self.known: OrderedDict[int, tuple[str, bytes, Promise]] = OrderedDict()
+        self.accepted: OrderedDict[int, tuple[str, bytes, Promise]] = OrderedDict()
         self.last_request = time.time()
         self.live = 0  # sets of weights that were saved without a name
         self.inflight = (0, 0)  # the weights that inflight samplers draw with
@@ -102,14 +102,15 @@ class TrainedModel:
         return self.learned.step, self.log.generation
 
     def missing(self, seq_id: int) -> str:
-        """Why request `seq_id` has not begun."""
+        """Return why request `seq_id` has not begun."""
         return f"waits for request {self.next_seq} of this model" if seq_id in self.waiting else ""
 
 
 class TinkerService:
-    """
+    """Sessions, models and samplers of Tinker's clients; the routes call it.
+
     Args:
-        names: under which clients may ask for the base; the first is what they are told.
+        names: names by which clients may ask for the base; answers show the first.
         tokenizer_id: what the SDK loads the tokenizer from.
     """
 
@@ -284,8 +285,8 @@ class TinkerService:
         create: Callable[[], tuple[TinkerRun, LearnedModel]],
         answer: dict[str, Any],
     ) -> Promise:
-        if (known := self._creating.get(key)) is not None:
-            return known
+        if (earlier := self._creating.get(key)) is not None:
+            return earlier
         promise = self.promises.new(_model_id(key))
         self._creating[key] = promise
         if len(self._creating) > MOST_CREATED:
@@ -313,7 +314,8 @@ class TinkerService:
         log.info("tinker model", id=model.run.run_id, lora=dict(model.run.lora))
 
     def _make_room(self) -> str | None:
-        """Why no model may be added; models of clients that are gone make room."""
+        """Remove models of clients that are gone. Return why no model may be added; None: there
+        is room."""
         creating = sum(not promise.ready.is_set() for promise in self._creating.values()) - 1
         if len(self.models) + creating < self.config.max_models:
             return None
@@ -389,12 +391,12 @@ class TinkerService:
         model = self.model(model_id)
         if not seq_id:
             seq_id = max([model.next_seq - 1, *model.waiting]) + 1
-        if (known := model.known.get(seq_id)) is not None:
-            if known[0] != kind:
+        if (earlier := model.accepted.get(seq_id)) is not None:
+            if earlier[0] != kind:
                 raise RequestError(
-                    f"request {seq_id} of this model was {known[0]}, not {kind}", param="seq_id"
+                    f"request {seq_id} of this model was {earlier[0]}, not {kind}", param="seq_id"
                 )
-            if known[1] != content:
+            if earlier[1] != content:
                 raise RequestError(
                     (
                         f"request {seq_id} of this model was sent before with another body: give"
@@ -402,7 +404,7 @@ class TinkerService:
                     ),
                     param="seq_id",
                 )
-            return known[2]
+            return earlier[2]
         if seq_id < model.next_seq or seq_id > model.next_seq + FARTHEST_AHEAD:
             raise RequestError(
                 f"seq_id {seq_id}: the next request of this model is {model.next_seq}, and at most"
@@ -420,9 +422,9 @@ class TinkerService:
         promise = self.promises.new(model_id)
         self._queued_bytes += size
         promise.reason = partial(self._reason, model, seq_id)
-        model.known[seq_id] = (kind, content, promise)
-        if len(model.known) > KEPT_REQUESTS:
-            model.known.popitem(last=False)
+        model.accepted[seq_id] = (kind, content, promise)
+        if len(model.accepted) > KEPT_REQUESTS:
+            model.accepted.popitem(last=False)
         model.waiting[seq_id] = QueuedRequest(
             promise, f"{kind} {seq_id} of {model_id}", partial(work, model), size
         )
@@ -612,15 +614,15 @@ class TinkerService:
     ) -> Sampler:
         """Raises RequestError: neither, another base, no such checkpoint."""
         sampler_id = f"{session.session_id}:sample:{seq_id}"
-        if (known := self.sampling.get(sampler_id)) is not None:
-            if known.adapter != model_path:
+        if (existing := self.sampling.get(sampler_id)) is not None:
+            if existing.adapter != model_path:
                 raise RequestError(
                     f"sampling session {seq_id} was made with"
-                    f" {known.model_path or 'other weights'}: give each its own"
+                    f" {existing.model_path or 'other weights'}: give each its own"
                     " sampling_session_seq_id",
                     param="sampling_session_seq_id",
                 )
-            return known
+            return existing
         if model_path is None:
             if base_model is None:
                 raise RequestError("a sampling session needs base_model or model_path")
@@ -653,7 +655,7 @@ def _content(body: TinkerBody) -> bytes:
 
 
 def _model_id(key: tuple[str, int]) -> str:
-    """As SDKs since 0.24.1 compute it too."""
+    """Return the model's id, which SDKs since 0.24.1 compute in the same way."""
     return f"{key[0]}:train:{key[1]}"
 
 

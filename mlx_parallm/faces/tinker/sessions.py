@@ -30,8 +30,7 @@ class ClientSession:
 
 @dataclass
 class Completions:
-    """What the samples of one client have come to, for `retrieve_futures`: events from number
-    `first` + 1 on.
+    """The ended samples of one client, for `retrieve_futures`: events from number `first` + 1 on.
 
     `running`: requests that have begun and not ended.
     """
@@ -66,7 +65,7 @@ class Sampler:
 
     @property
     def session_id(self) -> str:
-        """Of the client that made it."""
+        """The id of the client's session that made it."""
         return self.sampler_id.partition(":")[0]
 
     @property
@@ -86,7 +85,7 @@ class Sampler:
 
 
 class SamplingSessions:
-    """At most MOST_SAMPLERS, by id."""
+    """The samplers by id, at most MOST_SAMPLERS."""
 
     def __init__(self) -> None:
         # the one that was used last is the last

@@ -94,11 +94,11 @@ def _described() -> descriptor_pb2.FileDescriptorProto:
                 entry.label, kind = _REPEATED, kind.removesuffix("*")
             _set_type(entry, kind)
             if oneof:
-                known = [declared.name for declared in message.oneof_decl]
-                if oneof.strip() not in known:
+                declared_names = [declared.name for declared in message.oneof_decl]
+                if oneof.strip() not in declared_names:
                     message.oneof_decl.add(name=oneof.strip())
-                    known.append(oneof.strip())
-                entry.oneof_index = known.index(oneof.strip())
+                    declared_names.append(oneof.strip())
+                entry.oneof_index = declared_names.index(oneof.strip())
     return file
 
 

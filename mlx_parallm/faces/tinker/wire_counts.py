@@ -53,9 +53,9 @@ class _Scan:
         self._body = body
         self._left = MOST_FIELDS
 
-    def message(self, at: int, end: int, known: Fields) -> None:
+    def message(self, at: int, end: int, fields: Fields) -> None:
         """Raises RequestError: too many of a field; _NotProtobufError."""
-        counts = dict.fromkeys(known.most, 0)
+        counts = dict.fromkeys(fields.most, 0)
         while at < end:
             self._left -= 1
             if self._left < 0:
@@ -68,14 +68,14 @@ class _Scan:
             if after > end:
                 raise _NotProtobufError
             if number in counts:
-                counts[number] += after - start if number == known.packed and kind == LENGTH else 1
-                _check(known, number, counts[number])
-                if kind == LENGTH and (inner := known.inner.get(number)) is not None:
+                counts[number] += after - start if number == fields.packed and kind == LENGTH else 1
+                _check(fields, number, counts[number])
+                if kind == LENGTH and (inner := fields.inner.get(number)) is not None:
                     self.message(start, after, inner)
             at = after
 
     def _value(self, kind: int, at: int, end: int) -> tuple[int, int]:
-        """Where the value of a field begins and ends."""
+        """Return where the value of a field begins and ends."""
         if kind == LENGTH:
             size, at = self._varint(at, end)
             return at, at + size
@@ -98,13 +98,15 @@ class _Scan:
         raise _NotProtobufError
 
 
-def _check(known: Fields, number: int, count: int) -> None:
+def _check(fields: Fields, number: int, count: int) -> None:
     """Raises RequestError: a message has that field too often."""
-    most, name = known.most[number]
+    most, name = fields.most[number]
     if count > most:
-        unit = "bytes of" if number == known.packed else "entries of"
+        unit = "bytes of" if number == fields.packed else "entries of"
         advice = (
-            (": send the datums in several requests") if known is REQUEST and name == "data" else ""
+            (": send the datums in several requests")
+            if fields is REQUEST and name == "data"
+            else ""
         )
         raise RequestError(
             f"a message of the request holds more than {most} {unit} {name!r}{advice}"

@@ -39,7 +39,7 @@ NOT_ATTRIBUTES: Mapping[str, str] = {
 
 
 class Accelerator:
-    """What scripts ask `trainer.accelerator`: there is one process."""
+    """The attributes of `trainer.accelerator` that scripts read, for one process."""
 
     is_main_process = is_local_main_process = is_last_process = True
     process_index = local_process_index = 0

@@ -1,4 +1,4 @@
-"""What a TRL user's callbacks see: `TRLState`, `TrainerControl`, and TRL's names of metrics. Driven
+"""Call a TRL user's callbacks with `TRLState`, `TrainerControl` and TRL's names of metrics. Driven
 by `RunEvents`.
 
 A callback is any object with some of the methods of transformers' `TrainerCallback`; its base class
@@ -90,7 +90,7 @@ class TRLState:
 @dataclass(slots=True)
 class TrainerControl:
     """A callback sets these: to end the training in order, or to have a checkpoint after this
-    step. Another name (`should_evaluate`) is an error, not an assignment that nobody reads."""
+    step. Another name (`should_evaluate`) is an error, not an assignment without effect."""
 
     should_training_stop: bool = False
     should_save: bool = False
@@ -119,18 +119,18 @@ def logged(line: Mapping[str, Any]) -> dict[str, float]:
 def evaluation_numbers(numbers: Mapping[str, Any]) -> dict[str, float]:
     """Return the eval/… keys of a metrics line by TRL's names: eval_loss,
     eval_rewards/accuracies, or eval_reward."""
-    found: dict[str, float] = {}
+    renamed: dict[str, float] = {}
     for key, value in numbers.items():
         name = key.removeprefix(PREFIX)
         if name == key or not isinstance(value, int | float):
             continue
         if f"{PREFIX}version" not in numbers:  # of rows
-            found[f"eval_{name}"] = value
-        elif (own := name.removeprefix(f"{EVALUATED_AS}/")) != name:
-            end = next((end for end in ENDS if own.endswith(end)), "")
-            metric = own.removesuffix(end)
-            found[f"eval_{EVALUATED.get(metric, metric)}{end}"] = value
-    return found
+            renamed[f"eval_{name}"] = value
+        elif (evaluated := name.removeprefix(f"{EVALUATED_AS}/")) != name:
+            end = next((end for end in ENDS if evaluated.endswith(end)), "")
+            metric = evaluated.removesuffix(end)
+            renamed[f"eval_{EVALUATED.get(metric, metric)}{end}"] = value
+    return renamed
 
 
 class Callbacks:
@@ -147,7 +147,8 @@ class Callbacks:
         # evaluations that came before the line of their step
         self._early: list[Mapping[str, Any]] = []
         self._silent = False
-        self.asked = False  # the program has asked for an evaluation, and records it itself
+        # the program has asked for an evaluation, and records it itself
+        self.evaluation_requested = False
         self._stop = threading.Event()
         for callback in callbacks:
             self.add_callback(callback)
@@ -155,10 +156,10 @@ class Callbacks:
     def pop_callback(self, callback: Any) -> Any:
         """Take a callback, or the first of a class, away and return it; None where there is
         none."""
-        given = (each for each in self.callbacks if each is callback or type(each) is callback)
-        if (found := next(given, None)) is not None:
-            self.callbacks.remove(found)
-        return found
+        matches = (each for each in self.callbacks if each is callback or type(each) is callback)
+        if (removed := next(matches, None)) is not None:
+            self.callbacks.remove(removed)
+        return removed
 
     def remove_callback(self, callback: Any) -> None:
         self.pop_callback(callback)
@@ -226,7 +227,7 @@ class Callbacks:
 
     def _evaluated(self, schedule: UpdateSchedule, line: Mapping[str, Any]) -> None:
         step = int(line["step"])
-        if self.asked:
+        if self.evaluation_requested:
             return
         # the loop measures before it ends the step
         if (update := schedule.update(step)) > self.state.global_step:

@@ -217,7 +217,8 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 class TrainerConfig(Options):
-    """What all have in common. None leaves an argument at its default, but for max_length.
+    """The arguments that all trainers have in common. None leaves an argument at its default, but
+    for max_length.
 
     Raises ConfigError: a name that there is not, or that means nothing here.
     """
@@ -367,7 +368,7 @@ class TrainerConfig(Options):
 
 
 class SampledConfig(TrainerConfig):
-    """What GRPO, distillation and GKD have in common: the model samples completions."""
+    """The arguments of GRPO, distillation and GKD: the model samples completions."""
 
     max_token_length: int | None = Field(None, ge=2)
     """Not TRL's: longest prompt and completion together; default: what the longest prompt can
@@ -470,7 +471,7 @@ class GRPOConfig(SampledConfig):
 
 
 class TaughtConfig(SampledConfig):
-    """What distillation and GKD have in common: a teacher scores what the model samples."""
+    """The arguments of distillation and GKD: a teacher scores what the model samples."""
 
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate. For a LoRA adapter 1e-4 to 1e-3 is usual."""
@@ -546,7 +547,7 @@ class GKDConfig(TaughtConfig):
 
 
 class RowsConfig(TrainerConfig):
-    """What SFT, DPO, KTO and reward models have in common."""
+    """The arguments that SFT, DPO, KTO and reward models have in common."""
 
     max_length: int | None = Field(1024, ge=2)
     """Longest prompt and completion together, in tokens; longer rows are left out, TRL cuts

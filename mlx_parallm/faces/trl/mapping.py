@@ -223,7 +223,8 @@ def taught_schedule(args: TaughtConfig, prompts: int) -> UpdateSchedule:
 
 
 def rows_schedule(args: RowsConfig, rows: int) -> UpdateSchedule:
-    """One update a step; the last batch of an epoch is not smaller, all are nearly equal."""
+    """Return a schedule of one update a step. The batches of an epoch are nearly equal, the last
+    one too."""
     batch = min(args.per_device_train_batch_size * args.gradient_accumulation_steps, rows)
     steps_per_epoch = math.ceil(rows / batch)
     return UpdateSchedule(batch, batch, 1, steps_per_epoch, _max_steps(args, steps_per_epoch))
@@ -237,37 +238,39 @@ def _max_steps(args: TrainerConfig, updates_per_epoch: int) -> int:
     )
 
 
-def lora_settings(given: Any) -> dict[str, Any]:
+def lora_settings(peft_config: Any) -> dict[str, Any]:
     """Return [rl_training.lora] of a `LoraConfig`, of PEFT's, or of a dictionary with PEFT's
     names. None trains all weights, as in TRL. Raises ConfigError: a setting that there is not
     here."""
-    if given is None:
+    if peft_config is None:
         return {"enabled": False}
-    if isinstance(given, LoraConfig):
-        return given.model_dump()
-    if isinstance(given, Mapping):
+    if isinstance(peft_config, LoraConfig):
+        return peft_config.model_dump()
+    if isinstance(peft_config, Mapping):
         # LoraConfig knows near names
-        check_trained(given, accepted={name for name in given if name not in NAMES})
+        check_trained(peft_config, accepted={name for name in peft_config if name not in NAMES})
         return {
-            name: value for name, value in given.items() if name in TRAINED or name not in NAMES
+            name: value
+            for name, value in peft_config.items()
+            if name in TRAINED or name not in NAMES
         }
-    if getattr(given, "peft_type", None) is None or not hasattr(given, "lora_alpha"):
+    if getattr(peft_config, "peft_type", None) is None or not hasattr(peft_config, "lora_alpha"):
         raise ConfigError(
-            f"peft_config: {type(given).__name__} is neither PEFT's LoraConfig, nor a"
+            f"peft_config: {type(peft_config).__name__} is neither PEFT's LoraConfig, nor a"
             " dictionary"
             " of r, …"
         )
-    check_trained(vars(given))
-    modules = given.target_modules
+    check_trained(vars(peft_config))
+    modules = peft_config.target_modules
     return {
-        "rank": given.r,
-        "alpha": float(given.lora_alpha),
-        "dropout": given.lora_dropout,
+        "rank": peft_config.r,
+        "alpha": float(peft_config.lora_alpha),
+        "dropout": peft_config.lora_dropout,
         "target_modules": modules
         if isinstance(modules, str)
         else tuple(sorted(modules or PEFT_DEFAULT_MODULES)),
-        "use_rslora": bool(given.use_rslora),
-        "use_dora": bool(given.use_dora),
+        "use_rslora": bool(peft_config.use_rslora),
+        "use_dora": bool(peft_config.use_dora),
     }
 
 

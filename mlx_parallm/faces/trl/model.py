@@ -46,10 +46,10 @@ class ModelMethods:
     def get_parameter(self, target: str) -> mx.array:
         """Return the numbers at a path of `named_parameters`. Raises AttributeError: there is no
         such path."""
-        found = dict(self.named_parameters()).get(target)
-        if found is None:
+        parameter = dict(self.named_parameters()).get(target)
+        if parameter is None:
             raise AttributeError(f"the model has no parameter {target!r}")
-        return found
+        return parameter
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         tree = self.trainable_parameters() if only_trainable else self.parameters()

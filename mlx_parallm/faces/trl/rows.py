@@ -24,7 +24,7 @@ class DataRows:
 
 
 def read_rows(
-    given: Any,
+    data: Any,
     what: str,
     *,
     text_field: str = "text",
@@ -35,23 +35,23 @@ def read_rows(
     Raises ConfigError, which begins with `what`: none at all, several splits, a stream, no rows, or
     entries that are no rows.
     """
-    if given is None:
+    if data is None:
         raise ConfigError(
             f"{what} is missing: a list of dictionaries, a datasets.Dataset or a JSONL file"
         )
-    if isinstance(given, str | Path):
-        entries: Iterable[Any] = [row for _, row in rows_of(str(given), None, "train", what)]
-    elif isinstance(given, Mapping):
+    if isinstance(data, str | Path):
+        entries: Iterable[Any] = [row for _, row in rows_of(str(data), None, "train", what)]
+    elif isinstance(data, Mapping):
         raise ConfigError(
-            f"{what} has several splits: choose one, such as {what}[{next(iter(given), 'train')!r}]"
+            f"{what} has several splits: choose one, such as {what}[{next(iter(data), 'train')!r}]"
         )
-    elif not isinstance(given, Sized) or not isinstance(given, Iterable):
+    elif not isinstance(data, Sized) or not isinstance(data, Iterable):
         raise ConfigError(
-            f"{what}: {type(given).__name__} has no length: take as many rows as you need,"
+            f"{what}: {type(data).__name__} has no length: take as many rows as you need,"
             " list(data.take(1000))"
         )
     else:
-        entries = given
+        entries = data
     rows = []
     for number, entry in enumerate(entries):
         if not isinstance(entry, Mapping):

@@ -118,7 +118,7 @@ class TrainOutput(NamedTuple):
 
 
 class TRLTrainer(TrainerAttributes):
-    """What all have in common. Arguments are checked here, before a model is loaded.
+    """The base class of all trainers. It checks the arguments before a model is loaded.
 
     Args:
         model: a directory, a hub id or "builtin:tiny".
@@ -238,7 +238,7 @@ class TRLTrainer(TrainerAttributes):
             )
         if self._evaluated is None:
             raise ConfigError(f"{type(self).__name__}: there is no eval_dataset")
-        self._callbacks.asked = True
+        self._callbacks.evaluation_requested = True
         try:
             with ExitStack() as closing:
                 run = self._open
@@ -250,7 +250,7 @@ class TRLTrainer(TrainerAttributes):
                     closing.callback(run.close)
                 return self._callbacks.evaluated(evaluation_numbers(run.do(run.evaluate)))
         finally:
-            self._callbacks.asked = False
+            self._callbacks.evaluation_requested = False
 
     def save_model(self, output_dir: str | Path | None = None, *, of: str | None = None) -> None:
         """Write the trained model into a directory (default: output_dir): a LoRA adapter in PEFT's
@@ -466,7 +466,7 @@ class GRPOTrainer(TRLTrainer):
 
 
 class TaughtTrainer(TRLTrainer):
-    """What distillation and GKD have in common.
+    """The base class of distillation and GKD.
 
     Args:
         teacher_model: a directory, a hub id or a GGUF file, with the student's tokenizer; default:

@@ -45,7 +45,7 @@ async def load(body: LoadBody, context: Context) -> Response:
 
 @router.post("/load_lora_adapter", response_class=PlainTextResponse)
 async def load_in_place(body: LoadBody, context: Context) -> Response:
-    """As under /v1 with `load_inplace`."""
+    """Load an adapter as the route under /v1 does with `load_inplace`."""
     return await load(body.model_copy(update={"load_inplace": True}), context)
 
 

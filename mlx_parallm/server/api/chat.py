@@ -68,14 +68,14 @@ async def answer_chat(
     response_id: str,
     form: AnswerForm | None = None,
 ) -> Response:
-    """Answers a chat. `form`: the words of another API. Raises as `generation.run` does."""
+    """Answer a chat. `form`: the words of another API. Raises as `generation.run` does."""
     model = resolve_model(context, body.model)
     tokens = body.prompt_tokens or render_conversation(context, body)
     prompt = EncodedPrompt(tokens, opens_text=not body.continues_final_message).last(
         body.truncate_prompt_tokens
     )
     plan, params = plan_answer(context, body, prompt.token_ids), body.to_params()
-    skips = params.skip_special_tokens and not plan.form.needs_special_tokens
+    skips = params.skip_special_tokens and not plan.answer_format.needs_special_tokens
     params = replace(params, skip_special_tokens=skips, structure=plan.structure)
     check = await answer_check(
         context,
@@ -83,12 +83,12 @@ async def answer_chat(
         content=plan.schema,
         called=plan.called_schemas,
         must_call=bool(body.forced_tools),
-        read=plan.checked_form.read,
+        read=plan.checked_format.read,
     )
     requests = build_requests(response_id, [prompt], params, model, body, stream=body.stream)
     if (observer := observer_of(request)) is not None:
         observer.begun(body)
-    answer = _ChatResponse(context, model, response_id, body, plan.form, requests[0])
+    answer = _ChatResponse(context, model, response_id, body, plan.answer_format, requests[0])
     options = body.stream_options
     return await respond(
         answer,
@@ -110,16 +110,16 @@ async def continue_tokens(body: ChatTokensBody, request: Request, context: Conte
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """How an answer to one prompt must look, and how it is read. `schema`: of its content behind
-    the reasoning; None = any text."""
+    """The required form of an answer to one prompt, and how to read it. `schema`: of the content
+    after the reasoning; None = any text."""
 
-    form: AnswerFormat
+    answer_format: AnswerFormat
     structure: Structure | None
     schema: Structure | None
     # of the arguments of calls that a grammar makes or that are strict
     called_schemas: Mapping[str, Structure]
     # how its content and calls are told from its reasoning, which the client may not want
-    checked_form: AnswerFormat
+    checked_format: AnswerFormat
 
 
 def plan_answer(
@@ -149,7 +149,7 @@ def plan_answer(
     think = tokenizer.think_markers if body.separate_reasoning else None
     # the content is reasoning and answer: nobody tells where it begins
     mixed = may_think is not None and think is None
-    form = AnswerFormat(
+    answer_format = AnswerFormat(
         think_markers=think if may_think is not None or (schema is None and not forced) else None,
         tool_markers=written.markers if tools else None,
         structural_markers=tokenizer.structural_markers if think and schema is None else (),
@@ -170,24 +170,24 @@ def plan_answer(
         tool for tool in tools if schema is not None or tool["function"].get("strict") is True
     ]
     called = {tool["function"]["name"]: arguments_schema(tool) for tool in checked}
-    checked_form = replace(form, on_malformed=lambda: None)
+    checked_format = replace(answer_format, on_malformed=lambda: None)
     if mixed and may_think is not None:
         if any(map(tokenizer.hides, may_think.markers)):  # nobody tells where the content begins
             schema = None
-        checked_form = replace(
-            checked_form,
+        checked_format = replace(
+            checked_format,
             think_markers=may_think.markers,
             structured=True,
             starts_reasoning=may_think.opened,
         )
-    return AnswerPlan(form, structure, schema, called, checked_form)
+    return AnswerPlan(answer_format, structure, schema, called, checked_format)
 
 
 def _thinking(
     context: ServerContext, body: ChatBody, prompt_token_ids: Sequence[int]
 ) -> Thinking | None:
-    """Whether the answer may begin with reasoning. None: the model does not think, or the prompt
-    has ended it."""
+    """Return whether the answer may begin with reasoning. None: the model does not think, or the
+    prompt has ended it."""
     tokenizer = context.tokenizer
     markers = tokenizer.think_markers
     if markers is None:
@@ -210,8 +210,8 @@ def _thinking(
 def reasoning_tokens(
     ids: Sequence[int], start: Sequence[int], end: Sequence[int], *, opened: bool
 ) -> int:
-    """How many of an answer's tokens are its first reasoning, markers included. `opened`: by the
-    prompt."""
+    """Return how many of an answer's tokens are its first reasoning, markers included. `opened`:
+    the prompt has opened it."""
     begin = 0 if opened else _position(ids, start, 0)
     if begin is None:
         return 0
@@ -239,7 +239,7 @@ class _ChatResponse(ResponseBuilder):
         model: ServedModel,
         response_id: str,
         body: ChatBody,
-        form: AnswerFormat,
+        answer_format: AnswerFormat,
         request: EngineRequest,
     ) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
@@ -247,7 +247,7 @@ class _ChatResponse(ResponseBuilder):
             context, model, openai_head(kind, response_id, model, usage_follows=body.include_usage)
         )
         self._body = body
-        self._form = form
+        self._format = answer_format
         self._request = request
         # by choice, of its tokens with log-probabilities
         self._readers: dict[int, TokenReader] = {}
@@ -256,18 +256,18 @@ class _ChatResponse(ResponseBuilder):
 
     def usage_details(self) -> dict[str, int]:
         """OpenAI's count of reasoning tokens, markers included, of models that reason."""
-        if self._form.think_markers is None:
+        if self._format.think_markers is None:
             return {}
         tokenizer = self.context.tokenizer
-        start, end = map(tokenizer.encode_within, self._form.think_markers)
-        opened = self._form.starts_reasoning
+        start, end = map(tokenizer.encode_within, self._format.think_markers)
+        opened = self._format.starts_reasoning
         count = sum(
             reasoning_tokens(ids, start, end, opened=opened) for ids in self._sampled.values()
         )
         return {"reasoning_tokens": count}
 
     def _sample(self, part: Completion | CompletionDelta) -> None:
-        if self._form.think_markers is not None:
+        if self._format.think_markers is not None:
             self._sampled.setdefault(part.index, []).extend(part.token_ids)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -287,7 +287,7 @@ class _ChatResponse(ResponseBuilder):
 
     def _choice(self, completion: Completion) -> dict[str, Any]:
         self._sample(completion)
-        parts = self._form.read(completion.text, completion.finish_reason)
+        parts = self._format.read(completion.text, completion.finish_reason)
         choice: dict[str, Any] = {
             "index": completion.index,
             "message": parts.message(),
@@ -333,7 +333,7 @@ class _ChatResponse(ResponseBuilder):
 
     def _role_chunk(self, index: int) -> dict[str, Any]:
         first = not self._splitters
-        self._splitters[index] = AnswerSplitter(self._form)
+        self._splitters[index] = AnswerSplitter(self._format)
         delta = {"role": "assistant", "content": ""}
         chunk: dict[str, Any] = {
             "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]

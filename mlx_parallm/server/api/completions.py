@@ -112,14 +112,14 @@ class _CompletionsResponse(ResponseBuilder):
         self, position: int, output: RequestOutput, completion: Completion
     ) -> dict[str, list[Any]]:
         """The completion's log-probabilities; with `echo` the prompt's before them."""
-        own = partial(completion_logprobs, as_ids=self._body.return_tokens_as_token_ids)
+        to_lists = partial(completion_logprobs, as_ids=self._body.return_tokens_as_token_ids)
         start, scores = len(self._echoed(position)), output.prompt_logprobs
         sampled = completion.token_ids, completion.logprobs, completion.top_logprobs
-        lists = own(self._reader(position), *sampled, start=start)
+        lists = to_lists(self._reader(position), *sampled, start=start)
         if not self._body.echo or scores is None:
             return lists
         prompt = output.prompt_token_ids, scores.logprobs, scores.top_logprobs
-        return joined(own(self._prompt_reader(position), *prompt), lists)
+        return joined(to_lists(self._prompt_reader(position), *prompt), lists)
 
     def _prompt_reader(self, position: int) -> TokenReader:
         return self._prompts[position].reader(self.context.tokenizer)

@@ -106,7 +106,7 @@ async def is_paused(context: Context) -> Response:
 @router.post("/inference/v1/abort_requests", responses={200: {"model": Aborted}})
 @router.post("/abort_requests", responses={200: {"model": Aborted}})
 async def abort_requests(context: Context, body: AbortBody | None = None) -> Response:
-    """Ends these requests with finish_reason "abort"; without ids, all that came over HTTP."""
+    """End these requests with finish_reason "abort"; without ids, all that came over HTTP."""
     names = body.request_ids if body is not None else None
     return JSONResponse({"status": "aborted", "aborted": _abort(context, names or None)})
 
@@ -160,10 +160,10 @@ async def resume_for_clients(engine: "EngineClient", by: str) -> None:
 
 
 def _abort(context: ServerContext, names: list[str] | None) -> int:
-    found = context.running.find(names)
-    for request_id in found:
+    request_ids = context.running.find(names)
+    for request_id in request_ids:
         context.engine.abort(request_id)
-    return len(found)
+    return len(request_ids)
 
 
 async def _idle(engine: "EngineClient") -> None:

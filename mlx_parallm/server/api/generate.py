@@ -109,8 +109,8 @@ class SglangSampling(SamplingFields):
     stop: str | ListOf[str] | ListOf[TokenId] = Field(default_factory=list)  # type: ignore[assignment]
 
     def structure(self) -> Structure | None:
-        """What the text must match. Raises RequestError: more than one is given, or SGLang's
-        structural tags."""
+        """Return the structure that the text must match. Raises RequestError: the request has
+        more than one, or SGLang's structural tags."""
         if self.structural_tag is not None:
             param = "sampling_params.structural_tag"
             raise RequestError(
@@ -120,20 +120,20 @@ class SglangSampling(SamplingFields):
             )
         schema = self.json_schema
         source = json.dumps(schema) if isinstance(schema, dict) else schema
-        given = [
+        by_field = [
             None
             if source is None
             else Structure("json_schema", source, "sampling_params.json_schema"),
             None if self.regex is None else Structure("regex", self.regex, "sampling_params.regex"),
             None if self.ebnf is None else Structure("grammar", self.ebnf, "sampling_params.ebnf"),
         ]
-        found = [structure for structure in given if structure is not None]
-        if len(found) > 1:
-            names = ", ".join(structure.param for structure in found)
+        structures = [structure for structure in by_field if structure is not None]
+        if len(structures) > 1:
+            names = ", ".join(structure.param for structure in structures)
             raise RequestError(
-                f"one answer cannot follow several structures: {names}", param=found[0].param
+                f"one answer cannot follow several structures: {names}", param=structures[0].param
             )
-        return found[0] if found else None
+        return structures[0] if structures else None
 
     def to_params(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         neutral_names = self.model_copy(
@@ -178,12 +178,12 @@ class SglangBody(QueueFields, Body):
 
     def params_of(self, count: int) -> list[SamplingParams]:
         """One `SamplingParams` a prompt."""
-        given = (
+        params = (
             self.sampling_params
             if isinstance(self.sampling_params, list)
             else [self.sampling_params] * count
         )
-        if len(given) != count:
+        if len(params) != count:
             raise RequestError(
                 "'sampling_params' as a list needs one entry a prompt", param="sampling_params"
             )
@@ -191,7 +191,7 @@ class SglangBody(QueueFields, Body):
         prompt_logprobs = (
             self.top_logprobs_num if self.return_logprob and self.logprob_start_len >= 0 else None
         )
-        return [sampling.to_params(logprobs, prompt_logprobs) for sampling in given]
+        return [sampling.to_params(logprobs, prompt_logprobs) for sampling in params]
 
 
 @router.post("/generate")
@@ -242,7 +242,7 @@ async def _sglang(body: SglangBody, request: Request, context: ServerContext) ->
 
 
 def _parse(body: dict[str, Any]) -> VllmBody | SglangBody:
-    """Tells the shapes apart by their prompt key. Raises RequestError."""
+    """Tell the shapes apart by their prompt key. Raises RequestError."""
     if body.get("stream"):
         raise RequestError(
             "'stream' is not supported on /generate; use /v1/completions", param="stream"

@@ -79,7 +79,7 @@ async def health(context: Context) -> Response:
 
 
 def _engine_problem(stats: EngineStats) -> str | None:
-    """Why the engine would not work on a request, or None."""
+    """Return why the engine would not work on a request, or None."""
     if not stats.alive:
         return f"the engine thread is dead: {stats.error or 'no reason recorded'}"
     if not stats.ready:

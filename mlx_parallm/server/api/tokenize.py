@@ -36,8 +36,9 @@ async def tokenize(body: TokenizeBody, context: Context) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(context: Context) -> Response:
-    """What a client that renders and counts by itself asks for (lm-eval's `tokenizer_backend =
-    "remote"`), by the names of tokenizer_config.json."""
+    """Answer with the special tokens, sizes and chat template, by the names of
+    tokenizer_config.json. Clients that render and count tokens by themselves need them
+    (lm-eval's `tokenizer_backend = "remote"`)."""
     tokenizer = context.tokenizer
     special = {
         f"{name}_token": None if token_id is None else tokenizer.token_text(token_id)

@@ -66,7 +66,7 @@ class RollbackBody(Body):
 
 @router.post(PATH, responses=_ANSWERS)
 async def roll_back(body: RollbackBody, context: Context) -> Response:
-    """Answers when it is done, or 202 when the step that is being trained takes longer than
+    """Answer when it is done, or 202 when the step that is being trained takes longer than
     that."""
     request = _rollbacks(context).request(version=body.version, checkpoint=body.checkpoint)
     done, _ = await asyncio.to_thread(wait, [request.result], ANSWERED_WITHIN_S)

@@ -20,7 +20,7 @@ router = json_router("openai")
 
 @router.post("/v1/messages")
 async def create_message(body: MessagesBody, request: Request, context: Context) -> Response:
-    """A chat, told in blocks."""
+    """Answer a chat whose messages are lists of blocks."""
     model = resolve_model(context, body.model)
     form = MessageForm(f"msg_{uuid.uuid4().hex}", model.id, body.stop_sequences)
     try:
@@ -31,6 +31,6 @@ async def create_message(body: MessagesBody, request: Request, context: Context)
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensBody, context: Context) -> Response:
-    """How many tokens the prompt of these messages has."""
+    """Count the tokens of the prompt of these messages."""
     resolve_model(context, body.model)
     return JSONResponse({"input_tokens": len(render_conversation(context, body.to_chat()))})

@@ -31,8 +31,8 @@ NO_ARGUMENTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How calls are written: `name` is that of mlx-lm's parser, `markers` stand around one call
-    or several of them."""
+    """The format of calls: `name` is that of mlx-lm's parser, `markers` stand around one call or
+    several of them."""
 
     name: str
     markers: tuple[str, str]
@@ -44,7 +44,7 @@ GENERIC = ToolFormat("json_tools", MARKERS, read_taught_call)
 
 def tool_format(tokenizer: "Tokenizer") -> ToolFormat:
     """The format in which the model is asked to call: its own, or the generic one where its chat
-    template takes no tools or nobody knows how it writes calls."""
+    template takes no tools or the format of its calls is unknown."""
     markers, parse = tokenizer.tool_markers, tokenizer.parse_tool_call
     if markers is None or parse is None or not tokenizer.template_takes_tools:
         return GENERIC
@@ -53,8 +53,8 @@ def tool_format(tokenizer: "Tokenizer") -> ToolFormat:
 
 def forced_format(tokenizer: "Tokenizer") -> ToolFormat:
     """The format of calls that a grammar writes."""
-    own = tool_format(tokenizer)
-    return own if own.name in _CALLS else GENERIC
+    model_format = tool_format(tokenizer)
+    return model_format if model_format.name in _CALLS else GENERIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ class Calls:
 def answer_grammar(
     tokenizer: "Tokenizer", thinking: Thinking | None, calls: Calls | None, schema: Structure | None
 ) -> Structure | None:
-    """What the whole answer must match: the calls, the schema, or either of them. None: both are
-    None."""
+    """Return the structure that the whole answer must match: the calls, the schema, or either of
+    them. None: both are None."""
     if calls is None and (thinking is None or schema is None):
         return schema
     writer = _Writer(tokenizer)

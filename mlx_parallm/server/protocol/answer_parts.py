@@ -93,7 +93,7 @@ degenerate answer has no end of them. Beyond it every marker counts."""
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How to read the answers to one request. `tools`: what may be called, empty = calls are
+    """The format of the answers to one request. `tools`: what may be called; empty = calls are
     text like any other."""
 
     think_markers: tuple[str, str] | None = None
@@ -118,24 +118,24 @@ class AnswerFormat:
         return parts.plus(splitter.finish(complete=reason == "stop"))
 
     def transitions(self) -> dict[State, dict[str, State]]:
-        """State → marker → the state after it. (mlx-lm's `make_text_state_machine`, whose tool
-        state only its own end ends; a model that forgets it would lose the rest of its answer
-        there.)"""
-        found: dict[State, dict[str, State]] = {
+        """State → marker → the state after it. Made like mlx-lm's `make_text_state_machine`, but
+        there only the end of the calls ends the tool state, so a model that forgets it loses the
+        rest of its answer."""
+        next_states: dict[State, dict[str, State]] = {
             state: {} for state in ("content", "reasoning", _FINAL, *_INTERRUPTED)
         }
-        found["content"].update(dict.fromkeys(self.structural_markers, "content"))
+        next_states["content"].update(dict.fromkeys(self.structural_markers, "content"))
         if self.tool_markers is not None:
             start, end = self.tool_markers
             for inside, outside in _INTERRUPTED.items():
-                found[outside][start] = found[inside][start] = inside
+                next_states[outside][start] = next_states[inside][start] = inside
                 if end:
-                    found[inside][end] = outside
+                    next_states[inside][end] = outside
         if self.think_markers is not None:
             start, end = self.think_markers
-            found["content"][start] = "reasoning"
-            found["reasoning"][end] = found["tool in reasoning"][end] = "content"
-        return found
+            next_states["content"][start] = "reasoning"
+            next_states["reasoning"][end] = next_states["tool in reasoning"][end] = "content"
+        return next_states
 
 
 def joined(parts: Sequence[AnswerParts]) -> AnswerParts:
@@ -151,11 +151,11 @@ class AnswerSplitter:
     may belong to one, and of a tool call that has not ended what is not certain (all of it, if
     not `streamed`)."""
 
-    def __init__(self, form: AnswerFormat, *, streamed: bool = True) -> None:
-        self._form, self._streamed = form, streamed
-        self._transitions = form.transitions()
+    def __init__(self, answer_format: AnswerFormat, *, streamed: bool = True) -> None:
+        self._format, self._streamed = answer_format, streamed
+        self._transitions = answer_format.transitions()
         self._patterns = {state: _pattern(markers) for state, markers in self._transitions.items()}
-        self._state: State = "reasoning" if form.starts_reasoning else "content"
+        self._state: State = "reasoning" if answer_format.starts_reasoning else "content"
         self._region: list[str] = []  # the tool region's text, its start marker first
         self._begun: BegunCalls | None = None  # the region's calls …
         self._sent: list[str] = []  # … and what was shown of their arguments
@@ -164,20 +164,20 @@ class AnswerSplitter:
         self._work = 0  # of MOST_WORK
         self._pending = ""  # may begin a marker
         self._space = ""  # whitespace that the next marker would take
-        self._after_marker = form.starts_reasoning
+        self._after_marker = answer_format.starts_reasoning
         self.calls_made = 0
 
     def feed(self, text: str) -> AnswerParts:
-        """Takes the next piece of text; returns what it made showable."""
+        """Take the next piece of text; return what it made showable."""
         parts = AnswerParts()
         text, at = self._pending + text, 0
-        while (found := self._patterns[self._state].search(text, at)) is not None:
-            self._take(text[at : found.start()], parts)
+        while (marker := self._patterns[self._state].search(text, at)) is not None:
+            self._take(text[at : marker.start()], parts)
             if self._state == _FINAL:
-                at = found.start()
+                at = marker.start()
                 break
-            again = self._cross(found.group(), parts)
-            at = found.end()
+            again = self._cross(marker.group(), parts)
+            at = marker.end()
             if again:
                 text, at = again + text[at:], 0
         end = len(text) - self._undecided(text[at:])
@@ -186,7 +186,7 @@ class AnswerSplitter:
         return parts
 
     def take(self, text: str, reason: FinishReason | None) -> AnswerParts:
-        """As `feed`; `reason` when this piece is the last one."""
+        """Call `feed`, and `finish` too when `reason` says that this piece is the last one."""
         parts = self.feed(text)
         return parts if reason is None else parts.plus(self.finish(complete=reason == "stop"))
 
@@ -201,13 +201,13 @@ class AnswerSplitter:
                 parts = parts.plus(self.feed(again))
                 self._take(self._pending, parts)
                 self._pending = ""
-        if complete or thinking or not self._form.forced:
+        if complete or thinking or not self._format.forced:
             parts.add(self._state, self._space)
         else:
             parts.content = ""  # it was to be a call
-            if not self.calls_made and len(self._form.tools) == 1:
+            if not self.calls_made and len(self._format.tools) == 1:
                 self._show(
-                    _first_piece(0, new_call_id(), self._form.tools[0]["function"]["name"]), parts
+                    _first_piece(0, new_call_id(), self._format.tools[0]["function"]["name"]), parts
                 )
                 self.calls_made = 1
         self._pending = self._space = ""
@@ -229,11 +229,11 @@ class AnswerSplitter:
         self._space = text[len(shown) :]
         self._after_marker = self._after_marker and not text
         parts.add(self._state, shown)
-        if shown and self._form.structured and self._state == "content":
+        if shown and self._format.structured and self._state == "content":
             self._state = _FINAL
 
     def _cross(self, marker: str, parts: AnswerParts) -> str:
-        """Takes a marker. Returns text that is to be read again, now that it stands in no call."""
+        """Take a marker. Returns text that is to be read again, now that it stands in no call."""
         after, again = self._transitions[self._state][marker], ""
         if self._state in _INTERRUPTED:
             if self._is_inside_argument():
@@ -241,7 +241,7 @@ class AnswerSplitter:
                 if self._first_inside is None:
                     self._first_inside = sum(map(len, self._region))
                 return ""
-            ends = self._form.tool_markers is not None and marker == self._form.tool_markers[1]
+            ends = self._format.tool_markers is not None and marker == self._format.tool_markers[1]
             again = self._end_region(marker if ends else "", parts)
             if again:
                 return again if ends else again + marker
@@ -249,8 +249,10 @@ class AnswerSplitter:
                 return ""
         if after in _INTERRUPTED:
             self._region, self._sent, self._first_inside = [marker], [], None
-            assert self._form.parse is not None
-            self._begun = begun_calls(self._form.tool_format, self._form.parse, self._form.tools)
+            assert self._format.parse is not None
+            self._begun = begun_calls(
+                self._format.tool_format, self._format.parse, self._format.tools
+            )
         else:
             self._space, self._after_marker = "", True
         self._state = after
@@ -260,30 +262,30 @@ class AnswerSplitter:
         text = "".join(self._region[1:])
         self._region[1:] = [text]
         self._work += len(text)
-        return self._work < MOST_WORK and inside_value(self._form.tool_format, text)
+        return self._work < MOST_WORK and inside_value(self._format.tool_format, text)
 
     def _end_region(self, end: str, parts: AnswerParts, *, cut_off: bool = False) -> str:
-        """Goes back to the state that the region interrupted, which gets the text unless it is a
+        """Go back to the state that the region interrupted, which gets the text unless it is a
         call, or a call that was cut off or shown before it turned out to be malformed. Of a
         malformed call the text behind the first marker that seemed to stand in an argument is
         returned: it is to be read again."""
         start, *body = self._region
         self._state = _INTERRUPTED[self._state]
-        assert self._begun is not None and self._form.parse is not None
-        calls = [] if cut_off else read_calls(self._form.parse, "".join(body), self._form.tools)
+        assert self._begun is not None and self._format.parse is not None
+        calls = [] if cut_off else read_calls(self._format.parse, "".join(body), self._format.tools)
         for index, (name, arguments, call_id) in enumerate(calls):
             self._complete(index, name, arguments, call_id)
         if calls:
             del self._begun.calls[max(len(calls), len(self._sent)) :]
         whole, again = "".join([start, *body, end]), ""
         if not calls and not cut_off:
-            self._form.on_malformed()
+            self._format.on_malformed()
             if self._first_inside is not None:
                 whole, again = whole[: self._first_inside], whole[self._first_inside :]
         if not calls and not (cut_off and self._begun.calls) and not self._sent:
             self._begun = None
             # the beginning of a call is no content
-            if not (cut_off and (self._form.forced or self._form.structured)):
+            if not (cut_off and (self._format.forced or self._format.structured)):
                 self._take(whole, parts)
             return again
         self._show_begun(parts)
@@ -295,7 +297,7 @@ class AnswerSplitter:
     def _complete(
         self, index: int, name: str, arguments: Mapping[str, Any], call_id: str | None
     ) -> None:
-        """Puts a call as it was read in the end beside what had begun; what was shown of it
+        """Put a call as it was read in the end beside what had begun; what was shown of it
         stays."""
         assert self._begun is not None
         if index == len(self._begun.calls):
@@ -312,14 +314,14 @@ class AnswerSplitter:
         if call.name == name and written.startswith(sent):
             call.arguments = written
         else:
-            self._form.on_malformed()
+            self._format.on_malformed()
 
     def _show_begun(self, parts: AnswerParts) -> None:
-        """Shows what is new in the region's calls."""
+        """Show what is new in the region's calls."""
         assert self._begun is not None
         for index, call in enumerate(self._begun.calls):
             place = self.calls_made + index
-            if place and not self._form.parallel:
+            if place and not self._format.parallel:
                 return
             if index == len(self._sent):
                 self._sent.append("")
@@ -330,7 +332,7 @@ class AnswerSplitter:
 
     @staticmethod
     def _show(piece: dict[str, Any], parts: AnswerParts) -> None:
-        """Adds a piece; the first one of a call takes the arguments that come with it."""
+        """Add a piece; the first one of a call takes the arguments that come with it."""
         last = parts.tool_calls[-1] if parts.tool_calls else None
         if last is not None and last["index"] == piece["index"]:
             last["function"]["arguments"] += piece["function"]["arguments"]

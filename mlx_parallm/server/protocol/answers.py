@@ -183,7 +183,7 @@ def completion_logprobs(
 
 
 def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Concatenates two outputs of `completion_logprobs`."""
+    """Concatenate two outputs of `completion_logprobs`."""
     return {key: first[key] + second[key] for key in first}
 
 

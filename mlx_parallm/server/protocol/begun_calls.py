@@ -48,8 +48,8 @@ class BegunCalls(Protocol):
 def begun_calls(
     form: str, parse: Callable[[str, Any], Any], tools: Sequence[Mapping[str, Any]]
 ) -> BegunCalls:
-    """For one region between tool markers. `form`: the name of mlx-lm's parser; of an unknown
-    one nothing is shown before the region's end."""
+    """Return a reader of one region between tool markers. `form`: the name of mlx-lm's parser.
+    With an unknown one nothing is shown before the end of the region."""
     if form in _HEADERS:
         return _JsonCalls(_HEADERS[form])
     return _GrowingCalls(form, parse, tools)
@@ -93,38 +93,38 @@ class _JsonCalls:
                 return
 
     def _begin(self) -> bool:
-        """Reads the header of the next call, and the bracket that opens its arguments."""
+        """Read the header of the next call, and the bracket that opens its arguments."""
         match = next(
             (match for header in self._headers if (match := header.match(self._text, self._at))),
             None,
         )
         if match is None:
             return False
-        found = match.groupdict()
+        groups = match.groupdict()
         try:
-            name = json.loads(found["json"]) if found.get("json") else found["name"]
+            name = json.loads(groups["json"]) if groups.get("json") else groups["name"]
             name.encode()
         except ValueError:  # no JSON, or half a surrogate pair
             return False
-        self.calls.append(BegunCall(name, found.get("id") or new_call_id(), "{"))
+        self.calls.append(BegunCall(name, groups.get("id") or new_call_id(), "{"))
         self._at, self._depth, self._in_text = match.end() + 1, 1, False
         return True
 
     def _read_value(self) -> None:
-        """Moves on to the end of the arguments, or of what is there."""
+        """Move on to the end of the arguments, or of what is there."""
         while self._depth:
-            found = (_IN_TEXT if self._in_text else _OUTSIDE).search(self._text, self._at)
-            if found is None:
+            match = (_IN_TEXT if self._in_text else _OUTSIDE).search(self._text, self._at)
+            if match is None:
                 self._at = len(self._text)
                 return
-            sign = found.group()
+            sign = match.group()
             if sign == "\\":
-                if found.end() == len(self._text):  # what it escapes is still to come
-                    self._at = found.start()
+                if match.end() == len(self._text):  # what it escapes is still to come
+                    self._at = match.start()
                     return
-                self._at = found.end() + 1
+                self._at = match.end() + 1
                 continue
-            self._at = found.end()
+            self._at = match.end()
             if sign == '"':
                 self._in_text = not self._in_text
             else:
@@ -136,8 +136,8 @@ class _JsonCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """How a text becomes a whole call: up to `opened` there is a name, `close` ends the call. An
-    argument ends as call_text.MARKUP says, or in the other formats at a comma.
+    """The steps by which a text becomes a whole call: up to `opened` there is a name, `close` ends
+    the call. An argument ends as call_text.MARKUP says, or in the other formats at a comma.
 
     `verbatim`: the text of an argument whose schema is a string stands there as it is. `valid`:
     whether a closed text may be read, where the parser takes anything.

@@ -147,11 +147,13 @@ class Body(BaseModel):
     def _screen(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {key: value for key, value in data.items() if value is not None}
+        present = {key: value for key, value in data.items() if value is not None}
         if not cls.screened:
-            return given
-        known = {key: value for key, value in given.items() if key not in cls.more_without_effect}
-        return screen_fields(known, _declared(cls), {**NEUTRAL_VALUES, **cls.more_neutral})
+            return present
+        with_effect = {
+            key: value for key, value in present.items() if key not in cls.more_without_effect
+        }
+        return screen_fields(with_effect, _declared(cls), {**NEUTRAL_VALUES, **cls.more_neutral})
 
 
 @cache
@@ -160,15 +162,15 @@ def _declared(body: type[BaseModel]) -> Set[str]:
 
 
 def screen_fields(
-    given: dict[str, Any],
+    present: dict[str, Any],
     declared: Set[str],
     neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES,
 ) -> dict[str, Any]:
-    """Drops fields without effect and neutral values. Raises RequestError for a field that this
+    """Drop fields without effect and neutral values. Raises RequestError for a field that this
     server lacks. Of unknown fields the first is kept."""
     kept: dict[str, Any] = {}
     unknown = False
-    for key, value in given.items():
+    for key, value in present.items():
         if key in declared:
             kept[key] = value
         elif key in neutral:
@@ -183,7 +185,7 @@ def screen_fields(
 
 
 class QueueFields(BaseModel):
-    """How a request stands to the others."""
+    """Fields that say how a request stands to the others."""
 
     # prefixes are shared with requests of the same salt only
     cache_salt: str | None = Field(None, min_length=1)
@@ -240,7 +242,8 @@ class SamplingFields(Body):
         return stop
 
     def structure(self) -> Structure | None:
-        """What the text must match: of bodies with `StructureFields`."""
+        """Return None: only bodies with `StructureFields` have a structure that the text must
+        match."""
         return None
 
     def sampling_params(
@@ -369,14 +372,14 @@ class StructuredOutputs(Body):
         return self
 
     def structures(self, prefix: str) -> list[Structure]:
-        """Whatever is given, named by `prefix` and its key."""
+        """Return each structure that is set, named by `prefix` and its key."""
         schema = (
             self.json_
             if self.json_ is None or isinstance(self.json_, str)
             else json.dumps(self.json_)
         )
         choice = None if self.choice is None else json.dumps(self.choice)
-        found = [
+        structures = [
             None if schema is None else Structure("json_schema", schema, f"{prefix}json"),
             None if self.regex is None else Structure("regex", self.regex, f"{prefix}regex"),
             None if choice is None else Structure("choice", choice, f"{prefix}choice"),
@@ -387,7 +390,7 @@ class StructuredOutputs(Body):
             if self.json_object
             else None,
         ]
-        return [structure for structure in found if structure is not None]
+        return [structure for structure in structures if structure is not None]
 
 
 class StructureFields(Body):
@@ -401,24 +404,25 @@ class StructureFields(Body):
     guided_grammar: str | None = None
 
     def structure(self) -> Structure | None:
-        """What the answer must match. Raises RequestError: more than one is given."""
+        """Return the structure that the answer must match. Raises RequestError: the body has
+        more than one."""
         guided = StructuredOutputs.model_construct(
             json_=self.guided_json,
             regex=self.guided_regex,
             choice=self.guided_choice,
             grammar=self.guided_grammar,
         )
-        found = guided.structures("guided_")
+        structures = guided.structures("guided_")
         if self.structured_outputs is not None:
-            found += self.structured_outputs.structures("structured_outputs.")
+            structures += self.structured_outputs.structures("structured_outputs.")
         if (
             self.response_format is not None
             and (structure := self.response_format.structure()) is not None
         ):
-            found.append(structure)
-        if len(found) > 1:
-            names = ", ".join(structure.param for structure in found)
+            structures.append(structure)
+        if len(structures) > 1:
+            names = ", ".join(structure.param for structure in structures)
             raise RequestError(
-                f"one answer cannot follow several structures: {names}", param=found[0].param
+                f"one answer cannot follow several structures: {names}", param=structures[0].param
             )
-        return found[0] if found else None
+        return structures[0] if structures else None

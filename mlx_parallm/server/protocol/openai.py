@@ -35,7 +35,7 @@ Prompt = str | ListOf[TokenId] | ListOf[str] | ListOf[ListOf[TokenId]]
 
 
 class GenerationBody(QueueFields, StructureFields, SamplingFields):
-    """What completions and chat share beyond sampling."""
+    """The fields that completions and chat share beyond sampling."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -85,13 +85,13 @@ class CompletionBody(GenerationBody):
         """`echo` with `logprobs` wants the prompt scored too; with max_tokens = 0 that is all
         there is."""
         scored = self.logprobs if self.echo else None
-        asked = [count for count in (scored, self.prompt_logprobs) if count is not None]
+        counts = [count for count in (scored, self.prompt_logprobs) if count is not None]
         return self.sampling_params(
             max_tokens=self.max_tokens
             if self.max_completion_tokens is None
             else self.max_completion_tokens,
             logprobs=self.logprobs,
-            prompt_logprobs=max(asked, default=None),
+            prompt_logprobs=max(counts, default=None),
         )
 
 
@@ -259,7 +259,7 @@ class ChatBody(Conversation, GenerationBody):
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
-        """As above; none with tool_choice = "none"."""
+        """The tools as the model may call them; none with tool_choice = "none"."""
         return [] if self.tool_choice == "none" else super().callable_tools
 
     @property

@@ -83,9 +83,9 @@ def renamed(error: RequestError, in_chat: Mapping[str, str]) -> RequestError:
     """The same error in the words of the client's API; of another class of error only the class
     is kept."""
     text, param = str(error), error.param
-    for chat, own in in_chat.items():
-        text = text.replace(f"{chat!r}", f"{own!r}")
+    for chat, client_name in in_chat.items():
+        text = text.replace(f"{chat!r}", f"{client_name!r}")
         if param is not None and (param == chat or param.startswith(f"{chat}.")):
-            text = text.replace(param, own + param.removeprefix(chat))
-            param = own + param.removeprefix(chat)
+            text = text.replace(param, client_name + param.removeprefix(chat))
+            param = client_name + param.removeprefix(chat)
     return RequestError(text, param=param, code=error.code)

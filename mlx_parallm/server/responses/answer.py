@@ -36,11 +36,11 @@ class ResponseForm:
         response_id: str,
         model: str,
         earlier: Sequence[StoredItem],
-        own: Sequence[Item],
+        new_items: Sequence[Item],
         store: ResponseStore,
     ) -> None:
         self.id = response_id
-        self._body, self._earlier, self._own, self._store = body, earlier, own, store
+        self._body, self._earlier, self._new_items, self._store = body, earlier, new_items, store
         self._model, self._created = model, int(time.time())
         sealed = SEALED_REASONING in body.include
         self._output = OutputItems(names, as_summary=body.reasoning.summarises, sealed=sealed)
@@ -159,7 +159,7 @@ class ResponseForm:
     def _ended(self) -> dict[str, Any]:
         response = self.snapshot()
         if response["store"]:
-            self._store.add(response, (*self._earlier, *map(StoredItem.of, self._own)))
+            self._store.add(response, (*self._earlier, *map(StoredItem.of, self._new_items)))
         return response
 
     def _failed(self, error: ParallmError) -> Event:

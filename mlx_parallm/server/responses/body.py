@@ -91,7 +91,7 @@ class ResponseStreamOptions(Body):
 
 @dataclass(frozen=True, slots=True)
 class ToolNames:
-    """What a function of the chat was in the request: a custom tool, or a function of a
+    """Which functions of the chat were custom tools in the request, and which belonged to a
     namespace."""
 
     custom: frozenset[str] = frozenset()
@@ -248,7 +248,7 @@ def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
 
     Raises RequestError: a tool that only OpenAI's servers can run.
     """
-    found: list[dict[str, Any]] = []
+    functions: list[dict[str, Any]] = []
     custom: set[str] = set()
     namespaces: dict[str, tuple[str, str]] = {}
 
@@ -273,7 +273,7 @@ def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
         function = (
             {"name": name} | _custom_function(tool, where) if kind == "custom" else _function(tool)
         )
-        found.append({"type": "function", "function": function | {"name": flat}})
+        functions.append({"type": "function", "function": function | {"name": flat}})
 
     for position, tool in enumerate(tools):
         where = f"tools.{position}"
@@ -286,7 +286,7 @@ def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
             )
         for index, member in enumerate(tool["tools"]):
             add(member, f"{where}.tools.{index}", tool["name"])
-    return found, ToolNames(frozenset(custom), namespaces)
+    return functions, ToolNames(frozenset(custom), namespaces)
 
 
 def _function(tool: Item) -> dict[str, Any]:

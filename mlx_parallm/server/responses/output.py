@@ -74,7 +74,7 @@ class _OpenItem(ABC):
 
     @abstractmethod
     def _close(self) -> list[Event]:
-        """Fills the item; returns the events before the item's own end."""
+        """Fill the item; return the events before the item's own end."""
 
 
 class _Message(_OpenItem):
@@ -170,8 +170,8 @@ class _FunctionCall(_OpenItem):
 
 
 class _CustomCall(_OpenItem):
-    """Its input is one string inside of the function's arguments, so it is sent once the
-    arguments are whole."""
+    """A call of a custom tool. Its input is one string inside the function's arguments, so it is
+    sent when the arguments are whole."""
 
     def __init__(self, index: int, call_id: str, names: Mapping[str, Any]) -> None:
         super().__init__("custom_tool_call", index, call_id=call_id, **names, input="")
@@ -238,7 +238,7 @@ class OutputItems:
         return events
 
     def finish(self, status: str) -> list[Event]:
-        """Ends the last item with this status; an answer without any gets an empty message."""
+        """End the last item with this status; an answer without any gets an empty message."""
         events = [] if self._open or self.output else self._begin(_Message(self._next))
         return events + self._end(status)
 
@@ -293,18 +293,18 @@ class TextLogprobs:
         """The tokens that hold the next occurrence of this text, each once; [] where it was not
         sampled so."""
         wanted = text.encode(errors="surrogatepass")
-        found = self._bytes.find(wanted, self._at)
-        if found < 0 or not self._entries:
+        start = self._bytes.find(wanted, self._at)
+        if start < 0 or not self._entries:
             return []
-        self._at = found + len(wanted)
+        self._at = start + len(wanted)
         tokens = []
         while self._taken < len(self._entries) and self._entries[self._taken][0] < self._at:
             _, end, entry = self._entries[self._taken]
             self._taken += 1
-            if end > found:
+            if end > start:
                 tokens.append(entry)
         return tokens
 
     def skip(self) -> None:
-        """Leaves out everything up to here."""
+        """Leave out everything up to here."""
         self._at, self._taken = len(self._bytes), len(self._entries)

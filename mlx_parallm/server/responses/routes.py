@@ -29,11 +29,14 @@ _CONFLICT: dict[int | str, dict[str, Any]] = {
 
 @router.post("/v1/responses")
 async def create_response(body: ResponsesBody, request: Request, context: Context) -> Response:
-    """A chat, told in items; kept for `previous_response_id` unless `store` is false."""
+    """Answer a chat whose messages are items. It is kept for `previous_response_id` unless
+    `store` is false."""
     model = resolve_model(context, body.model)
-    earlier, own, chat, names = _chat_of(body, context)
+    earlier, new_items, chat, names = _chat_of(body, context)
     store = context.responses
-    form = ResponseForm(body, names, f"resp_{uuid.uuid4().hex}", model.id, earlier, own, store)
+    form = ResponseForm(
+        body, names, f"resp_{uuid.uuid4().hex}", model.id, earlier, new_items, store
+    )
     try:
         if body.stream:
             return await answer_chat(chat, request, context, response_id=form.id, form=form)
@@ -45,7 +48,7 @@ async def create_response(body: ResponsesBody, request: Request, context: Contex
 
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(body: ResponsesBody, context: Context) -> Response:
-    """How many tokens the prompt of this request has."""
+    """Count the tokens of the prompt of this request."""
     resolve_model(context, body.model)
     chat = _chat_of(body, context)[2]
     count = len(render_conversation(context, chat))
@@ -102,7 +105,7 @@ async def list_input_items(
 
 @router.post("/v1/responses/{response_id}/cancel", responses=_CONFLICT)
 async def cancel_response(response_id: str, context: Context) -> Response:
-    """Ends a response that is being generated; its own request is answered with what there is."""
+    """End a response that is being generated; its own request is answered with what there is."""
     running = context.responses.running(response_id)
     if running is None:
         context.responses.find(response_id)
@@ -117,6 +120,6 @@ def _chat_of(
 ) -> tuple[tuple[StoredItem, ...], list[Item], ChatBody, ToolNames]:
     """The items of earlier responses, those of this request, and the chat that they make."""
     earlier = context.responses.conversation(body.previous_response_id)
-    own = context.responses.resolve(body.items)
-    chat, names = body.to_chat([*(item.load() for item in earlier), *own], first=len(earlier))
-    return earlier, own, chat, names
+    new_items = context.responses.resolve(body.items)
+    chat, names = body.to_chat([*(item.load() for item in earlier), *new_items], first=len(earlier))
+    return earlier, new_items, chat, names

@@ -105,7 +105,7 @@ class ResponseStore:
         return self._running.get(response_id)
 
     def add(self, response: Mapping[str, Any], before: Sequence[StoredItem]) -> None:
-        """Keeps a response that has ended; `before`: the items that it answers."""
+        """Keep a response that has ended; `before`: the items that it answers."""
         output = tuple(StoredItem.of(item) for item in response["output"])
         stored = StoredResponse(json.dumps(response), tuple(before), output)
         if stored.size > self._max_bytes:
@@ -143,21 +143,21 @@ class ResponseStore:
         wanted = {item.get("id"): n for n, item in enumerate(items) if _is_reference(item)}
         if not wanted:
             return list(items)
-        known = {item.id: item for stored in self._kept.values() for item in stored.items}
-        found = []
+        kept_items = {item.id: item for stored in self._kept.values() for item in stored.items}
+        resolved = []
         for position, item in enumerate(items):
             if not _is_reference(item):
-                found.append(item)
+                resolved.append(item)
                 continue
             item_id, param = item.get("id"), f"input.{position}.id"
-            if not isinstance(item_id, str) or item_id not in known:
+            if not isinstance(item_id, str) or item_id not in kept_items:
                 raise RequestError(
                     self._missing("item", item_id), param=param, code="item_not_found"
                 )
             if wanted[item_id] != position:
                 raise RequestError(f"{param}: item {item_id!r} is named twice", param=param)
-            found.append(known[item_id].load())
-        return found
+            resolved.append(kept_items[item_id].load())
+        return resolved
 
     def _missing(self, what: str, name: object) -> str:
         return (

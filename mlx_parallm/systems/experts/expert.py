@@ -102,15 +102,16 @@ class ExpertOutput:
 
 @dataclass(frozen=True)
 class PackedState:
-    """Where B rows of steps begin, when a row may hold several episodes one after the other."""
+    """The memory of B rows of steps, and where episodes begin in them: a row may hold several,
+    one after the other."""
 
     state: mx.array  # [B, L · S, H] before the first step
     begins: np.ndarray  # [B, T] bool: another episode begins with this step, its memory is 0
 
 
 class RNNExpertBase(nn.Module):
-    """What GRU and LSTM experts share. A `losses.ppo.Policy`; called, it keeps its own memory
-    (`reset_hidden`)."""
+    """The base class of GRU and LSTM experts: a `losses.ppo.Policy`. A call of it keeps the memory
+    between calls (`reset_hidden`)."""
 
     kind = ""  # "gru", "lstm"
     states = 1  # arrays of memory a layer
@@ -161,11 +162,11 @@ class RNNExpertBase(nn.Module):
         for number, layer in enumerate(self.layers):
             if number:
                 x = self.dropout(x)
-            own = memory[:, number * self.states : (number + 1) * self.states]
+            layer_memory = memory[:, number * self.states : (number + 1) * self.states]
             x, new = (
-                self.run_layer(layer, x, own)
+                self.run_layer(layer, x, layer_memory)
                 if begins is None
-                else self._run_episodes(layer, x, own, begins)
+                else self._run_episodes(layer, x, layer_memory, begins)
             )
             after.append(new)
         return x, mx.concatenate(after, axis=1)
@@ -173,7 +174,7 @@ class RNNExpertBase(nn.Module):
     def _run_episodes(
         self, layer: nn.Module, x: mx.array, state: mx.array, begins: np.ndarray
     ) -> tuple[mx.array, mx.array]:
-        """As `run_layer`; where an episode begins, the row's memory is 0 before the step."""
+        """Call `run_layer`, but set a row's memory to 0 before the step where an episode begins."""
         cuts, outputs = np.flatnonzero(begins.any(axis=0)).tolist(), list[mx.array]()
         for first, part in zip([0, *cuts], mx.split(x, cuts, axis=1), strict=True):
             if outputs:

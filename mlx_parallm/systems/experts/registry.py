@@ -86,9 +86,9 @@ class ExpertRegistry:
         Raises CheckpointError: a file is none, or is of a class that is neither registered nor
         among `classes`.
         """
-        known = {*classes, *map(type, self._experts.values())}
+        expert_classes = {*classes, *map(type, self._experts.values())}
         loaded = {
-            path.stem: load_expert(path, *known)
+            path.stem: load_expert(path, *expert_classes)
             for path in sorted(Path(directory).glob("*.safetensors"))
         }
         if not loaded:

@@ -29,8 +29,8 @@ def save_expert(path: str | Path, expert: RNNExpertBase) -> None:
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise CheckpointError(f"{path}: an expert is saved as {' or '.join(SUFFIXES)}")
-    own = {} if type(expert) in KINDS.values() else {"class": type(expert).__qualname__}
-    config = json.dumps({"kind": expert.kind, "config": expert.config.to_dict(), **own})
+    class_entry = {} if type(expert) in KINDS.values() else {"class": type(expert).__qualname__}
+    config = json.dumps({"kind": expert.kind, "config": expert.config.to_dict(), **class_entry})
     weights: dict[str, mx.array] = dict(tree_flatten(expert.parameters()))
     temporary = path.with_name(f"{path.stem}{TEMPORARY}{path.suffix}")
     try:

@@ -39,7 +39,7 @@ result."""
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one result means for the expert. `ended`: the loop has nothing left to do."""
+    """The meaning of one result for the expert. `ended`: the loop has nothing left to do."""
 
     reward: float
     ended: bool
@@ -143,7 +143,7 @@ CONTROLS: Mapping[str, ExpertControl] = MappingProxyType({"projectile": Projecti
 
 @dataclass(frozen=True)
 class ExpertResult:
-    """What a delegation came to. `trajectory`: one dictionary a step: arguments, result, reward."""
+    """The outcome of a delegation. `trajectory`: a dictionary a step: arguments, result, reward."""
 
     expert: str
     steps: int

@@ -59,7 +59,7 @@ class HybridState(State):
     copies were made."""
 
     orchestrator: Orchestrator | None = None
-    asked: Any = None  # the task's prompt, without instructions
+    task_prompt: Any = None  # the task's prompt, without instructions
 
 
 class HybridEnvironment(BaseEnvironment):
@@ -90,7 +90,8 @@ class HybridEnvironment(BaseEnvironment):
         cache_tool_calls: bool = True,
         seed: int = 0,
     ) -> None:
-        """
+        """Load the experts and make the tools and the loops.
+
         Args:
             tasks: as in `task_source`.
             experts: name → a file of `save_expert` (.safetensors or .npz), or a registry.
@@ -103,7 +104,8 @@ class HybridEnvironment(BaseEnvironment):
                 and 3 actions.
             rewards: numbers of `RewardConfig`. task_rewards: type → a function of the episode.
             learn, alternate_every, min_steps: see `LearningSchedule`; ppo: settings of
-                `RecurrentPPOConfig`. One that `learn` makes no use of is refused.
+                `RecurrentPPOConfig`. An option that `learn` does not use
+                is refused.
             max_steps, max_expert_steps, tool_call_timeout, cache_tool_calls: see
                 `OrchestratorConfig`.
 
@@ -158,7 +160,9 @@ class HybridEnvironment(BaseEnvironment):
         goal = task.goal
         row.setdefault("answer", goal.get("expected_answer", goal.get("target")))
         prompt = row.pop("prompt")
-        return HybridState(self._opening(prompt), metadata={**row, "split": split}, asked=prompt)
+        return HybridState(
+            self._opening(prompt), metadata={**row, "split": split}, task_prompt=prompt
+        )
 
     def update_state(self, state: State, response: str) -> State:
         """Carry out the turn's action, and add what came of it to the conversation."""
@@ -187,7 +191,7 @@ class HybridEnvironment(BaseEnvironment):
         orchestrator = self.orchestrator(
             explore=explore, seed=derive_seed(f"hybrid/{state.trajectory_id}")
         )
-        orchestrator.reset({**state.metadata, "prompt": state.asked})
+        orchestrator.reset({**state.metadata, "prompt": state.task_prompt})
         return orchestrator
 
     def orchestrator(self, *, explore: bool = False, seed: int = 0) -> Orchestrator:
@@ -280,19 +284,19 @@ def solved(
 
 def rewards_of(numbers: Mapping[str, Any], functions: Mapping[str, Any]) -> RewardConfig:
     """Return the rewards of tables of the configuration. Raises ConfigError."""
-    known = [entry.name for entry in fields(RewardConfig) if entry.name != "task_rewards"]
+    reward_names = [entry.name for entry in fields(RewardConfig) if entry.name != "task_rewards"]
     for name, value in numbers.items():
-        if name not in known:
-            raise ConfigError(f"hybrid: rewards has no {name!r}{did_you_mean(name, known)}")
+        if name not in reward_names:
+            raise ConfigError(f"hybrid: rewards has no {name!r}{did_you_mean(name, reward_names)}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"hybrid: rewards.{name} has to be a number, not {value!r}")
-    own = {
+    custom_rewards = {
         kind: load_function(value, f"hybrid: task_rewards.{kind}")[0]
         if isinstance(value, str)
         else value
         for kind, value in functions.items()
     }
-    return RewardConfig(**numbers, task_rewards={**TASK_REWARDS, **own})
+    return RewardConfig(**numbers, task_rewards={**TASK_REWARDS, **custom_rewards})
 
 
 def _load_experts(files: Mapping[str, Any]) -> ExpertRegistry:

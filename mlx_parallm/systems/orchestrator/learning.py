@@ -38,11 +38,12 @@ NO_EFFECT = {
 
 @dataclass(frozen=True)
 class LearningSchedule:
-    """Who learns in which step. Raises ConfigError: another word, a number below 1.
+    """The steps in which the planner and the experts learn. Raises ConfigError: another word, a
+    number below 1.
 
-    "alternate": the planner in the first `alternate_every` steps, the experts in the next, and so
-    on.
-    `min_steps`: an expert's steps wait until there are as many; then they are one PPO update.
+    "alternate": the planner in the first `alternate_every` steps, the experts in the next, and
+    so on. `min_steps`: an expert's steps are kept until there are so many; then they are one PPO
+    update.
     """
 
     learn: Learning = "planner"
@@ -81,11 +82,11 @@ def schedule_of(learn: Learning, options: Mapping[str, Any]) -> LearningSchedule
     used = {"planner": (), "alternate": ("alternate_every", "min_steps", "ppo")}.get(
         learn, ("min_steps", "ppo")
     )
-    given = {name: value for name, value in options.items() if value is not None}
+    set_options = {name: value for name, value in options.items() if value is not None}
     schedule = LearningSchedule(
-        learn, **{name: value for name, value in given.items() if name != "ppo"}
+        learn, **{name: value for name, value in set_options.items() if name != "ppo"}
     )
-    if unused := [name for name in given if name not in used]:
+    if unused := [name for name in set_options if name not in used]:
         needed = (
             ('"alternate"')
             if unused[0] == "alternate_every"
@@ -152,14 +153,18 @@ class ExpertLearner:
             one for group in groups for rollout in group.metadata.get(STEPS, ()) for one in rollout
         ]
         for name, trainer in self.trainers.items():
-            own = [episode for episode in episodes if episode["expert"] == name]
-            measured = {"episodes": float(len(own))}
-            if own:
-                measured["return"] = float(np.mean([sum(episode["rewards"]) for episode in own]))
-                measured["steps"] = float(np.mean([len(episode["rewards"]) for episode in own]))
+            expert_episodes = [episode for episode in episodes if episode["expert"] == name]
+            measured = {"episodes": float(len(expert_episodes))}
+            if expert_episodes:
+                measured["return"] = float(
+                    np.mean([sum(episode["rewards"]) for episode in expert_episodes])
+                )
+                measured["steps"] = float(
+                    np.mean([len(episode["rewards"]) for episode in expert_episodes])
+                )
             if self.schedule.experts(step):
                 trainer.anneal((step - 1) / total_steps if total_steps else 0.0)
-                measured |= self._update(name, trainer, own)
+                measured |= self._update(name, trainer, expert_episodes)
             numbers |= {f"experts/{name}/{key}": value for key, value in measured.items()}
         self._acting.explore = self.schedule.experts(step + 1)
         return numbers
@@ -223,9 +228,11 @@ def settings_of(table: Mapping[str, Any]) -> RecurrentPPOConfig:
     """Return PPO's settings from a table of the configuration; `reward_scale` is 1 where it has
     none, since experts come with a value head in their own units. Raises ConfigError: an unknown
     key, or one that has no effect here."""
-    known = [entry.name for entry in fields(RecurrentPPOConfig)]
-    if unknown := [key for key in table if key not in known]:
-        raise ConfigError(f"hybrid: ppo has no {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+    ppo_fields = [entry.name for entry in fields(RecurrentPPOConfig)]
+    if unknown := [key for key in table if key not in ppo_fields]:
+        raise ConfigError(
+            f"hybrid: ppo has no {unknown[0]!r}{did_you_mean(unknown[0], ppo_fields)}"
+        )
     for key, why in NO_EFFECT.items():
         if key in table:
             raise ConfigError(f"hybrid: ppo.{key} has no effect here: {why}")

@@ -81,7 +81,7 @@ class OrchestratorStep:
 
     @property
     def text(self) -> str:
-        """What the planner reads of this step alone; empty at the end."""
+        """The part of the observation that this step adds; empty at the end."""
         return str(self.info["text"])
 
 
@@ -130,8 +130,8 @@ class Orchestrator:
     def reset(self, task: Mapping[str, Any] | HybridTask) -> str:
         """Begin a task; return the text view. Raises ConfigError: it is no task."""
         self._task = HybridTask.of(task)
-        kind, known = self._task.type, [*self.config.rewards.task_rewards, "general"]
-        if kind not in known and (meant := nearly(kind, known)):
+        kind, rewarded_types = self._task.type, [*self.config.rewards.task_rewards, "general"]
+        if kind not in rewarded_types and (meant := nearly(kind, rewarded_types)):
             raise ConfigError(
                 f"task: type {kind!r} has no reward function; did you mean {meant!r}?"
             )
@@ -171,12 +171,14 @@ class Orchestrator:
         What follows an action in the same turn was written before its result was there: it is left
         out, and `info["left_out"]` counts it.
         """
-        found = parse_actions(text, self._parameters())
-        chosen = next((action for action in found if action.kind != "think"), None)
+        actions = parse_actions(text, self._parameters())
+        chosen = next((action for action in actions if action.kind != "think"), None)
         if chosen is None:
-            return self.step(found[0] if found else Action("think", 0, 0))
+            return self.step(actions[0] if actions else Action("think", 0, 0))
         return self.step(
-            chosen, written=text[chosen.start : chosen.end].strip(), left_out=_after(found, chosen)
+            chosen,
+            written=text[chosen.start : chosen.end].strip(),
+            left_out=_after(actions, chosen),
         )
 
     def step(self, action: Action | str, *, written: str = "", left_out: int = 0) -> StepResult:
@@ -260,8 +262,8 @@ class Orchestrator:
 
     def _delegate(self, name: str, arguments: Mapping[str, Any]) -> ExpertResult:
         if name not in self.registry:
-            known = ", ".join(self.registry) or "none"
-            text = f"there is no expert {name!r}; there are: {known}"
+            registered = ", ".join(self.registry) or "none"
+            text = f"there is no expert {name!r}; there are: {registered}"
             return ExpertResult(name, 0, 0.0, False, text, error="unknown_expert")
         try:
             loop = self.controls[name](self.task, arguments)
@@ -284,15 +286,15 @@ class Orchestrator:
 
 
 def controls_of(
-    registry: ExpertRegistry, given: Mapping[str, ExpertControl]
+    registry: ExpertRegistry, custom: Mapping[str, ExpertControl]
 ) -> dict[str, ExpertControl]:
     """Return a control for each expert. Raises ConfigError."""
-    if unknown := sorted(set(given) - set(registry)):
+    if unknown := sorted(set(custom) - set(registry)):
         raise ConfigError(
             f"controls: there is no expert {unknown[0]!r}:"
             f" {', '.join(registry) or 'none is registered'}"
         )
-    controls = dict(given)
+    controls = dict(custom)
     for name in registry:
         config = registry.get(name).config
         if name not in controls:
@@ -306,8 +308,8 @@ def controls_of(
     return controls
 
 
-def _after(found: tuple[Action, ...], chosen: Action) -> int:
-    return len(found) - found.index(chosen) - 1
+def _after(actions: tuple[Action, ...], chosen: Action) -> int:
+    return len(actions) - actions.index(chosen) - 1
 
 
 def _as_written(action: Action) -> str:

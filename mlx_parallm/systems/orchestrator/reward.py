@@ -1,4 +1,4 @@
-"""What the steps and the end of an episode are worth: `RewardConfig`, and functions for types of
+"""The reward of each step and of the end of an episode: `RewardConfig`, and functions for types of
 tasks. No MLX.
 
     step      step_penalty + what the call is worth                         `step_reward`
@@ -102,7 +102,7 @@ class CallRecord:
 
 
 class EpisodeView(Protocol):
-    """What rewards read of an episode: `Orchestrator`."""
+    """The part of an episode that rewards read; `Orchestrator` has it."""
 
     @property
     def task(self) -> HybridTask: ...
@@ -241,12 +241,12 @@ def is_solved(config: RewardConfig, episode: EpisodeView) -> bool:
 def violations(episode: EpisodeView) -> list[str]:
     """Return the violated constraints in words. Calls in experts' loops count for required_tools
     only."""
-    limits, found = episode.task.constraints, []
-    own = sum(not call.expert for call in episode.calls)
-    if (most := limits.get("max_tool_calls")) is not None and own > most:
-        found.append(f"{own} tool calls, at most {most}")
+    limits, violated = episode.task.constraints, []
+    planner_calls = sum(not call.expert for call in episode.calls)
+    if (most := limits.get("max_tool_calls")) is not None and planner_calls > most:
+        violated.append(f"{planner_calls} tool calls, at most {most}")
     used = {call.name for call in episode.calls if call.result.error is None}
-    return found + [
+    return violated + [
         f"{name} was not used" for name in limits.get("required_tools", ()) if name not in used
     ]
 
@@ -289,15 +289,15 @@ def matches(answer: str, expected: Any, tolerance: float) -> bool:
 
 def nearly(name: str, names: Sequence[str]) -> str | None:
     """Return the name that was probably meant; None: it is a name of its own."""
-    inside = [known for known in names if name and name in known]
+    inside = [candidate for candidate in names if name and name in candidate]
     return next(iter(inside or difflib.get_close_matches(name, names, n=1, cutoff=0.65)), None)
 
 
 def last_number(text: str | None) -> float | None:
     """Return the last number in a text, "1,234.5" as well; None: there is none."""
-    for found in reversed(_NUMBER.findall(text or "")):
-        if any(character.isdigit() for character in found):
-            return _number(found.replace(",", ""))
+    for digits in reversed(_NUMBER.findall(text or "")):
+        if any(character.isdigit() for character in digits):
+            return _number(digits.replace(",", ""))
     return None
 
 

@@ -50,7 +50,8 @@ class HybridRequest(BaseModel):
 
 @dataclass(frozen=True)
 class ServedPlanner:
-    """What the route needs of an environment. `inference`: None while no engine is there."""
+    """The part of an environment that the route uses. `inference`: None while there is no
+    engine."""
 
     begin: Callable[[], Orchestrator]
     opening: Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]

@@ -103,9 +103,9 @@ def _generated(function: Callable[..., Mapping[str, Any]], seed: int) -> Generat
     parameters = inspect.signature(function).parameters
 
     def make(index: int, split: Split) -> Mapping[str, Any]:
-        given = {"split": split, "seed": seed}
+        arguments = {"split": split, "seed": seed}
         return function(
-            index, **{name: value for name, value in given.items() if name in parameters}
+            index, **{name: value for name, value in arguments.items() if name in parameters}
         )
 
     return make

@@ -1,8 +1,8 @@
-"""From an agent's traces to a model that runs anywhere: one command, one call.
+"""Train a model on an agent's traces and export it, in one command or one call.
 
 from mlx_parallm.systems.pipeline import TrainingPipeline
 
-Every part of the way can be imported from here.
+Each stage can be imported from here too.
 """
 
 from typing import TYPE_CHECKING

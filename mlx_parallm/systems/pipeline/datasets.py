@@ -1,5 +1,5 @@
-"""From traces to rows in Python: reward parts as classes, a builder for each of two kinds of rows,
-`DatasetPipeline`.
+"""Turn traces into rows in Python: reward parts as classes, a builder for each of two kinds of
+rows, `DatasetPipeline`.
 
     CodeExecutionReward().compute(trace)                   RewardResult
     RewardEngine([CodeExecutionReward(), "efficiency"])    several as one score
@@ -34,7 +34,7 @@ Messages = list[Json]
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What a part says of a trace. `score`: 0 to 1; None: the part does not apply."""
+    """The result of one reward part for a trace. `score`: 0 to 1; None: the part does not apply."""
 
     name: str
     score: float | None

@@ -1,14 +1,13 @@
-"""What this machine can train: LoRA rank, micro-batch, generations, quantisation, each with its
-reason.
+"""Choose what this machine can train: LoRA rank, micro-batch, generations, quantisation, each with
+its reason.
 
     detect_hardware()                          this machine; `profile` narrows what is looked at
     get_ryzen_optimized_config()               a Ryzen 9 5950X with 40 GB, wherever it is called
     HardwareConfig.settings(parameters)        keys of a training configuration, for a model of this
                                                size
 
-The tiers of memory are those of the pipeline's specification. A model that is small beside its
-tier's takes the top
-tier: what limits a small model is not the memory.
+The tiers of memory are those of the pipeline's specification. A model much smaller than its tier's
+takes the top tier, since memory does not limit it.
 """
 
 import platform

@@ -137,7 +137,7 @@ class TrainingPipeline:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What is trained, and how.
+    """The model, the method and the settings of a training.
 
     Attributes:
         base_model: directory, hub id or "builtin:tiny".
@@ -263,15 +263,15 @@ class _Attempt:
     def _check_worth(self) -> None:
         """Raises StageFailedError: the held-out answers are worse than the base's."""
         for outcome in self._outcomes:
-            found = outcome.result
+            result = outcome.result
             if (
                 outcome.stage in (TRAINED, EXPORTED)
-                and found.get("worse")
+                and result.get("worse")
                 and not self._options.even_if_worse
             ):
                 raise StageFailedError(
-                    f"deploy: {found['what']}: {found['before']:.3f} by the base,"
-                    f" {found['after']:.3f} after training."
+                    f"deploy: {result['what']}: {result['before']:.3f} by the base,"
+                    f" {result['after']:.3f} after training."
                     " It is not deployed; --even-if-worse deploys it all the same"
                 )
 

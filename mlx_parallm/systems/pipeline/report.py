@@ -80,10 +80,10 @@ def _verdict(results: Json) -> str:
         return f'<p class="big bad">stopped: {escape(results["error"])}</p>'
     lines = []
     for name in ("evaluation", "exported"):
-        found = results[name] or {}
-        if found.get("before") is not None:
-            css = "good" if found["better"] else "bad"
-            what = f"{found['what']}: {found['before']:.3f} → {found['after']:.3f}"
+        comparison = results[name] or {}
+        if comparison.get("before") is not None:
+            css = "good" if comparison["better"] else "bad"
+            what = f"{comparison['what']}: {comparison['before']:.3f} → {comparison['after']:.3f}"
             lines.append(f'<p class="big {css}">{escape(what)}</p>')
     if results["deployed"]:
         lines.append(f"<p>deployed: <code>{escape(results['deployed']['command'])}</code></p>")
@@ -95,25 +95,26 @@ def _row(outcome: StageOutcome) -> tuple[str, ...]:
     return outcome.stage, f"{outcome.about}: {how}", f"{outcome.seconds:.1f}", outcome.inputs[:12]
 
 
-def _comparison(found: Json) -> str:
-    if found.get("before") is None:
-        return f"<p>{escape(found['what'])}</p>"
+def _comparison(comparison: Json) -> str:
+    if comparison.get("before") is None:
+        return f"<p>{escape(comparison['what'])}</p>"
     text = (
-        f"<p>{escape(found['what'])}: {found['before']:.3f} by the base, {found['after']:.3f}"
-        " after training"
+        f"<p>{escape(comparison['what'])}: {comparison['before']:.3f} by the base,"
+        f" {comparison['after']:.3f} after training"
     )
-    if "low" in found:
-        p = "" if found["p"] is None else f", p = {found['p']:.2g}"
-        interval = f"95% interval of the difference {found['low']:+.3f} to {found['high']:+.3f}{p}"
-        if not found.get("enough", True):
+    if "low" in comparison:
+        p = "" if comparison["p"] is None else f", p = {comparison['p']:.2g}"
+        low, high = comparison["low"], comparison["high"]
+        interval = f"95% interval of the difference {low:+.3f} to {high:+.3f}{p}"
+        if not comparison.get("enough", True):
             interval = "too few to tell a difference from chance"
-        text += f" ({found['problems']} prompts; {interval})"
+        text += f" ({comparison['problems']} prompts; {interval})"
     rows = (
         [str(example[name]) for name in ("prompt", "before", "after")]
-        for example in found.get("examples", ())
+        for example in comparison.get("examples", ())
     )
     return f"{text}.</p>" + (
-        _table(("prompt", "base", "trained"), rows) if found.get("examples") else ""
+        _table(("prompt", "base", "trained"), rows) if comparison.get("examples") else ""
     )
 
 

@@ -104,5 +104,7 @@ def remarks(*, judged: bool) -> list[str]:
     """Return what will be left out for lack of a program that is not needed."""
     if llama_server.available():
         return []
-    asked = ", and not asked the held-out prompts" if judged else ""
-    return [f"no llama.cpp here: the exported file will not be verified{asked} ({LLAMA_CPP})"]
+    not_evaluated = ", and not asked the held-out prompts" if judged else ""
+    return [
+        f"no llama.cpp here: the exported file will not be verified{not_evaluated} ({LLAMA_CPP})"
+    ]

@@ -94,7 +94,7 @@ EXAMPLES = 8
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What a pipeline does.
+    """The options of a pipeline.
 
     Attributes:
         traces: files or directories that `mlx_parallm traces import` reads.
@@ -220,12 +220,12 @@ class Stages:
         return [[[str(path), path] for path in self.options.traces], self.options.redact]
 
     def _traces(self, directory: Path) -> Json:
-        imported, hits, found = ImportReport(), list[RedactionHit](), list[Trace]()
+        imported, hits, traces = ImportReport(), list[RedactionHit](), list[Trace]()
         finder = secret_finder() if self.options.redact else None
         for path in self.options.traces:
-            found += redacted(read_traces(path, imported), finder, hits)
-        write_traces(found, directory / "traces.jsonl", hits)
-        return {"traces": len(found), "redacted": len(hits), "report": list(imported.draw())}
+            traces += redacted(read_traces(path, imported), finder, hits)
+        write_traces(traces, directory / "traces.jsonl", hits)
+        return {"traces": len(traces), "redacted": len(hits), "report": list(imported.draw())}
 
     def _file(self, stage: str, name: str) -> Path:
         return self.work.directory(stage) / name
@@ -235,16 +235,16 @@ class Stages:
         return [self._file("traces", "traces.jsonl"), functions, list(map(_code_of, functions))]
 
     def _label(self, directory: Path) -> Json:
-        found = read_labelable(self._file("traces", "traces.jsonl"))
+        traces = read_labelable(self._file("traces", "traces.jsonl"))
         labelled: dict[str, int] = {}
         for rule in self.options.rules:
-            labelled[rule], _ = add_rule_labels(found, rule, "rule")
+            labelled[rule], _ = add_rule_labels(traces, rule, "rule")
         if self.options.rewards:
             labelled[", ".join(self.options.rewards)], _ = add_reward_labels(
-                found, self.options.rewards
+                traces, self.options.rewards
             )
-        write_lines(found, directory / "traces.jsonl")
-        return {"labels": sum(len(trace.labels) for trace in found), "labelled_by": labelled}
+        write_lines(traces, directory / "traces.jsonl")
+        return {"labels": sum(len(trace.labels) for trace in traces), "labelled_by": labelled}
 
     def _dataset_options(self, kind: Kind) -> DatasetOptions:
         options = self.options
@@ -270,11 +270,11 @@ class Stages:
         return self.options.method == "grpo" and not self.options.rewards
 
     def _dataset(self, directory: Path) -> Json:
-        found, kind = (
+        traces, kind = (
             read_labelable(self._file("label", "traces.jsonl")),
             KINDS[self.options.method],
         )
-        problems = build_dataset(found, self._dataset_options("prompts"))
+        problems = build_dataset(traces, self._dataset_options("prompts"))
         if not problems.test:
             raise StageFailedError(
                 f"dataset: none of {len(problems.train)} prompts is held out, so nothing could be"
@@ -282,7 +282,7 @@ class Stages:
                 " base: record more traces, or set a larger --test-fraction"
             )
         write_dataset(problems, directory / "problems")
-        rows = without_prompts(build_dataset(found, self._dataset_options(kind)), problems.test)
+        rows = without_prompts(build_dataset(traces, self._dataset_options(kind)), problems.test)
         card = write_dataset(rows, directory / "rows")
         if not card["rows"]["train"]:
             raise StageFailedError(
@@ -290,7 +290,7 @@ class Stages:
             )
         if self._learns_a_reward:  # from the prompts that are trained on: the others judge it too
             seen = set(map(prompt_key, problems.train))
-            labelled = [trace for trace in found if is_usable(trace) and prompt_key(trace) in seen]
+            labelled = [trace for trace in traces if is_usable(trace) and prompt_key(trace) in seen]
             fit_learned(labelled, self.options.good_from).save(directory / "rows" / "reward.json")
         every = len(problems.train) + len(problems.test)
         return {"kind": kind, "problems": len(problems.test), "prompts": every, **card}
@@ -487,11 +487,12 @@ class Stages:
         results = self._ask(
             "evaluate", directory, ("--model") if whole else "--lora-path", self._final
         )
-        found = _compared(_results(self._file("baseline", "answers")), results)
-        return {"what": "reward of greedy answers to held-out prompts", **found}
+        comparison = _compared(_results(self._file("baseline", "answers")), results)
+        return {"what": "reward of greedy answers to held-out prompts", **comparison}
 
     def _held_out_rows(self) -> Json:
-        """How the training measured its held-out rows: before the first step and after the last."""
+        """Return the training's measure of its held-out rows, before the first step and after
+        the last."""
         name = MEASURE[self.options.method]
         lines = list(MetricsFile(self._file("train", f"{RUN}/{METRICS_FILE}")).read())
         before = next(
@@ -508,13 +509,13 @@ class Stages:
                 "better": None,
             }
         better = after < before if name == "loss" else after > before
-        found = {
+        comparison = {
             "before": before,
             "after": after,
             "better": better,
             "worse": after != before and not better,
         }
-        return {"what": f"{name} of held-out rows", **found}
+        return {"what": f"{name} of held-out rows", **comparison}
 
     # ------------------------------------------------------------------ export
 
@@ -554,8 +555,8 @@ class Stages:
             results = self._ask(
                 "export", directory, "--url", f"{server.url}/v1", "--concurrency", 1
             )
-        found = _compared(_results(self._file("baseline", "answers")), results)
-        return {**result, "what": "the file's answers in llama.cpp", **found}
+        comparison = _compared(_results(self._file("baseline", "answers")), results)
+        return {**result, "what": "the file's answers in llama.cpp", **comparison}
 
     @property
     def _in_ollama(self) -> bool:
@@ -674,7 +675,7 @@ def _compared(before: Json, after: Json) -> Json:
         )
     [comparison] = comparisons
     rewards = [list(column) for column in zip(*comparison.rewards, strict=True)]
-    found = difference(*rewards)
+    paired = difference(*rewards)
     examples = [
         {"prompt": then.get("prompt"), "before": then.get("text"), "after": now.get("text")}
         for then, now in comparison.examples[:EXAMPLES]
@@ -682,13 +683,13 @@ def _compared(before: Json, after: Json) -> Json:
     return {
         "before": sum(rewards[0]) / len(rewards[0]),
         "after": sum(rewards[1]) / len(rewards[1]),
-        "low": found.low,
-        "high": found.high,
-        "p": found.p,
-        "enough": found.enough,
+        "low": paired.low,
+        "high": paired.high,
+        "p": paired.p,
+        "enough": paired.enough,
         "problems": len(rewards[0]),
-        "better": found.mean > 0,
-        "worse": found.mean < 0,
+        "better": paired.mean > 0,
+        "worse": paired.mean < 0,
         "examples": examples,
     }
 

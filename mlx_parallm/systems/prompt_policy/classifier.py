@@ -1,4 +1,4 @@
-"""What kind of prompt is it: one of seven categories, by the signs of `phrases.SIGNS`. No MLX."""
+"""Sort a prompt into one of seven categories, by the signs of `phrases.SIGNS`. No MLX."""
 
 import re
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""What the policy learns, in a minute and without a server: five kinds of prompts, a table of
-what helps each."""
+"""Show what the policy learns, in a minute and without a server: five kinds of prompts, and a table
+of the mutation that helps each."""
 
 import random
 import sys
@@ -98,15 +98,15 @@ def play(
         np.array(networks.policy(mx.array(states))),
         np.array(networks.value(mx.array(states))),
     )
-    found = []
+    experiences = []
     for state, kind, row, value in zip(states, kinds, log_probs, values, strict=True):
         exact = np.exp(row.astype(np.float64))
         action = int(rng.choice(len(row), p=exact / exact.sum()))
         reward = mean_reward(kind, action) + NOISE * rng.standard_normal()
-        found.append(
+        experiences.append(
             Experience(state, action, float(reward), state, True, float(row[action]), float(value))
         )
-    return found
+    return experiences
 
 
 def greedy_reward(trainer: PPOTrainer, states: np.ndarray, kinds: list[int]) -> float:

@@ -104,11 +104,11 @@ def checked(rows: np.ndarray, count: int, dimensions: int, source: str) -> np.nd
     """Return rows of length 1. Raises EndpointError: another number of rows, of numbers in a
     row, or no numbers."""
     if rows.shape != (count, dimensions):
-        found = rows.shape[1] if rows.ndim == 2 else 0
+        row_length = rows.shape[1] if rows.ndim == 2 else 0
         raise EndpointError(
-            f"{source} gives {len(rows)} vectors of {found} numbers for {count} texts, but the"
+            f"{source} gives {len(rows)} vectors of {row_length} numbers for {count} texts, but the"
             " policy reads"
-            f" {dimensions}: set prompt_policy.ppo.input_dim = {found} and a new"
+            f" {dimensions}: set prompt_policy.ppo.input_dim = {row_length} and a new"
             " prompt_policy.checkpoint_dir"
         )
     if not np.isfinite(rows).all():

@@ -1,5 +1,5 @@
-"""What the policy's parts exchange: an experience, a choice, the history that /stats shows, and
-how much is known about a kind of prompt. No MLX."""
+"""Data that the policy's parts exchange: an experience, a choice, the history that /stats shows,
+and the counts for a kind of prompt. No MLX."""
 
 import base64
 import math
@@ -52,7 +52,7 @@ class Choice:
 
 @dataclass
 class History:
-    """What /stats tells; part of a checkpoint."""
+    """Counts and rewards that /stats shows; part of a checkpoint."""
 
     updates: int = 0
     episodes: int = 0
@@ -94,8 +94,8 @@ class History:
 
 
 class Novelty:
-    """How little is known about prompts like this one: the leverage of an embedding among those of
-    all experiences.
+    """A measure of how new a prompt is: the leverage of an embedding among those of all
+    experiences.
 
     u(x) = sqrt(λ xᵀ (λ I + Σ x xᵀ)⁻¹ x),  x of length 1
 

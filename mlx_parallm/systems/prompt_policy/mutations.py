@@ -129,11 +129,11 @@ def _without_fillers(sentence: str, *, may_go: bool = True) -> str:
     quoted = [match.span() for match in _KEPT.finditer(body)]
     first, last = (quoted[0][0], quoted[-1][1]) if quoted else (len(body), len(body))
     head, middle, tail = body[:first], body[first:last], body[last:]
-    asked = False
+    is_request = False
     for _ in _OPENINGS:  # one may hide the next
         for number, phrase in enumerate(_OPENINGS):
             if match := phrase.match(head):
-                head, asked = head[match.end() :], asked or number == ASKING
+                head, is_request = head[match.end() :], is_request or number == ASKING
     bare = head.rstrip(".!?, ")
     if may_go and not middle and any(phrase.fullmatch(bare) for phrase in _TALK):
         return ""
@@ -142,7 +142,7 @@ def _without_fillers(sentence: str, *, may_go: bool = True) -> str:
     shorter = f"{head}{middle}{tail}"
     if shorter == body:
         return sentence
-    if asked and shorter.endswith("?"):
+    if is_request and shorter.endswith("?"):
         shorter = f"{shorter[:-1]}."  # the question was only polite
     start = sentence.index(body)
     return f"{sentence[:start]}{shorter[:1].upper()}{shorter[1:]}{sentence[start + len(body) :]}"

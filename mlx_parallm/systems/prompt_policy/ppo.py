@@ -110,7 +110,7 @@ class PPOTrainer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update: it falls by `lr_decay` every `lr_step` updates."""
+        """The learning rate of the next update. It falls by `lr_decay` every `lr_step` updates."""
         return self.config.learning_rate * self.config.lr_decay ** (
             self.history.updates // self.config.lr_step
         )

@@ -149,10 +149,12 @@ class RewardModel:
         logit = self.bias + float(parts.sum())
         order = np.argsort(-np.abs(parts))
         breakdown = {self.names[i]: float(parts[i]) for i in order}
-        said = ", ".join(f"{name} {value:+.2f}" for name, value in list(breakdown.items())[:3])
+        explanation = ", ".join(
+            f"{name} {value:+.2f}" for name, value in list(breakdown.items())[:3]
+        )
         confidence = 1 / (1 + self.spread + float(np.maximum(np.abs(z) - 3, 0).mean()))
         return PromptScore(
-            1 / (1 + math.exp(-max(-30.0, min(30.0, logit)))), confidence, breakdown, said
+            1 / (1 + math.exp(-max(-30.0, min(30.0, logit)))), confidence, breakdown, explanation
         )
 
     def evaluate(self, prompts: Sequence[str], ratings: Sequence[float]) -> dict[str, float]:

@@ -31,7 +31,7 @@ from mlx_parallm.systems.prompt_policy.task_reward import TaskReward
 
 @dataclass(frozen=True)
 class PolicyDeps:
-    """What the routes use."""
+    """The parts that the routes use."""
 
     config: PromptPolicyConfig
     service: PolicyService

@@ -51,8 +51,8 @@ class RLAIFOptions:
 
 @dataclass
 class Round:
-    """What a round did. `reward`: the mean of what was learned from; `bias`: person minus judge,
-    so far."""
+    """The result of one round. `reward`: the mean of the rewards that were learned from; `bias`:
+    person minus judge, so far."""
 
     number: int
     rewritten: int = 0
@@ -102,7 +102,9 @@ async def learn_from_judge(
     for number in range(1, options.rounds + 1):
         result = Round(number)
         validates = human is not None and number % options.human_every == 0
-        asked = max(1, round(options.human_share * options.prompts_per_round)) if validates else 0
+        human_ratings = (
+            max(1, round(options.human_share * options.prompts_per_round)) if validates else 0
+        )
         for position in range(options.prompts_per_round):
             prompt = prompts[((number - 1) * options.prompts_per_round + position) % len(prompts)]
             changed = await rewrite(deps, MutateBody(prompt=prompt), by_model=False)
@@ -116,7 +118,7 @@ async def learn_from_judge(
             reward = _corrected(opinion, differences)
             if (
                 human is not None
-                and result.validated < asked
+                and result.validated < human_ratings
                 and (rating := await human(prompt, changed.prompt)) is not None
             ):
                 result.validated += 1

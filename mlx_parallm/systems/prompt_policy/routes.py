@@ -129,7 +129,7 @@ def _add_learning(router: APIRouter, deps: PolicyDeps) -> None:
 
     @router.get("/stats")
     async def policy_stats() -> StatsAnswer | MessageAnswer:
-        """How many updates, episodes and experiences there were, and the latest averages."""
+        """Return the numbers of updates, episodes and experiences, and the latest averages."""
         return _stats(service)
 
     @router.post("/update")

@@ -32,7 +32,7 @@ from mlx_parallm.types import Rollout, SamplingParams, Trajectory
 
 
 class TaskAnswers(Protocol):
-    """TaskAnswers a prompt `config.rollouts` times."""
+    """A function that answers a prompt `config.rollouts` times."""
 
     async def __call__(self, prompt: str, request: HTTPRequest | None) -> list[str]:
         """Raises EndpointError, RequestError."""
@@ -87,7 +87,7 @@ class ServedAnswers:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """TaskAnswers to one prompt with the reward of each; `reward` is their mean."""
+    """Answers to one prompt, with the reward of each; `reward` is their mean."""
 
     answers: list[str]
     rewards: list[float]

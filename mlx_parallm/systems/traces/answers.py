@@ -1,7 +1,8 @@
-"""What a client was answered, put together from a whole answer or from the chunks of a stream
+"""Put together the answer that a client got, from a whole body or from the chunks of a stream
 (OpenAI's chat).
 
-An answer of another form raises ValueError or TypeError: what is recorded has to be read again.
+An answer of another form raises ValueError or TypeError, since a recorded answer must be readable
+later.
 """
 
 from collections.abc import Iterable, Mapping
@@ -77,18 +78,18 @@ def _take_head(call: RecordedCall, answer: Mapping[str, Any]) -> None:
 
 def optional_text(value: Mapping[str, Any], name: str) -> str | None:
     """Raises ValueError: it is something else."""
-    found = value.get(name)
-    if found is not None and not isinstance(found, str):
+    text = value.get(name)
+    if text is not None and not isinstance(text, str):
         raise ValueError(f"{name!r} is no text")
-    return found
+    return text
 
 
 def _object(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The object of that name; {} where there is none. Raises ValueError: it is something else."""
-    found = value.get(name)
-    if found is not None and not isinstance(found, dict):
+    entry = value.get(name)
+    if entry is not None and not isinstance(entry, dict):
         raise ValueError(f"{name!r} is no object")
-    return found or {}
+    return entry or {}
 
 
 def _index(choice: Mapping[str, Any]) -> int:
@@ -137,8 +138,8 @@ def _is_number(value: object) -> bool:
 def _tokens_of(
     prompt_ids: Any, choice: Mapping[str, Any], temperature: float
 ) -> SampledTokens | None:
-    """Of a server that sends them (`return_token_ids` and `logprobs`); None where a part is
-    missing."""
+    """Return the tokens, from a server that sends them (`return_token_ids` and `logprobs`); None
+    where a part is missing."""
     ids, content = choice.get("token_ids"), _object(choice, "logprobs").get("content")
     if not prompt_ids or not ids or not content or len(ids) != len(content):
         return None

@@ -32,12 +32,12 @@ class AutoLabeler:
     """
 
     def __init__(self, traces: Sequence[AnyTrace]) -> None:
-        known = [
+        labelled = [
             (trace, score)
             for trace in map(trace_of, traces)
             if (score := judged(trace)) is not None
         ]
-        labels = [score >= GOOD_FROM for _, score in known]
+        labels = [score >= GOOD_FROM for _, score in labelled]
         self.positive, self.negative = sum(labels), len(labels) - sum(labels)
         if min(self.positive, self.negative) < LEAST_OF_EACH:
             raise ConfigError(
@@ -45,7 +45,7 @@ class AutoLabeler:
                 f" {LEAST_OF_EACH} of each"
             )
         self.surest = 0.0
-        self._model = _classifier().fit([_features(trace) for trace, _ in known], labels)
+        self._model = _classifier().fit([_features(trace) for trace, _ in labelled], labels)
 
     def probabilities(self, traces: Sequence[AnyTrace]) -> list[float]:
         """Return the calibrated probability that each trace is good."""
@@ -57,8 +57,8 @@ class AutoLabeler:
         ]
 
     def propose(self, traces: Sequence[AnyTrace], sure: float = SURE) -> tuple[int, int]:
-        """Label the traces that nobody has judged and of which it is sure; return how many, and how
-        many are left.
+        """Label the traces without a judgement of which it is sure; return how many, and how many
+        are left.
 
         `surest` is then the highest probability, of good or bad, that one of them got.
         """
@@ -74,7 +74,7 @@ class AutoLabeler:
         return labelled, len(open_) - labelled
 
     def unsure_first(self, traces: Sequence[AnyTrace]) -> list[Trace]:
-        """Return the traces that nobody has judged, those near probability 0.5 first."""
+        """Return the traces without a judgement, those near probability 0.5 first."""
         open_ = [trace for trace in map(trace_of, traces) if judged(trace) is None]
         distance = dict(
             zip(map(id, open_), (abs(p - 0.5) for p in self.probabilities(open_)), strict=True)
@@ -83,7 +83,7 @@ class AutoLabeler:
 
 
 def judged(trace: Trace) -> float | None:
-    """What a trace is worth without its automatic labels; None: nobody has said."""
+    """Return the score of a trace without its automatic labels; None: no other has a value."""
     others = [label.to_json() for label in trace.labels if label.name != AUTO]
     bare = trace.model_copy()
     bare.note(labels=others or None)
@@ -111,7 +111,7 @@ def _features(trace: Trace) -> dict[str, float]:
     seen = trajectory_of(trace)
     calls = seen.tool_calls
     failed = [call for call in calls if not call["ok"]]
-    found = {
+    numbers = {
         "calls": math.log1p(len(calls)),
         "failed": math.log1p(len(failed)),
         "steps": math.log1p(seen.step_count),
@@ -120,11 +120,11 @@ def _features(trace: Trace) -> dict[str, float]:
     }
     for call in calls:
         name = f"tool {call['name']}"
-        found[name] = found.get(name, 0.0) + 1.0
+        numbers[name] = numbers.get(name, 0.0) + 1.0
     for kind, text in (
         ("answer", seen.text),
         ("error", " ".join(str(call["result"]) for call in failed)),
     ):
         for word in set(WORD.findall(text.lower())):
-            found[f"{kind} {word}"] = 1.0
-    return found
+            numbers[f"{kind} {word}"] = 1.0
+    return numbers

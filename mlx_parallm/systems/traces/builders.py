@@ -55,7 +55,7 @@ LABEL_WORDS = {"good": 1.0, "bad": 0.0, "up": 1.0, "down": 0.0}
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """How a data set is made.
+    """The options of a data set.
 
     Attributes:
         test_fraction: share of the prompts held out; all traces of a session, and all of one
@@ -68,8 +68,8 @@ class DatasetOptions:
             = keep all.
         sidechains: keep the runs of sub-agents, as traces of their own.
         order: of the rows to train on: as their traces came, or by the pass rate of their prompts
-            (the share of scored traces that are worth at least `good_from`); rows of prompts that
-            nobody scored come last.
+            (the share of scored traces that are worth at least `good_from`); rows of prompts
+            without a score come last.
     """
 
     kind: Kind
@@ -112,7 +112,7 @@ class _Row:
 
 
 def score_of(trace: AnyTrace) -> float | None:
-    """What a trace is worth; None: nobody has said."""
+    """Return the score of a trace, from its labels; None: no label has a value."""
     trace = trace_of(trace)
     values: dict[str, float] = {}
     for label in trace.labels:
@@ -188,8 +188,8 @@ def build_dataset(traces: Iterable[AnyTrace], options: DatasetOptions) -> Datase
 
 
 def prompt_key(of: AnyTrace | Json) -> str:
-    """What is equal for a trace that `is_usable` and rows of any kind if their messages before
-    the first sampled answer are."""
+    """Return a key that is equal for two traces that `is_usable`, or rows of any kind, when their
+    messages before the first sampled answer are equal."""
     if not isinstance(of, dict):
         before = _parts(trace_of(of))[0]
     elif "prompt" in of:
@@ -213,7 +213,7 @@ def _by_pass_rate(rows: list[_Row], traces: Sequence[Trace], options: DatasetOpt
     for trace in traces:
         if (score := score_of(trace)) is not None:
             verdicts[prompt_key(trace)].append(score >= options.good_from)
-    rates = {key: statistics.fmean(found) for key, found in verdicts.items()}
+    rates = {key: statistics.fmean(passed) for key, passed in verdicts.items()}
     measured = [(row, rates.get(prompt_key(row.data))) for row in rows]
     if options.kind in ("prompts", "grpo"):
         for row, rate in measured:
@@ -456,8 +456,8 @@ def _count(dataset: Dataset, reason: str, traces: int) -> None:
 
 
 def _different(rows: Sequence[_Row], dataset: Dataset) -> list[_Row]:
-    """Of equal rows, and of rows that are nearly equal, the first. Rows of different labels
-    never count as equal."""
+    """Drop rows that are equal or nearly equal to an earlier one. Rows of different labels never
+    count as equal."""
     if dataset.options.kind == "atif":
         return list(rows)
     threshold, seen, kept = dataset.options.near_duplicates, set[bytes](), list[_Row]()
@@ -536,10 +536,10 @@ def _balanced(rows: Sequence[_Row], ratio: float, dataset: Dataset) -> list[_Row
 
 
 def dataset_statistics(dataset: Dataset) -> Json:
-    """Counts and lengths of the training rows, and where they came from."""
+    """Return the counts and lengths of the training rows, and where they came from."""
     rows = dataset.train + dataset.test
     lengths = [len(_text_of_row(row)) for row in rows]
-    found: Json = {
+    summary: Json = {
         "traces": dataset.traces,
         "rows": {"train": len(dataset.train), "test": len(dataset.test)},
         "characters": {"mean": round(statistics.fmean(lengths), 1), "longest": max(lengths)}
@@ -551,18 +551,18 @@ def dataset_statistics(dataset: Dataset) -> Json:
         "licenses": dict(dataset.licenses),
     }
     if dataset.options.kind == "kto":
-        found["labels"] = {
+        summary["labels"] = {
             "desirable": sum(row["label"] for row in rows),
             "undesirable": sum(not r["label"] for r in rows),
         }
     if dataset.options.kind == "grpo":
         rewards = [reward for row in rows for reward in row["rewards"]]
-        found["rewards"] = {
+        summary["rewards"] = {
             "mean": statistics.fmean(rewards),
             "least": min(rewards),
             "most": max(rewards),
         }
-    return found
+    return summary
 
 
 def write_dataset(dataset: Dataset, directory: Path, *, license: str | None = None) -> Json:
@@ -599,11 +599,13 @@ def _only(counts: Counter[str]) -> str:
 
 def check_leftovers(directory: Path) -> None:
     """Raises TraceError: a secret still stands in the files of a data set."""
-    found = list(leftovers(sorted(directory.glob("*.jsonl"))))
-    if found:
-        more = f" and {len(found) - SHOWN_LEFTOVERS} more" if len(found) > SHOWN_LEFTOVERS else ""
+    secrets = list(leftovers(sorted(directory.glob("*.jsonl"))))
+    if secrets:
+        more = (
+            f" and {len(secrets) - SHOWN_LEFTOVERS} more" if len(secrets) > SHOWN_LEFTOVERS else ""
+        )
         raise TraceError(
-            f"not pushed: secrets still stand in {'; '.join(found[:SHOWN_LEFTOVERS])}{more}"
+            f"not pushed: secrets still stand in {'; '.join(secrets[:SHOWN_LEFTOVERS])}{more}"
         )
 
 

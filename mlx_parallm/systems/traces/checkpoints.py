@@ -155,7 +155,7 @@ class CheckpointLoader:
         """
         self.skipped.clear()
         self.left_out.clear()
-        found: dict[str, ExecutionTrace] = {}
+        runs: dict[str, ExecutionTrace] = {}
         for path in self._files(agent):
             try:
                 checkpoint = read_checkpoint(path)
@@ -168,8 +168,8 @@ class CheckpointLoader:
                 self.skipped[str(path)] = str(error)
                 continue
             for view in views:
-                found.setdefault(view.trace_id, view)
-        return sorted(found.values(), key=lambda view: view.timestamp)
+                runs.setdefault(view.trace_id, view)
+        return sorted(runs.values(), key=lambda view: view.timestamp)
 
 
 def _runs(checkpoint: Mapping[str, Any], left_out: Counter[str]) -> Iterator[ExecutionTrace]:
@@ -290,7 +290,7 @@ def _time(value: Any) -> str | None:
 
 
 def _tasks(state: Mapping[str, Any]) -> Iterator[tuple[float | None, str, str]]:
-    """When a task was created, what became of it, and what it was."""
+    """Yield for each task the time of its creation, its status and its text."""
     for name, task in state.items():
         if isinstance(task, dict):
             created = _time(task.get("created_at"))
@@ -318,26 +318,26 @@ def _tasks_by_run(
 ) -> dict[Run, dict[str, list[Any]]]:
     """Give each task to the run with the newest question before it; to the only run, where there
     is one. A task that belongs to none is counted."""
-    known = sorted((at, run) for at, run in times if at is not None)
-    found: dict[Run, dict[str, list[Any]]] = {}
+    dated = sorted((at, run) for at, run in times if at is not None)
+    fields_by_run: dict[Run, dict[str, list[Any]]] = {}
     for created, status, text in tasks:
-        before = [run for at, run in known if created is not None and at <= created]
+        before = [run for at, run in dated if created is not None and at <= created]
         if before:
             run = before[-1]
-        elif len(times) == 1 and (created is None or not known):
+        elif len(times) == 1 and (created is None or not dated):
             run = times[0][1]
         else:
             left_out[TIMELESS if created is None else "a task before the first question"] += 1
             continue
-        own = found.setdefault(run, {})
-        own.setdefault("tasks_created", []).append(text)
+        run_fields = fields_by_run.setdefault(run, {})
+        run_fields.setdefault("tasks_created", []).append(text)
         if status in ("completed", "failed"):
-            own.setdefault(f"tasks_{status}", []).append(text)
-    return found
+            run_fields.setdefault(f"tasks_{status}", []).append(text)
+    return fields_by_run
 
 
 def _thoughts(scopes: Mapping[str, Any]) -> list[ReasoningStep]:
-    found = []
+    steps = []
     for kind in ("reasoning", "delegation"):
         scope = scopes.get(kind)
         for name, value in scope.items() if isinstance(scope, dict) else ():
@@ -346,5 +346,5 @@ def _thoughts(scopes: Mapping[str, Any]) -> list[ReasoningStep]:
                 if isinstance(value, str)
                 else json.dumps(value, ensure_ascii=False, default=str)
             )
-            found.append(ReasoningStep(kind, f"{name}: {text}"))
-    return found
+            steps.append(ReasoningStep(kind, f"{name}: {text}"))
+    return steps

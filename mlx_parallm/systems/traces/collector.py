@@ -167,7 +167,7 @@ class TraceCollector:
         min_tool_calls: int = 0,
     ) -> list[ExecutionTrace]:
         """The traces of these days, the oldest first. Raises TraceError: a file cannot be read."""
-        found = []
+        views = []
         for folder in sorted(self.directory.glob("????-??-??")):
             day = datetime.strptime(folder.name, "%Y-%m-%d").replace(tzinfo=UTC).date()
             if (start_date is not None and day < start_date) or (
@@ -175,11 +175,11 @@ class TraceCollector:
             ):
                 continue
             for path in sorted(folder.glob("*.json")):
-                found += [ExecutionTrace(trace) for trace in read_traces(path, source="atif")]
-        found.sort(key=lambda view: view.timestamp)
+                views += [ExecutionTrace(trace) for trace in read_traces(path, source="atif")]
+        views.sort(key=lambda view: view.timestamp)
         return [
             v
-            for v in found
+            for v in views
             if len(v.tool_calls) >= min_tool_calls and (v.label is not None or not labeled_only)
         ]
 
@@ -219,12 +219,12 @@ class AgentHook:
         self.restore()
 
     def restore(self) -> None:
-        """May be called again."""
-        for name, own in self._wrapped.items():
-            if own is None:
+        """Give the agent back its methods. May be called again."""
+        for name, method in self._wrapped.items():
+            if method is None:
                 delattr(self._agent, name)
             else:
-                setattr(self._agent, name, own)
+                setattr(self._agent, name, method)
         self._wrapped.clear()
 
     def wrap(

@@ -137,15 +137,15 @@ def _import(commands: Any) -> Run:
         from mlx_parallm.systems.traces.privacy import RedactionHit
         from mlx_parallm.systems.traces.reading import read_traces, redacted, write_traces
 
-        report, hits, found = ImportReport(), list[RedactionHit](), []
+        report, hits, traces = ImportReport(), list[RedactionHit](), []
         for path in args.paths:
             for trace in redacted(
                 read_traces(path, report, source=args.source), _finder(args), hits
             ):
                 if args.license:
                     trace.note(license=args.license)
-                found.append(trace)
-        review = write_traces(found, args.to, hits)
+                traces.append(trace)
+        review = write_traces(traces, args.to, hits)
         lines = [*report.draw(), f"written: {args.to}"]
         if review is not None:
             lines.append(f"redacted: {len(hits)} places; review them in {review}")
@@ -173,7 +173,7 @@ def _show(commands: Any) -> Run:
 
 
 def _print(lines: Iterable[str]) -> None:
-    """Print until whoever reads closes the pipe (`| head`)."""
+    """Print until the reader closes the pipe (`| head`)."""
     try:
         for line in lines:
             sys.stdout.write(line + "\n")
@@ -249,9 +249,9 @@ def _scan(commands: Any) -> Run:
     def run(args: Namespace) -> int:
         from mlx_parallm.systems.traces.privacy import leftovers
 
-        found = list(leftovers(args.paths))
-        _print(found)
-        return 1 if found else 0
+        lines = list(leftovers(args.paths))
+        _print(lines)
+        return 1 if lines else 0
 
     return run
 
@@ -338,12 +338,12 @@ def _build(commands: Any) -> Run:
             order=args.order,
         )
         hits, report = list[RedactionHit](), ImportReport()
-        found = (
+        traces = (
             trace
             for path in args.paths
             for trace in redacted(read_traces(path, report), finder, hits)
         )
-        card = write_dataset(build_dataset(found, options), args.to, license=args.license)
+        card = write_dataset(build_dataset(traces, options), args.to, license=args.license)
         lines = [
             (
                 f"{args.kind}: {card['rows']['train']} rows to train on, {card['rows']['test']}"
@@ -417,29 +417,29 @@ def _label(commands: Any) -> Run:
 
         if not 0.5 <= args.sure <= 1:
             parser.error("--sure: from 0.5 to 1")
-        found = read_labelable(args.path)
-        line = _labelled(args, found)
+        traces = read_labelable(args.path)
+        line = _labelled(args, traces)
         if line is not None:
-            write_lines(found, args.path)
+            write_lines(traces, args.path)
             _print([line])
             return 0
-        _by_hand(args, found)
+        _by_hand(args, traces)
         return 0
 
     return run
 
 
-def _labelled(args: Namespace, found: list[Any]) -> str | None:
+def _labelled(args: Namespace, traces: list[Any]) -> str | None:
     """Label by what the arguments name, and return what was done; None: a person is to label."""
     from mlx_parallm.systems.traces.labeling import add_rule_labels
 
     if args.rule:
-        labelled, left = add_rule_labels(found, args.rule, args.name)
+        labelled, left = add_rule_labels(traces, args.rule, args.name)
         return f"{args.rule}: {labelled} labelled, {left} left alone"
     if args.reward:
         from mlx_parallm.systems.traces.rewards import add_reward_labels, references_of
 
-        labelled, left = add_reward_labels(found, references_of([args.reward], Path.cwd()))
+        labelled, left = add_reward_labels(traces, references_of([args.reward], Path.cwd()))
         return f"{args.reward}: {labelled} labelled, {left} left alone"
     if args.judge:
         from mlx_parallm.rewards.judge import CRITERIA, judge
@@ -452,12 +452,12 @@ def _labelled(args: Namespace, found: list[Any]) -> str | None:
             criteria=args.criteria or CRITERIA,
             mode="rank" if args.relative else "score",
         )
-        return add_judge_labels(found, model, args.judge_model, relative=args.relative).line()
+        return add_judge_labels(traces, model, args.judge_model, relative=args.relative).line()
     if args.auto:
         from mlx_parallm.systems.traces.auto_label import AutoLabeler
 
-        labeler = AutoLabeler(found)
-        labelled, left = labeler.propose(found, args.sure)
+        labeler = AutoLabeler(traces)
+        labelled, left = labeler.propose(traces, args.sure)
         return (
             f"learned from {labeler.positive} good and {labeler.negative} bad: {labelled}"
             f" labelled, of {left} it is not"
@@ -467,7 +467,7 @@ def _labelled(args: Namespace, found: list[Any]) -> str | None:
     return None
 
 
-def _by_hand(args: Namespace, found: list[Any]) -> None:
+def _by_hand(args: Namespace, traces: list[Any]) -> None:
     from mlx_parallm.system.terminal import escaped
     from mlx_parallm.systems.traces.labeling import label_by_hand
 
@@ -482,10 +482,10 @@ def _by_hand(args: Namespace, found: list[Any]) -> None:
     if args.unsure_first:
         from mlx_parallm.systems.traces.auto_label import AutoLabeler
 
-        order = AutoLabeler(found).unsure_first(found)
+        order = AutoLabeler(traces).unsure_first(traces)
     redactor = _finder(args)
     done = label_by_hand(
-        args.path, found, iter(sys.stdin.readline, ""), show, ask, order=order, redactor=redactor
+        args.path, traces, iter(sys.stdin.readline, ""), show, ask, order=order, redactor=redactor
     )
     _print(["", f"{done} labelled"])
 

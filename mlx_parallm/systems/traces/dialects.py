@@ -186,7 +186,7 @@ def _split(fields: Json, parts: Sequence[Any]) -> list[Json]:
         for key, value in fields.items()
         if key not in ("role", "content", "tool_calls", "step")
     }
-    own = {key: fields[key] for key in ("step",) if key in fields}
+    step = {key: fields[key] for key in ("step",) if key in fields}
     role = fields.get("role")
     if role == "tool" and any(_kind(part) == "result" for part in parts):
         role = "user"  # of what stands beside the results
@@ -212,7 +212,7 @@ def _split(fields: Json, parts: Sequence[Any]) -> list[Json]:
     made[number] = first if is_tool else {**rest, **first}
     if hidden:
         made[number] = add_step(made[number], extra={"fields": hidden})
-    return [add_step(message, **own.get("step", {})) if own else message for message in made]
+    return [add_step(message, **step.get("step", {})) if step else message for message in made]
 
 
 class _Open:
@@ -371,7 +371,7 @@ def _result(part: Mapping[str, Any]) -> Json:
 
 
 def result_content(value: Any) -> Any:
-    """What a tool gave back, as the content of a message: text, parts where there is more than
+    """Return a tool's result as the content of a message: text, parts where there is more than
     text, or JSON text."""
     if value is None or isinstance(value, str):
         return value or ""
@@ -455,12 +455,12 @@ def tool_definition(tool: Mapping[str, Any]) -> Json:
         (key for key in ("parameters", "input_schema", "inputSchema") if key in tool),
         "parameters",
     )
-    own = ("name", "description", "strict", schema)
+    schema_keys = ("name", "description", "strict", schema)
     function = {"name": tool["name"]}
     function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
     if tool.get(schema) is not None:
         function["parameters"] = tool[schema]
-    rest = {key: value for key, value in tool.items() if key not in (*own, "type")}
+    rest = {key: value for key, value in tool.items() if key not in (*schema_keys, "type")}
     if tool.get("type") not in (None, "function", "custom"):
         rest["kind"] = tool["type"]
     return {"type": "function", "function": function, **rest}
@@ -470,8 +470,8 @@ def tool_definition(tool: Mapping[str, Any]) -> Json:
 
 
 def not_sampled(message: Mapping[str, Any], *about: Mapping[str, Any]) -> str | None:
-    """Why an answer is no answer of a model: a program wrote it in the model's place, or the call
-    failed.
+    """Return why no model sampled an answer: a program wrote it in the model's place, or the call
+    failed. None: a model did.
 
     Args:
         about: further objects that say how the call went: a line, a choice, an API's message.

@@ -122,7 +122,7 @@ class ExecutionTrace:
     def tool_calls(self) -> list[ToolCallTrace]:
         """Every call with its result. Without a note of the collector, a result that begins with
         "error" has failed."""
-        found = []
+        calls = []
         for step in self.trace.steps:
             results = {
                 result.source_call_id: result
@@ -141,12 +141,12 @@ class ExecutionTrace:
                     "error": text if failed else None,
                     "timestamp": step.timestamp or (""),
                 }
-                found.append(
+                calls.append(
                     ToolCallTrace(
                         call.function_name, dict(call.arguments), text, **{**values, **noted}
                     )
                 )
-        return found
+        return calls
 
     @property
     def reasoning_steps(self) -> list[ReasoningStep]:
@@ -192,7 +192,8 @@ class ExecutionTrace:
 
     @property
     def execution_duration_ms(self) -> float:
-        """As the collector measured it; else from the first to the last time that a step has."""
+        """The time that the collector measured; without it, from the first to the last time of a
+        step."""
         times = [
             time for step in self.trace.steps if (time := unix_time(step.timestamp)) is not None
         ]
@@ -206,7 +207,7 @@ class ExecutionTrace:
 
     @property
     def label(self) -> bool | None:
-        """The newest label of a person; None: nobody has looked."""
+        """The newest label by a person; None: there is none."""
         values = [
             label.value
             for label in self.trace.labels
@@ -312,8 +313,8 @@ def _plain(value: Any) -> Any:
 
 
 def _record(kind: type[Any], entry: Mapping[str, Any]) -> Any:
-    known = {each.name for each in fields(kind)}
-    return kind(**{key: value for key, value in entry.items() if key in known})
+    names = {each.name for each in fields(kind)}
+    return kind(**{key: value for key, value in entry.items() if key in names})
 
 
 def _messages_of(event: Event, number: int) -> Sequence[Json]:

@@ -88,7 +88,7 @@ def label_by_hand(
     order: Iterable[Trace] | None = None,
     redactor: Redactor | None = None,
 ) -> int:
-    """Walk a person through the traces that nobody has judged; return how many they labelled.
+    """Walk a person through the traces without a judgement; return how many they labelled.
 
     Args:
         order: which to ask about, and in which order; default: all, as they stand in the file.

@@ -83,8 +83,10 @@ def _user_names(home: Path) -> tuple[SecretForm, ...]:
     )
     forms = [SecretForm("user", ("/home/", "users"), path)]
     if len(home.name) >= 4 and home.name.lower() not in _EVERYBODY:
-        own = re.compile(rf"(?<![A-Za-z0-9]){re.escape(home.name)}(?![A-Za-z0-9])", re.IGNORECASE)
-        forms.append(SecretForm("user", (home.name.lower(),), own))
+        home_name = re.compile(
+            rf"(?<![A-Za-z0-9]){re.escape(home.name)}(?![A-Za-z0-9])", re.IGNORECASE
+        )
+        forms.append(SecretForm("user", (home.name.lower(),), home_name))
     return tuple(forms)
 
 
@@ -122,12 +124,12 @@ class TraceRedactor:
         return dict(Counter(hit.kind for hit in self.hits))
 
     def text(self, text: str) -> str:
-        found = (
+        secrets = (
             self._redactor.find(text)
             if self._redactor is not None and len(text) >= SHORTEST
             else []
         )
-        return self._replaced(text, found) if found else text
+        return self._replaced(text, secrets) if secrets else text
 
     def value(self, value: Any) -> Any:
         """Return nested JSON with every string redacted, keys too."""
@@ -171,9 +173,9 @@ class TraceRedactor:
             else self.text(value)
         )
 
-    def _replaced(self, text: str, found: Sequence[FoundSecret]) -> str:
+    def _replaced(self, text: str, secrets: Sequence[FoundSecret]) -> str:
         parts, end, starts = [], 0, []
-        for secret in found:
+        for secret in secrets:
             placeholder = self._placeholder(text[secret.start : secret.end], secret.kind)
             parts.append(text[end : secret.start])
             starts.append((sum(map(len, parts)), placeholder, secret.kind))
@@ -186,15 +188,15 @@ class TraceRedactor:
         return redacted
 
     def _placeholder(self, secret: str, kind: str) -> str:
-        known = self._placeholders.get(secret)
-        if known is None:
+        placeholder = self._placeholders.get(secret)
+        if placeholder is None:
             self._numbers[kind] += 1
-            known = self._placeholders[secret] = f"<{kind.upper()}_{self._numbers[kind]}>"
-        return known
+            placeholder = self._placeholders[secret] = f"<{kind.upper()}_{self._numbers[kind]}>"
+        return placeholder
 
 
 def secret_finder(secrets: Iterable[str | None] = (), *, personal: bool = False) -> Redactor:
-    """What finds secrets in traces: the forms of secrets, user names, `secrets`, and this
+    """Return a finder of secrets in traces: the forms of secrets, user names, `secrets`, and this
     process's own. `personal`: e-mail addresses, payment cards, IBANs and phone numbers too."""
     forms = (*SECRET_FORMS, *_user_names(Path.home()), *(PERSONAL_FORMS if personal else ()))
     return Redactor([*secrets, *environment_secrets()], forms)

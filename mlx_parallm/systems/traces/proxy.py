@@ -180,22 +180,22 @@ class _Recording:
 
     def begin(self, name: str, body: bytes) -> None:
         with self._giving_up(name):
-            asked = _json_object(body)
-            messages = asked.get("messages")
+            request = _json_object(body)
+            messages = request.get("messages")
             if not isinstance(messages, list) or not all(
                 isinstance(message, dict) for message in messages
             ):
                 raise ValueError("the request has no list of messages")
-            tools = asked.get("tools") or []
+            tools = request.get("tools") or []
             if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
                 raise ValueError("'tools' is no list of objects")
-            choices, temperature = asked.get("n") or 1, asked.get("temperature")
+            choices, temperature = request.get("n") or 1, request.get("temperature")
             if not isinstance(choices, int) or not 1 <= choices <= MOST_CHOICES:
                 raise ValueError("'n' is no number of choices")
             if temperature is not None and not isinstance(temperature, int | float):
                 raise ValueError("'temperature' is no number")
             self._temperature = 1.0 if temperature is None else float(temperature)
-            call = RecordedCall(name, messages, tools, optional_text(asked, "model"))
+            call = RecordedCall(name, messages, tools, optional_text(request, "model"))
             self._reader = ChunkReader(call, choices, self._temperature)
             self._call = call
 
@@ -213,8 +213,8 @@ class _Recording:
             return
         with self._giving_up(call.session):
             for event_bytes in self._events.feed(data):
-                if found := _event_data(event_bytes):
-                    self._reader.take(found)
+                if chunk := _event_data(event_bytes):
+                    self._reader.take(chunk)
             if self._reader.ended:
                 await self.end(COMPLETE)
 
@@ -312,8 +312,8 @@ class _EventSplitter:
             if line:
                 self._lines.append(line)
             elif self._lines:
-                found, self._lines, self._size = b"\n".join(self._lines), [], 0
-                yield found
+                event_bytes, self._lines, self._size = b"\n".join(self._lines), [], 0
+                yield event_bytes
 
 
 def _event_data(raw: bytes) -> dict[str, Any]:

@@ -123,8 +123,8 @@ def redacted(
 ) -> Iterator[Trace]:
     """Yield the traces redacted; `hits` grows by what was hidden."""
     for trace in traces:
-        cleaned, found = redact_trace(trace_of(trace), finder)
-        hits += found
+        cleaned, trace_hits = redact_trace(trace_of(trace), finder)
+        hits += trace_hits
         yield cleaned
 
 

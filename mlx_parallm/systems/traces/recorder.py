@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What our engine sampled for one choice. Lengths: prompt [P], all others [T]."""
+    """The tokens that our engine sampled for one choice. Lengths: prompt [P], all others [T]."""
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
@@ -255,14 +255,14 @@ class SessionRecorder:
         written to the disk."""
         text = compared_text(message)
         digest = text_digest(text)
-        known = live.keys.get(digest)
-        if known is None:
+        redacted_digest = live.keys.get(digest)
+        if redacted_digest is None:
             if self._finder is not None:
                 for secret in reversed(self._finder.find(text)):
                     text = f"{text[: secret.start]}<{secret.kind}>{text[secret.end :]}"
-            known = text_digest(text)
-            live.keys[digest] = known
-        return chained_key(chain, known)
+            redacted_digest = text_digest(text)
+            live.keys[digest] = redacted_digest
+        return chained_key(chain, redacted_digest)
 
     def _feedback(self, name: str, label: Label) -> Label:
         if name not in self._live and not (self._folder / f"{name}.jsonl").exists():

@@ -40,14 +40,14 @@ def trajectory_of(trace: AnyTrace) -> Trajectory:
     trace = trace_of(trace)
     view, messages = ExecutionTrace(trace), trace.messages
     answers = [step for step in trace.steps if step.sampled]
-    opening, turns, asked = [], list[Turn](), list[str]()
+    opening, turns, prompt = [], list[Turn](), list[str]()
     for message in messages:
         text = text_of(message.get("content"))
         if message["role"] == "assistant":
-            turns.append(Turn("\n".join(asked), text))
-            asked = []
+            turns.append(Turn("\n".join(prompt), text))
+            prompt = []
         else:
-            asked.append(text)
+            prompt.append(text)
             if not turns:
                 opening.append(text)
     metadata: Json = {}

@@ -113,7 +113,7 @@ def row_chat(trace: Trace) -> RowChat:
 
 
 def _why_not(message: Json, kept: Json, step: TraceStep) -> str:
-    """Why an answer is not learned: it is empty, or no model gave it. Empty text: it is learned."""
+    """Return why an answer is not learned: it is empty, or no model gave it. "": it is learned."""
     if not kept["content"].strip() and not kept.get("tool_calls"):
         return "an empty answer"
     about = (step.metrics.extra if step.metrics is not None else None) or {}

@@ -118,9 +118,9 @@ class TraceStep(_Record):
                 " metrics"
             )
         if self.observation is not None and self.tool_calls is not None:
-            known = {call.tool_call_id for call in self.tool_calls}
+            call_ids = {call.tool_call_id for call in self.tool_calls}
             for result in self.observation.results:
-                if result.source_call_id is not None and result.source_call_id not in known:
+                if result.source_call_id is not None and result.source_call_id not in call_ids:
                     raise ValueError(
                         f"step {self.step_id}: a result of {result.source_call_id!r}, which"
                         " was not called"
@@ -146,7 +146,8 @@ class TraceAgent(_Record):
 
 
 class Label(_Record):
-    """Who judged what, and when. Field names are OpenTelemetry's `gen_ai.evaluation.*`.
+    """A judgement of an answer or a session: by whom, and when. Field names are OpenTelemetry's
+    `gen_ai.evaluation.*`.
 
     Attributes:
         value: a number; `label`: a word ("good", "bad"). One of them, or an explanation, is there.
@@ -301,9 +302,9 @@ def steps_of(messages: Iterable[Mapping[str, Any]]) -> list[Json]:
                 step: Json = {"source": "system", "message": "", "extra": {_OPENAI: {"role": role}}}
                 steps.append({"step_id": len(steps) + 1, **step})
                 takes_results = True
-            known = {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())}
+            call_ids = {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())}
             steps[-1].setdefault("observation", {"results": []})["results"].append(
-                _result_of(message, known)
+                _result_of(message, call_ids)
             )
         elif isinstance(role, str) and role in _SOURCE_OF:
             steps.append({"step_id": len(steps) + 1, **_step_of(message, number)})
@@ -349,7 +350,7 @@ def _step_of(message: Mapping[str, Any], number: int) -> Json:
 
 
 class StepFields(dict[str, Any]):
-    """What a message's key "step" holds when this package put it there: a log's own field is a
+    """The content of a message's key "step" when this package put it there. A log's own field is a
     plain dict."""
 
 
@@ -377,9 +378,9 @@ def foreign_message(message: Mapping[str, Any]) -> Json:
 
 def _with_own(record: Json, message: Mapping[str, Any]) -> Json:
     """Add to a step what the message's key "step" has for it."""
-    own = dict(message.get("step", {}))
-    extra = {**record.get("extra", {}), **own.pop("extra", {})}
-    return {**record, **own, **({"extra": extra} if extra else {})}
+    step_fields = dict(message.get("step", {}))
+    extra = {**record.get("extra", {}), **step_fields.pop("extra", {})}
+    return {**record, **step_fields, **({"extra": extra} if extra else {})}
 
 
 def _written(step: Mapping[str, Any]) -> Json:
@@ -447,10 +448,10 @@ def parsed_arguments(raw: Any) -> Json | None:
     return value if isinstance(value, dict) else None
 
 
-def _result_of(message: Mapping[str, Any], known: set[str]) -> Json:
+def _result_of(message: Mapping[str, Any], call_ids: set[str]) -> Json:
     call_id = message.get("tool_call_id")
     result: Json = {"content": _atif_content(message.get("content"))}
-    if call_id in known:
+    if call_id in call_ids:
         result["source_call_id"] = call_id
     original = {key: value for key, value in message.items() if key != "step"}
     made = _with_rest(result, original, _written_result(result))

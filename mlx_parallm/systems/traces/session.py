@@ -219,11 +219,11 @@ class Session:
                     raise value
                 if value["type"] == "turn":
                     session.add(SessionTurn.from_json(value))
-                    for record, known in (
+                    for record, field_names in (
                         (value, _TURN_FIELDS),
                         (value.get("tokens") or {}, _TOKEN_FIELDS),
                     ):
-                        others = sorted(record.keys() - known)
+                        others = sorted(record.keys() - field_names)
                         session.unknown += [
                             (f"{path.name}:{number}", name, record[name]) for name in others
                         ]
@@ -365,9 +365,9 @@ class Session:
             }
         )
 
-    def _about(self, path: Sequence[SessionTurn], own: set[str]) -> Json:
-        """A trace's `extra`. `own`: the turns that only this trace trains on."""
-        names = {turn.response_id for turn in path if turn.id in own}
+    def _about(self, path: Sequence[SessionTurn], trained: set[str]) -> Json:
+        """A trace's `extra`. `trained`: the turns that only this trace trains on."""
+        names = {turn.response_id for turn in path if turn.id in trained}
         labels = [
             label.to_json()
             for label in self.labels
@@ -554,8 +554,8 @@ def chained_key(chain: str, digest: bytes) -> str:
 
 
 def compared_text(message: Mapping[str, Any]) -> str:
-    """What makes two messages equal: role, text, calls. A client may leave out reasoning, nulls
-    and annotations."""
+    """Return the text by which two messages are compared: role, text, calls. A client may leave out
+    reasoning, nulls and annotations."""
     calls = [
         (
             call.get("id"),

@@ -36,9 +36,9 @@ def _():
 
 @cell("tools + schema")
 def _():
-    found = Agent(model=scripted, tools=[get_weather], output_schema=Weather).run(QUESTION).content
-    check(found == Weather(city="Paris", sunny=True), found)
-    check_loop(found)
+    answer = Agent(model=scripted, tools=[get_weather], output_schema=Weather).run(QUESTION).content
+    check(answer == Weather(city="Paris", sunny=True), answer)
+    check_loop(answer)
 
 
 @cell("responses")

@@ -32,8 +32,8 @@ def _():
             "1",
         ]
         shown = command("aiperf", "profile", *words)
-        found = json.loads(next(Path(name).rglob("profile_export_aiperf.json")).read_text())
+        report = json.loads(next(Path(name).rglob("profile_export_aiperf.json")).read_text())
     check(
-        found["request_count"]["avg"] == 3 and not found.get("error_request_count"),
-        (found, shown[-200:]),
+        report["request_count"]["avg"] == 3 and not report.get("error_request_count"),
+        (report, shown[-200:]),
     )

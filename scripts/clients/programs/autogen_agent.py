@@ -56,8 +56,8 @@ async def _():
 
 @cell("schema")
 async def _():
-    found = (await client(V1, max_tokens=64).create(MESSAGES, json_output=Sunny)).content
-    check(isinstance(json.loads(found)["sunny"], bool), found)
+    answer = (await client(V1, max_tokens=64).create(MESSAGES, json_output=Sunny)).content
+    check(isinstance(json.loads(answer)["sunny"], bool), answer)
 
 
 @cell("tools + schema")
@@ -68,6 +68,6 @@ async def _():
         tools=[FunctionTool(get_weather, description="Weather.", strict=True)],
         output_content_type=Weather,
     )
-    found = (await agent.run(task=QUESTION)).messages[-1].content
-    check(found == Weather(city="Paris", sunny=True), found)
-    check_loop(found)
+    answer = (await agent.run(task=QUESTION)).messages[-1].content
+    check(answer == Weather(city="Paris", sunny=True), answer)
+    check_loop(answer)

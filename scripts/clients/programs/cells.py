@@ -1,5 +1,5 @@
-"""What the Python programs here have in common: where the servers are, one tool, and the report of
-a cell.
+"""Parts that the Python programs here share: where the servers are, one tool, and the report of a
+cell.
 
 A program runs in an environment of its own, so this file needs the standard library only.
 """
@@ -85,10 +85,10 @@ def _expired(*_: object) -> None:
     raise TimeoutError(f"not done in {SECONDS} s")
 
 
-def check(condition: object, found: object) -> None:
-    """Raises AssertionError that shows `found`, unless the condition holds."""
+def check(condition: object, seen: object) -> None:
+    """Raise AssertionError that shows `seen`, unless the condition holds."""
     if not condition:
-        raise AssertionError(f"unexpected: {found!r}")
+        raise AssertionError(f"unexpected: {seen!r}")
 
 
 def check_loop(answer: object) -> None:

@@ -40,6 +40,6 @@ def _():
 
 @cell("tools + schema")
 def _():
-    found = agent(tools=[get_weather]).kickoff(QUESTION, response_format=Weather).pydantic
-    check(found == Weather(city="Paris", sunny=True), found)
-    check_loop(found)
+    answer = agent(tools=[get_weather]).kickoff(QUESTION, response_format=Weather).pydantic
+    check(answer == Weather(city="Paris", sunny=True), answer)
+    check_loop(answer)

@@ -31,8 +31,8 @@ def _():
 @cell("schema")
 def _():
     with dspy.context(lm=tiny, adapter=dspy.JSONAdapter()):
-        found = dspy.Predict(Weather)(question=QUESTION)
-    check(isinstance(found.sunny, bool), found)
+        answer = dspy.Predict(Weather)(question=QUESTION)
+    check(isinstance(answer.sunny, bool), answer)
 
 
 @cell("embeddings")

@@ -31,6 +31,6 @@ def _():
             (f"kind=json,path={name}/found.json"),
         ]
         shown = command("guidellm", "run", *words, HF_HUB_OFFLINE="1")
-        found = json.loads(Path(name, "found.json").read_text())
-    totals = found["benchmarks"][0]["metrics"]["request_totals"]
+        report = json.loads(Path(name, "found.json").read_text())
+    totals = report["benchmarks"][0]["metrics"]["request_totals"]
     check(totals["successful"] == 3 and not totals["errored"], (totals, shown[-200:]))

@@ -42,8 +42,8 @@ def generator(url: str, **fields: object) -> OpenAIChatGenerator:
 
 @cell("chat")
 def _():
-    found = generator(V1, max_tokens=8).run(MESSAGES)["replies"][0]
-    check(found.meta["usage"]["completion_tokens"] > 0, found)
+    reply = generator(V1, max_tokens=8).run(MESSAGES)["replies"][0]
+    check(reply.meta["usage"]["completion_tokens"] > 0, reply)
 
 
 @cell("stream")

@@ -20,11 +20,11 @@ class Sunny(pydantic.BaseModel):
 
 
 def typed(mode: instructor.Mode) -> Sunny:
-    found = instructor.from_openai(OpenAI(base_url=V1), mode=mode).create(
+    answer = instructor.from_openai(OpenAI(base_url=V1), mode=mode).create(
         response_model=Sunny, **FIELDS
     )
-    check(isinstance(found, Sunny), found)
-    return found
+    check(isinstance(answer, Sunny), answer)
+    return answer
 
 
 @cell("schema")

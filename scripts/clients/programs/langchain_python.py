@@ -45,16 +45,16 @@ def _():
 @cell("schema")
 def _():
     for method in ("json_schema", "function_calling"):
-        found = tiny.with_structured_output(Sunny, method=method).invoke(QUESTION)
-        check(isinstance(found, Sunny), found)
+        answer = tiny.with_structured_output(Sunny, method=method).invoke(QUESTION)
+        check(isinstance(answer, Sunny), answer)
 
 
 @cell("tools + schema")
 def _():
     agent = create_agent(scripted, [get_weather], response_format=ProviderStrategy(Weather))
-    found = agent.invoke(ASKED)["structured_response"]
-    check(found == Weather(city="Paris", sunny=True), found)
-    check_loop(found)
+    answer = agent.invoke(ASKED)["structured_response"]
+    check(answer == Weather(city="Paris", sunny=True), answer)
+    check_loop(answer)
 
 
 @cell("responses")

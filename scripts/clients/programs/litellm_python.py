@@ -98,7 +98,7 @@ def _():
 
 @cell("embeddings")
 def _():
-    found = litellm.embedding(
+    response = litellm.embedding(
         model=f"openai/{MODEL}", api_key="none", api_base=V1, input=["a", "b"]
     )
-    check(len(found.data) == 2, found)
+    check(len(response.data) == 2, response)

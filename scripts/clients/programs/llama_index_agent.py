@@ -42,5 +42,5 @@ async def _():
 
 @cell("schema")
 def _():
-    found = tiny.as_structured_llm(Sunny).complete(QUESTION).raw
-    check(isinstance(found, Sunny), found)
+    answer = tiny.as_structured_llm(Sunny).complete(QUESTION).raw
+    check(isinstance(answer, Sunny), answer)

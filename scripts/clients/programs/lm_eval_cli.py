@@ -47,8 +47,8 @@ def evaluate(kind: str, model: str, route: str, **fields: object) -> None:
         words += ["--include_path", name, "--tasks", "capitals", "--output_path", f"{name}/out"]
         words += ["--apply_chat_template"] * ("chat" in route)
         command("lm_eval", *words, HF_HOME=f"{name}/hf", HF_HUB_OFFLINE="1")
-        found = json.loads(next(Path(name, "out").rglob("results*.json")).read_text())
-    check("capitals" in found["results"], found)
+        report = json.loads(next(Path(name, "out").rglob("results*.json")).read_text())
+    check("capitals" in report["results"], report)
 
 
 @cell("scores by log-probability")

@@ -35,8 +35,8 @@ def _():
 
 @cell("schema")
 def _():
-    found = model(V1, max_tokens=64).call(QUESTION, format=Sunny).parse()
-    check(isinstance(found, Sunny), found)
+    answer = model(V1, max_tokens=64).call(QUESTION, format=Sunny).parse()
+    check(isinstance(answer, Sunny), answer)
 
 
 @cell("tool loop")

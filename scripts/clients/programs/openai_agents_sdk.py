@@ -52,16 +52,18 @@ def cells_of(kind: type, api: str) -> None:
 
     @cell(f"{api}: schema")
     async def _():
-        asked = agent(kind, V1, output_type=Sunny, model_settings=SHORT)
-        check(isinstance((await Runner.run(asked, QUESTION)).final_output, Sunny), "an object")
+        typed_agent = agent(kind, V1, output_type=Sunny, model_settings=SHORT)
+        check(
+            isinstance((await Runner.run(typed_agent, QUESTION)).final_output, Sunny), "an object"
+        )
 
     @cell(f"{api}: tools + schema")
     async def _():
-        found = (
+        answer = (
             await Runner.run(agent(kind, SCRIPTED, tools=[tool], output_type=Weather), QUESTION)
         ).final_output
-        check(found == Weather(city="Paris", sunny=True), found)
-        check_loop(found)
+        check(answer == Weather(city="Paris", sunny=True), answer)
+        check_loop(answer)
 
 
 cells_of(OpenAIChatCompletionsModel, "chat")

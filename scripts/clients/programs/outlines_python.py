@@ -34,5 +34,5 @@ def _():
 @cell("vLLM's choice and regex")
 def _():
     check(as_vllm(QUESTION, Literal["a", "b"], max_tokens=8) in ("a", "b"), "a choice")
-    found = as_vllm(QUESTION, outlines.regex("[0-9]{3}"), max_tokens=8)
-    check(found.isdigit() and len(found) == 3, found)
+    answer = as_vllm(QUESTION, outlines.regex("[0-9]{3}"), max_tokens=8)
+    check(answer.isdigit() and len(answer) == 3, answer)

@@ -53,9 +53,9 @@ async def _():
 @cell("tools + schema")
 async def _():
     agent = Agent(scripted, tools=[get_weather], output_type=NativeOutput(Weather))
-    found = (await agent.run(QUESTION)).output
-    check(found == Weather(city="Paris", sunny=True), found)
-    check_loop(found)
+    answer = (await agent.run(QUESTION)).output
+    check(answer == Weather(city="Paris", sunny=True), answer)
+    check_loop(answer)
 
 
 @cell("responses")

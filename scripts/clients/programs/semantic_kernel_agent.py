@@ -30,9 +30,9 @@ def service(url: str) -> OpenAIChatCompletion:
 
 
 def history() -> ChatHistory:
-    found = ChatHistory()
-    found.add_user_message(QUESTION)
-    return found
+    chat = ChatHistory()
+    chat.add_user_message(QUESTION)
+    return chat
 
 
 @cell("chat")

@@ -33,7 +33,7 @@ export interface paths {
         };
         /**
          * Policy Stats
-         * @description How many updates, episodes and experiences there were, and the latest averages.
+         * @description Return the numbers of updates, episodes and experiences, and the latest averages.
          */
         get: operations["policy_stats_stats_get"];
         put?: never;

@@ -148,7 +148,7 @@ export interface paths {
         put?: never;
         /**
          * Roll Back
-         * @description Answers when it is done, or 202 when the step that is being trained takes longer than
+         * @description Answer when it is done, or 202 when the step that is being trained takes longer than
          *     that.
          */
         post: operations["roll_back_v1_training_rollback_post"];
@@ -225,7 +225,7 @@ export interface paths {
         put?: never;
         /**
          * Abort Requests
-         * @description Ends these requests with finish_reason "abort"; without ids, all that came over HTTP.
+         * @description End these requests with finish_reason "abort"; without ids, all that came over HTTP.
          */
         post: operations["abort_requests_abort_requests_post"];
         delete?: never;
@@ -574,7 +574,8 @@ export interface components {
             is_paused: boolean;
         };
         /**
-         * @description Who judged what, and when. Field names are OpenTelemetry's `gen_ai.evaluation.*`.
+         * @description A judgement of an answer or a session: by whom, and when. Field names are OpenTelemetry's
+         *     `gen_ai.evaluation.*`.
          *
          *     Attributes:
          *         value: a number; `label`: a word ("good", "bad"). One of them, or an explanation, is there.

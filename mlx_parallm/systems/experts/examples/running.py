@@ -1,4 +1,4 @@
-"""What the training scripts of this folder share: the command line, progress, checkpoints,
+"""Parts that the training scripts of this folder share: the command line, progress, checkpoints,
 one-line errors."""
 
 import argparse

@@ -70,7 +70,7 @@ def _sums(draw: random.Random) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _shots(draw: random.Random) -> Iterator[tuple[str, str, str, str]]:
-    """As `_sums`. A target and a wind of the physics expert's task."""
+    """Yield the four texts of `_sums`, for a target and a wind of the physics expert's task."""
     while True:
         target, wind = round(draw.uniform(50, 200), 1), round(draw.uniform(-5, 5), 1)
         guess = f"ANSWER: {draw.randint(20, 70)} degrees at {draw.randint(20, 60)} m/s"

@@ -75,20 +75,20 @@ def _conversations(row: Json, place: str, report: ImportReport) -> list[Trace]:
     answers = _answers(columns, listed)
     report.expect(place, [*listed, *(answer for answer, _ in answers)])
     tools = tool_definitions(body.pop("tools", None), body.pop("functions", None))
-    asked = [_weighed(message, report, place) for message in chat_messages(listed)]
+    prompt = [_weighed(message, report, place) for message in chat_messages(listed)]
     if answers:
-        asked = [
+        prompt = [
             add_step(each, **COPIED) if each.get("role") == ("assistant") else each
-            for each in asked
+            for each in prompt
         ]
     session = str(row.get("id") or place)
     traces = []
     given_answers = [
         [_weighed(m, report, place, about) for m in converted(answer)] for answer, about in answers
     ]
-    for number, given in enumerate(given_answers or [list[Json]()], 1):
+    for number, answer_messages in enumerate(given_answers or [list[Json]()], 1):
         trace = new_trace(
-            linked([*asked, *given]),
+            linked([*prompt, *answer_messages]),
             session_id=session,
             source="openai-chat",
             tools=tools,
@@ -377,17 +377,20 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
         messages = _graph_messages(nodes, path, claimed)
         claimed |= set(path)
         listed = entry.get("tools") or []
-        own = nodes[path[0]].get("tools")
+        node_tools = nodes[path[0]].get("tools")
         trace = new_trace(
             linked(messages),
             session_id=name if not traces else f"{name}#{len(traces) + 1}",
             source="verifiers",
             source_id=name,
-            tools=tool_definitions(own or listed or None),
+            tools=tool_definitions(node_tools or listed or None),
             task=task.get("key"),
             group_id=task.get("hash"),
             rewards=scores or None,
-            columns={**rest, **({"tools": listed} if own and listed and own != listed else {})}
+            columns={
+                **rest,
+                **({"tools": listed} if node_tools and listed and node_tools != listed else {}),
+            }
             or None,
             untrainable=None
             if lost is None
@@ -449,14 +452,15 @@ def _graph_messages(
                 kept = {key: value for key, value in kept.items() if key not in _TOKENS}
         before = before + ids
         parts = converted(message)
-        own = next(
+        position = next(
             (n for n, each in enumerate(parts) if each.get("role") == message.get("role")), 0
         )
-        parts[own] = add_step(parts[own], extra={"node": kept} if kept else {}, **step)
-        is_answer = parts[own].get("role") == "assistant" and "metrics" not in step
+        parts[position] = add_step(parts[position], extra={"node": kept} if kept else {}, **step)
+        is_answer = parts[position].get("role") == "assistant" and "metrics" not in step
         reason = not_sampled(message, node) if is_answer else None
         messages += [
-            marked(each, reason) if reason and n == own else each for n, each in enumerate(parts)
+            marked(each, reason) if reason and n == position else each
+            for n, each in enumerate(parts)
         ]
     return messages
 

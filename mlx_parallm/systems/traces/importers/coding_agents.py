@@ -47,11 +47,11 @@ class _Node:
     lines: list[tuple[str, Json]]  # place and line
     blocks: list[Any]
     is_doubtful: bool = False  # it follows a uuid that stands at two places
-    known: set[str] = field(default_factory=set)  # its blocks as text
+    block_texts: set[str] = field(default_factory=set)  # its blocks as text
     results: set[str] = field(default_factory=set)  # ids of calls whose results it holds
 
     def __post_init__(self) -> None:
-        self.known |= set(map(_as_text, self.blocks))
+        self.block_texts |= set(map(_as_text, self.blocks))
         self.results |= _result_ids(self.blocks)
 
     @property
@@ -140,11 +140,11 @@ class _ClaudeLog:
     def _join(self, place: str, line: Json, uuid: str, name: str, blocks: Sequence[Any]) -> None:
         node = self.nodes[name]
         for block in blocks:
-            if _as_text(block) in node.known:
+            if _as_text(block) in node.block_texts:
                 self.report.drop(place, BLOCK_TWICE, block)
             else:
                 node.blocks.append(block)
-                node.known.add(_as_text(block))
+                node.block_texts.add(_as_text(block))
         node.results |= _result_ids(blocks)
         node.lines.append((place, line))
         self.holder[uuid] = name
@@ -158,10 +158,10 @@ class _ClaudeLog:
             self.doubted.add(uuid)
         if first == line:
             self.report.skip(place, TWICE)
-        elif node.known < texts:
+        elif node.block_texts < texts:
             self._join(place, line, uuid, self.holder[uuid], blocks)
         else:
-            self.report.skip(place, TWICE if texts <= node.known else TWICE_OTHERWISE)
+            self.report.skip(place, TWICE if texts <= node.block_texts else TWICE_OTHERWISE)
 
     def resolved(self, uuid: str | None) -> str | None:
         """The node that a link leads to, through lines that are no messages; None: to none."""
@@ -258,8 +258,8 @@ def _is_side(node: _Node) -> bool:
 
 
 def _identity(node: _Node, name: str) -> str:
-    """What an answer has in every file that holds it: a resumed session copies the lines before
-    it."""
+    """Return a name for an answer that is the same in every file that holds it: a resumed session
+    copies the earlier lines."""
     return str(node.line["message"].get("id") or name)
 
 

@@ -63,11 +63,11 @@ _USAGE = {
 
 @dataclass
 class _Call:
-    """One span: what the model was asked, and each of its answers."""
+    """One span: the messages that the model read, and each of its answers."""
 
     place: str
     at: float
-    asked: list[Json]
+    prompt: list[Json]
     answers: list[Json]
     finish_reasons: list[Any]
     tools: list[Json]
@@ -84,12 +84,12 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
     conversations: dict[str, list[_Call]] = defaultdict(list)
     seen: dict[tuple[str, str], Json] = {}
     for place, span, around in _spans(path, report):
-        own = (str(span.get("traceId")), str(span.get("spanId")))
-        if span.get("spanId") is not None and own in seen:
-            same = "" if seen[own] == span else ", with other content"
+        span_key = (str(span.get("traceId")), str(span.get("spanId")))
+        if span.get("spanId") is not None and span_key in seen:
+            same = "" if seen[span_key] == span else ", with other content"
             report.skip(place, f"a span that stands in the log twice{same}")
             continue
-        seen[own] = span
+        seen[span_key] = span
         try:
             values = _attributes(span.get("attributes"))
             name = (
@@ -208,27 +208,29 @@ def _call(place: str, span: Json, values: Json, around: Json, report: ImportRepo
     if values.get("openinference.span.kind") not in (None, "LLM"):
         return None
     rest = dict(values)
-    asked, answered, labels, events = _from_events(span.get("events") or (), rest)
+    prompt, answered, labels, events = _from_events(span.get("events") or (), rest)
     flat = _take_flat(rest)
-    asked = _listed(rest.pop("gen_ai.input.messages", None)) or asked or flat["input"]
+    prompt = _listed(rest.pop("gen_ai.input.messages", None)) or prompt or flat["input"]
     answered = _listed(rest.pop("gen_ai.output.messages", None)) or answered or flat["output"]
-    if not asked or not answered:
+    if not prompt or not answered:
         return None
     system = _system(rest)
-    report.expect(place, [*system, *asked, *answered])
+    report.expect(place, [*system, *prompt, *answered])
     reasons = [
         message.pop("finish_reason", None) if isinstance(message, dict) else None
         for message in answered
     ]
     listed = rest.pop("gen_ai.response.finish_reasons", None)
     if isinstance(listed, list):
-        reasons = [own or (listed[n] if n < len(listed) else None) for n, own in enumerate(reasons)]
+        reasons = [
+            reason or (listed[n] if n < len(listed) else None) for n, reason in enumerate(reasons)
+        ]
         if len(listed) > len(reasons) or any(a != b for a, b in zip(listed, reasons, strict=False)):
             rest["gen_ai.response.finish_reasons"] = listed
     elif listed is not None:
         rest["gen_ai.response.finish_reasons"] = listed
     failed = _failure(span, rest)
-    messages, answers = chat_messages([*system, *asked]), []
+    messages, answers = chat_messages([*system, *prompt]), []
     for message, reason in zip(answered, reasons, strict=True):
         about: Json = {"finish_reason": reason, "error": failed}
         answers.append(
@@ -308,17 +310,17 @@ def _failure(span: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
 def _from_events(
     listed: Sequence[Any], values: Json
 ) -> tuple[list[Any], list[Any], list[Label], list[Any]]:
-    """What a span's events hold: messages asked and answered (the conventions' older form),
-    evaluations, and others."""
-    asked, answered, labels, others = list[Any](), list[Any](), list[Label](), list[Any]()
+    """Return the contents of a span's events: the model's input and output messages (the
+    conventions' older form), evaluations, and others."""
+    prompt, answered, labels, others = list[Any](), list[Any](), list[Label](), list[Any]()
     if not isinstance(listed, list | tuple):
         raise TraceError("events that are no list")
     for event in listed:
         name = event.get("name") if isinstance(event, dict) else None
         fields = _attributes(event.get("attributes")) if isinstance(event, dict) else {}
-        known = ("name", "attributes", "timeUnixNano")
+        standard_keys = ("name", "attributes", "timeUnixNano")
         rest = (
-            {key: value for key, value in event.items() if key not in known}
+            {key: value for key, value in event.items() if key not in standard_keys}
             if isinstance(event, dict)
             else {}
         )
@@ -327,11 +329,11 @@ def _from_events(
         elif name == DETAILS and not fields.keys() & values.keys():
             values |= fields
         elif name in _ROLE_EVENTS:
-            asked.append(_event_message(fields, _ROLE_EVENTS[name]))
+            prompt.append(_event_message(fields, _ROLE_EVENTS[name]))
         elif name == "gen_ai.choice":
             answered.append(_event_message(fields, "assistant"))
         elif name in _CONTENT_EVENTS and _CONTENT_EVENTS[name] in fields:
-            (asked if name.endswith("prompt") else answered).extend(
+            (prompt if name.endswith("prompt") else answered).extend(
                 _listed(fields.pop(_CONTENT_EVENTS[name]))
             )
             others += [{"name": name, "attributes": fields}] if fields else []
@@ -340,7 +342,7 @@ def _from_events(
             continue
         if rest:
             others.append({"name": name, **rest})
-    return asked, answered, labels, others
+    return prompt, answered, labels, others
 
 
 def _event_message(fields: Json, role: str) -> Json:
@@ -393,8 +395,8 @@ def _take_flat(rest: Json) -> dict[str, list[Json]]:
             side = "input" if (match[1] or match[3]) in ("input", "prompt") else "output"
             flat[side][int(match[2] or match[4])][match[5]] = rest.pop(key)
     return {
-        side: [_message_of(_nested(found[index])) for index in sorted(found)]
-        for side, found in flat.items()
+        side: [_message_of(_nested(by_index[index])) for index in sorted(by_index)]
+        for side, by_index in flat.items()
     }
 
 
@@ -459,8 +461,8 @@ def _flat_call(call: Any) -> Any:
     inner = call["tool_call"] if isinstance(call, dict) and set(call) == {"tool_call"} else call
     if not isinstance(inner, dict):
         return call
-    own_function = inner.get("function")
-    function = own_function if isinstance(own_function, dict) else inner
+    nested_function = inner.get("function")
+    function = nested_function if isinstance(nested_function, dict) else inner
     if not isinstance(function.get("name"), str):
         return call
     rest = {
@@ -470,10 +472,10 @@ def _flat_call(call: Any) -> Any:
     }
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    own = {"name": function["name"], "arguments": text}
+    flat_function = {"name": function["name"], "arguments": text}
     if function is not inner:
-        own |= {key: value for key, value in function.items() if key not in own}
-    return {"id": str(inner.get("id") or ""), "type": "function", "function": own, **rest}
+        flat_function |= {key: value for key, value in function.items() if key not in flat_function}
+    return {"id": str(inner.get("id") or ""), "type": "function", "function": flat_function, **rest}
 
 
 # ---------------------------------------------------------------------- conversations
@@ -483,7 +485,7 @@ def _joined(name: str, calls: Sequence[_Call], report: ImportReport) -> Iterator
     session, ends, places = Session(name), dict[str, str](), dict[str, str]()
     for call in calls:
         for number, answer in enumerate(call.answers):
-            *messages, response = linked([*call.asked, *answer["before"], answer["response"]])
+            *messages, response = linked([*call.prompt, *answer["before"], answer["response"]])
             if number == 0:
                 response = add_step(response, extra={"span": call.rest})
             reason = call.finish_reasons[number]
@@ -517,14 +519,14 @@ def _joined(name: str, calls: Sequence[_Call], report: ImportReport) -> Iterator
 def _bare(message: Mapping[str, Any]) -> Json:
     """A message, and the fields of its own that lie in its step."""
     extra = message.get("step", {}).get("extra", {})
-    own = {key: value for key, value in extra.items() if key not in ("span", "not_sampled")}
+    step_fields = {key: value for key, value in extra.items() if key not in ("span", "not_sampled")}
     return {key: value for key, value in message.items() if key != "step"} | (
-        {"step": own} if own else {}
+        {"step": step_fields} if step_fields else {}
     )
 
 
 def holds_spans(path: Path) -> bool:
-    """Whether the first line, or the whole file, is OTLP/JSON."""
+    """Return whether the first line, or the whole file, is OTLP/JSON."""
     first = next((value for _, value in read_jsonl(path)), None)
     if isinstance(first, ValueError):
         return b'"resourceSpans"' in path.read_bytes()[:4096]

@@ -19,17 +19,17 @@ def session_traces(
     claimed: set[str] = set()
     for number, leaf in enumerate(session.ordered_leaves(), 1):
         path = session.path(leaf.id)
-        own = dict.fromkeys(places[turn.id] for turn in path if turn.id not in claimed)
+        new_places = dict.fromkeys(places[turn.id] for turn in path if turn.id not in claimed)
         try:
             trace = session.trace(
                 path, claimed, session.name if number == 1 else (f"{session.name}#{number}")
             )
         except SHAPES as error:
-            for place in own:
+            for place in new_places:
                 report.skip(place, shape_of(error))
             continue
         claimed |= {turn.id for turn in path}
-        for place in own:
+        for place in new_places:
             report.carry(place)
         report.traces += 1
         yield trace
