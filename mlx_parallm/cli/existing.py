@@ -23,9 +23,10 @@ def explain(parser: ArgumentParser) -> Run:
     parser.add_argument("--json", action="store_true", help="for machines")
 
     def run(args: Namespace) -> int:
-        from mlx_parallm.rl_training.monitor import explain
+        from mlx_parallm.runs import explain
+        from mlx_parallm.runs.run import open_run
 
-        explanation = explain.explain(args.run_dir)
+        explanation = explain.explain(open_run(args.run_dir))
         sys.stdout.write(
             explain.as_json(explanation) if args.json else explain.as_text(explanation)
         )
@@ -116,9 +117,10 @@ def rollouts(parser: ArgumentParser) -> Run:
 
 def _look(args: Namespace) -> None:
     from mlx_parallm.runs import rollouts, rollouts_text
+    from mlx_parallm.runs.run import open_run
     from mlx_parallm.system.terminal import as_text
 
-    with closing(rollouts.Answers(args.run_dir)) as answers:
+    with closing(rollouts.Answers(open_run(args.run_dir))) as answers:
         rows: Iterable[dict[str, Any]]
         if args.show is not None:
             rows = [answers.show(args.show)]

@@ -15,7 +15,6 @@ disk leaves the ones before it as they were. `find_checkpoint` says what `--resu
 waiting, metrics lines cut. The rest is in `TrainerState`.
 """
 
-import math
 import os
 import random
 import shutil
@@ -38,6 +37,7 @@ from mlx_parallm.rl_training.checkpoints.checksums import (
     write_checksums,
 )
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
+from mlx_parallm.rl_training.evaluation.best_checkpoint import Judge, score
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.run_directory import (
     BEST,
@@ -58,8 +58,6 @@ SUPERSEDED = "superseded_"
 SERVED_FILE = "served.safetensors"
 # of a checkpoint's small files: configuration, random states, the last blocks of each file
 STATE_BYTES = 64 << 10
-SCORED_STEPS = 10
-HELDOUT = "heldout_score"  # of metrics.jsonl (data/heldout.py)
 
 log = structlog.get_logger(__name__)
 
@@ -68,18 +66,6 @@ class ConsumedGroups(Protocol):
     """The part of `rollout_store.store.RolloutStore` that a resume needs."""
 
     def restore(self, consumed_up_to_step: int, *, keep_drops_of: int | None = None) -> int: ...
-
-
-class Judge(Protocol):
-    """Says which checkpoint is the best, where its own score does not:
-    `evaluation.EvaluationLog`."""
-
-    @property
-    def decides(self) -> bool: ...
-
-    def score(self, step: int, version: int) -> float | None: ...
-
-    def awaited(self, step: int) -> bool: ...
 
 
 class Checkpointer:
@@ -367,23 +353,6 @@ def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Pa
         else ("it does not exist")
     )
     raise CheckpointError(f"--resume {text}: no checkpoint there ({there}: {names or 'empty'})")
-
-
-def score(metrics: Path, step: int, *, after: int = 0) -> float | None:
-    """Return the number that checkpoints are compared by; higher is better.
-
-    It is the newest `heldout_score` of the last `SCORED_STEPS` lines, else their mean reward; None
-    where there are fewer lines, or neither is in them. Lines up to step `after` tell of weights
-    that a rollback left.
-    """
-    lines = [
-        line for line in MetricsFile(metrics).last(SCORED_STEPS) if after < line["step"] <= step
-    ]
-    for line in reversed(lines):
-        if line.get(HELDOUT) is not None:
-            return float(line[HELDOUT])
-    rewards = [line["reward_mean"] for line in lines if line.get("reward_mean") is not None]
-    return math.fsum(rewards) / SCORED_STEPS if len(rewards) == SCORED_STEPS else None
 
 
 def _set_aside(later: list[Path], *, keep: Path) -> None:

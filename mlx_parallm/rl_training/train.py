@@ -35,10 +35,12 @@ from mlx_parallm.rl_training.commands import (
     restored_settings,
     with_settings,
 )
-from mlx_parallm.rl_training.data.heldout import HeldOut, describe
 from mlx_parallm.rl_training.data.source import DataSource, Fit
-from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by
-from mlx_parallm.rl_training.evaluation.runner import Evaluations, evaluation_sources
+from mlx_parallm.rl_training.evaluation.best_checkpoint import best_by
+from mlx_parallm.rl_training.evaluation.comparison import BEFORE, compare
+from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut, describe
+from mlx_parallm.rl_training.evaluation.log import EvaluationLog
+from mlx_parallm.rl_training.evaluation.schedule import Evaluations, evaluation_sources
 from mlx_parallm.rl_training.events import (
     EvaluationFinished,
     Noted,
@@ -666,9 +668,7 @@ class TrainingRun:
         else:
             commands = [f"{report.our_command()} train --resume {directory.path}"]
         comparisons = (
-            report.compare(evaluations[0], evaluations[-1])
-            if finished and len(evaluations) > 1
-            else []
+            compare(evaluations[0], evaluations[-1]) if finished and len(evaluations) > 1 else []
         )
         samples = directory.path / SAMPLES_PAGE
         self._memory.tell(self._console)
@@ -678,7 +678,7 @@ class TrainingRun:
         first = (
             (f"after step {evaluations[0]['step']}")
             if comparisons and evaluations[0]["step"]
-            else report.BEFORE
+            else BEFORE
         )
         shown = samples if samples.is_file() else None
         successes = report.successes_of(lines)

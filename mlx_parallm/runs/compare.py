@@ -1,7 +1,7 @@
 """`mlx_parallm compare`: two training runs or more, side by side. Reads only, also while they go
 on. No MLX.
 
-    run directories → ComparedRun → one table (settings that differ, training, held-out problems),
+    Run → ComparedRun → one table (settings that differ, training, held-out problems),
     curves on common axes, and how the held-out answers of each further run differ from the first
     one's
 
@@ -20,14 +20,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mlx_parallm.config.load import load_config
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl_training.evaluation.log import EvaluationLog
+from mlx_parallm.rl_training.evaluation import comparison
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.display import headline
 from mlx_parallm.rl_training.monitor.drawing import BLOCKS, began_and_now, scale_of
-from mlx_parallm.rl_training.monitor.explain import Record, read_record
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE
+from mlx_parallm.runs.run import Metrics, Run, open_run
 from mlx_parallm.system.terminal import Console
 
 MOST = 26
@@ -44,8 +42,6 @@ HELD_OUT = "held out"
 WIDEST_CURVE = 80
 UNKNOWN = "–"
 
-Metrics = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class ComparedRun:
@@ -53,48 +49,52 @@ class ComparedRun:
     explains."""
 
     letter: str
-    record: Record
+    run: Run
     settings: Mapping[str, Any] | None
     fault: str
+    lines: Sequence[Metrics]
     evaluations: Sequence[Metrics]
 
     @property
     def name(self) -> str:
-        return self.record.path.name
+        return self.run.name
 
     def values(self, key: str) -> list[tuple[int, float]]:
         """Return (step, value) of each step that has the number; "headline": what the run is
         judged by."""
-        found = (
+        points = (
             (int(line["step"]), headline(line)[1] if key == ("headline") else line.get(key))
-            for line in self.record.lines
+            for line in self.lines
         )
-        return [(step, float(value)) for step, value in found if isinstance(value, int | float)]
+        return [(step, float(value)) for step, value in points if isinstance(value, int | float)]
 
     @property
     def headline(self) -> str:
-        return headline(self.record.lines[-1])[0] if self.record.lines else "reward"
+        return headline(self.lines[-1])[0] if self.lines else "reward"
 
 
 def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
-    """Raises ConfigError: no run directory, one that is named twice, too many. CheckpointError:
-    a damaged file."""
+    """Return the runs at these paths, to be compared. Raises as `open_run` and `compared`."""
     if len(paths) > MOST:
         raise ConfigError(f"{len(paths)} runs: at most {MOST} can be compared at once")
-    records = [read_record(path) for path in paths]
-    for number, record in enumerate(records):
-        if any(earlier.path == record.path for earlier in records[:number]):
-            raise ConfigError(f"{record.path} is named twice")
-    return [_read(chr(ord("A") + number), record) for number, record in enumerate(records)]
+    return compared([open_run(path) for path in paths])
 
 
-def _read(letter: str, record: Record) -> ComparedRun:
-    evaluations = EvaluationLog(record.path).done()
+def compared(runs: Sequence[Run]) -> list[ComparedRun]:
+    """Raises ConfigError: a run that is named twice. CheckpointError: a damaged file."""
+    for number, run in enumerate(runs):
+        if any(earlier.path == run.path for earlier in runs[:number]):
+            raise ConfigError(f"{run.path} is named twice")
+    return [_read(chr(ord("A") + number), run) for number, run in enumerate(runs)]
+
+
+def _read(letter: str, run: Run) -> ComparedRun:
+    settings, fault = None, ""
     try:
-        settings = dict(_flat(load_config(record.path / CONFIG_FILE, saved=True).redacted()))
-        return ComparedRun(letter, record, settings, "", evaluations)
+        settings = dict(_flat(run.load_config().redacted()))
     except ConfigError as error:
-        return ComparedRun(letter, record, None, str(error), evaluations)
+        fault = str(error)
+    return ComparedRun(letter, run, settings, fault, run.metrics, run.evaluations)
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -106,24 +106,25 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
         names = [entry.get("name") for entry in value]
         for number, entry in enumerate(value):
-            own = names[number] if names[number] and names.count(names[number]) == 1 else number
-            yield f"{key}.{own}", THERE
-            yield from _flat(entry, f"{key}.{own}")
+            unique = names[number] and names.count(names[number]) == 1
+            place = f"{key}.{names[number] if unique else number}"
+            yield place, THERE
+            yield from _flat(entry, place)
     else:
         yield key, value
 
 
 def differing(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """Return the settings whose values are not the same in all runs that have a configuration."""
-    known = [run.settings for run in runs if run.settings is not None]
-    keys = dict.fromkeys(key for settings in known for key in settings if key not in OF_THE_RUN)
+    readable = [run.settings for run in runs if run.settings is not None]
+    keys = dict.fromkeys(key for settings in readable for key in settings if key not in OF_THE_RUN)
     different = [
         key
         for key in keys
-        if any(_shown(settings, key) != _shown(known[0], key) for settings in known)
+        if any(_shown(settings, key) != _shown(readable[0], key) for settings in readable)
     ]
     lacking = tuple(
-        f"{key}." for key in different if any(settings.get(key) == THERE for settings in known)
+        f"{key}." for key in different if any(settings.get(key) == THERE for settings in readable)
     )
     different = [key for key in different if not key.startswith(lacking)]
     return {
@@ -147,7 +148,7 @@ def _shown(settings: Mapping[str, Any], key: str) -> str:
 
 def draw(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
     for run in runs:
-        yield Text(f"{run.letter}  ", style="bold").append(str(run.record.path), style="not bold")
+        yield Text(f"{run.letter}  ", style="bold").append(str(run.run.path), style="not bold")
     yield _table(runs)
     yield Text(
         (
@@ -169,13 +170,13 @@ def _table(runs: Sequence[ComparedRun]) -> Table:
     for run in runs:
         table.add_column(run.letter, overflow="fold")
     settings = differing(runs)
-    known = sum(run.settings is not None for run in runs) > 1
+    several_readable = sum(run.settings is not None for run in runs) > 1
     _section(
         table,
         "settings that differ"
         if settings
         else "no setting differs"
-        if known
+        if several_readable
         else "settings are not known",
     )
     for key, values in settings.items():
@@ -195,14 +196,14 @@ def _table(runs: Sequence[ComparedRun]) -> Table:
             for line in last
         ]
         for metric in dict.fromkeys(
-            key.removesuffix("_low") for own in numbers for key in own if key.endswith("_low")
+            key.removesuffix("_low") for row in numbers for key in row if key.endswith("_low")
         ):
             if metric != "reward" or any(
-                own.get("reward") != own.get("accuracy") for own in numbers
+                row.get("reward") != row.get("accuracy") for row in numbers
             ):
                 table.add_row(
                     Text(f"{environment} {metric}"),
-                    *(_with_interval(own, metric) for own in numbers),
+                    *(_with_interval(row, metric) for row in numbers),
                 )
     return table
 
@@ -221,8 +222,8 @@ def _with_interval(numbers: Metrics, metric: str) -> str:
 
 
 def _steps(run: ComparedRun) -> str:
-    of = "" if run.record.total_steps is None else f" of {run.record.total_steps}"
-    return f"{run.record.steps}{of}, {run.record.state}"
+    of = "" if run.run.total_steps is None else f" of {run.run.total_steps}"
+    return f"{run.run.steps}{of}, {run.run.state}"
 
 
 def _judged_by(runs: Sequence[ComparedRun]) -> str:
@@ -264,11 +265,7 @@ def _total(run: ComparedRun, *keys: str) -> float:
 
 def _wall_time(run: ComparedRun) -> str:
     seconds = _total(run, "time_rollout_s", "time_train_s", "time_publish_s")
-    return (
-        (f"{seconds:,.0f} s ({seconds / len(run.record.lines):.3g} a step)")
-        if run.record.lines
-        else UNKNOWN
-    )
+    return (f"{seconds:,.0f} s ({seconds / len(run.lines):.3g} a step)") if run.lines else UNKNOWN
 
 
 ROWS: Mapping[str, Callable[[ComparedRun], str]] = {
@@ -373,7 +370,7 @@ def write_png(runs: Sequence[ComparedRun], path: Path) -> None:
     cannot be written."""
     series = {
         f"{run.letter}: {run.name}": [
-            {**line, "reward_mean": headline(line)[1]} for line in run.record.lines
+            {**line, "reward_mean": headline(line)[1]} for line in run.lines
         ]
         for run in runs
     }
@@ -394,7 +391,7 @@ def _differences(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
     evaluated = [run for run in runs if run.evaluations]
     for run in evaluated[1:]:
         first = evaluated[0]
-        comparisons = report.compare(first.evaluations[-1], run.evaluations[-1])
+        comparisons = comparison.compare(first.evaluations[-1], run.evaluations[-1])
         yield Text("")
         if not comparisons:
             yield Text(
@@ -406,7 +403,7 @@ def _differences(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
             f"{one.letter} after step {one.evaluations[-1]['step']}" for one in (first, run)
         )
         letters = (first.letter, run.letter, f"{run.letter} - {first.letter}")
-        yield report.accuracy_table(
+        yield comparison.accuracy_table(
             comparisons, f"held-out problems that both answered ({steps})", letters
         )
-        yield Text(report.verdict(comparisons, first.letter, run.letter))
+        yield Text(comparison.verdict(comparisons, first.letter, run.letter))

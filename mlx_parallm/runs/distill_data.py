@@ -51,7 +51,7 @@ Form = Literal["sft", "dpo"]
 
 @dataclass(frozen=True)
 class DistillSettings:
-    """What the rows depend on. A journal of other settings is not gone on with.
+    """The settings that the rows depend on; a journal of other settings is not continued.
 
     `threshold`: rewards below it are filtered; of a DPO pair that of the better answer. `best`: so
     many answers of a prompt are kept at most (SFT).

@@ -4,7 +4,7 @@ endpoint.
     evaluate_here, evaluate_endpoint → Result → show, write;  compare: two written results
 
 Problems, episodes and numbers are those of a training run's [evaluation]
-(environments/evaluate.py).
+(rl_training/evaluation/evaluate.py).
 """
 
 import asyncio
@@ -23,14 +23,6 @@ from rich.text import Text
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.episode import EpisodePolicy, LastTurn, TurnPolicy, TurnRequest
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
-from mlx_parallm.environments.evaluate import (
-    Evaluation,
-    ProblemSet,
-    build_evaluated,
-    draw_problems,
-    evaluate,
-    overall_score,
-)
 from mlx_parallm.environments.room import PROMPTS, check_room
 from mlx_parallm.environments.state import Prompt
 from mlx_parallm.environments.trajectory import UNKNOWN_VERSION, SequenceRecorder
@@ -39,7 +31,15 @@ from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.execution.tool_calls import ParsedCalls, parse_tool_calls, with_instructions
 from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.inference.openai import OpenAIBackend
-from mlx_parallm.rl_training.monitor import report
+from mlx_parallm.rl_training.evaluation import comparison
+from mlx_parallm.rl_training.evaluation.evaluate import (
+    Evaluation,
+    ProblemSet,
+    build_evaluated,
+    draw_problems,
+    evaluate,
+    overall_score,
+)
 from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, Shown, write_page
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.terminal import Console
@@ -443,14 +443,14 @@ def compare(a: Path, b: Path, console: Console) -> None:
     """Print how B differs from A over the problems that both answered. Raises ConfigError: no
     results, none shared."""
     first, second = _load(a), _load(b)
-    comparisons = report.compare(first, second)
+    comparisons = comparison.compare(first, second)
     if not comparisons:
         raise ConfigError(
             f"{a} and {b} share no problem: were they made with the same environments?"
         )
     title = f"A: {first['model']} ({a})\nB: {second['model']} ({b})"
-    console.print(report.accuracy_table(comparisons, title, ("A", "B", "B - A")))
-    console.print(Text(report.verdict(comparisons, "A", "B")))
+    console.print(comparison.accuracy_table(comparisons, title, ("A", "B", "B - A")))
+    console.print(Text(comparison.verdict(comparisons, "A", "B")))
     console.print(
         "interval: paired bootstrap over the problems; p: exact McNemar test", style="dim"
     )

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlx_parallm.config.evaluation import PREFIX
-from mlx_parallm.config.load import Config, load_config
+from mlx_parallm.config.load import Config
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
 from mlx_parallm.models.loading import LoadedModel, check_model, load_model
 from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, find_checkpoint, restore_random_state
@@ -31,17 +31,12 @@ from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_trainer
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.run_directory import (
-    CONFIG_FILE,
-    FINAL,
-    STORE_FILE,
-    RunDirectory,
-    find_run,
-)
+from mlx_parallm.rl_training.run_directory import FINAL, RunDirectory
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.runs.run import Run, open_run
 from mlx_parallm.system.files import write_directory
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.types import RolloutGroup
@@ -107,31 +102,32 @@ def replay(
     are not kept.
     CheckpointError: no such step, or one that does not fit the variant. ModelError: as training.
     """
-    run = find_run(path)
-    saved = load_config(run / CONFIG_FILE, saved=True)
+    run = open_run(path)
+    saved = run.load_config()
     configs = [_variant(run, overrides, saved) for overrides in variants]
     checkpoint = _checkpoint(run, start)
     first = TrainerState.read(checkpoint).step if checkpoint else 0
-    if not (run / STORE_FILE).is_file():
-        raise ConfigError(f"{run} has no {STORE_FILE}: there are no rollouts to replay")
-    with closing(RolloutStore(run / STORE_FILE, read_only=True)) as store:
-        lines = [line for line in MetricsFile(run / METRICS_FILE).read() if line["step"] > first][
-            :steps
-        ]
+    if not run.has("rollouts"):
+        raise ConfigError(
+            f"{run.path} has no {run.file('rollouts').name}: there are no rollouts to replay"
+        )
+    with closing(run.open_rollouts()) as store:
+        lines = [dict(line) for line in run.metrics if line["step"] > first][:steps]
         if not lines:
             raise ConfigError(
-                f"{run}: no recorded step after step {first}: nothing to replay (--from an"
+                f"{run.path}: no recorded step after step {first}: nothing to replay (--from an"
                 " earlier"
                 " one)"
             )
-        taken = {line["step"]: _kept(store, run, line["step"]) for line in lines}
+        taken = {line["step"]: _kept(store, run.path, line["step"]) for line in lines}
         quantize = saved.rl_training.lora.enabled and saved.rl_training.lora.quantize_base
         check_model(saved.model, train=True, quantize=quantize)
         loaded = load_model(saved.model, quantize=quantize)
         done = []
         for overrides, config in zip(variants, configs, strict=True):
             player = _Player(loaded, config, checkpoint, saved, store)
-            done.append(Variant(shlex.join(overrides), *player.play(run, lines, taken, progress)))
+            result = player.play(run.path, lines, taken, progress)
+            done.append(Variant(shlex.join(overrides), *result))
     return Replay(run.name, lines, done)
 
 
@@ -177,13 +173,13 @@ class _Player:
         directory = RunDirectory.hold(_free_name(run))
         with closing(directory):
             directory.write_config(self._config)
-            metrics, own = MetricsFile(directory.path / METRICS_FILE), []
+            metrics, replayed = MetricsFile(directory.path / METRICS_FILE), []
             for line in lines:
-                own.append(self._step(line, taken[line["step"]]))
-                metrics.append(own[-1])
-                progress(f"{directory.path.name}: step {line['step']}: loss {own[-1]['loss']}")
+                replayed.append(self._step(line, taken[line["step"]]))
+                metrics.append(replayed[-1])
+                progress(f"{directory.path.name}: step {line['step']}: loss {replayed[-1]['loss']}")
             write_directory(directory.path / FINAL, self._policy.save)
-        return directory.path, own
+        return directory.path, replayed
 
     def _step(self, line: Line, group_ids: Sequence[str]) -> Line:
         result = self._trainer.train_step(self._batch(line["step"], group_ids))
@@ -235,10 +231,10 @@ class _Stored:
         return False
 
 
-def _variant(run: Path, overrides: Sequence[str], saved: Config) -> Config:
+def _variant(run: Run, overrides: Sequence[str], saved: Config) -> Config:
     """Raises ConfigError: a key that the stored tokens depend on, an algorithm that learns from
     no rollouts."""
-    config = load_config(run / CONFIG_FILE, list(overrides), saved=True)
+    config = run.load_config(overrides)
     sections = {
         "model": config.model != saved.model,
         "environments": config.environments != saved.environments,
@@ -246,8 +242,8 @@ def _variant(run: Path, overrides: Sequence[str], saved: Config) -> Config:
     for section, differs in sections.items():
         if differs:
             raise ConfigError(
-                f"{shlex.join(overrides)}: {section} may not change: the rollouts of {run} are of"
-                f" {saved.model.base_path} and its environments. What may is rl_training.*"
+                f"{shlex.join(overrides)}: {section} may not change: the rollouts of {run.path}"
+                f" are of {saved.model.base_path} and its environments. What may is rl_training.*"
             )
     if config.rl_training.lora.quantize_base != saved.rl_training.lora.quantize_base:
         raise ConfigError(
@@ -261,19 +257,21 @@ def _variant(run: Path, overrides: Sequence[str], saved: Config) -> Config:
     return config
 
 
-def _checkpoint(run: Path, start: str | None) -> Path | None:
+def _checkpoint(run: Run, start: str | None) -> Path | None:
     if start is None:
         return None
     try:
-        found = find_checkpoint(str(run / start), run.parent, None)
+        checkpoint = find_checkpoint(str(run.path / start), run.path.parent, None)
     except CheckpointError:
-        found = None
-    if found is None or found.parent != run.resolve():
-        there = ", ".join(sorted(path.name for path in run.glob("step_*"))) or "none"
-        raise CheckpointError(f"--from {start}: {run} has no such checkpoint. There are: {there}")
-    if TrainerState.read(found).in_progress is not None:
+        checkpoint = None
+    if checkpoint is None or checkpoint.parent != run.path.resolve():
+        names = ", ".join(path.name for path in run.checkpoints()) or "none"
+        raise CheckpointError(
+            f"--from {start}: {run.path} has no such checkpoint. There are: {names}"
+        )
+    if TrainerState.read(checkpoint).in_progress is not None:
         raise CheckpointError(f"--from {start} is in the middle of a step: start at a whole one")
-    return found
+    return checkpoint
 
 
 def _kept(store: RolloutStore, run: Path, step: int) -> list[str]:
@@ -299,15 +297,15 @@ def _free_name(run: Path) -> Path:
     return path
 
 
-def show(found: Replay, console: Console) -> None:
+def show(replayed: Replay, console: Console) -> None:
     """The means side by side."""
-    first, last = found.run[0]["step"], found.run[-1]["step"]
-    names = [found.name, *(variant.directory.name for variant in found.variants)]
+    first, last = replayed.run[0]["step"], replayed.run[-1]["step"]
+    names = [replayed.name, *(variant.directory.name for variant in replayed.variants)]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(f"mean of steps {first} to {last}")
     for name in names:
         table.add_column(name, justify="right", overflow="fold")
-    columns = [found.run, *(variant.lines for variant in found.variants)]
+    columns = [replayed.run, *(variant.lines for variant in replayed.variants)]
     extra = {key for lines in columns for key in lines[0]} - {*SHOWN} - {*complete({})}
     # a replay samples nothing, held-out answers neither
     evaluated = {key for key in extra if key.startswith(PREFIX)}
@@ -315,7 +313,7 @@ def show(found: Replay, console: Console) -> None:
         means = [_mean(lines, key) for lines in columns]
         if any(mean is not None for mean in means):
             table.add_row(key, *("-" if mean is None else f"{mean:.6g}" for mean in means))
-    for variant in found.variants:
+    for variant in replayed.variants:
         console.print(Text(f"{variant.directory}: {variant.changed or 'the settings of the run'}"))
     console.print(table)
     console.print(Text(CAVEAT, style="dim"))

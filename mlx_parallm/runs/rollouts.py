@@ -17,24 +17,15 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby, islice
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, Literal
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
-from mlx_parallm.config.leaves import client_trainer
-from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError, ModelError, StoreError
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, token_advantages
 from mlx_parallm.rl_training.monitor.samples import Readable, without_template
-from mlx_parallm.rl_training.run_directory import (
-    CONFIG_FILE,
-    FINAL,
-    STORE_FILE,
-    RunDirectory,
-    find_run,
-)
-from mlx_parallm.rollout_store.store import GroupRecord, RolloutStore
+from mlx_parallm.rollout_store.store import GroupRecord
+from mlx_parallm.runs.run import Run
 from mlx_parallm.types import BETWEEN, Rollout, RolloutGroup
 
 STATES = ("waiting", "taken", "dropped", "quarantined")
@@ -88,12 +79,17 @@ class _Answer:
 class Answers:
     """The answers of one run. `notes`: what could not be read or said, after the rows were read.
 
-    Raises ConfigError: no run directory; StoreError: no rollouts, or they cannot be read.
+    Raises StoreError: no rollouts, or they cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.run, self._store = _open(path)
-        self._config, self._texts = _config(self.run), _Texts(self.run)
+    def __init__(self, run: Run) -> None:
+        if run.config is not None and run.config.rl_training.algorithm in DATA_ALGORITHMS:
+            raise StoreError(
+                f"{run.path}: {run.config.rl_training.algorithm} learns from rows of a file: there"
+                " are no rollouts"
+            )
+        self.run, self._store = run, run.open_rollouts()
+        self._texts = _Texts(run)
         # of the last group
         self._advantages_of: tuple[str, tuple[Advantage, ...] | None] = ("", None)
         self._lost = Counter[str]()
@@ -107,7 +103,7 @@ class Answers:
         notes = [
             f"not shown: {count} groups, because {reason}" for reason, count in self._lost.items()
         ]
-        if not self._texts.known:
+        if not self._texts.readable:
             notes.append(
                 "no text is shown: the tokenizer of the run's model is not on this machine"
             )
@@ -129,20 +125,21 @@ class Answers:
         """Yield a row for each answer. Raises ConfigError: no such environment; no tokenizer to
         search texts with."""
         self._lost.clear()
-        known = {line.environment for line in self._store.accounts()}
-        if wanted.environment is not None and wanted.environment not in known:
+        names = {line.environment for line in self._store.accounts()}
+        if wanted.environment is not None and wanted.environment not in names:
             raise ConfigError(
-                f"no environment {wanted.environment!r}; there are {', '.join(sorted(known))}"
+                f"no environment {wanted.environment!r}; there are {', '.join(sorted(names))}"
             )
-        if wanted.text is not None and not self._texts.known:
+        if wanted.text is not None and not self._texts.readable:
             raise ConfigError(
                 "answers cannot be searched: the tokenizer of the run's model is not on this"
                 " machine"
             )
-        found = (answer for answer in self._newest(wanted) if self._fits(answer, wanted))
-        chosen = (
-            found if wanted.order == "newest" else self._sorted(found, best=wanted.order == "best")
+        chosen: Iterator[_Answer] = (
+            answer for answer in self._newest(wanted) if self._fits(answer, wanted)
         )
+        if wanted.order != "newest":
+            chosen = self._sorted(chosen, best=wanted.order == "best")
         return map(self._row, islice(chosen, wanted.limit))
 
     def show(self, wanted: str) -> dict[str, Any]:
@@ -269,7 +266,8 @@ class Answers:
         keys.sort(key=itemgetter(0), reverse=best)
         for _, group_id, number in keys:
             record = self._store.find(group_id)
-            if record.group is not None:
+            # a live run may have divided the group since
+            if record.group is not None and number < len(record.group.rollouts):
                 yield _Answer(record, record.group, number)
 
     # ------------------------------------------------------------------ rows
@@ -277,7 +275,7 @@ class Answers:
     def _row(self, answer: _Answer) -> dict[str, Any]:
         record, rollout = answer.record, answer.rollout
         advantages = self._advantages(record)
-        prompt, completion = self._texts.of(rollout) if self._texts.known else (None, None)
+        prompt, completion = self._texts.of(rollout) if self._texts.readable else (None, None)
         return {
             "id": f"{record.group_id}#{answer.number}",
             **_record_values(record),
@@ -301,7 +299,8 @@ class Answers:
             return f"used by step {record.step}"
         if record.state != "waiting":
             return f"dropped by step {record.step}: {record.reason}"
-        keeps = self._config is not None and not self._config.rl_training.dynamic_sampling
+        config = self.run.config
+        keeps = config is not None and not config.rl_training.dynamic_sampling
         constant = (
             record.group is not None
             and self._advantages(record) is None
@@ -315,7 +314,7 @@ class Answers:
             return f"{why}, and nothing could be learned from it (no variance)" if constant else why
         waits = (
             "waits for a step"
-            if self._running
+            if self.run.running
             else "waits: the run is stopped; --resume takes it to a step"
         )
         return (
@@ -327,16 +326,12 @@ class Answers:
     @property
     def _trained_by_clients(self) -> bool:
         """Whether the advantages of a group come with the step that trains on it."""
-        return self._config is not None and client_trainer(self._config.model_dump()) is not None
-
-    @cached_property
-    def _running(self) -> bool:
-        return RunDirectory.in_use(self.run)
+        return self.run.config is not None and self.run.client_trainer is not None
 
     @property
     def _left_over(self) -> bool:
         """Whether no step will take what waits."""
-        return not self._running and (self.run / FINAL).exists()
+        return not self.run.running and self.run.has_final
 
     def _left_out(self, rollout: Rollout) -> str:
         shaping = self._learning[1]
@@ -352,10 +347,10 @@ class Answers:
 
     @cached_property
     def _learning(self) -> tuple[Estimator, Shaping]:
-        """What the trainer computes advantages with; without the configuration, what is in no
-        need of it."""
+        """The trainer's functions for advantages; without the configuration, functions that need
+        none."""
         try:
-            training = load_config(self.run / CONFIG_FILE, saved=True).rl_training
+            training = self.run.load_config().rl_training
             # advantages need no loss: perhaps only another program has it
             if is_reference(training.loss or ""):
                 training = training.model_copy(update={"loss": "reinforce"})
@@ -371,9 +366,9 @@ class Answers:
 
     @property
     def _changed_later(self) -> bool:
-        if self._config is None:
+        if self.run.config is None:
             return False
-        training = self._config.rl_training
+        training = self.run.config.rl_training
         kl_in_reward = training.kl_in == "reward" and training.kl_beta > 0
         return training.algorithm == "ppo" or training.advantage_whiten or kl_in_reward
 
@@ -389,8 +384,8 @@ class Answers:
                 rows = token_advantages(record.group, *self._learning)
             except ConfigError as error:  # the user's function
                 self._fault, rows = str(error), None
-            found = None if rows is None else tuple(map(_advantage, rows, record.group.rollouts))
-            self._advantages_of = (record.group_id, found)
+            advantages = None if rows is None else (*map(_advantage, rows, record.group.rollouts),)
+            self._advantages_of = (record.group_id, advantages)
         return self._advantages_of[1]
 
 
@@ -416,19 +411,18 @@ class _Texts:
     """The texts of rollouts, with the tokenizer of the run's model if it is on this machine;
     downloads nothing."""
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    def __init__(self, run: Run) -> None:
+        self._config = run.config
 
     @cached_property
     def _tokenizer(self) -> Any:
         # here: it loads MLX
         from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 
-        config = _config(self._run)
         try:
-            if config is None:
+            if self._config is None:
                 return None
-            model = config.model
+            model = self._config.model
             path = resolve_model_path(
                 model.base_path, model.revision, fetch=False, dtype=model.dtype
             )
@@ -437,12 +431,12 @@ class _Texts:
             return None
 
     @property
-    def known(self) -> bool:
+    def readable(self) -> bool:
         return self._tokenizer is not None
 
     @cached_property
-    def _readable(self) -> Readable:
-        config = _config(self._run)
+    def _without_template(self) -> Readable:
+        config = self._config
         return without_template(
             self._tokenizer, config.model.chat_template_kwargs if config else {}
         )
@@ -451,17 +445,17 @@ class _Texts:
         """Return prompt and answer as people read them, without the chat template. Between two
         turns, what the environment said stands in ⟦ ⟧."""
         prompt, *turns = _turns(rollout)
-        asked, *texts = self._decode([prompt[1], *(tokens for _, tokens in turns)])
+        question, *texts = self._decode([prompt[1], *(tokens for _, tokens in turns)])
         shown = zip(turns, texts, strict=True)
         answer = "".join(text if sampled else BETWEEN.format(text) for (sampled, _), text in shown)
-        return self._readable(asked), self._readable(answer)
+        return self._without_template(question), self._without_template(answer)
 
     def whole(self, rollout: Rollout) -> dict[str, Any]:
         """Return the turns of the conversation and the tokens of each segment, special tokens
         shown."""
-        decode: Any = self._decode if self.known else lambda parts: [None] * len(parts)
+        decode: Any = self._decode if self.readable else lambda parts: [None] * len(parts)
         prompt, *turns = _turns(rollout)
-        roles = ["prompt", *("model" if own else "environment" for own, _ in turns)]
+        roles = ["prompt", *("model" if sampled else "environment" for sampled, _ in turns)]
         texts = decode([prompt[1], *(part for _, part in turns)])
         return {
             "zero_advantage": rollout.zero_advantage,
@@ -476,7 +470,7 @@ class _Texts:
                     "policy_versions": segment.policy_versions,
                     "text": decode([segment.tokens])[0],
                     "token_texts": self._tokenizer.token_texts(segment.tokens)
-                    if self.known
+                    if self.readable
                     else None,
                 }
                 for segment in rollout.segments
@@ -506,8 +500,8 @@ def _turns(rollout: Rollout) -> list[tuple[bool, list[int]]]:
         new = min(len(before), len(segment.tokens)) if new is None else new
         marked = list(zip(segment.mask, segment.tokens, strict=True))[new:]
         turns += [
-            (bool(own), [token for _, token in part])
-            for own, part in groupby(marked, key=itemgetter(0))
+            (bool(sampled), [token for _, token in part])
+            for sampled, part in groupby(marked, key=itemgetter(0))
         ]
         before = segment.tokens
     return turns if turns and not turns[0][0] else [(False, []), *turns]
@@ -534,26 +528,3 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, list):
         return [_json_value(item) for item in value]
     return value if not isinstance(value, float) or math.isfinite(value) else repr(value)
-
-
-def _open(path: Path) -> tuple[Path, RolloutStore]:
-    run = find_run(path)
-    config = _config(run)
-    if config is not None and config.rl_training.algorithm in DATA_ALGORITHMS:
-        raise StoreError(
-            f"{run}: {config.rl_training.algorithm} learns from rows of a file: there are no"
-            " rollouts"
-        )
-    if not (run / STORE_FILE).is_file():
-        raise StoreError(
-            f"{run}: no {STORE_FILE}: nothing has arrived yet, or a run in Python, which keeps none"
-        )
-    return run, RolloutStore(run / STORE_FILE, read_only=True)
-
-
-def _config(run: Path) -> Config | None:
-    """The run's resolved configuration; None where it lies no more, or is not readable."""
-    try:
-        return load_config(run / CONFIG_FILE, saved=True)
-    except ConfigError:
-        return None

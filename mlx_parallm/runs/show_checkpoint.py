@@ -13,7 +13,8 @@ from mlx_parallm.models.adapters.settings import check_peft
 from mlx_parallm.models.formats import numbers_in, safetensors_header
 from mlx_parallm.rl_training.checkpoints.checksums import damaged_files
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.run_directory import BEST, FINAL, LATEST, checkpoint_at, moment
+from mlx_parallm.rl_training.run_directory import moment
+from mlx_parallm.runs.run import Run
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
@@ -34,61 +35,67 @@ def describe(path: Path) -> dict[str, Any]:
         return _peft(checkpoint)
     problems: list[str] = []
     headers = dict(_headers(checkpoint, problems))
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "path": str(checkpoint),
-        "links": list(_links(checkpoint)),
+        "links": list(Run(checkpoint.parent).links(checkpoint)),
         "problems": problems,
     }
-    found |= _state(checkpoint, problems)
-    found |= _weights(checkpoint, headers, problems)
+    facts |= _state(checkpoint, problems)
+    facts |= _weights(checkpoint, headers, problems)
     if not (checkpoint / OPTIMIZER_FILE).is_file():
         problems.append(f"{OPTIMIZER_FILE} is missing")
-    found["optimizer"] = _optimizer(headers.get(OPTIMIZER_FILE), found.pop("optimizer_updates"))
-    found["checksums"] = _checksums(checkpoint, problems)
+    facts["optimizer"] = _optimizer(headers.get(OPTIMIZER_FILE), facts.pop("optimizer_updates"))
+    facts["checksums"] = _checksums(checkpoint, problems)
     files = {file.name: file.stat().st_size for file in sorted(checkpoint.iterdir())}
-    return found | {"files": files, "bytes": sum(files.values()), "complete": not problems}
+    return facts | {"files": files, "bytes": sum(files.values()), "complete": not problems}
 
 
-def as_text(found: Mapping[str, Any]) -> str:
-    return "".join(f"{name:<14}{value}\n" for name, value in _rows(found))
+def as_text(facts: Mapping[str, Any]) -> str:
+    return "".join(f"{name:<14}{value}\n" for name, value in _rows(facts))
 
 
-def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
-        "checkpoint" if found["optimizer"] else "PEFT adapter",
-        found["path"] + (f"  ({', '.join(found['links'])})" if found["links"] else ""),
+        "checkpoint" if facts["optimizer"] else "PEFT adapter",
+        facts["path"] + (f"  ({', '.join(facts['links'])})" if facts["links"] else ""),
     )
-    yield "state", "complete" if found["complete"] else "damaged: " + "; ".join(found["problems"])
-    if found["step"] is not None:
+    yield (
+        "state",
+        "complete" if facts["complete"] else "damaged: " + "; ".join(facts["problems"]),
+    )
+    if facts["step"] is not None:
         partial = (
-            (f" and {found['mini_batches']} mini-batches of the next")
-            if found["mini_batches"]
+            (f" and {facts['mini_batches']} mini-batches of the next")
+            if facts["mini_batches"]
             else ""
         )
-        served = "not served yet" if found["unpublished"] else "served"
+        served = "not served yet" if facts["unpublished"] else "served"
         yield (
             "step",
-            (f"{found['step']}{partial}, policy version {found['policy_version']} ({served})"),
+            (f"{facts['step']}{partial}, policy version {facts['policy_version']} ({served})"),
         )
-    yield "trained", f"{found['kind']}, {found['parameters']:,} numbers"
-    if found["adapter"]:
-        yield "adapter", ", ".join(f"{key} {value}" for key, value in found["adapter"].items())
-    if optimizer := found["optimizer"]:
+    yield "trained", f"{facts['kind']}, {facts['parameters']:,} numbers"
+    if facts["adapter"]:
+        yield (
+            "adapter",
+            ", ".join(f"{key} {value}" for key, value in facts["adapter"].items()),
+        )
+    if optimizer := facts["optimizer"]:
         name = optimizer["name"] or "unknown"
         yield "optimizer", f"{name}, {optimizer['updates']} updates, {optimizer['bytes']:,} bytes"
-    if found["score"] is not None:
-        yield "score", f"{found['score']:.4g}"
-    for name, value in found["metrics"].items():
+    if facts["score"] is not None:
+        yield "score", f"{facts['score']:.4g}"
+    for name, value in facts["metrics"].items():
         yield name, f"{value:.4g}"
-    if found["checksums"]:
-        yield "checksums", found["checksums"]
-    yield "size", f"{found['bytes']:,} bytes in {len(found['files'])} files"
+    if facts["checksums"]:
+        yield "checksums", facts["checksums"]
+    yield "size", f"{facts['bytes']:,} bytes in {len(facts['files'])} files"
 
 
 def _find(path: Path) -> Path:
     """Return the checkpoint at `path`, also a step_* whose state is missing."""
-    if found := checkpoint_at(path):
-        return found
+    if checkpoint := Run(path).checkpoint():
+        return checkpoint
     if path.is_dir() and (moment(path.resolve())[0] >= 0 or (path / PEFT_FILE).is_file()):
         return path.resolve()
     hint = "" if path.exists() else ": no such directory"
@@ -124,22 +131,22 @@ def _peft(directory: Path) -> dict[str, Any]:
         problems.append(f"{ADAPTER_CONFIG} cannot be read: {error!r}")
     settings["layers"] = sum(".lora_A." in name for name in header)
     files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
-    found: dict[str, Any] = dict.fromkeys(
+    facts: dict[str, Any] = dict.fromkeys(
         ("step", "mini_batches", "policy_version", "unpublished", "score", "optimizer", "checksums")
     )
-    found |= {
+    facts |= {
         "path": str(directory),
         "links": [],
         "problems": problems,
         "metrics": {},
         "complete": not problems,
     }
-    found |= {
+    facts |= {
         "kind": f"{kind} in PEFT's format",
         "adapter": settings,
         "parameters": numbers_in(header),
     }
-    return found | {"files": files, "bytes": sum(files.values())}
+    return facts | {"files": files, "bytes": sum(files.values())}
 
 
 def _headers(checkpoint: Path, problems: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -174,15 +181,15 @@ def _checksums(checkpoint: Path, problems: list[str]) -> str:
 
 
 def _state(checkpoint: Path, problems: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = dict.fromkeys(
+    unknown: dict[str, Any] = dict.fromkeys(
         ("step", "mini_batches", "policy_version", "unpublished", "score")
     )
-    found |= {"optimizer_updates": None, "metrics": {}}
+    unknown |= {"optimizer_updates": None, "metrics": {}}
     try:
         state = TrainerState.read(checkpoint)
     except CheckpointError as error:
         problems.append(str(error))
-        return found
+        return unknown
     line = state.metrics if isinstance(state.metrics, dict) else {}
     metrics = {key: line[key] for key in METRICS if isinstance(line.get(key), int | float)}
     return {
@@ -232,13 +239,3 @@ def _optimizer(header: Mapping[str, Any] | None, updates: int | None) -> dict[st
         for e in (t["data_offsets"] for key, t in header.items() if key != "__metadata__")
     )
     return {"name": name, "updates": updates, "bytes": size}
-
-
-def _links(checkpoint: Path) -> Iterator[str]:
-    for name in (LATEST, BEST):
-        if (checkpoint.parent / name).resolve() == checkpoint and (
-            checkpoint.parent / name
-        ).is_symlink():
-            yield name
-    if checkpoint.name == FINAL:
-        yield FINAL

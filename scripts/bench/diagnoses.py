@@ -24,7 +24,8 @@ from rich.table import Table  # noqa: E402
 
 from mlx_parallm.rl_training.monitor import health  # noqa: E402
 from mlx_parallm.rl_training.monitor.evidence import WINDOW  # noqa: E402
-from mlx_parallm.rl_training.monitor.explain import Finding, explain  # noqa: E402
+from mlx_parallm.runs.explain import Finding, explain  # noqa: E402
+from mlx_parallm.runs.run import open_run  # noqa: E402
 from tests.integration.provocations import PROVOCATIONS  # noqa: E402
 
 BIN = Path(sys.executable).parent
@@ -63,7 +64,7 @@ def provoked(directory: Path, stalled_after_s: float) -> int:
         health.STALLED_AFTER_S = (
             stalled_after_s if PROVOCATIONS[result["name"]].stalls else USUAL_STALL_S
         )
-        explanation = explain(Path(result["run"]))
+        explanation = explain(open_run(Path(result["run"])))
         diagnosed = {finding.diagnosis.name: finding for finding in explanation.findings}
         right = expected in diagnosed if expected else not diagnosed
         wrong += not right
@@ -87,7 +88,7 @@ def healthy(runs: list[Path]) -> int:
         table.add_column(column)
     wrong = 0
     for run in runs:
-        explanation = explain(run)
+        explanation = explain(open_run(run))
         named = ", ".join(finding.diagnosis.name for finding in explanation.findings)
         ends = (explanation.rewards[:WINDOW], explanation.rewards[-WINDOW:])
         first, last = (f"{sum(rewards) / len(rewards):.3f}" for rewards in ends)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.instruction_following import make_rows
-from mlx_parallm.environments.estimates import difference, estimate
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import difference, estimate
 from scripts.bench.dry_run import wait_for
 
 ROOT = Path(__file__).parents[2]

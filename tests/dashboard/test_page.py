@@ -18,6 +18,7 @@ from mlx_parallm.runs.dashboard import run_view
 from mlx_parallm.runs.dashboard.command import make_app
 from mlx_parallm.runs.dashboard.routes import added_router, dashboard
 from mlx_parallm.runs.dashboard.run_view import RunView
+from mlx_parallm.runs.run import Run
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.redaction import Redactor
 from tests.dashboard.conftest import Opened, faults_of_access
@@ -40,7 +41,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Iterat
     commands = RunCommands(run, threading.Event(), config=lambda: config, step=lambda: 3)
     commands.mark("note", "what changed")
     added = added_router(
-        [RunView(path, Redactor()) for path in (run, other)], live=True, commands=commands
+        [RunView(Run(path), Redactor()) for path in (run, other)], live=True, commands=commands
     )
     with running_server(FakeEngine(), tiny_tokenizer, routers=[added]) as server:
         yield f"{server.url}/dashboard"

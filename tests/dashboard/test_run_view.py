@@ -19,6 +19,7 @@ from mlx_parallm.rl_training.step.prepare import StepTokens
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.runs.dashboard import run_view
 from mlx_parallm.runs.dashboard.run_view import MOST_NUMBERS, MOST_TOKENS, RunView, Search, sendable
+from mlx_parallm.runs.run import Run
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.types import RolloutGroup
 from tests.dashboard.making import HOSTILE, SECRET, answer, evaluated, make_run, metrics_line
@@ -26,7 +27,7 @@ from tests.dashboard.making import HOSTILE, SECRET, answer, evaluated, make_run,
 
 @pytest.fixture(scope="module")
 def view(tmp_path_factory: pytest.TempPathFactory) -> RunView:
-    return RunView(make_run(tmp_path_factory.mktemp("runs")), Redactor())
+    return RunView(Run(make_run(tmp_path_factory.mktemp("runs"))), Redactor())
 
 
 def ids(found: dict[str, Any]) -> list[str]:
@@ -35,7 +36,7 @@ def ids(found: dict[str, Any]) -> list[str]:
 
 def test_a_cursor_brings_only_what_is_new(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=2)
-    view, file = RunView(run, Redactor()), MetricsFile(run / METRICS_FILE)
+    view, file = RunView(Run(run), Redactor()), MetricsFile(run / METRICS_FILE)
     first = view.metrics(["headline", "reward_by_environment/*", "nothing"], "", 100)
     assert (first["reset"], first["steps"]) == (True, [1, 2])
     assert first["columns"] == {
@@ -67,9 +68,9 @@ def test_a_cursor_brings_only_what_is_new(tmp_path: Path) -> None:
     file.cut(1)  # what a resume does
     third = view.metrics(["headline"], second["cursor"], 100)
     assert (third["reset"], third["steps"]) == (True, [1])
-    assert RunView(run, Redactor()).metrics(["headline"], third["cursor"], 100)["steps"] == [], (
-        "another process"
-    )
+    assert (
+        RunView(Run(run), Redactor()).metrics(["headline"], third["cursor"], 100)["steps"] == []
+    ), "another process"
 
 
 def test_many_steps_become_means_and_no_answer_is_large(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_many_steps_become_means_and_no_answer_is_large(tmp_path: Path) -> None:
     )
     with (run / METRICS_FILE).open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
-    view = RunView(run, Redactor())
+    view = RunView(Run(run), Redactor())
     few = view.metrics(["kl"], "", 4)  # 375 steps each: the mean of 1 to 375 is 188
     assert few["steps"] == [375, 750, 1125, 1500]
     assert few["columns"]["kl"] == pytest.approx([1.88, 5.63, 9.38, 13.13])
@@ -157,7 +158,7 @@ def test_a_wrong_or_endless_pattern_is_an_error(view: RunView, tmp_path: Path) -
     store.close()
     began = time.monotonic()
     with pytest.raises(RequestError, match="takes too long"):
-        RunView(run, Redactor()).groups(Search(pattern="(a|a)+$"))
+        RunView(Run(run), Redactor()).groups(Search(pattern="(a|a)+$"))
     assert time.monotonic() - began < 20
 
 
@@ -195,7 +196,7 @@ def test_tokens_are_those_of_the_store(view: RunView) -> None:
 def test_the_trainers_numbers_of_tokens(tmp_path: Path) -> None:
     """Sampler -0.5, trainer -0.25, reference -0.75: ratio e^0.25, k3 e^-0.5 + 0.5 - 1; teacher -1:
     the gap is -0.75."""
-    view = RunView(make_run(tmp_path, steps=1), Redactor())
+    view = RunView(Run(make_run(tmp_path, steps=1)), Redactor())
     assert set(view.tokens("sums-1", 0, 0, 0)["values"]) == {"logprobs"}, "nothing was kept"
     store = RolloutStore(view.path / "rollouts.sqlite", read_only=True)
     (group,) = store.groups(["sums-1"])
@@ -241,7 +242,7 @@ def test_health_is_what_explain_says(tmp_path: Path) -> None:
         file.append(metrics_line(step, kl=9.0, reward_mean=0.1, groups_without_variance=0.0))
     (finding,) = [
         one
-        for one in RunView(run, Redactor()).health()[("findings")]
+        for one in RunView(Run(run), Redactor()).health()[("findings")]
         if one["name"] == "kl-running-away"
     ]
     assert "9" in finding["sentence"] and finding["setting"] and finding["steps"] == [[1, 5]]
@@ -253,7 +254,7 @@ def test_what_json_cannot_hold() -> None:
 
 def test_two_evaluations_word_by_word(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=1)
-    view, file = RunView(run, Redactor()), MetricsFile(run / "evaluations.jsonl")
+    view, file = RunView(Run(run), Redactor()), MetricsFile(run / "evaluations.jsonl")
     file.path.unlink()
     assert view.evaluations.heldout(0, -1) == {"evaluations": [], "environments": {}}
     file.append(evaluated(0, 0.0, 1.0, text="It is one, I think."))
@@ -279,7 +280,7 @@ def test_two_evaluations_word_by_word(tmp_path: Path) -> None:
 def test_a_window_of_a_long_timeline(tmp_path: Path) -> None:
     """Steps are found by halves: a file of 10,000 steps is not read whole."""
     run = make_run(tmp_path, steps=1)
-    view = RunView(run, Redactor())
+    view = RunView(Run(run), Redactor())
     (run / "spans.jsonl").unlink()
     assert view.timeline(9, 9) == {"spans": [], "tokens": {}}
     lines = []

@@ -32,8 +32,9 @@ from mlx_parallm.errors import ParallmError
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.threads import release_streams
 from mlx_parallm.rl_training.monitor import health
-from mlx_parallm.rl_training.monitor.explain import explain
 from mlx_parallm.rl_training.train import TrainingRun
+from mlx_parallm.runs.explain import explain
+from mlx_parallm.runs.run import open_run
 from mlx_parallm.system.log import configure_logging
 from tests.integration.http_environment import HAS_ATROPOS, HttpEnvironment
 from tests.integration.processes import free_port
@@ -293,7 +294,8 @@ def _watch(
     while not stop.wait(0.15):
         try:
             findings = {
-                finding.diagnosis.name: finding.diagnosis for finding in explain(run).findings
+                finding.diagnosis.name: finding.diagnosis
+                for finding in explain(open_run(run)).findings
             }
         except ParallmError:  # not there yet
             findings = {}

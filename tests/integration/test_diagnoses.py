@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from mlx_parallm.rl_training.monitor import health
-from mlx_parallm.rl_training.monitor.explain import Explanation, explain
+from mlx_parallm.runs.explain import Explanation, explain
+from mlx_parallm.runs.run import open_run
 from tests.integration.http_environment import needs_atropos
 from tests.integration.processes import BIN
 from tests.integration.provocations import ELSEWHERE, PROVOCATIONS, lead
@@ -83,7 +84,7 @@ def explained(provoked: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def read(name: str) -> Explanation:
         if PROVOCATIONS[name].stalls:
             monkeypatch.setattr(health, "STALLED_AFTER_S", STALLED_AFTER_S)
-        return explain(provoked[0][name])
+        return explain(open_run(provoked[0][name]))
 
     return read
 

@@ -30,7 +30,8 @@ from mlx_parallm.faces.library.algorithms import (
 from mlx_parallm.faces.library.backprop import BackpropModule
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.lora import load_adapter
-from mlx_parallm.rl_training.monitor.explain import explain
+from mlx_parallm.runs.explain import explain
+from mlx_parallm.runs.run import open_run
 from mlx_parallm.runs.show_checkpoint import describe
 from mlx_parallm.types import Trajectory
 
@@ -319,7 +320,8 @@ def test_a_checkpoint_is_the_daemons_and_training_goes_on_from_it(tmp_path: Path
             p.name for p in run.iterdir()
         }
         assert describe(run)["complete"]
-        found = explain(run)  # "3 of 1000 steps, finished": the number was the daemon's default
+        # "3 of 1000 steps, finished": the number was the daemon's default
+        found = explain(open_run(run))
         assert (found.steps, found.total_steps, found.state) == (3, 3, "running")
         layers = load_adapter(run / "best").layers
         assert all(np.array_equal(np.array(pair.b), np.array(algorithm.backprop.policy.adapter()[path].b))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.environments.estimates import estimate
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from mlx_parallm.faces.primitives import (
@@ -15,6 +14,7 @@ from mlx_parallm.faces.primitives import (
     SimpleTextEnvironment,
     evaluate,
 )
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import estimate
 from mlx_parallm.types import Trajectory
 
 ROLLOUTS = RolloutConfig(max_tokens=4, prompt_format="chat")

@@ -15,13 +15,13 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.environments.episode import TurnRequest
 from mlx_parallm.environments.episode_tools import EpisodeTools
-from mlx_parallm.environments.evaluate import draw_problems, evaluate
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.inference.openai import OpenAIBackend
+from mlx_parallm.rl_training.evaluation.evaluate import draw_problems, evaluate
 from mlx_parallm.runs.eval import EndpointPolicy, compare
 
 TOML = """
@@ -175,7 +175,7 @@ def written(path: Path, rewards: dict[str, float], name: str = "sum") -> Path:
 
 
 def test_a_comparison_pairs_problems_and_names_the_chance(tmp_path: Path) -> None:
-    """Nine changed sides, eight of them for the better: p = 0.0390625 (estimates.py)."""
+    """Nine changed sides, eight of them for the better: p = 0.0390625 (pass_at_k_and_intervals.py)."""
     before = {f"k{i}": float(i == 8) for i in range(11)} | {"only here": 1.0}
     after = {f"k{i}": float(i < 8) for i in range(11)} | {"only there": 0.0}
     console = Console(width=160, record=True)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.load import load_config
-from mlx_parallm.errors import StoreError
+from mlx_parallm.errors import ConfigError, StoreError
 from mlx_parallm.faces.tinker import recorder
 from mlx_parallm.faces.tinker.checkpoints import Checkpoints
 from mlx_parallm.faces.tinker.data import DatumLimits, read_batch
@@ -31,11 +31,12 @@ from mlx_parallm.faces.tinker.run_log import SampleRecords, TinkerRunLog
 from mlx_parallm.faces.tinker.wire import read_forward_backward
 from mlx_parallm.rl_training import events
 from mlx_parallm.rl_training.metrics import KEYS, METRICS_FILE, MetricsFile
-from mlx_parallm.rl_training.monitor.explain import explain
 from mlx_parallm.rl_training.monitor.tokens import read_tokens
 from mlx_parallm.rl_training.run_directory import RunDirectory
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.runs.explain import explain
 from mlx_parallm.runs.rollouts import Answers, Wanted
+from mlx_parallm.runs.run import open_run
 from tests.tinker.serving import WireClient, request_of, tinker_server
 from tests.tinker.test_groups import policy, read
 from tests.waiting import until
@@ -63,8 +64,8 @@ def lines(run: Path, count: int) -> list[dict[str, Any]]:
 
 def rows(run: Path, state: str | None, **wanted: Any) -> list[dict[str, Any]]:
     try:
-        answers = Answers(run)
-    except StoreError:  # the database is being made
+        answers = Answers(open_run(run))
+    except (ConfigError, StoreError):  # the directory, or its database, is being made
         return []
     try:
         return list(answers.rows(Wanted(state=state, **wanted)))
@@ -154,7 +155,7 @@ def test_samples_wait_and_are_the_groups_of_the_step_that_takes_them(
     assert np.isnan(kept["trainer_logprobs"][: len(PROMPT)]).all()
     names = {json.loads(text)["name"] for text in (run / "spans.jsonl").read_text().splitlines()}
     assert names == {"rl.train", "rl.sample", "versions"}
-    found = explain(run)
+    found = explain(open_run(run))
     assert found.total_steps is None and not [
         f for f in found.findings if "reward" in f.diagnosis.name
     ]

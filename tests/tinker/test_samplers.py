@@ -12,7 +12,13 @@ import pytest
 
 from mlx_parallm.engine.served_models import AdapterUses
 from mlx_parallm.errors import AdapterError, ModelNotFoundError, RefusedError
-from mlx_parallm.faces.tinker.checkpoints import SAMPLER, TRAINING, Checkpoints, Run, TinkerPath
+from mlx_parallm.faces.tinker.checkpoints import (
+    SAMPLER,
+    TRAINING,
+    Checkpoints,
+    TinkerPath,
+    TinkerRun,
+)
 from mlx_parallm.faces.tinker.samplers import SamplerShelf, SamplerWeights
 from tests.server.serving import RunningServer
 from tests.tinker.serving import API, DATUM, TOKENS, WireClient, tinker_server
@@ -224,7 +230,7 @@ def test_weights_in_memory_go_with_their_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, lambda: now[0])
     samplers = SamplerWeights(cast(Any, weights), {}, AdapterUses(), kept=9, total=9)
     checkpoints.removed = samplers.drop
-    checkpoints.begin(Run("r:train:0", "base", {}, 1.0))
+    checkpoints.begin(TinkerRun("r:train:0", "base", {}, 1.0))
     paths = [TinkerPath("r:train:0", kind, kind) for kind in (TRAINING, SAMPLER)]
     late = TinkerPath("r:train:0", SAMPLER, "late")
     for path in (*paths, late):
@@ -277,7 +283,7 @@ def test_one_bad_checkpoint_hides_no_other(tmp_path: Path, monkeypatch: pytest.M
     """Damaged, expired, or deleted by another thread in between; and who looks deletes nothing."""
     now = [100.0]
     checkpoints = Checkpoints(tmp_path, lambda: now[0])
-    checkpoints.begin(Run("r:train:0", "base", {}, 1.0))
+    checkpoints.begin(TinkerRun("r:train:0", "base", {}, 1.0))
     paths = {
         name: TinkerPath("r:train:0", SAMPLER, name)
         for name in ("good", "empty", "list", "old", "bare")

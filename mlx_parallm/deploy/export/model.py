@@ -17,7 +17,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.config.load import load_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import AdapterError, ModelError
 from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, LoraPair
@@ -26,7 +25,8 @@ from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_mode
 from mlx_parallm.models.lora import AdapterFile, check_adapter, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, load_hf_model
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, checkpoint_at, find_run
+from mlx_parallm.rl_training.run_directory import FINAL, checkpoint_at
+from mlx_parallm.runs.run import open_run
 
 CHUNK_NUMBERS = 1 << 24  # numbers of a tensor that are computed at once: 64 MB in float32
 ZERO, ONE = np.float32(0), np.float32(1)
@@ -69,11 +69,11 @@ def source_of_run(
 
     Raises ConfigError: no run; ModelError: it has no checkpoint.
     """
-    run = find_run(path)
+    run = open_run(path)
     step = checkpoint_at(path / FINAL) or checkpoint_at(path)
     if step is None:
         raise ModelError(f"{path} has no complete checkpoint yet: nothing to export")
-    config = load_config(str(run / CONFIG_FILE), [], saved=True)
+    config = run.load_config()
     template, name = chat_template or config.model.chat_template, name or run.name
     options = config.model.chat_template_kwargs
     note = (
@@ -90,9 +90,9 @@ def source_of_run(
             ),
         )
     if (step / "config.json").is_file():  # a run that trained all weights
-        return ModelSource(str(step), None, name, template, notes, run=run)
+        return ModelSource(str(step), None, name, template, notes, run=run.path)
     return ModelSource(
-        config.model.base_path, step, name, template, notes, config.model.revision, run
+        config.model.base_path, step, name, template, notes, config.model.revision, run.path
     )
 
 

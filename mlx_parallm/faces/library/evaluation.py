@@ -1,7 +1,7 @@
 """evaluate: answers to held-out problems of an environment in Python, by the daemon's own
 evaluator.
 
-environment, reward → StateSource (its held-out tasks) → environments.evaluate →
+environment, reward → StateSource (its held-out tasks) → rl_training.evaluation.evaluate →
 Evaluation.numbers()
 """
 
@@ -12,8 +12,6 @@ from pydantic import ValidationError
 
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.environments.episode import EpisodePolicy
-from mlx_parallm.environments.evaluate import Evaluation, draw_problems
-from mlx_parallm.environments.evaluate import evaluate as evaluate_problems
 from mlx_parallm.environments.manager import RolloutConfig
 from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.environments.state_source import StateSource
@@ -22,6 +20,8 @@ from mlx_parallm.execution.user_code import name_of, reference_to
 from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.library.algorithms import ComputesRewards
 from mlx_parallm.rewards.functions import RewardFunctions
+from mlx_parallm.rl_training.evaluation.evaluate import Evaluation, draw_problems
+from mlx_parallm.rl_training.evaluation.evaluate import evaluate as evaluate_problems
 from mlx_parallm.system.loop_thread import LoopThread
 
 SETTINGS = ("greedy", "samples", "temperature", "top_p")

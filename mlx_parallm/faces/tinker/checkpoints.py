@@ -91,7 +91,7 @@ def _is_name(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Run:
+class TinkerRun:
     """A model that a client trains or has trained. `lora`: LoraChoice as JSON."""
 
     run_id: str
@@ -134,11 +134,11 @@ class Checkpoint:
         }
 
 
-def _read_run(file: Path) -> Run | None:
+def _read_run(file: Path) -> TinkerRun | None:
     """Read the file of a run. None: there is none, or it is damaged, which must not hide the
     other runs."""
     try:
-        return Run(**json.loads(file.read_text(encoding="utf-8")))
+        return TinkerRun(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -184,18 +184,18 @@ class Checkpoints:
             raise RequestError(f"{run_id[:200]!r} is no id of a training run")
         return self.root / run_id.replace(":", "_")
 
-    def begin(self, run: Run) -> Path:
+    def begin(self, run: TinkerRun) -> Path:
         """Make the run's directory, and note what it is."""
         directory = self.run_directory(run.run_id)
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / RUN_FILE, _json(vars(run) | {"lora": dict(run.lora)}))
         return directory
 
-    def run(self, run_id: str) -> Run | None:
+    def run(self, run_id: str) -> TinkerRun | None:
         file = self.run_directory(run_id) / RUN_FILE
         return _read_run(file)
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[TinkerRun]:
         """Newest first."""
         files = self.root.glob(f"*/{RUN_FILE}") if self.root.is_dir() else ()
         runs = (_read_run(file) for file in files)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import StoreError
-from mlx_parallm.faces.tinker.checkpoints import Checkpoints, Run
+from mlx_parallm.faces.tinker.checkpoints import Checkpoints, TinkerRun
 from mlx_parallm.faces.tinker.data import DatumBatch
 from mlx_parallm.faces.tinker.groups import (
     SOURCE,
@@ -120,7 +120,7 @@ class RunRecorder:
         self._thread.start()
 
     def begin(
-        self, run: Run, learned: LearnedModel, find: Callable[[str], SampleRecord | None]
+        self, run: TinkerRun, learned: LearnedModel, find: Callable[[str], SampleRecord | None]
     ) -> "RecordedRun":
         """Write what is known of a new run, and what it does from now on."""
         directory, run_id = self._checkpoints.run_directory(run.run_id), run.run_id

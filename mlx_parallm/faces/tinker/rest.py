@@ -20,8 +20,8 @@ from mlx_parallm.faces.tinker.checkpoints import (
     SAMPLER,
     TRAINING,
     Checkpoint,
-    Run,
     TinkerPath,
+    TinkerRun,
     iso,
     read_path,
     shown_metadata,
@@ -181,7 +181,7 @@ def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
     return {"offset": offset, "limit": limit, "total_count": total}
 
 
-def _run_json(service: TinkerService, run: Run) -> dict[str, Any]:
+def _run_json(service: TinkerService, run: TinkerRun) -> dict[str, Any]:
     checkpoints = service.checkpoints.list(run.run_id)
     model = service.models.get(run.run_id)
 
@@ -203,7 +203,7 @@ def _run_json(service: TinkerService, run: Run) -> dict[str, Any]:
     }
 
 
-def _run(service: TinkerService, run_id: str) -> Run:
+def _run(service: TinkerService, run_id: str) -> TinkerRun:
     run = service.checkpoints.run(run_id)
     if run is None:
         raise RefusedError(f"there is no training run {run_id!r}", 404)

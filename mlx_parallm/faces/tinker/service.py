@@ -38,8 +38,8 @@ from mlx_parallm.faces.tinker.checkpoints import (
     SAMPLER,
     TRAINING,
     Checkpoints,
-    Run,
     TinkerPath,
+    TinkerRun,
     check_name,
 )
 from mlx_parallm.faces.tinker.config import TinkerConfig
@@ -86,7 +86,7 @@ class QueuedRequest:
 class TrainedModel:
     """A model of a client, and the requests that wait for their turn."""
 
-    def __init__(self, run: Run, learned: LearnedModel, run_log: TinkerRunLog) -> None:
+    def __init__(self, run: TinkerRun, learned: LearnedModel, run_log: TinkerRunLog) -> None:
         self.run, self.learned, self.log = run, learned, run_log
         self.next_seq = 1
         self.waiting: dict[int, QueuedRequest] = {}
@@ -244,7 +244,7 @@ class TinkerService:
         )
         metadata = body.user_metadata or {}
 
-        def create() -> tuple[Run, LearnedModel]:
+        def create() -> tuple[TinkerRun, LearnedModel]:
             self._check_base(body.base_model)
             return self._begin(_model_id(key), session, choice, metadata), self.learner.create(
                 choice
@@ -267,7 +267,7 @@ class TinkerService:
         session = self.session(body.session_id)
         key, metadata = (session.session_id, body.model_seq_id), body.user_metadata
 
-        def load() -> tuple[Run, LearnedModel]:
+        def load() -> tuple[TinkerRun, LearnedModel]:
             self._check_base(body.base_model or self.base_model)
             saved, choice, directory = self._saved(body.path, optimizer=body.optimizer)
             learned = self.learner.create(choice, directory, optimizer=body.optimizer)
@@ -282,7 +282,7 @@ class TinkerService:
         self,
         key: tuple[str, int],
         what: str,
-        create: Callable[[], tuple[Run, LearnedModel]],
+        create: Callable[[], tuple[TinkerRun, LearnedModel]],
         answer: dict[str, Any],
     ) -> Promise:
         if (earlier := self._creating.get(key)) is not None:
@@ -340,14 +340,14 @@ class TinkerService:
 
     def _begin(
         self, model_id: str, session: ClientSession, choice: LoraChoice, metadata: Mapping[str, Any]
-    ) -> Run:
-        run = Run(
+    ) -> TinkerRun:
+        run = TinkerRun(
             model_id, self.base_model, asdict(choice), time.time(), metadata, session.session_id
         )
         self.checkpoints.begin(run)
         return run
 
-    def _saved(self, path: str, *, optimizer: bool) -> tuple[Run, LoraChoice, Path]:
+    def _saved(self, path: str, *, optimizer: bool) -> tuple[TinkerRun, LoraChoice, Path]:
         """The run of a checkpoint, its LoRA, and its directory. Raises RequestError."""
         checkpoint = self.checkpoints.require(path)
         kinds = (TRAINING,) if optimizer else (TRAINING, SAMPLER)
@@ -361,7 +361,7 @@ class TinkerService:
         self._check_made_from(run, path)
         return run, LoraChoice(**run.lora), checkpoint.directory
 
-    def _check_made_from(self, run: Run, path: str) -> None:
+    def _check_made_from(self, run: TinkerRun, path: str) -> None:
         if run.base_model not in self.names:
             raise RequestError(
                 (

@@ -17,9 +17,9 @@ from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.user_code import shown
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches, steps_per_epoch
-from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios, no_ratios
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import Unit, encode_all, form_of
+from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut, log_ratios, no_ratios
 from mlx_parallm.rl_training.sources import RolloutSource, Served
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.log import get_logger

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config.evaluation import PREFIX
-from mlx_parallm.config.load import Config
 from mlx_parallm.rl_training.metrics import MetricsFile
 
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -102,16 +101,3 @@ def sentence(line: Mapping[str, Any]) -> str:
         ]
         results.append(f"{name}: {', '.join(parts) or 'every answer failed'}")
     return f"evaluation of step {line['step']} (version {line['version']}): {'; '.join(results)}"
-
-
-def best_by(config: Config) -> str | None:
-    """Return the metric of evaluations that checkpoints are compared by; None: they have a score
-    already."""
-    keep = config.rl_training.keep_best
-    if isinstance(keep, str):
-        return keep
-    return (
-        (f"{PREFIX}score")
-        if keep and config.evaluation.problems and config.evaluation.every
-        else None
-    )

@@ -2,29 +2,30 @@
 and what to do next."""
 
 import itertools
-import math
 import os
 import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.cells import cell_len
-from rich.table import Table
 from rich.text import Text
 
-from mlx_parallm.environments.estimates import difference
-from mlx_parallm.environments.evaluate import SOLVED
+from mlx_parallm.rl_training.evaluation.comparison import (
+    BEFORE,
+    Comparison,
+    Line,
+    accuracy_table,
+    answers_table,
+    plain_report,
+)
 from mlx_parallm.rl_training.metrics import words_of
 from mlx_parallm.rl_training.monitor.drawing import by_option, command_lines
 from mlx_parallm.rl_training.monitor.health import find
-from mlx_parallm.system.terminal import Console, beginning_of
-from mlx_parallm.types import BETWEEN
+from mlx_parallm.system.terminal import Console
 
 SMOOTHING = 10  # steps on each side of a mean, fewer in a short run
 SHOWN = 60  # characters of a text
@@ -137,149 +138,6 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
             for position in range(len(values))
         )
     ]
-
-
-Line = Mapping[str, Any]  # of evaluations.jsonl
-BEFORE = "before"
-SHOWN_EXAMPLES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One environment's held-out problems before and after.
-
-    Args:
-        rewards: (before, after) of each problem that was answered both times.
-        examples: answers to some of them, as in a line of evaluations.jsonl.
-        greedy: whether a reward is that of the greedy answer, and not the mean of sampled ones.
-    """
-
-    environment: str
-    rewards: tuple[tuple[float, float], ...]
-    examples: tuple[tuple[Line, Line], ...] = ()
-    greedy: bool = True
-
-    @property
-    def measured(self) -> Iterator[tuple[str, list[float], list[float]]]:
-        """Yield (name, before, after): accuracy where 1 is the full reward, and the mean reward
-        where it differs."""
-        before, after = ([pair[side] for pair in self.rewards] for side in (0, 1))
-        every = [*before, *after]
-        judged = self.greedy and max(every) <= 1 and (max(every) >= SOLVED or not any(every))
-        if judged:
-            right, now_right = (
-                [float(reward >= SOLVED) for reward in side] for side in (before, after)
-            )
-            yield self.environment, right, now_right
-        if not judged or any(0 != reward < SOLVED for reward in every):
-            yield f"{self.environment} (mean reward)", before, after
-
-
-def compare(before: Line, after: Line) -> list[Comparison]:
-    """Pair the answers of two evaluations; leave out a problem that was answered only once."""
-    comparisons = []
-    for name, now in after["environments"].items():
-        then = before["environments"].get(name, {"problems": [], "examples": []})
-        earlier, texts = (
-            {p["key"]: p for p in then["problems"]},
-            {e["key"]: e for e in then[("examples")]},
-        )
-        rewards = [
-            (reward_of(earlier[p["key"]]), reward_of(p))
-            for p in now[("problems")]
-            if p["key"] in earlier
-        ]
-        examples = [
-            (texts[e["key"]], e) for e in now["examples"][:SHOWN_EXAMPLES] if e["key"] in texts
-        ]
-        if rewards:
-            greedy = all(problem["greedy"] is not None for problem in now["problems"])
-            comparisons.append(Comparison(name, tuple(rewards), tuple(examples), greedy))
-    return comparisons
-
-
-def reward_of(problem: Line) -> float:
-    """Return the reward of the greedy answer to a problem, else the mean of the sampled ones."""
-    sampled: Sequence[float] = problem["sampled"]
-    return (
-        float(problem[("greedy")]) if problem["greedy"] is not None else sum(sampled) / len(sampled)
-    )
-
-
-def accuracy_table(
-    comparisons: Sequence[Comparison],
-    title: str = "answers to held-out problems",
-    columns: tuple[str, str, str] = (BEFORE, "after", "change"),
-) -> Table:
-    """Held-out accuracy of each environment, before and after, with the 95% interval and p of
-    the difference."""
-    table = Table(title=Text(title), title_justify="left", box=SIMPLE, pad_edge=False)
-    table.add_column("environment")
-    for name in ("problems", *columns, "95% interval", "p"):
-        table.add_column(name, justify="right")
-    for name, before, after in (measure for row in comparisons for measure in row.measured):
-        gain = difference(before, after)
-        change = Text(f"{gain.mean:+.3f}", style="green" if gain.mean >= 0 else "red")
-        interval = f"{gain.low:+.3f} to {gain.high:+.3f}" if gain.enough else "too few"
-        p = "–" if gain.p is None else "<0.001" if gain.p < 0.001 else f"{gain.p:.3g}"
-        means = (f"{_mean(values):.3f}" for values in (before, after))
-        table.add_row(Text(name), str(len(before)), *means, change, interval, p)
-    return table
-
-
-def verdict(comparisons: Sequence[Comparison], a: str, b: str) -> str:
-    """Say in a sentence which of the differences are significant, by
-    `estimates.Difference.significant`."""
-    better: list[str] = []
-    worse: list[str] = []
-    unclear: list[str] = []
-    for name, before, after in (measure for row in comparisons for measure in row.measured):
-        gain = difference(before, after)
-        (unclear if not gain.significant else better if gain.mean > 0 else worse).append(name)
-    parts = [
-        (better, f"{b} is better than {a}"),
-        (worse, f"{b} is worse than {a}"),
-        (unclear, "no significant difference"),
-    ]
-    sentence = "; ".join(f"{words}: {', '.join(names)}" for names, words in parts if names)
-    return f"{sentence} (at the 5% level each: of twenty such lines one differs by chance)"
-
-
-def answers_table(comparisons: Sequence[Comparison], first: str = BEFORE) -> Table:
-    """Return the first answers of each environment, not selected ones. `first`: when the earlier
-    ones were given."""
-    last = "after" if first == BEFORE else "at the end"
-    table = Table(title=f"the same prompts, {first} and {last}", title_justify="left")
-    for name in ("prompt", "expected", first, last):
-        table.add_column(name, overflow="fold")
-    for row in comparisons:
-        for before, after in row.examples:
-            prompt, expected = (
-                Text(beginning_of(after[key] or "", SHOWN)) for key in ("prompt", "expected")
-            )
-            table.add_row(prompt, expected, _mark(before), _mark(after))
-    return table
-
-
-def plain_report(comparisons: Sequence[Comparison], first: str = BEFORE) -> str:
-    """Return both tables as plain text, for logs and files."""
-    lines = [] if first == BEFORE else [f"the same prompts, {first} -> at the end:"]
-    for row in comparisons:
-        for name, before, after in row.measured:
-            gain = difference(before, after)
-            interval = "too few for an interval"
-            if gain.enough:
-                interval = f"95% interval {gain.low:+.3f} to {gain.high:+.3f}"
-            problems = "1 problem" if len(before) == 1 else f"{len(before)} problems"
-            change = f"({gain.mean:+.3f}, {interval}) on {problems}"
-            lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} {change}")
-        for then, now in row.examples:
-            prompt = (
-                f"{beginning_of(now['prompt'], SHOWN)} "
-                f" [{beginning_of(now['expected'] or '', SHOWN)}]"
-            )
-            lines.append(f"  {prompt}  {_plain(then)} -> {_plain(now)}")
-    return "\n".join(lines)
 
 
 def problems_of(lines: Sequence[Line], run: Path) -> list[str]:
@@ -399,37 +257,3 @@ def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
         if isinstance(line.get(key), int | float)
     ]
     return [step for step, _ in points], [value for _, value in points]
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Return the mean, rounded as `estimates.estimate` rounds it: a plain sum may be 0.9694999
-    where the other tables show 0.970."""
-    return math.fsum(values) / len(values)
-
-
-def _one_line(answer: Line) -> str:
-    """Return an answer on one line; of several turns their beginning and the last one."""
-    before, mark, last = (answer["error"] or answer["text"]).rpartition(BETWEEN[-1])
-    return (
-        (f"{beginning_of(before + mark, SHOWN)} {beginning_of(last, SHOWN)}")
-        if mark
-        else beginning_of(last, SHOWN)
-    )
-
-
-def _mark(answer: Line) -> Text:
-    style = "green" if answer["reward"] >= SOLVED else "red" if answer["reward"] == 0 else ""
-    sign = {"right": "✓", "wrong": "✗"}.get(_verdict(answer), f"reward {_verdict(answer)}:")
-    return Text(f"{sign} {_one_line(answer)}", style=style)
-
-
-def _plain(answer: Line) -> str:
-    return f"{_one_line(answer)} ({_verdict(answer)})"
-
-
-def _verdict(answer: Line) -> str:
-    """Return right, wrong, or the reward in between."""
-    reward = answer["reward"]
-    if reward in (0.0, 1.0) or SOLVED <= reward < 1:
-        return "right" if reward else "wrong"
-    return f"{reward:.3g}"

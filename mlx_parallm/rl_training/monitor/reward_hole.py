@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.environments.evaluate import SOLVED
+from mlx_parallm.rl_training.evaluation.evaluate import SOLVED
 from mlx_parallm.rl_training.monitor.evidence import Evidence, Sign, Window
 from mlx_parallm.rl_training.step.full_marks import FullMarks, is_piece
 

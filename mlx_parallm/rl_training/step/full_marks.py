@@ -7,7 +7,7 @@ the prompt is. Both are right answers to some tasks, so `monitor/health.py` asks
 frequent while the run learned.
 
     FullMarks        counts of one environment in one step: a metrics line has one for each
-    is_piece         the comparison: of tokens here, of words in `monitor/explain.py`
+    is_piece         the comparison: of tokens here, of words in `monitor/reward_hole.py`
 """
 
 from collections import Counter, defaultdict

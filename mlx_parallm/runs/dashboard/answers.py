@@ -38,7 +38,7 @@ class Runs(TypedDict):
 
 
 class Mark(TypedDict):
-    """What somebody did to the run after `step` finished steps, at Unix time `time`."""
+    """A command that somebody gave after `step` finished steps, at Unix time `time`."""
 
     step: int
     kind: str

@@ -1,9 +1,7 @@
-"""What the page may be sent: texts of a bounded length, numbers that JSON can hold, a word for
-each state of a file."""
+"""Bounds of what is sent to the page: texts of a bounded length, numbers that JSON can hold."""
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 
@@ -13,14 +11,6 @@ def cut(text: str | None, most: int) -> str | None:
         if text is None or len(text) <= most
         else (f"{text[:most]} … ({len(text):,} characters)")
     )
-
-
-def file_version(path: Path) -> str:
-    try:
-        stat = path.stat()
-    except OSError:
-        return ""
-    return f"{stat.st_ino}.{stat.st_size}.{stat.st_mtime_ns}"
 
 
 def sendable(value: Any) -> Any:

@@ -59,9 +59,9 @@ def make_app(paths: list[Path]) -> "FastAPI":
     from starlette.responses import RedirectResponse
 
     from mlx_parallm.config.server import ServerConfig
-    from mlx_parallm.rl_training.run_directory import find_run
     from mlx_parallm.runs.dashboard.routes import PAGE, added_router
     from mlx_parallm.runs.dashboard.run_view import RunView
+    from mlx_parallm.runs.run import open_run
     from mlx_parallm.server.auth import AuthMiddleware, PublicPaths
     from mlx_parallm.server.context import ServerContext, ServerDeps, ServerState
     from mlx_parallm.server.errors import install_error_handlers
@@ -69,10 +69,10 @@ def make_app(paths: list[Path]) -> "FastAPI":
 
     if len(paths) > MOST_RUNS:
         raise ConfigError(f"{len(paths)} runs: at most {MOST_RUNS} at once")
-    runs = [find_run(path) for path in paths]
+    runs = [open_run(path) for path in paths]
     for number, run in enumerate(runs):
-        if run in runs[:number]:
-            raise ConfigError(f"{run} is named twice")
+        if any(earlier.path == run.path for earlier in runs[:number]):
+            raise ConfigError(f"{run.path} is named twice")
     redactor = Redactor(environment_secrets())
     added = added_router([RunView(run, redactor) for run in runs], live=False)
     app = FastAPI(title="mlx_parallm dashboard", openapi_url=None)

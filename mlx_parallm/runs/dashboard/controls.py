@@ -19,8 +19,8 @@ from pydantic import Field
 
 from mlx_parallm.errors import RefusedError, RequestError
 from mlx_parallm.rl_training.commands import RunCommands
-from mlx_parallm.rl_training.run_directory import checkpoints
 from mlx_parallm.runs.dashboard.answers import ControlAnswer, ControlState
+from mlx_parallm.runs.run import Run
 from mlx_parallm.server.api.control import pause_for_clients, resume_for_clients
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.protocol.fields import Body, ObjectOf
@@ -61,9 +61,9 @@ def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
 
     @router.get("/dashboard/api/control", responses={200: {"model": ControlState}})
     async def state(context: Context) -> Response:
-        """What can be ordered now: whether clients have paused the engine, settings, checkpoints
-        to go back to."""
-        names = [path.name for path in await asyncio.to_thread(checkpoints, directory)][
+        """The state that commands change: whether clients have paused the engine, settings,
+        checkpoints to go back to."""
+        names = [path.name for path in await asyncio.to_thread(Run(directory).checkpoints)][
             -LISTED_CHECKPOINTS:
         ]
         return JSONResponse(

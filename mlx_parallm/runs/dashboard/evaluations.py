@@ -4,14 +4,13 @@ two evaluations."""
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.rl_training.evaluation.log import EVALUATIONS_FILE, EvaluationLog
-from mlx_parallm.rl_training.monitor.report import reward_of
-from mlx_parallm.runs.dashboard.bounded import cut, file_version, sendable
+from mlx_parallm.rl_training.evaluation.comparison import reward_of
+from mlx_parallm.runs.dashboard.bounded import cut, sendable
+from mlx_parallm.runs.run import Run
 from mlx_parallm.system.redaction import Redactor
 
 MOST_PROBLEMS, MOST_EVALUATIONS = 1000, 200
@@ -24,15 +23,15 @@ LONGEST_DIFF = 4000
 class EvaluationsView:
     """The evaluations of one run. Any thread; each call may read the file."""
 
-    def __init__(self, run: Path, redactor: Redactor) -> None:
-        self._path, self._redactor = run, redactor
+    def __init__(self, run: Run, redactor: Redactor) -> None:
+        self._run, self._redactor = run, redactor
         self._lock = Lock()
         self._kept: dict[tuple[Any, ...], Any] = {}  # of one version of the file
 
     def _once(self, name: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Return what `make` returned for these evaluations: every tab asks for the same, and
         word diffs take long."""
-        version = file_version(self._path / EVALUATIONS_FILE)
+        version = self._run.version("evaluations")
         with self._lock:
             for old in [key for key in self._kept if key[0] != version] or list(self._kept)[
                 :-MOST_KEPT
@@ -47,13 +46,14 @@ class EvaluationsView:
         return self._once(("all",), self._all)
 
     def _all(self) -> list[dict[str, Any]]:
-        lines = EvaluationLog(self._path).done()
-        numbers = [
-            {name: part["numbers"] for name, part in line["environments"].items()} for line in lines
-        ]
         return [
-            {key: line.get(key) for key in ("step", "version", "score")} | {"environments": own}
-            for line, own in zip(lines, numbers, strict=True)
+            {key: line.get(key) for key in ("step", "version", "score")}
+            | {
+                "environments": {
+                    name: part["numbers"] for name, part in line["environments"].items()
+                }
+            }
+            for line in self._run.fresh().evaluations
         ]
 
     def heldout(self, before: int, after: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class EvaluationsView:
         return self._once((before, after), lambda: self._heldout(before, after))
 
     def _heldout(self, before: int, after: int) -> dict[str, Any]:
-        lines = EvaluationLog(self._path).done()
+        lines = self._run.fresh().evaluations
         if not lines:
             return {"evaluations": [], "environments": {}}
         chosen = []

@@ -46,6 +46,7 @@ from mlx_parallm.runs.dashboard.run_view import (
     Search,
     differing_settings,
 )
+from mlx_parallm.runs.run import Run
 from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.context import Context
 from mlx_parallm.server.sse import EVENT_STREAM, EventStream
@@ -69,7 +70,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-Run = Annotated[int, Query(ge=0, description="its id in the list of runs")]
+RunId = Annotated[int, Query(ge=0, description="its id in the list of runs")]
 Views = Callable[[], Mapping[int, RunView]]
 """The runs by their ids, in the order of the list."""
 
@@ -82,7 +83,7 @@ def dashboard(
     """Return the routes for the run that this process trains, or for runs that come and go: a
     `daemon.Page`."""
     if isinstance(runs, Path):
-        return added_router([RunView(runs, redactor)], live=True, commands=commands)
+        return added_router([RunView(Run(runs), redactor)], live=True, commands=commands)
     return _added(_ComingRuns(runs, redactor), live=False, commands=None, directory=Path())
 
 
@@ -101,16 +102,16 @@ class _ComingRuns:
     def __init__(self, runs: Callable[[], Sequence[Path]], redactor: Redactor) -> None:
         self._runs, self._redactor = runs, redactor
         self._lock, self._numbers = Lock(), count()
-        self._known: dict[Path, tuple[int, RunView]] = {}
+        self._shown: dict[Path, tuple[int, RunView]] = {}
 
     def __call__(self) -> Mapping[int, RunView]:
         with self._lock:
             runs = self._runs()
             for run in reversed(runs):
-                if run not in self._known:
-                    self._known[run] = next(self._numbers), RunView(run, self._redactor)
-            self._known = {run: self._known[run] for run in runs}
-            return dict(self._known.values())
+                if run not in self._shown:
+                    self._shown[run] = next(self._numbers), RunView(Run(run), self._redactor)
+            self._shown = {run: self._shown[run] for run in runs}
+            return dict(self._shown.values())
 
 
 def _added(
@@ -164,7 +165,7 @@ def _run_routes(router: APIRouter, views: Views, *, live: bool) -> None:
 
     @router.get("/dashboard/api/metrics", responses=_answer(MetricsAnswer))
     def metrics(
-        run: Run = 0,
+        run: RunId = 0,
         keys: str = "headline",
         after: Annotated[str, Query(max_length=100)] = "",
         max_points: Annotated[int, Query(ge=1, le=MOST_POINTS)] = MOST_POINTS,
@@ -174,17 +175,17 @@ def _run_routes(router: APIRouter, views: Views, *, live: bool) -> None:
         return JSONResponse(_view(views, run).metrics(wanted, after, max_points))
 
     @router.get("/dashboard/api/health", responses=_answer(RunHealth))
-    def health(run: Run = 0) -> Response:
-        """What `mlx_parallm explain` finds."""
+    def health(run: RunId = 0) -> Response:
+        """The findings of `mlx_parallm explain`."""
         return JSONResponse(_view(views, run).health())
 
     @router.get("/dashboard/api/evaluations", responses=_answer(EvaluationList))
-    def evaluations(run: Run = 0) -> Response:
+    def evaluations(run: RunId = 0) -> Response:
         """The numbers of each evaluation on held-out problems, with the ends of their intervals."""
         return JSONResponse({"evaluations": _view(views, run).evaluations.all()})
 
     @router.get("/dashboard/api/heldout")
-    def heldout(run: Run = 0, before: int = 0, after: int = -1) -> Response:
+    def heldout(run: RunId = 0, before: int = 0, after: int = -1) -> Response:
         """Two evaluations, problem by problem, with a word diff of the answers that were kept."""
         return JSONResponse(_view(views, run).evaluations.heldout(before, after))
 
@@ -192,9 +193,9 @@ def _run_routes(router: APIRouter, views: Views, *, live: bool) -> None:
     def timeline(
         steps: Annotated[int, Query(ge=1, le=MOST_TIMELINE_STEPS)],
         last: int | None = None,
-        run: Run = 0,
+        run: RunId = 0,
     ) -> Response:
-        """What the run did when, in the newest steps or those up to `last`."""
+        """The spans of the run's work, in the newest steps or those up to `last`."""
         return JSONResponse(_view(views, run).timeline(steps, last))
 
     @router.get("/dashboard/api/compare")
@@ -218,7 +219,7 @@ def _run_routes(router: APIRouter, views: Views, *, live: bool) -> None:
 def _rollout_routes(router: APIRouter, views: Views) -> None:
     @router.get("/dashboard/api/groups", responses=_answer(Groups))
     def groups(
-        run: Run = 0,
+        run: RunId = 0,
         order: Annotated[str, Query(pattern="^(newest|best|worst)$")] = "newest",
         environment: str = "",
         state: Annotated[str, Query(pattern="^(|waiting|taken|dropped|quarantined)$")] = "",
@@ -252,7 +253,7 @@ def _rollout_routes(router: APIRouter, views: Views) -> None:
         return JSONResponse(_view(views, run).groups(search))
 
     @router.get("/dashboard/api/group", responses=_answer(ShownGroup))
-    def group(id: Annotated[str, Query(min_length=1)], run: Run = 0) -> Response:
+    def group(id: Annotated[str, Query(min_length=1)], run: RunId = 0) -> Response:
         """One group: every answer with its conversation."""
         return JSONResponse(_view(views, run).group(id))
 
@@ -260,7 +261,7 @@ def _rollout_routes(router: APIRouter, views: Views) -> None:
     def tokens(
         id: Annotated[str, Query(min_length=1)],
         number: Annotated[int, Query(ge=0)],
-        run: Run = 0,
+        run: RunId = 0,
         segment: Annotated[int, Query(ge=0)] = 0,
         first: Annotated[int, Query(ge=0)] = 0,
     ) -> Response:
@@ -269,12 +270,12 @@ def _rollout_routes(router: APIRouter, views: Views) -> None:
 
 
 def _view(views: Views, run: int) -> RunView:
-    found = views()
-    if run not in found:
+    by_id = views()
+    if run not in by_id:
         raise RefusedError(
-            f"there is no run {run}; there are {', '.join(map(str, found)) or 'none yet'}", 404
+            f"there is no run {run}; there are {', '.join(map(str, by_id)) or 'none yet'}", 404
         )
-    return found[run]
+    return by_id[run]
 
 
 class _Look:
@@ -317,11 +318,11 @@ def _static() -> Mapping[str, bytes]:
     """The page's files by name, read once."""
 
     def below(folder: Traversable, prefix: str) -> dict[str, bytes]:
-        found: dict[str, bytes] = {}
+        content: dict[str, bytes] = {}
         for entry in folder.iterdir():
             name = f"{prefix}{entry.name}"
-            found |= below(entry, f"{name}/") if entry.is_dir() else {name: entry.read_bytes()}
-        return found
+            content |= below(entry, f"{name}/") if entry.is_dir() else {name: entry.read_bytes()}
+        return content
 
     return below(files("mlx_parallm.runs.dashboard") / "static", "")
 

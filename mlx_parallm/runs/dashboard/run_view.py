@@ -1,5 +1,4 @@
-"""RunView: one run directory as values for the page. Reads only; no answer is larger than the page
-needs.
+"""RunView: one `Run` as values for the page. Reads only; no answer is larger than the page needs.
 
 Metrics are kept as columns of numbers, and only new lines of the file are read. A cursor names a
 file and a row of it: the file is another one after a rollback or a resume has cut it, and then the
@@ -14,28 +13,20 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
 import regex
 
-from mlx_parallm.config.leaves import client_trainer
-from mlx_parallm.config.load import Config, load_config
-from mlx_parallm.errors import CheckpointError, ConfigError, ParallmError, RequestError, StoreError
-from mlx_parallm.rl_training.commands import MARKS_FILE
-from mlx_parallm.rl_training.evaluation.log import EVALUATIONS_FILE
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.errors import CheckpointError, ParallmError, RequestError, StoreError
 from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per_s
-from mlx_parallm.rl_training.monitor.explain import explain
-from mlx_parallm.rl_training.monitor.spans import SPANS_FILE, lines_of_steps
-from mlx_parallm.rl_training.monitor.tokens import read_tokens
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory
 from mlx_parallm.runs.compare import differing, read_runs
-from mlx_parallm.runs.dashboard.bounded import cut, file_version, sendable
+from mlx_parallm.runs.dashboard.bounded import cut, sendable
 from mlx_parallm.runs.dashboard.evaluations import EvaluationsView
+from mlx_parallm.runs.explain import explain
 from mlx_parallm.runs.rollouts import Answers, Wanted
+from mlx_parallm.runs.run import Run, open_run
 from mlx_parallm.system.redaction import Redactor
 
 MOST_NUMBERS = 24_000
@@ -56,6 +47,8 @@ READ_BYTES = 1 << 20
 MOST_MARKS = 100
 MOST_SPANS, MOST_TIMELINE_STEPS = 3000, 64
 MARK_KEY = "rolled_back_to"
+WATCHED = ("metrics", "evaluations", "rollouts", "marks", "spans")
+"""Parts of a run whose changes the page is told of."""
 
 
 class MetricColumns:
@@ -78,8 +71,8 @@ class MetricColumns:
         self.last = line
 
     def _take(self, line: Mapping[str, Any], prefix: str) -> None:
-        """Of a long run this is what its first chart waits for: types are compared, not asked
-        with isinstance."""
+        """Add the numbers of a line. The first chart of a long run waits for this: types are
+        compared, which is faster than isinstance."""
         rows, columns = len(self.steps), self._values
         for key, value in line.items():
             kind = type(value)
@@ -112,13 +105,14 @@ class MetricColumns:
         """Return steps and columns from row `first` on. More than `most` rows, or than
         MOST_NUMBERS, become fewer: each is the mean of its steps, under the last of them.
         `keys`: a * stands for anything."""
-        known = [key for key in self._values if any(fnmatchcase(key, wanted) for wanted in keys)]
-        count, most = len(self.steps) - first, max(1, min(most, MOST_NUMBERS // max(1, len(known))))
+        chosen = [key for key in self._values if any(fnmatchcase(key, wanted) for wanted in keys)]
+        count = len(self.steps) - first
+        most = max(1, min(most, MOST_NUMBERS // max(1, len(chosen))))
         size = max(1, math.ceil(count / most))
         ends = range(first + size, first + count + size, size)
         steps = [self.steps[min(end, len(self.steps)) - 1] for end in ends]
         return steps, {
-            key: [_mean(self._values[key][end - size : end]) for end in ends] for key in known
+            key: [_mean(self._values[key][end - size : end]) for end in ends] for key in chosen
         }
 
 
@@ -134,7 +128,7 @@ def _short(value: float) -> float:
 
 @dataclass(frozen=True)
 class Search:
-    """What the page asks of the rollouts; an empty string is no condition."""
+    """Conditions of the page on the rollouts; an empty string is none."""
 
     order: str = "newest"
     environment: str = ""
@@ -152,16 +146,16 @@ class Search:
 
 
 class RunView:
-    """One run. Any thread; each call may read files. Raises ConfigError: no run directory."""
+    """One run. Any thread; each call may read files, of a directory that may not be there yet."""
 
-    def __init__(self, path: Path, redactor: Redactor) -> None:
-        self.path = path
+    def __init__(self, run: Run, redactor: Redactor) -> None:
+        self.path, self._run = run.path, run
         self._redactor = redactor
         self._numbers_lock, self._rollouts_lock, self._health_lock = Lock(), Lock(), Lock()
-        self.evaluations = EvaluationsView(path, redactor)
+        self.evaluations = EvaluationsView(run, redactor)
         self._reset((-1, -1))
         self._answers: Answers | None = None
-        self._inferred: bool | None = None  # not known yet
+        self._inferred: bool | None = None  # until the configuration is there
         # how often it was judged, of which words, when it may be again, the answer
         self._health: tuple[int, dict[str, str], float, dict[str, Any]] = (0, {}, 0.0, {})
 
@@ -173,25 +167,18 @@ class RunView:
     def versions(self) -> dict[str, str]:
         """Return a word for each kind of data, another one after each change; and whether a
         process has the run."""
-        words, (count, known, due, _) = self._words(), self._health
-        ripe = words != known and (time.monotonic() >= due or words["state"] != known["state"])
+        words, (count, judged, due, _) = self._words(), self._health
+        ripe = words != judged and (time.monotonic() >= due or words["state"] != judged["state"])
         return words | {"health": f"{count}{'+' if ripe else ''}"}
 
     def _words(self) -> dict[str, str]:
-        store = [file_version(self.path / f"{STORE_FILE}{end}") for end in ("", "-wal")]
-        return {
-            "metrics": file_version(self.path / METRICS_FILE),
-            "evaluations": file_version(self.path / EVALUATIONS_FILE),
-            "rollouts": "+".join(store),
-            "marks": file_version(self.path / MARKS_FILE),
-            "spans": file_version(self.path / SPANS_FILE),
-            "state": self.state(),
-        }
+        return {part: self._run.version(part) for part in WATCHED} | {"state": self.state()}
 
     def state(self) -> str:
-        if RunDirectory.in_use(self.path):
+        """Return the state by a look at two names, which every tab's stream does often."""
+        if self._run.fresh().running:
             return "running"
-        return "finished" if (self.path / FINAL).exists() else "stopped"
+        return "finished" if self._run.has_final else "stopped"
 
     def read(self) -> None:
         """Read what is new of the numbers, so that who asks for them next need not wait."""
@@ -208,9 +195,10 @@ class RunView:
         with self._numbers_lock:
             self._read()
             last = dict(self._columns.last)
-        config = self._config()
+        run = self._run.fresh()
+        config = run.config
         # they decide step by step
-        clients = None if config is None else client_trainer(config.model_dump())
+        clients = None if config is None else run.client_trainer
         return self._shown(
             {
                 "name": self.path.name,
@@ -265,20 +253,20 @@ class RunView:
         """
         ordered = list[dict[str, Any]]()
         with suppress(CheckpointError):  # a damaged line: the charts are worth more
-            ordered = MetricsFile(self.path / MARKS_FILE).last(MOST_MARKS)
-        known = {mark["step"] + 1 for mark in ordered if mark.get("kind") == "rollback"}
+            ordered = self._run.marks(MOST_MARKS)
+        marked = {mark["step"] + 1 for mark in ordered if mark.get("kind") == "rollback"}
         marks = [
             {"step": step, "kind": "rollback", "text": text, "time": None}
             for step, text in columns.marks
-            if step not in known
+            if step not in marked
         ]
         return sorted([*marks[-MOST_MARKS:], *ordered], key=lambda mark: mark["step"])
 
     def _read(self) -> None:
         """Take in new lines of metrics.jsonl; all of them where it is another file than before."""
-        path = self.path / METRICS_FILE
+        file = self._run.metrics_file
         try:
-            stat = path.stat()
+            stat = file.path.stat()
         except FileNotFoundError:
             self._reset((-1, -1))
             return
@@ -288,31 +276,31 @@ class RunView:
         for most in (READ_BYTES, -1):
             lines: Sequence[Mapping[str, Any]] = ({},)
             while lines:
-                lines, self._position = MetricsFile(path).after(self._position, most)
+                lines, self._position = file.after(self._position, most)
                 for line in lines:
                     self._columns.add(line)
 
     def health(self) -> dict[str, Any]:
-        """Return what `mlx_parallm explain` finds. Judged again when the run begins or ends;
+        """Return the findings of `mlx_parallm explain`. Judged again when the run begins or ends;
         when something else has changed, not too often."""
         with self._health_lock:
-            words, (count, known, due, answer) = self._words(), self._health
-            if words == known or (time.monotonic() < due and words["state"] == known["state"]):
+            words, (count, judged, due, answer) = self._words(), self._health
+            if words == judged or (time.monotonic() < due and words["state"] == judged["state"]):
                 return answer
             began = time.monotonic()
             try:
-                found = explain(self.path)
+                explanation = explain(open_run(self.path))
             except (ParallmError, OSError):
                 # so that the next change is asked about again
                 self._health = (count + 1, words, began, answer)
                 raise
             now = time.monotonic()
             answer = {
-                "state": found.state,
-                "gained": found.gained,
-                "findings": [finding.to_json() for finding in found.findings],
-                "notes": list(found.notes),
-                "to_read": [asdict(reading) for reading in found.to_read],
+                "state": explanation.state,
+                "gained": explanation.gained,
+                "findings": [finding.to_json() for finding in explanation.findings],
+                "notes": list(explanation.notes),
+                "to_read": [asdict(reading) for reading in explanation.to_read],
             }
             answer = self._shown(answer)
             self._health = (count + 1, words, now + HEALTH_PAUSE * (now - began), answer)
@@ -321,8 +309,7 @@ class RunView:
     def timeline(self, steps: int, last: int | None) -> dict[str, Any]:
         """Return the spans of `steps` steps up to `last` (None: the newest) and how many tokens
         each policy version sampled; at most MOST_SPANS, and MOST_TIMELINE_STEPS."""
-        path = self.path / SPANS_FILE
-        if not path.is_file():
+        if not self._run.has("spans"):
             return {"spans": [], "tokens": {}}
         if last is None:
             with self._numbers_lock:
@@ -330,7 +317,7 @@ class RunView:
                 last = self._columns.last.get("step", 0)
         first = max(1, last - min(steps, MOST_TIMELINE_STEPS) + 1)
         spans, tokens = list[list[Any]](), dict[str, dict[str, int]]()
-        for line in lines_of_steps(path, first, last):
+        for line in self._run.spans(first, last):
             if line["name"] == "versions":
                 tokens[str(line["step"])] = line["tokens"]
             elif len(spans) < MOST_SPANS:
@@ -360,8 +347,8 @@ class RunView:
         most = min(LISTED_CHARACTERS, MOST_CHARACTERS // max(1, len(rows)))
         inferred = self._rewards_are_inferred()
         groups = [
-            _listed(list(own), most, inferred)
-            for _, own in groupby(rows, key=lambda row: row[("group_id")])
+            _listed(list(rows_of_group), most, inferred)
+            for _, rows_of_group in groupby(rows, key=lambda row: row["group_id"])
         ]
         if search.order in ("best", "worst"):
             best = search.order == "best"
@@ -371,8 +358,8 @@ class RunView:
 
     def group(self, group_id: str) -> dict[str, Any]:
         """Return one group with its conversations. Raises RequestError: no such group."""
-        found = self._group_of(group_id)
-        rollouts = found["rollouts"] or []
+        group = self._group_of(group_id)
+        rollouts = group["rollouts"] or []
         turns = sum(len(rollout["conversation"]) for rollout in rollouts)
         most = min(SHOWN_CHARACTERS, MOST_CHARACTERS // max(1, turns))
         for rollout in rollouts:
@@ -384,7 +371,7 @@ class RunView:
                 cut(rollout[key], most) for key in ("prompt", "completion")
             )
         rewards = [rollout["reward"] for rollout in rollouts]
-        return self._shown(found | _rewards(rewards, inferred=self._rewards_are_inferred()))
+        return self._shown(group | _rewards(rewards, inferred=self._rewards_are_inferred()))
 
     def tokens(self, group_id: str, number: int, segment: int, first: int) -> dict[str, Any]:
         """Return at most MOST_TOKENS tokens of one answer with what is known of each; lists have
@@ -392,12 +379,12 @@ class RunView:
 
         Raises RequestError: no such group, answer or segment.
         """
-        found = self._group_of(f"{group_id}#{number}")
-        if not found["rollouts"]:
+        group = self._group_of(f"{group_id}#{number}")
+        if not group["rollouts"]:
             raise RequestError(
-                f"the tokens of group {group_id} are lost: {found['lost']}", param="id"
+                f"the tokens of group {group_id} are lost: {group['lost']}", param="id"
             )
-        segments = found["rollouts"][0]["segments"]
+        segments = group["rollouts"][0]["segments"]
         if segment >= len(segments):
             raise RequestError(
                 f"the answer has segments 0 to {len(segments) - 1}, no {segment}", param="segment"
@@ -407,12 +394,13 @@ class RunView:
         logprobs, versions = chosen["logprobs"] or (), chosen["policy_versions"] or ()
         mask = list(chosen["mask"][window])
         sampled = [
-            value if own else None for value, own in zip(logprobs[window], mask, strict=False)
+            value if is_sampled else None
+            for value, is_sampled in zip(logprobs[window], mask, strict=False)
         ]
-        kept = read_tokens(self.path, found["group_id"], number, segment)
+        kept = self._run.token_values(group["group_id"], number, segment)
         return self._shown(
             {
-                "group_id": found["group_id"],
+                "group_id": group["group_id"],
                 "number": number,
                 "segments": len(segments),
                 "segment": segment,
@@ -436,25 +424,19 @@ class RunView:
     def _opened(self) -> Answers:
         """Open the rollouts once they are there. Raises RequestError: there are none."""
         if self._answers is None:
-            if self.state() == "running" and not (self.path / CONFIG_FILE).is_file():
+            if self.state() == "running" and not self._run.has("config"):
                 raise RequestError("the run is starting: there are no rollouts yet")
             try:
-                self._answers = Answers(self.path)
+                self._answers = Answers(open_run(self.path))
             except StoreError as error:
                 raise RequestError(str(error)) from error
         return self._answers
 
     def _rewards_are_inferred(self) -> bool:
         """Whether the run has no rewards but those that its clients' advantages tell."""
-        if self._inferred is None and (config := self._config()) is not None:
-            self._inferred = client_trainer(config.model_dump()) is not None
+        if self._inferred is None and (run := self._run.fresh()).config is not None:
+            self._inferred = run.client_trainer is not None
         return bool(self._inferred)
-
-    def _config(self) -> Config | None:
-        try:
-            return load_config(self.path / CONFIG_FILE, saved=True)
-        except ConfigError:
-            return None
 
     def _shown(self, value: Any) -> Any:
         return sendable(self._redactor.value(value))
@@ -480,7 +462,7 @@ def _condition(search: Search) -> Callable[[Mapping[str, Any]], bool]:
             f"{search.pattern!r} is no regular expression: {error}", param="regex"
         ) from error
 
-    def found(shown: str) -> bool:
+    def matches(shown: str) -> bool:
         if pattern is None:
             return text in shown.casefold()
         try:
@@ -499,7 +481,7 @@ def _condition(search: Search) -> Callable[[Mapping[str, Any]], bool]:
             and (not search.reason or search.reason.casefold() in (row["reason"] or "").casefold())
             and (
                 not (text or pattern)
-                or any(found(row[key] or "") for key in ("prompt", "completion"))
+                or any(matches(row[key] or "") for key in ("prompt", "completion"))
             )
         )
 
@@ -511,23 +493,19 @@ def _until(
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Return the rows that fit, each with all rewards of its group, until there are `limit` or
     SEARCH_S are over; and the last group that was looked at, None where it is the last of all."""
-    deadline, found, group_id, rewards = (
-        math.inf,
-        list[dict[str, Any]](),
-        None,
-        list[float | None](),
-    )
+    deadline, group_id = math.inf, None
+    fitting, rewards = list[dict[str, Any]](), list[float | None]()
     for row in rows:
         # from the first row on: before it, a tokenizer is loaded
         deadline = min(deadline, time.monotonic() + SEARCH_S)
         if group_id != row["group_id"]:
-            if group_id is not None and (len(found) >= limit or time.monotonic() > deadline):
-                return found, group_id
+            if group_id is not None and (len(fitting) >= limit or time.monotonic() > deadline):
+                return fitting, group_id
             group_id, rewards = row["group_id"], []
         rewards.append(row["reward"])
         if fits(row):
-            found.append(row | {"rewards": rewards})
-    return found, None
+            fitting.append(row | {"rewards": rewards})
+    return fitting, None
 
 
 def _number(value: float | None, unknown: float) -> float:
@@ -565,14 +543,14 @@ def _rewards(rewards: Sequence[float | None], *, inferred: bool) -> dict[str, An
     where a reward is not known."""
     if not rewards:
         return {"reward_mean": None, "kind": "lost"}
-    known = [reward for reward in rewards if reward is not None]
-    if len(known) < len(rewards):
+    values = [reward for reward in rewards if reward is not None]
+    if len(values) < len(rewards):
         return {"reward_mean": None, "kind": "unknown"}
-    low, high = min(known), max(known)
+    low, high = min(values), max(values)
     kind = "same" if low == high else "mixed"
     if not inferred and (low >= 1 or high <= 0):
         kind = "right" if low >= 1 else "wrong"
-    return {"reward_mean": math.fsum(known) / len(known), "kind": kind}
+    return {"reward_mean": math.fsum(values) / len(values), "kind": kind}
 
 
 def _token_values(kept: Mapping[str, np.ndarray], window: slice) -> dict[str, list[float]]:

@@ -31,13 +31,13 @@ from mlx_parallm.deploy.export.pipeline import (
     ExportPipeline,
     deploy_directory,
 )
-from mlx_parallm.environments.estimates import difference
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import PREFIX
 from mlx_parallm.models.formats import directory_of
 from mlx_parallm.rewards.functions import BUILTIN
+from mlx_parallm.rl_training.evaluation.comparison import compare
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import difference
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
-from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.run_directory import FINAL
 from mlx_parallm.runs.eval import RESULTS_FILE
 from mlx_parallm.system.files import write_atomically, write_directory
@@ -668,7 +668,7 @@ def _results(directory: Path) -> Json:
 def _compared(before: Json, after: Json) -> Json:
     """The held-out numbers of two evaluations, the paired difference with its 95% interval, and
     some answers."""
-    comparisons = report.compare(before, after)
+    comparisons = compare(before, after)
     if len(comparisons) != 1:
         raise StageFailedError(
             "evaluate: the base and the policy have answered no prompt in common"

@@ -3,7 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.environments.estimates import Estimate, difference, estimate
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import (
+    Estimate,
+    difference,
+    estimate,
+)
 
 
 def name_of(run: dict[str, Any]) -> str:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint, score
+from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.data.heldout import SCORE
+from mlx_parallm.rl_training.evaluation.best_checkpoint import score
+from mlx_parallm.rl_training.evaluation.heldout_rows import SCORE
 from mlx_parallm.rl_training.metrics import MetricsFile
 from tests.rl_training.checkpoints.test_checkpoint import NoStore, in_progress, state_at, trained
 

@@ -16,9 +16,9 @@ from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches
-from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios
 from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.data.tokens import Encoded, Unit
+from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut, log_ratios
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import TIMES, MetricsFile
 from mlx_parallm.rl_training.publish.versions import VersionSteps

@@ -17,9 +17,10 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
-from mlx_parallm.rl_training.evaluation import runner as evaluation_module
-from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by, flat, sentence
-from mlx_parallm.rl_training.evaluation.runner import Evaluations, evaluation_sources
+from mlx_parallm.rl_training.evaluation import schedule as evaluation_module
+from mlx_parallm.rl_training.evaluation.best_checkpoint import best_by
+from mlx_parallm.rl_training.evaluation.log import EvaluationLog, flat, sentence
+from mlx_parallm.rl_training.evaluation.schedule import Evaluations, evaluation_sources
 from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.publish.versions import VersionSteps

@@ -10,15 +10,17 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from mlx_parallm.environments.estimates import estimate
-from mlx_parallm.rl_training.monitor.drawing import began_and_now
-from mlx_parallm.rl_training.monitor.report import (
+from mlx_parallm.rl_training.evaluation.comparison import (
     Comparison,
     accuracy_table,
     answers_table,
     compare,
-    next_commands,
     plain_report,
+)
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import estimate
+from mlx_parallm.rl_training.monitor.drawing import began_and_now
+from mlx_parallm.rl_training.monitor.report import (
+    next_commands,
     print_report,
     problems_of,
     smooth,

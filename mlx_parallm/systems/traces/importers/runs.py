@@ -1,15 +1,14 @@
 """This project's own: recorded sessions, and the rollouts of a training run (`rollouts.sqlite`)."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config.load import load_config
 from mlx_parallm.errors import TraceError
 from mlx_parallm.rl_training.monitor.samples import without_template
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE, STORE_FILE
-from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.runs.run import FILES, Run
 from mlx_parallm.systems.traces.importers.chats import atif
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.importers.sessions import session_traces
@@ -63,12 +62,11 @@ def rollouts(path: Path, report: ImportReport) -> Iterator[Trace]:
     """The rollouts of a run directory. Messages are the texts between the template's turns, as
     the run's tokenizer reads them; tokens are kept. Raises TraceError: no run, or its model's
     tokenizer is not on this machine."""
-    directory = path.parent if path.name == STORE_FILE else path
-    if not (directory / STORE_FILE).is_file():
-        raise TraceError(f"{directory} is no run directory: it has no {STORE_FILE}")
-    decode = _decoder(directory)
-    store = RolloutStore(directory / STORE_FILE, read_only=True)
-    try:
+    run = Run(path.parent if path.name == FILES["rollouts"] else path)
+    if not run.has("rollouts"):
+        raise TraceError(f"{run.path} is no run directory: it has no {FILES['rollouts']}")
+    decode = _decoder(run)
+    with closing(run.open_rollouts()) as store:
         for record in store.records():
             place = f"group {record.group_id}"
             report.read(place)
@@ -81,14 +79,12 @@ def rollouts(path: Path, report: ImportReport) -> Iterator[Trace]:
                 report.expect(place, trace.steps)
                 yield trace
             report.carry(place)
-    finally:
-        store.close()
 
 
-def _decoder(directory: Path) -> Any:
+def _decoder(run: Run) -> Any:
     from mlx_parallm.models.loading import load_tokenizer, resolve_model_path  # here: it loads MLX
 
-    config = load_config(directory / CONFIG_FILE, saved=True).model
+    config = run.load_config().model
     path = resolve_model_path(config.base_path, config.revision, fetch=False, dtype=config.dtype)
     tokenizer = load_tokenizer(path, config)
     readable = without_template(tokenizer, config.chat_template_kwargs)

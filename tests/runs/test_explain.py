@@ -14,10 +14,11 @@ from mlx_parallm import cli
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import NEVER_DONE
 from mlx_parallm.rl_training.metrics import METRICS_FILE, complete
-from mlx_parallm.rl_training.monitor.explain import explain
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD
 from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.runs.explain import Explanation, explain
+from mlx_parallm.runs.run import open_run
 from tests.rl_training.rollouts import make_group
 
 AGO = 600.0
@@ -52,6 +53,10 @@ def age(path, seconds):
     os.utime(path, (then, then))
 
 
+def explained(path: Path) -> Explanation:
+    return explain(open_run(path))
+
+
 def write(directory, text):
     (directory / METRICS_FILE).write_text(text)
 
@@ -66,7 +71,7 @@ def test_steps_are_named_and_stretches_joined(directory):
         for step in range(1, 51)
     ]
     write(directory, "".join(lines))
-    (finding,) = explain(directory).findings
+    (finding,) = explained(directory).findings
     assert finding.diagnosis.name == "truncation"
     assert finding.steps == ((7, 22), (37, 50))
 
@@ -87,14 +92,14 @@ def test_a_run_that_goes_on_is_left_alone(directory):
     write(directory, line(1))
     held = RunDirectory.open(config, directory / "step_000001")
     try:
-        assert explain(directory).state == "running"
+        assert explained(directory).state == "running"
         age(directory / METRICS_FILE, AGO)
-        assert names(explain(directory)) == ["environment-stalled"]
+        assert names(explained(directory)) == ["environment-stalled"]
         write(directory, line(50))
-        assert names(explain(directory)) == []  # its last step is made: it waits for nothing
+        assert names(explained(directory)) == []  # its last step is made: it waits for nothing
     finally:
         held.close()
-    assert explain(directory).state == "stopped or killed"
+    assert explained(directory).state == "stopped or killed"
 
 
 def test_a_pause_is_no_stalled_environment(directory):
@@ -109,7 +114,7 @@ def test_a_pause_is_no_stalled_environment(directory):
     held = RunDirectory.open(config, directory / "step_000001")
     try:
         log.write_text('{"event": "paused", "by": "POST /pause"}\nnot json "paused"\n')
-        (finding,) = explain(directory).findings
+        (finding,) = explained(directory).findings
         assert (
             finding.diagnosis.name == "paused"
             and "paused by POST /pause: step 2" in finding.diagnosis.sentence
@@ -118,7 +123,7 @@ def test_a_pause_is_no_stalled_environment(directory):
             log.write_text(
                 f'{{"event": "paused", "by": "the dashboard"}}\n{{"event": "{later}"}}\n'
             )
-            assert names(explain(directory)) == ["environment-stalled"]
+            assert names(explained(directory)) == ["environment-stalled"]
     finally:
         held.close()
 
@@ -127,7 +132,7 @@ def test_a_step_of_the_run_means_the_run(directory):
     write(directory, line(1))
     (directory / "step_000001").mkdir()
     (directory / "latest").symlink_to("step_000001")
-    assert explain(directory / "latest").run == "run"
+    assert explained(directory / "latest").run == "run"
 
 
 @pytest.fixture
@@ -138,7 +143,7 @@ def store(directory):
 
 
 def test_without_a_step_and_a_group_it_was_the_environment(directory):
-    (finding,) = explain(directory).findings
+    (finding,) = explained(directory).findings
     assert finding.diagnosis.name == "environment-stalled"
     assert (
         "no group of rollouts ever came, step 1 waits for its batch" in finding.diagnosis.sentence
@@ -150,7 +155,7 @@ def test_without_a_step_the_log_tells_of_episodes_that_nothing_ends(directory):
     reason = "64 turns and nothing set state.done: Guess.update_state has to set it"
     entry = {"level": "warning", "event": NEVER_DONE, "environment": "guess", "reason": reason}
     (directory / "run.log").write_text('{"event": "resumed"}\n' + json.dumps(entry) + "\n")
-    (finding,) = explain(directory).findings
+    (finding,) = explained(directory).findings
     assert (finding.diagnosis.name, finding.diagnosis.sentence) == (
         "episodes-never-end", f"episodes never end: {reason}",
     )  # fmt: skip
@@ -160,7 +165,7 @@ def test_without_a_step_the_refused_groups_say_why(directory, store):
     for number in range(4):
         store.reject({"n": number}, source="environments", reason="reward: KeyError: 'answer'")
     store.close()
-    first, *_ = explain(directory).findings
+    first, *_ = explained(directory).findings
     assert first.diagnosis.name == "groups-refused"
     assert (
         "4 of 4; the most frequent reason: reward: KeyError: 'answer'" in first.diagnosis.sentence
@@ -187,31 +192,31 @@ def test_without_a_step_the_groups_that_came_are_looked_at(
     else:
         store.drop(ids, 1, reason)
     store.close()
-    assert found in names(explain(directory)) if found else names(explain(directory)) == []
+    assert found in names(explained(directory)) if found else names(explained(directory)) == []
 
 
 def test_a_damaged_database_does_not_hide_the_rest(directory):
     write(directory, "".join(line(step) for step in range(1, 51)))
     (directory / STORE_FILE).write_bytes(b"rubbish" * 100)
-    explanation = explain(directory)
+    explanation = explained(directory)
     assert names(explanation) == []
     assert (
         explanation.notes[0].startswith("the rollouts cannot be read: ")
         and "not a database" in explanation.notes[0]
     )
     (directory / METRICS_FILE).unlink()
-    assert names(explain(directory)) == [], "rollouts that cannot be read are not missing"
+    assert names(explained(directory)) == [], "rollouts that cannot be read are not missing"
 
 
 def test_nothing_found_and_nothing_gained_is_said(directory):
     write(directory, "".join(line(step, learning_rate=1e-3) for step in range(1, 31)))
-    assert explain(directory).notes == (
+    assert explained(directory).notes == (
         "the reward has not risen by more than chance, 0.500 to 0.500 at a learning_rate of"
         " 0.001; what to try:"
         " docs/troubleshooting.md#nothing-found",
     )
     write(directory, "".join(line(step, reward_mean=0.5 + step / 60) for step in range(1, 31)))
-    assert explain(directory).notes == ()
+    assert explained(directory).notes == ()
 
 
 def test_a_reward_that_rises_slowly_is_not_called_still(directory):
@@ -221,7 +226,7 @@ def test_a_reward_that_rises_slowly_is_not_called_still(directory):
         line(step, reward_mean=0.33 if step < 15 else 0.48, groups=24) for step in range(1, 31)
     ]
     write(directory, "".join(lines))
-    assert explain(directory).notes == (
+    assert explained(directory).notes == (
         (
             "the reward rises slowly, 0.330 to 0.480; what to try:"
             " docs/troubleshooting.md#nothing-found"
@@ -280,7 +285,7 @@ def test_both_curves_are_told_and_which_one_to_believe(
     (directory / "evaluations.jsonl").write_text(
         f"{evaluation(0, right[0])}\n{evaluation(30, right[1])}\n"
     )
-    explanation = explain(directory)
+    explanation = explained(directory)
     assert any("believe the held-out score" in note for note in explanation.notes) == differ
     slow = any("has not risen" in note for note in explanation.notes)
     assert slow == (reward == 0 and right != (8, 30)), (
@@ -300,13 +305,15 @@ def test_few_held_out_problems_contradict_no_curve(directory, problems, differ):
     (directory / "evaluations.jsonl").write_text(
         f"{evaluation(0, 0, problems)}\n{evaluation(30, 1, problems)}\n"
     )
-    assert any("believe the held-out score" in note for note in explain(directory).notes) == differ
+    assert (
+        any("believe the held-out score" in note for note in explained(directory).notes) == differ
+    )
 
 
 def test_one_evaluation_is_compared_with_nothing(directory):
     write(directory, line(1))
     (directory / "evaluations.jsonl").write_text(evaluation(0, 8) + "\n")
-    assert explain(directory).heldout == ()
+    assert explained(directory).heldout == ()
 
 
 def test_a_run_that_has_learned_is_well_and_one_that_trained_on_nothing_is_not(directory, capsys):
@@ -365,7 +372,7 @@ def test_a_reward_with_a_hole_is_named_with_answers_to_read(directory, capsys):
     told = capsys.readouterr().out
     assert "30 of 90 answers with full marks are nothing but a piece of their prompt" in told
     assert "answers went from 20.8 to 14.3 tokens" in told
-    read = explain(directory).to_read
+    read = explained(directory).to_read
     assert [(each.answer, each.piece) for each in read] == [
         ("rain is water", True),
         ("hello", False),
@@ -377,9 +384,9 @@ def test_a_run_with_steps_to_go_is_not_finished(directory):
     """`final` is there from the end that the run had before it was given more steps."""
     (directory / "final").mkdir()
     write(directory, "".join(map(line, range(1, 50))))
-    assert explain(directory).state == "stopped or killed"
+    assert explained(directory).state == "stopped or killed"
     write(directory, "".join(map(line, range(1, 51))))
-    assert explain(directory).state == "finished"
+    assert explained(directory).state == "finished"
 
 
 def test_a_limit_of_the_reward_is_noted_where_no_accuracy_is_measured(directory):
@@ -390,7 +397,7 @@ def test_a_limit_of_the_reward_is_noted_where_no_accuracy_is_measured(directory)
     write(directory, "".join(lines))
     assert (
         "no answer of rows earned more than 0.7, which one earned in 20 of 30 steps"
-        in explain(directory).notes
+        in explained(directory).notes
     )
 
 
@@ -407,7 +414,7 @@ def test_a_run_on_rows_tells_its_held_out_score_and_speaks_of_no_reward(director
     rows = {"reward_mean": None, "groups": 0, "sequences": 64}
     lines = [line(n, **rows, heldout_score=0.1 * n if n % 3 == 0 else None) for n in range(1, 11)]
     write(directory, "".join(lines))
-    assert explain(directory).notes == ("held-out score: first 0.300, last 0.900",)
+    assert explained(directory).notes == ("held-out score: first 0.300, last 0.900",)
 
 
 def test_json_is_for_machines(directory, capsys):
@@ -444,7 +451,7 @@ def test_it_loads_no_mlx(directory):
 
 
 def test_the_shipped_old_run_can_be_explained(tmp_path):
-    old = Path(__file__).parents[2] / "data" / "run_schema_1"
+    old = Path(__file__).parents[1] / "data" / "run_schema_1"
     (tmp_path / METRICS_FILE).write_bytes((old / METRICS_FILE).read_bytes())
-    explanation = explain(tmp_path)
+    explanation = explained(tmp_path)
     assert (explanation.steps, explanation.total_steps, explanation.findings) == (3, None, ())

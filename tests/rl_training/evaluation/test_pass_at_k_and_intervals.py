@@ -6,7 +6,11 @@ import random
 
 import pytest
 
-from mlx_parallm.environments.estimates import difference, estimate, pass_at_k
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import (
+    difference,
+    estimate,
+    pass_at_k,
+)
 
 
 @pytest.mark.parametrize("samples", range(1, 8))

@@ -4,8 +4,7 @@
     evaluate        a greedy answer and some sampled ones to each problem
     Evaluation      the result of one environment: `numbers`, `score`, and `to_json` for files
 
-A training run (`rl_training/evaluation/runner.py`) and `mlx_parallm eval` (`runs/eval.py`) both use
-it.
+A training run (`schedule.py`) and `mlx_parallm eval` (`runs/eval.py`) both use it.
 """
 
 import asyncio
@@ -19,13 +18,13 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.episode import TurnPolicy
 from mlx_parallm.environments.episode_tools import EpisodeTools
-from mlx_parallm.environments.estimates import estimate, pass_at_k
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.execution.user_code import is_reference, user_code
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import TrainingProgress
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import estimate, pass_at_k
 from mlx_parallm.system.log import get_logger
 
 ABSOLUTE = "absolute"  # the reward_method that needs no group
@@ -198,8 +197,8 @@ class Evaluation:
 
     def numbers(self) -> dict[str, float]:
         """Return EvaluationConfig.metrics, each a mean over the problems with the ends of its
-        95% interval (estimates.py); `problems` and `errors` are counts, `truncated` is the share
-        of answers that were cut off."""
+        95% interval (`estimate`); `problems` and `errors` are counts, `truncated` is the share of
+        answers that were cut off."""
         answers = [answer for problem in self.problems for answer in problem.answers]
         numbers: dict[str, float] = {"problems": len(self.problems), "errors": self.errors}
         if self.failed:

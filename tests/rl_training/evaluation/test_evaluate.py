@@ -7,7 +7,9 @@ from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.episode import EpisodePolicy
-from mlx_parallm.environments.evaluate import (
+from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.rewards.base import UNSCORED
+from mlx_parallm.rl_training.evaluation.evaluate import (
     ProblemSet,
     build_evaluated,
     draw_problems,
@@ -15,11 +17,14 @@ from mlx_parallm.environments.evaluate import (
     overall_score,
     problem_warnings,
 )
-from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.rewards.base import UNSCORED
 from tests.environments.scripted_client import ScriptedClient
 
 GREEDY = EvaluationConfig(problems=8)
+
+
+@pytest.fixture
+def tokenizer(tiny_tokenizer):
+    return tiny_tokenizer
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """`mlx_parallm explain`: what a run did and why it does not learn, read from its directory alone.
 No MLX.
 
-    run directory → `Record` (metrics lines, what lies in the store, whether it runs) →
+    `Run` (metrics lines, evaluations, whether it goes on), `GroupCounts` (of its store) →
     `Explanation` → text or JSON
 
 Each window of the run goes through `health.find`; windows with the same diagnosis become one
@@ -12,45 +12,32 @@ been killed in the middle of a line, or may have made no step.
 
 import json
 import statistics
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-import tomli
 from rich.text import Text
 
-from mlx_parallm.config.leaves import client_trainer
 from mlx_parallm.environments.base import NEVER_DONE
-from mlx_parallm.environments.estimates import difference
 from mlx_parallm.errors import StoreError
 from mlx_parallm.losses.advantages import group_advantages, token_advantages
-from mlx_parallm.rl_training.evaluation.log import EvaluationLog
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, of_rows
-from mlx_parallm.rl_training.monitor import health, report
+from mlx_parallm.rl_training.evaluation.comparison import compare
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import difference
+from mlx_parallm.rl_training.metrics import of_rows
+from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.monitor.drawing import began_and_now, sparkline
 from mlx_parallm.rl_training.monitor.evidence import WINDOW, Arrivals, Evidence, reward_limit
 from mlx_parallm.rl_training.monitor.health import Diagnosis
 from mlx_parallm.rl_training.monitor.reward_hole import Reading, full_marks_to_read
 from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
-from mlx_parallm.rl_training.run_directory import (
-    CONFIG_FILE,
-    FINAL,
-    LATEST,
-    LOCK_FILE,
-    STORE_FILE,
-    RunDirectory,
-    find_run,
-)
 from mlx_parallm.rl_training.step.batch import StatisticsCollector
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
-from mlx_parallm.system.log import CONFIGURED, PAUSED, RESUMED, RUN_LOG_FILE
+from mlx_parallm.runs.run import Metrics, Run
+from mlx_parallm.system.log import CONFIGURED, PAUSED, RESUMED
 from mlx_parallm.system.terminal import Console, beginning_of
-
-Metrics = Mapping[str, Any]
 
 LOOKED_AT = 256
 """Most groups and rejects that are read from the store."""
@@ -63,53 +50,17 @@ SOME_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What the rollout database holds."""
+class GroupCounts:
+    """The groups in a run's store, counted."""
 
     counts: StoreCounts = NOTHING
     # (reason, times among the newest), most frequent first
     refused: tuple[tuple[str, int], ...] = ()
     too_old: int = 0
-    misfits: int = 0
+    mismatched: int = 0
     last_received: float | None = None
     statistics: Metrics | None = None  # its groups as a metrics line; only for a run without steps
     unreadable: str | None = None
-
-
-@dataclass(frozen=True)
-class Record:
-    """The facts of a run. Times in Unix seconds; `until`: now, or the newest file of a run that
-    ended."""
-
-    path: Path
-    lines: Sequence[Metrics]
-    total_steps: int | None
-    running: bool
-    finished: bool
-    started: float
-    until: float
-    contents: Contents
-    # they decide what is sampled, and when a step is made; their rewards are not known
-    by_clients: bool = False
-
-    @property
-    def steps(self) -> int:
-        return int(self.lines[-1]["step"]) if self.lines else 0
-
-    @property
-    def start(self) -> Sequence[Metrics]:
-        return self.lines[:WINDOW]
-
-    @property
-    def state(self) -> str:
-        if self.running:
-            return "running"
-        return "finished" if self.finished else "stopped or killed"
-
-    @property
-    def waits(self) -> bool:
-        """Whether the run has, or had, another step to make."""
-        return not self.finished and (self.total_steps is None or self.steps < self.total_steps)
 
 
 @dataclass(frozen=True)
@@ -168,40 +119,34 @@ class Explanation:
         return all(finding.diagnosis.good for finding in self.findings)
 
 
-def explain(path: Path) -> Explanation:
-    """Raises ConfigError: no run directory; CheckpointError: a damaged metrics file."""
-    record = read_record(path)
-    notes = (
-        [(f"the rollouts cannot be read: {record.contents.unreadable}")]
-        if record.contents.unreadable
-        else []
-    )
-    evidence = Evidence(record.lines[-WINDOW:], record.start)
-    evaluations = EvaluationLog(record.path).done()
+def explain(run: Run) -> Explanation:
+    """Raises CheckpointError: a damaged file of metrics or evaluations."""
+    lines, evaluations = run.metrics, run.evaluations
+    # clients decide what is sampled, and when a step is made; their rewards are not known
+    by_clients = run.client_trainer is not None
+    groups = count_groups(run, whole=not lines and not by_clients)
+    notes = [f"the rollouts cannot be read: {groups.unreadable}"] if groups.unreadable else []
+    evidence = Evidence(lines[-WINDOW:], lines[:WINDOW])
     heldout = held_out(evaluations)
-    outside = () if record.by_clients else outside_of_steps(record)
-    findings = (*over_the_run(record.lines), *(Finding(diagnosis) for diagnosis in outside))
-    if record.lines and of_rows(record.lines[-1]):
-        scores = [
-            line["heldout_score"] for line in record.lines if line.get("heldout_score") is not None
-        ]
+    outside = () if by_clients else outside_of_steps(run, groups)
+    findings = (*over_the_run(lines), *(Finding(diagnosis) for diagnosis in outside))
+    if lines and of_rows(lines[-1]):
+        scores = [line["heldout_score"] for line in lines if line.get("heldout_score") is not None]
         notes += [f"held-out score: first {scores[0]:.3f}, last {scores[-1]:.3f}"] if scores else []
-    elif not (findings or evidence.gained or record.by_clients) and record.steps >= SOME_STEPS:
-        notes += slowness(evidence, heldout, record.lines)
+    elif not (findings or evidence.gained or by_clients) and run.steps >= SOME_STEPS:
+        notes += slowness(evidence, heldout, lines)
     notes += two_curves(evidence, heldout)
     notes += (
         []
         if any(finding.diagnosis.name == "reward-below-1" for finding in findings)
-        else limits(record.lines)
+        else limits(lines)
     )
     return Explanation(
-        run=record.path.name,
-        state=record.state,
-        steps=record.steps,
-        total_steps=record.total_steps,
-        rewards=tuple(
-            line["reward_mean"] for line in record.lines if line.get("reward_mean") is not None
-        ),
+        run=run.name,
+        state=run.state,
+        steps=run.steps,
+        total_steps=run.total_steps,
+        rewards=tuple(line["reward_mean"] for line in lines if line.get("reward_mean") is not None),
         gained=evidence.gained,
         findings=findings,
         notes=tuple(notes),
@@ -231,18 +176,18 @@ def held_out(evaluations: Sequence[Metrics]) -> tuple[HeldOutChange, ...]:
     if len(evaluations) < 2:
         return ()
     first, last = evaluations[0], evaluations[-1]
-    found = []
-    for row in report.compare(first, last):
+    changes = []
+    for row in compare(first, last):
         before, after = ([pair[side] for pair in row.rewards] for side in (0, 1))
         change = difference(before, after)
         values = (sum(before) / len(before), sum(after) / len(after))
         up, down = change.significant and change.mean > 0, change.significant and change.mean < 0
-        found.append(
+        changes.append(
             HeldOutChange(
                 row.environment, (first["step"], last["step"]), *values, up, down, change.enough
             )
         )
-    return tuple(found)
+    return tuple(changes)
 
 
 def two_curves(evidence: Evidence, heldout: Sequence[HeldOutChange]) -> Iterator[str]:
@@ -273,176 +218,101 @@ def limits(lines: Sequence[Metrics]) -> Iterator[str]:
 def over_the_run(lines: Sequence[Metrics]) -> Iterator[Finding]:
     """Yield the findings of a run's windows, one for each name, in the order of first
     appearance."""
-    found: dict[str, Diagnosis] = {}
+    diagnoses: dict[str, Diagnosis] = {}
     spans: dict[str, list[tuple[int, int]]] = {}
     for end in range(1, len(lines) + 1):
         window = lines[max(0, end - WINDOW) : end]
         first, last = int(window[0]["step"]), int(window[-1]["step"])
         for diagnosis in health.find(window, lines[: min(end, WINDOW)]):
-            found[diagnosis.name] = diagnosis
+            diagnoses[diagnosis.name] = diagnosis
             stretches = spans.setdefault(diagnosis.name, [])
             if stretches and first <= stretches[-1][1] + 1:
                 stretches[-1] = (stretches[-1][0], last)
             else:
                 stretches.append((first, last))
-    return (Finding(diagnosis, tuple(spans[name])) for name, diagnosis in found.items())
+    return (Finding(diagnosis, tuple(spans[name])) for name, diagnosis in diagnoses.items())
 
 
-def outside_of_steps(record: Record) -> Iterator[Diagnosis]:
+def outside_of_steps(run: Run, groups: GroupCounts) -> Iterator[Diagnosis]:
     """Yield what no metrics line shows."""
-    contents, counts = record.contents, record.contents.counts
-    step, groups = (
-        record.steps + 1,
-        counts.waiting + counts.taken + counts.dropped + counts.rejected,
+    counts, step = groups.counts, run.steps + 1
+    received = counts.waiting + counts.taken + counts.dropped + counts.rejected
+    reason, times = next(iter(groups.refused), ("", 0))
+    refused = Arrivals(
+        step, received=received, rejected=counts.rejected, reason=reason, times=times
     )
-    reason, times = next(iter(contents.refused), ("", 0))
-    refused = Arrivals(step, received=groups, rejected=counts.rejected, reason=reason, times=times)
     yield from health.find_waiting(refused)
-    if contents.statistics is not None:
-        yield from health.find([contents.statistics])
-    if not record.waits or contents.unreadable:
+    if groups.statistics is not None:
+        yield from health.find([groups.statistics])
+    if not run.waits or groups.unreadable:
         return
+    stale, mismatched = (
+        round(sum(line.get(key) or 0 for line in run.metrics))
+        for key in ("dropped_stale", "dropped_misfit")
+    )
     arrivals = Arrivals(
         step,
         usable=counts.waiting,
-        stale=contents.too_old
-        - round(sum(line.get("dropped_stale") or 0 for line in record.lines)),
-        mismatched=contents.misfits
-        - round(sum(line.get("dropped_misfit") or 0 for line in record.lines)),
-        received=groups,
-        silent_s=_silent_s(record, groups),
-        paused=paused_by(record.path),
-        endless="" if record.lines else _endless(record.path),
+        stale=groups.too_old - stale,
+        mismatched=groups.mismatched - mismatched,
+        received=received,
+        silent_s=_silent_s(run, groups, received),
+        paused=paused_by(run),
+        endless="" if run.metrics else _endless(run),
     )
     yield from health.find_waiting(arrivals)[:1]
 
 
-def paused_by(run: Path) -> str:
+def paused_by(run: Run) -> str:
     """Return who has paused the run's engine, as run.log says; "" while it runs, or in a process
     that began later."""
-    log, by = run / RUN_LOG_FILE, ""
-    if not log.is_file():
-        return ""
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if any(f'"{event}"' in line for event in (PAUSED, RESUMED, CONFIGURED)):
-                entry = _entry(line)
-                if entry.get("event") in (PAUSED, RESUMED, CONFIGURED):
-                    by = str(entry.get("by", "a client")) if entry["event"] == PAUSED else ""
+    by = ""
+    for entry in run.events(PAUSED, RESUMED, CONFIGURED):
+        by = str(entry.get("by", "a client")) if entry["event"] == PAUSED else ""
     return by
 
 
-def _entry(line: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return {}
-    return entry if isinstance(entry, dict) else {}
-
-
-def _endless(run: Path) -> str:
+def _endless(run: Run) -> str:
     """Return what run.log tells about episodes that nothing ends; "" if it is silent about them."""
-    log = run / RUN_LOG_FILE
-    if not log.is_file():
-        return ""
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        line = next((line for line in lines if f'"{NEVER_DONE}"' in line), "{}")
-    try:
-        return str(json.loads(line).get("reason", ""))
-    except ValueError:
-        return ""
+    return str(next(run.events(NEVER_DONE), {}).get("reason", ""))
 
 
-def _silent_s(record: Record, groups: int) -> float | None:
-    """Seconds since anything came, where that is too long. A first step that trains (its groups
-    are taken) is fine."""
-    written = (record.path / METRICS_FILE).stat().st_mtime if record.lines else record.started
-    silent_s = max(
-        record.until - max(record.started, written, record.contents.last_received or 0.0), 0.0
-    )
+def _silent_s(run: Run, groups: GroupCounts, received: int) -> float | None:
+    """Return the seconds since anything came, where that is too long. A first step that trains
+    (its groups are taken) is fine."""
+    written = run.file("metrics").stat().st_mtime if run.metrics else run.started
+    last_received = groups.last_received or 0.0
+    silent_s = max(max(run.until, last_received) - max(run.started, written, last_received), 0.0)
     seconds = [
         (line.get("time_rollout_s") or 0.0) + (line.get("time_train_s") or 0.0)
-        for line in record.lines
+        for line in run.metrics
     ]
     usual = statistics.median(seconds) if seconds else 0.0
     # how long it waited may not be known
-    never = not groups and not record.lines and not record.running
-    training = not record.lines and record.contents.counts.taken
+    never = not received and not run.metrics and not run.running
+    training = not run.metrics and groups.counts.taken
     long = silent_s >= max(health.STALLED_AFTER_S, health.STALLED_TIMES * usual)
     return silent_s if not training and (long or never) else None
 
 
-# ---------------------------------------------------------------------- reading a run
-
-
-def read_record(path: Path) -> Record:
-    """The run directory at `path`, or the one that `path` is a step of. Raises ConfigError,
-    CheckpointError."""
-    directory = find_run(path)
-    running = RunDirectory.in_use(directory)
-    until = time.time() if running else _last_written(directory)
-    lines = list(MetricsFile(directory / METRICS_FILE).read())
-    config = directory / CONFIG_FILE
-    total_steps, by_clients = _plan(config)
-    contents = _read_store(directory / STORE_FILE, whole=not lines and not by_clients)
-    goes_on = bool(lines) and total_steps is not None and int(lines[-1]["step"]) < total_steps
-    return Record(
-        path=directory,
-        lines=lines,
-        total_steps=total_steps,
-        running=running,
-        finished=(directory / FINAL).exists() and not goes_on,
-        started=config.stat().st_mtime if config.exists() else until,
-        until=max(until, contents.last_received or 0.0),
-        contents=contents,
-        by_clients=by_clients,
-    )
-
-
-def _last_written(directory: Path) -> float:
-    """Return when its newest file was written, without database and lock: reading changes those."""
-    files = [
-        file for file in directory.iterdir() if not file.name.startswith((STORE_FILE, LOCK_FILE))
-    ]
-    return max(
-        (file.stat().st_mtime for file in [*files, directory / LATEST] if file.exists()),
-        default=0.0,
-    )
-
-
-def _plan(config: Path) -> tuple[int | None, bool]:
-    """The steps that the run is to make, where that is known; and whether clients train it."""
+def count_groups(run: Run, *, whole: bool) -> GroupCounts:
+    """Count the groups of the run's store. `whole`: with their statistics."""
+    if not run.has("rollouts"):
+        return GroupCounts()
     try:
-        sections = tomli.loads(config.read_text(encoding="utf-8"))
-        if client_trainer(sections) is not None:
-            return None, True
-        return int(sections["rl_training"]["total_steps"]), False
-    except (OSError, ValueError, KeyError):
-        return None, False
-
-
-def _read_store(file: Path, *, whole: bool) -> Contents:
-    if not file.is_file():
-        return Contents()
-    try:
-        store = RolloutStore(file, read_only=True)
+        with closing(run.open_rollouts()) as store:
+            refused = Counter(reject.reason for reject in store.rejects(LOOKED_AT))
+            reasons = store.drop_reasons()
+            return GroupCounts(
+                counts=store.counts(),
+                refused=tuple(refused.most_common()),
+                too_old=reasons.get(TOO_OLD, 0),
+                mismatched=reasons.get(OTHER_MODEL, 0),
+                last_received=store.last_received(),
+                statistics=_statistics(store) if whole else None,
+            )
     except StoreError as error:
-        return Contents(unreadable=str(error))
-    try:
-        refused = Counter(reject.reason for reject in store.rejects(LOOKED_AT))
-        reasons = store.drop_reasons()
-        return Contents(
-            counts=store.counts(),
-            refused=tuple(refused.most_common()),
-            too_old=reasons.get(TOO_OLD, 0),
-            misfits=reasons.get(OTHER_MODEL, 0),
-            last_received=store.last_received(),
-            statistics=_statistics(store) if whole else None,
-        )
-    except StoreError as error:
-        return Contents(unreadable=str(error))
-    finally:
-        store.close()
+        return GroupCounts(unreadable=str(error))
 
 
 def _statistics(store: RolloutStore) -> Metrics:

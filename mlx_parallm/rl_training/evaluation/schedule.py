@@ -3,6 +3,7 @@ docs/evaluation.md.
 
     Evaluations     the schedule: when one is due, of which version, and where its result goes
     EvaluationLog   the file of results, and the score of a checkpoint (log.py)
+    best_by         by which score the best checkpoint is chosen (best_checkpoint.py)
 
 An evaluation measures one version: its requests name `policy@VERSION`, which is held in memory
 until the end, so the trainer can publish meanwhile; they have a lower priority than those of the
@@ -23,7 +24,12 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import EpisodeTools
-from mlx_parallm.environments.evaluate import (
+from mlx_parallm.errors import CheckpointError
+from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rewards.functions import TrainingProgress
+from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
+from mlx_parallm.rl_training.evaluation.evaluate import (
     ABSOLUTE,
     Evaluation,
     build_evaluated,
@@ -31,11 +37,6 @@ from mlx_parallm.environments.evaluate import (
     evaluate,
     overall_score,
 )
-from mlx_parallm.errors import CheckpointError
-from mlx_parallm.faces.inference.module import InferenceModule
-from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rewards.functions import TrainingProgress
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, flat
 from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents, SpanEnded, Waiting
 from mlx_parallm.rl_training.publish.versions import VersionSteps

@@ -1,0 +1,58 @@
+"""Which checkpoint is the best: by the evaluations on held-out problems where they decide, else by
+the newest score of held-out rows, else by the mean reward of the last steps. No MLX.
+
+`checkpoint.Checkpointer` points the link `best` at it.
+"""
+
+import math
+from pathlib import Path
+from typing import Protocol
+
+from mlx_parallm.config.evaluation import PREFIX
+from mlx_parallm.config.load import Config
+from mlx_parallm.rl_training.metrics import MetricsFile
+
+SCORED_STEPS = 10
+HELDOUT = "heldout_score"  # of metrics.jsonl (heldout_rows.py)
+
+
+class Judge(Protocol):
+    """Says which checkpoint is the best, where its own score does not:
+    `evaluation.log.EvaluationLog`."""
+
+    @property
+    def decides(self) -> bool: ...
+
+    def score(self, step: int, version: int) -> float | None: ...
+
+    def awaited(self, step: int) -> bool: ...
+
+
+def score(metrics: Path, step: int, *, after: int = 0) -> float | None:
+    """Return the number that checkpoints are compared by; higher is better.
+
+    It is the newest `heldout_score` of the last `SCORED_STEPS` lines, else their mean reward; None
+    where there are fewer lines, or neither is in them. Lines up to step `after` tell of weights
+    that a rollback left.
+    """
+    lines = [
+        line for line in MetricsFile(metrics).last(SCORED_STEPS) if after < line["step"] <= step
+    ]
+    for line in reversed(lines):
+        if line.get(HELDOUT) is not None:
+            return float(line[HELDOUT])
+    rewards = [line["reward_mean"] for line in lines if line.get("reward_mean") is not None]
+    return math.fsum(rewards) / SCORED_STEPS if len(rewards) == SCORED_STEPS else None
+
+
+def best_by(config: Config) -> str | None:
+    """Return the metric of evaluations that checkpoints are compared by; None: they have a score
+    already."""
+    keep = config.rl_training.keep_best
+    if isinstance(keep, str):
+        return keep
+    return (
+        (f"{PREFIX}score")
+        if keep and config.evaluation.problems and config.evaluation.every
+        else None
+    )

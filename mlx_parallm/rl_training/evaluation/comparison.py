@@ -1,0 +1,197 @@
+"""Two evaluations compared, problem by problem, as tables and sentences for people. No MLX.
+
+compare          two lines of evaluations.jsonl → a Comparison for each environment
+accuracy_table   means, their difference with its interval and p; verdict says it in a sentence
+answers_table    the same prompts, answered before and after
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+from rich.text import Text
+
+from mlx_parallm.rl_training.evaluation.evaluate import SOLVED
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import difference
+from mlx_parallm.system.terminal import beginning_of
+from mlx_parallm.types import BETWEEN
+
+SHOWN = 60  # characters of a text
+Line = Mapping[str, Any]  # of evaluations.jsonl
+BEFORE = "before"
+SHOWN_EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One environment's held-out problems before and after.
+
+    Args:
+        rewards: (before, after) of each problem that was answered both times.
+        examples: answers to some of them, as in a line of evaluations.jsonl.
+        greedy: whether a reward is that of the greedy answer, and not the mean of sampled ones.
+    """
+
+    environment: str
+    rewards: tuple[tuple[float, float], ...]
+    examples: tuple[tuple[Line, Line], ...] = ()
+    greedy: bool = True
+
+    @property
+    def measured(self) -> Iterator[tuple[str, list[float], list[float]]]:
+        """Yield (name, before, after): accuracy where 1 is the full reward, and the mean reward
+        where it differs."""
+        before, after = ([pair[side] for pair in self.rewards] for side in (0, 1))
+        every = [*before, *after]
+        judged = self.greedy and max(every) <= 1 and (max(every) >= SOLVED or not any(every))
+        if judged:
+            right, now_right = (
+                [float(reward >= SOLVED) for reward in side] for side in (before, after)
+            )
+            yield self.environment, right, now_right
+        if not judged or any(0 != reward < SOLVED for reward in every):
+            yield f"{self.environment} (mean reward)", before, after
+
+
+def compare(before: Line, after: Line) -> list[Comparison]:
+    """Pair the answers of two evaluations; leave out a problem that was answered only once."""
+    comparisons = []
+    for name, now in after["environments"].items():
+        then = before["environments"].get(name, {"problems": [], "examples": []})
+        earlier, texts = (
+            {p["key"]: p for p in then["problems"]},
+            {e["key"]: e for e in then[("examples")]},
+        )
+        rewards = [
+            (reward_of(earlier[p["key"]]), reward_of(p))
+            for p in now[("problems")]
+            if p["key"] in earlier
+        ]
+        examples = [
+            (texts[e["key"]], e) for e in now["examples"][:SHOWN_EXAMPLES] if e["key"] in texts
+        ]
+        if rewards:
+            greedy = all(problem["greedy"] is not None for problem in now["problems"])
+            comparisons.append(Comparison(name, tuple(rewards), tuple(examples), greedy))
+    return comparisons
+
+
+def reward_of(problem: Line) -> float:
+    """Return the reward of the greedy answer to a problem, else the mean of the sampled ones."""
+    sampled: Sequence[float] = problem["sampled"]
+    return (
+        float(problem[("greedy")]) if problem["greedy"] is not None else sum(sampled) / len(sampled)
+    )
+
+
+def accuracy_table(
+    comparisons: Sequence[Comparison],
+    title: str = "answers to held-out problems",
+    columns: tuple[str, str, str] = (BEFORE, "after", "change"),
+) -> Table:
+    """Held-out accuracy of each environment, before and after, with the 95% interval and p of
+    the difference."""
+    table = Table(title=Text(title), title_justify="left", box=SIMPLE, pad_edge=False)
+    table.add_column("environment")
+    for name in ("problems", *columns, "95% interval", "p"):
+        table.add_column(name, justify="right")
+    for name, before, after in (measure for row in comparisons for measure in row.measured):
+        change = difference(before, after)
+        mean = Text(f"{change.mean:+.3f}", style="green" if change.mean >= 0 else "red")
+        interval = f"{change.low:+.3f} to {change.high:+.3f}" if change.enough else "too few"
+        p = "–" if change.p is None else "<0.001" if change.p < 0.001 else f"{change.p:.3g}"
+        means = (f"{_mean(values):.3f}" for values in (before, after))
+        table.add_row(Text(name), str(len(before)), *means, mean, interval, p)
+    return table
+
+
+def verdict(comparisons: Sequence[Comparison], a: str, b: str) -> str:
+    """Say in a sentence which of the differences are significant, by
+    `Difference.significant`."""
+    better: list[str] = []
+    worse: list[str] = []
+    unclear: list[str] = []
+    for name, before, after in (measure for row in comparisons for measure in row.measured):
+        change = difference(before, after)
+        (unclear if not change.significant else better if change.mean > 0 else worse).append(name)
+    parts = [
+        (better, f"{b} is better than {a}"),
+        (worse, f"{b} is worse than {a}"),
+        (unclear, "no significant difference"),
+    ]
+    text = "; ".join(f"{words}: {', '.join(names)}" for names, words in parts if names)
+    return f"{text} (at the 5% level each: of twenty such lines one differs by chance)"
+
+
+def answers_table(comparisons: Sequence[Comparison], first: str = BEFORE) -> Table:
+    """Return the first answers of each environment, not selected ones. `first`: when the earlier
+    ones were given."""
+    last = "after" if first == BEFORE else "at the end"
+    table = Table(title=f"the same prompts, {first} and {last}", title_justify="left")
+    for name in ("prompt", "expected", first, last):
+        table.add_column(name, overflow="fold")
+    for row in comparisons:
+        for before, after in row.examples:
+            prompt, expected = (
+                Text(beginning_of(after[key] or "", SHOWN)) for key in ("prompt", "expected")
+            )
+            table.add_row(prompt, expected, _mark(before), _mark(after))
+    return table
+
+
+def plain_report(comparisons: Sequence[Comparison], first: str = BEFORE) -> str:
+    """Return both tables as plain text, for logs and files."""
+    lines = [] if first == BEFORE else [f"the same prompts, {first} -> at the end:"]
+    for row in comparisons:
+        for name, before, after in row.measured:
+            change = difference(before, after)
+            interval = "too few for an interval"
+            if change.enough:
+                interval = f"95% interval {change.low:+.3f} to {change.high:+.3f}"
+            problems = "1 problem" if len(before) == 1 else f"{len(before)} problems"
+            by = f"({change.mean:+.3f}, {interval}) on {problems}"
+            lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} {by}")
+        for then, now in row.examples:
+            prompt = (
+                f"{beginning_of(now['prompt'], SHOWN)} "
+                f" [{beginning_of(now['expected'] or '', SHOWN)}]"
+            )
+            lines.append(f"  {prompt}  {_plain(then)} -> {_plain(now)}")
+    return "\n".join(lines)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean as `estimate` rounds it: a plain sum may be 0.9694999 where the other tables
+    show 0.970."""
+    return math.fsum(values) / len(values)
+
+
+def _one_line(answer: Line) -> str:
+    """Return an answer on one line; of several turns their beginning and the last one."""
+    before, mark, last = (answer["error"] or answer["text"]).rpartition(BETWEEN[-1])
+    return (
+        (f"{beginning_of(before + mark, SHOWN)} {beginning_of(last, SHOWN)}")
+        if mark
+        else beginning_of(last, SHOWN)
+    )
+
+
+def _mark(answer: Line) -> Text:
+    style = "green" if answer["reward"] >= SOLVED else "red" if answer["reward"] == 0 else ""
+    sign = {"right": "✓", "wrong": "✗"}.get(_verdict(answer), f"reward {_verdict(answer)}:")
+    return Text(f"{sign} {_one_line(answer)}", style=style)
+
+
+def _plain(answer: Line) -> str:
+    return f"{_one_line(answer)} ({_verdict(answer)})"
+
+
+def _verdict(answer: Line) -> str:
+    """Return right, wrong, or the reward in between."""
+    reward = answer["reward"]
+    if reward in (0.0, 1.0) or SOLVED <= reward < 1:
+        return "right" if reward else "wrong"
+    return f"{reward:.3g}"
