@@ -20,6 +20,9 @@ MAX_ROOT_MODULES = 6  # __init__ and __main__ included
 MAX_ROOT_FOLDERS = 17  # a new part goes into one of them: faces, systems, runs, deploy have room
 TINY_MODULE_LINES = 80
 
+BEGINNINGS = ("Of ", "What ", "From ", "As ", "On ")
+PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
+
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
     "environments.kinds.dataset": "a kind of environment is a file",
     "rl_training.distillation.dataset_completions": "answers that nobody sampled are no matter of teachers",
@@ -156,6 +159,65 @@ def test_no_public_class_name_twice_in_a_folder() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where[Path(source.path).parent, node.name].append(source.path)
     assert {name: paths for (_, name), paths in where.items() if len(paths) > 1} == {}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    """A reader who comes from a search sees the first line alone."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    twisted = [
+        f"{source.path}: {docstring.splitlines()[0]}"
+        for source in sources("mlx_parallm")
+        for node in ast.walk(source.tree)
+        if isinstance(node, kinds)
+        and (docstring := ast.get_docstring(node))
+        and docstring.startswith(BEGINNINGS)
+    ]
+    assert twisted == []
+
+
+def bound_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a node of the syntax tree binds."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            yield name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.arg(arg=name):
+            yield name
+        case ast.alias(name=name, asname=other):
+            yield other or name
+        case ast.ExceptHandler(name=str(name)):
+            yield name
+
+
+def test_names_say_what_they_hold() -> None:
+    """A participle is not the name of a thing: `checkpoint`, `matches`, `requested_seed`."""
+    bound = [
+        f"{source.path}: {name}"
+        for source in sources("mlx_parallm")
+        for node in ast.walk(source.tree)
+        for name in bound_names(node)
+        if name in PARTICIPLES
+    ]
+    assert bound == []
+
+
+def test_lists_are_written_out() -> None:
+    """`*("a", "b")` inside a list only hides its length from the formatter."""
+    nested = [
+        f"{source.path}:{value.lineno}"
+        for source in sources("mlx_parallm")
+        for node in ast.walk(source.tree)
+        for value in (
+            [node.value]
+            if isinstance(node, ast.Starred)
+            else [v for k, v in zip(node.keys, node.values, strict=True) if k is None]
+            if isinstance(node, ast.Dict)
+            else []
+        )
+        if isinstance(value, ast.Tuple | ast.List | ast.Dict)
+    ]
+    assert nested == []
 
 
 def test_no_circle_between_files() -> None:

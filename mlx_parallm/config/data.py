@@ -37,26 +37,26 @@ OPTIONS = {
 error."""
 ROLLOUT_KEYS = (
     *PrepareConfig.model_fields,
-    *(
-        "kl_beta",
-        "kl_estimator",
-        "entropy_weight",
-        "overlong_buffer",
-        "update_epochs",
-        "temperature",
-    ),
-    *(
-        "constant_length",
-        "buffer_sampling",
-        "dynamic_sampling",
-        "max_oversampling",
-        "max_empty_rounds",
-    ),
+    "kl_beta",
+    "kl_estimator",
+    "entropy_weight",
+    "overlong_buffer",
+    "update_epochs",
+    "temperature",
+    "constant_length",
+    "buffer_sampling",
+    "dynamic_sampling",
+    "max_oversampling",
+    "max_empty_rounds",
 )
 """Keys of [rl_training] about rollouts and their rewards, besides `algorithm.PRESET_KEYS`."""
 NOT_OF_PAIRS = (
     *(name for name in PrepareConfig.model_fields if name != "mask_truncated"),
-    *("kl_beta", "kl_estimator", "entropy_weight", "entropy_aggregation", "constant_length"),
+    "kl_beta",
+    "kl_estimator",
+    "entropy_weight",
+    "entropy_aggregation",
+    "constant_length",
 )
 """Keys about rollouts that ONLINE_DPO's loss, which is DPO's, does not read."""
 

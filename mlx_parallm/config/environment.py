@@ -172,16 +172,17 @@ def unique_names(environments: Sequence[EnvironmentConfig]) -> list[str]:
 
 NAMED_KINDS = ("tasks", "reasoning_gym")
 DATASET_KEYS = (
-    *(
-        "data",
-        "data_subset",
-        "data_split",
-        "heldout_data",
-        "heldout_split",
-        "heldout_fraction",
-        "prompt_column",
-    ),
-    *("prompt_template", "curriculum", "pass_rates", "answer_column"),
+    "data",
+    "data_subset",
+    "data_split",
+    "heldout_data",
+    "heldout_split",
+    "heldout_fraction",
+    "prompt_column",
+    "prompt_template",
+    "curriculum",
+    "pass_rates",
+    "answer_column",
 )
 SCORING_KEYS = ("prompt_format", "rewards", "reward_weights", "reward_method", "reward_options")
 

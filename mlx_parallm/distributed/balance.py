@@ -36,15 +36,20 @@ CHOICE_TOKENS = 256
 MOST_PIECES = 1 << 16
 ANSWER_S = 1.0  # for the answer to an order, besides what it takes
 ADDED = (
-    *("steps", "running", "waiting", "prompt_tokens", "prefill_tokens", "generation_tokens"),
-    *("requests_finished", "requests_failed", "requests_aborted"),
-    *(
-        "prefix_cache_query_tokens",
-        "prefix_cache_hit_tokens",
-        "kv_tokens",
-        "kv_bytes",
-        "kv_bytes_shared",
-    ),
+    "steps",
+    "running",
+    "waiting",
+    "prompt_tokens",
+    "prefill_tokens",
+    "generation_tokens",
+    "requests_finished",
+    "requests_failed",
+    "requests_aborted",
+    "prefix_cache_query_tokens",
+    "prefix_cache_hit_tokens",
+    "kv_tokens",
+    "kv_bytes",
+    "kv_bytes_shared",
 )
 
 

@@ -46,7 +46,7 @@ from mlx_parallm.models.layer_stack import (
     outputs_in,
     resolved,
 )
-from mlx_parallm.models.layout import (
+from mlx_parallm.models.layouts.layout import (
     Layout,
     PackedRows,
     PlainRows,

@@ -50,7 +50,9 @@ that class splits words in its own way."""
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")
 # Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
 _MOST: dict[str, float] = {
-    **{"vocab_size": 1 << 24, "hidden_size": 1 << 20, "rope_theta": 1e30},
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "rope_theta": 1e30,
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4096),
 }
 
@@ -124,8 +126,15 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
     except FileNotFoundError as error:
         raise ModelError(f"{path}: {error}") from error
     except (
-        *(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError),
-        *(ArithmeticError, SystemError),
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        RuntimeError,
+        ArithmeticError,
+        SystemError,
     ) as error:
         raise ModelError(f"{path} cannot be loaded: {error}") from error
     give_back_freed_memory()  # of the weights as they were on disk

@@ -52,8 +52,11 @@ class AdapterFile:
 
 
 WEIGHT_READ_DIRECTLY = (
-    *("prediction_coefs", "correction_coefs"),  # Gemma 3n
-    *("self_attention_res_proj", "mlp_res_proj", "output_attn_res_proj"),  # Kimi K3
+    "prediction_coefs",
+    "correction_coefs",  # Gemma 3n
+    "self_attention_res_proj",
+    "mlp_res_proj",
+    "output_attn_res_proj",  # Kimi K3
 )
 """Layers whose `weight` mlx-lm's forward reads and rewrites itself (Gemma 3n's AltUp): a
 LoRALinear has none."""

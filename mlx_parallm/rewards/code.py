@@ -145,7 +145,7 @@ def syntax(*, threshold: float | None = None) -> Callable[..., Any]:
 
 def _share_valid(text: str) -> float | None:
     parsers: Mapping[str, Callable[[str], Any]] = {
-        **{"json": json.loads},
+        "json": json.loads,
         **{name: _compile for name, language in LANGUAGES.items() if name and language == "python"},
     }
     valid = [_parses(parsers[name], block) for name, block in fenced(text) if name in parsers]

@@ -66,8 +66,14 @@ log = get_logger("rewards")
 BUILTIN = "builtin:"
 NOT_A_COLUMN = ("prompt", "completion", "completion_ids")  # TRL does not pass these on
 ARGUMENTS = (
-    *("prompts", "completions", "completion_ids", "trajectories", "tool_client"),
-    *("trainer_state", "log_metric", "log_extra"),
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trajectories",
+    "tool_client",
+    "trainer_state",
+    "log_metric",
+    "log_extra",
 )
 
 Prompt = str | Sequence[Mapping[str, Any]]

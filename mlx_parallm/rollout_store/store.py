@@ -135,8 +135,14 @@ class _Arrival:
         versions = group.sampled_versions
         payload = encode_group(group)
         self.row = (
-            *(group.group_id, source, group.environment, len(group.rollouts), time.time()),
-            *(min(versions, default=None), max(versions, default=None), len(payload)),
+            group.group_id,
+            source,
+            group.environment,
+            len(group.rollouts),
+            time.time(),
+            min(versions, default=None),
+            max(versions, default=None),
+            len(payload),
         )
         self.payload = payload
         self.is_new: bool | None = None  # None: not on the disk

@@ -423,8 +423,15 @@ def _message(answer: Answer) -> dict[str, str]:
 
 
 OURS = (
-    *("prompt", "messages", "completion", "text", "chosen", "rejected"),
-    *("reward", "teacher", "tools"),
+    "prompt",
+    "messages",
+    "completion",
+    "text",
+    "chosen",
+    "rejected",
+    "reward",
+    "teacher",
+    "tools",
 )
 """Columns that a written row has of its own, or that would make it another kind of row."""
 

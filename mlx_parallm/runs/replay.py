@@ -48,17 +48,19 @@ CAVEAT = (
     " run of its own shows."
 )
 SHOWN = (
-    *(
-        "loss",
-        "policy_loss",
-        "kl",
-        "entropy",
-        "clip_fraction",
-        "ratio_mean",
-        "grad_norm",
-        "update_norm",
-    ),
-    *("weights_moved", "tokens", "optimizer_updates", "skipped_steps", "time_train_s"),
+    "loss",
+    "policy_loss",
+    "kl",
+    "entropy",
+    "clip_fraction",
+    "ratio_mean",
+    "grad_norm",
+    "update_norm",
+    "weights_moved",
+    "tokens",
+    "optimizer_updates",
+    "skipped_steps",
+    "time_train_s",
 )
 """Metrics of the table, as far as they are known; means over the replayed steps."""
 

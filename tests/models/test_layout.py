@@ -13,7 +13,7 @@ from mlx_lm.models.qwen3 import TransformerBlock
 from mlx_parallm.models import blockwise
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.layer_stack import LayerStack
-from mlx_parallm.models.layout import (
+from mlx_parallm.models.layouts.layout import (
     TokenBatch,
     compare_layouts,
     pack_rows,
@@ -416,7 +416,7 @@ def test_scores_may_be_off_by_more_on_a_gpu(
     off: float, on_cpu: bool, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float32 products are TF32 there: an H100 is off by 0.004, in bfloat16 by 0.03."""
-    monkeypatch.setattr("mlx_parallm.models.layout.on_cpu", lambda: on_cpu)
+    monkeypatch.setattr("mlx_parallm.models.layouts.layout.on_cpu", lambda: on_cpu)
     model = make_model("qwen3")
     stack = LayerStack(model)
 

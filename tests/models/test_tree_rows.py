@@ -9,10 +9,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.models import tree_rows
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.layout import TokenBatch
-from mlx_parallm.models.tree_rows import merge_rows
+from mlx_parallm.models.layouts import tree_rows
+from mlx_parallm.models.layouts.layout import TokenBatch
+from mlx_parallm.models.layouts.tree_rows import merge_rows
 from tests.models.test_layout import GPT2, SHARING, model_of, objective, plain
 from tests.rl_training.step.test_blockwise import with_4_bit_base, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model

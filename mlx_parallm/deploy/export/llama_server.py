@@ -65,8 +65,13 @@ class LlamaServer:
         reply = self._post(
             "/completion",
             {
-                **{"prompt": list(prompt), "n_predict": 1, "n_probs": top, "return_tokens": True},
-                **{"temperature": 0.0, "top_k": 1, "cache_prompt": True},
+                "prompt": list(prompt),
+                "n_predict": 1,
+                "n_probs": top,
+                "return_tokens": True,
+                "temperature": 0.0,
+                "top_k": 1,
+                "cache_prompt": True,
             },
         )
         first = next(iter(reply.get("completion_probabilities", ())), None)

@@ -219,16 +219,17 @@ def _run(
         {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     )
     specification = {
-        **{
-            "way": way,
-            "language": language,
-            "code": code,
-            "stdin": stdin,
-            "python": python,
-            "prefixes": prefixes,
-        },
-        **{"require": sorted(require), "timeout_s": limits.timeout_s, "memory": limits.memory},
-        **{"processes": limits.processes, "disk": limits.disk},
+        "way": way,
+        "language": language,
+        "code": code,
+        "stdin": stdin,
+        "python": python,
+        "prefixes": prefixes,
+        "require": sorted(require),
+        "timeout_s": limits.timeout_s,
+        "memory": limits.memory,
+        "processes": limits.processes,
+        "disk": limits.disk,
     }
     command = [python, "-I", "-S", "-c", LAUNCH]
     started = time.monotonic()

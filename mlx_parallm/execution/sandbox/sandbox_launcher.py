@@ -407,8 +407,11 @@ def deny_calls(*, namespaces: bool, own_user: bool = True) -> None:
     )
     unknown = (give, 0, 0, 0x00050026)  # ENOSYS: the C library uses the older call then
     call_number, architecture, first, second, fourth = (
-        *((load, 0, 0, 0), (load, 0, 0, 4)),
-        *((load, 0, 0, 16), (load, 0, 0, 24), (load, 0, 0, 40)),
+        (load, 0, 0, 0),
+        (load, 0, 0, 4),
+        (load, 0, 0, 16),
+        (load, 0, 0, 24),
+        (load, 0, 0, 40),
     )
     program = [architecture, (equal, 1, 0, ARCHITECTURES[machine]), kill, call_number]
     # the first: x32's numbers

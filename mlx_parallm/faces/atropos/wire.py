@@ -85,8 +85,16 @@ class ScoredData(BaseModel):
         return value
 
     @field_validator(
-        *("advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides", "images"),
-        *("distill_token_ids", "distill_logprobs", "policy_versions", "episodes"),
+        "advantages",
+        "ref_logprobs",
+        "messages",
+        "inference_logprobs",
+        "overrides",
+        "images",
+        "distill_token_ids",
+        "distill_logprobs",
+        "policy_versions",
+        "episodes",
         mode="before",
     )
     @classmethod

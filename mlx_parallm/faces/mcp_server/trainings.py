@@ -34,7 +34,11 @@ from mlx_parallm.system.files import write_atomically
 State = Literal["starting", "running", "completed", "stopped", "failed"]
 
 RECORD, EXIT_CODE, LOG, RUN, CONFIG, CURRENT = (
-    *("training.json", "exit_code", "train.log", "run", "config.toml"),
+    "training.json",
+    "exit_code",
+    "train.log",
+    "run",
+    "config.toml",
     "current",
 )
 STOP_TIMEOUT_S = 90.0  # for the last checkpoint; then the process is killed

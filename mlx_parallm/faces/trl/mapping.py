@@ -141,7 +141,8 @@ HOW: Mapping[str, str] = {
 AGGREGATION = {
     **dict.fromkeys(("dapo", "bnpo", "cispo"), "token"),
     **dict.fromkeys(("grpo", "sapo"), "sequence"),
-    **{"dr_grpo": "constant", "luspo": "sequence_sum"},
+    "dr_grpo": "constant",
+    "luspo": "sequence_sum",
 }
 TRACKERS = ("wandb", "tensorboard", "trackio")
 KINDS: Mapping[type[TrainerConfig], str] = {

@@ -79,18 +79,21 @@ from mlx_parallm.system.terminal import Console
 T = TypeVar("T")
 LISTEN_S = 0.5
 OF_A_RUN = (
-    *(
-        "step_*",
-        "superseded_*",
-        FINAL,
-        BEST,
-        LATEST,
-        CONFIG_FILE,
-        "metrics.jsonl",
-        "evaluations.jsonl",
-        "samples.*",
-    ),
-    *("rollouts.sqlite*", "run.log*", "reward.png", "trackers.json", "tensorboard", "wandb"),
+    "step_*",
+    "superseded_*",
+    FINAL,
+    BEST,
+    LATEST,
+    CONFIG_FILE,
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "samples.*",
+    "rollouts.sqlite*",
+    "run.log*",
+    "reward.png",
+    "trackers.json",
+    "tensorboard",
+    "wandb",
 )
 """What overwrite_output_dir removes: output_dir may hold the user's own files, too."""
 

@@ -50,12 +50,10 @@ def converted(file: Path, dtype: str, *, convert: bool = True) -> Path:
         key = {
             "format": FORMAT,
             **{package: version(package) for package in ("gguf", "mlx-lm")},
-            **{
-                "dtype": dtype,
-                "file": str(file.resolve()),
-                "size": status.st_size,
-                "mtime_ns": status.st_mtime_ns,
-            },
+            "dtype": dtype,
+            "file": str(file.resolve()),
+            "size": status.st_size,
+            "mtime_ns": status.st_mtime_ns,
         }
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror or error}") from error

@@ -27,7 +27,7 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.models.adapters.linear import DoRALinear, LoRALinear
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.layout import TokenBatch, padded_length
+from mlx_parallm.models.layouts.layout import TokenBatch, padded_length
 from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
 from mlx_parallm.models.lora import check_adapter, linear_layers, linear_shapes, load_adapter
 from mlx_parallm.models.scoring.card import (

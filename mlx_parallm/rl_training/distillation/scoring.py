@@ -14,7 +14,7 @@ import numpy as np
 
 from mlx_parallm.losses.distillation import with_tail
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.layout import TokenBatch, scaled
+from mlx_parallm.models.layouts.layout import TokenBatch, scaled
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch, MiniBatch
 

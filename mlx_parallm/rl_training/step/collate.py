@@ -23,9 +23,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.models.layout import CompactRows, TokenBatch, pack_rows, padded_length
-from mlx_parallm.models.layout import share_prompts as shared_rows
-from mlx_parallm.models.tree_rows import merge_rows, shared_length
+from mlx_parallm.models.layouts.layout import CompactRows, TokenBatch, pack_rows, padded_length
+from mlx_parallm.models.layouts.layout import share_prompts as shared_rows
+from mlx_parallm.models.layouts.tree_rows import merge_rows, shared_length
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.system.log import get_logger
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.losses.distillation import divergence, teacher_advantages, with_tail
-from mlx_parallm.models.layout import TokenBatch, scaled
+from mlx_parallm.models.layouts.layout import TokenBatch, scaled
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import Measure
 from mlx_parallm.types import Rollout, RolloutGroup

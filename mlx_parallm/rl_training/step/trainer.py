@@ -74,8 +74,15 @@ from mlx_parallm.rl_training.step.teaching import LOGPROBS, TeacherSignal
 from mlx_parallm.types import Rollout
 
 MEASURED = (
-    *("loss", "kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm"),
-    *("update_norm", "weight_norm", "weights_moved"),
+    "loss",
+    "kl",
+    "entropy",
+    "clip_fraction",
+    "ratio_mean",
+    "grad_norm",
+    "update_norm",
+    "weight_norm",
+    "weights_moved",
 )
 
 log = structlog.get_logger(__name__)

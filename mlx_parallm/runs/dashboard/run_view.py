@@ -514,18 +514,16 @@ def _number(value: float | None, unknown: float) -> float:
 
 OF_A_GROUP = ("group_id", "environment", "source", "state", "step", "reason", "received", "prompt")
 OF_AN_ANSWER = (
-    *(
-        "number",
-        "reward",
-        "parts",
-        "advantage",
-        "why",
-        "version",
-        "tokens",
-        "stop_reason",
-        "error",
-        "completion",
-    ),
+    "number",
+    "reward",
+    "parts",
+    "advantage",
+    "why",
+    "version",
+    "tokens",
+    "stop_reason",
+    "error",
+    "completion",
 )
 
 

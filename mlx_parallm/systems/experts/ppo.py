@@ -396,13 +396,12 @@ class RecurrentPPO:
                 )
             kept.append(
                 (
-                    *(
-                        seen,
-                        np.array(output.raw),
-                        np.array(output.log_prob),
-                        np.array(output.value),
-                    ),
-                    *(np.array(step.rewards, np.float64), step.ended),
+                    seen,
+                    np.array(output.raw),
+                    np.array(output.log_prob),
+                    np.array(output.value),
+                    np.array(step.rewards, np.float64),
+                    step.ended,
                 )
             )
             cuts.append((behind, step.terminated))
@@ -571,7 +570,9 @@ def check_sizes(expert: RNNExpertBase, task: VectorTask) -> None:
             f" {task.num_actions}"
         )
     if not task.num_actions and (config.action_dim, config.action_low, config.action_high) != (
-        *(task.action_dim, task.action_low, task.action_high),
+        task.action_dim,
+        task.action_low,
+        task.action_high,
     ):
         raise ConfigError(
             f"expert {config.name!r}: the task has {task.action_dim} actions in"

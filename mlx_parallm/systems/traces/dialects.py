@@ -38,24 +38,20 @@ PROGRAM_TEXT = re.compile(
 )
 """Text that agents write in the model's place."""
 NOT_ENDED = (
-    *(
-        "error",
-        "content_filter",
-        "refusal",
-        "aborted",
-        "cancelled",
-        "canceled",
-        "failed",
-        "safety",
-        "recitation",
-    ),
-    *(
-        "blocklist",
-        "prohibited_content",
-        "spii",
-        "malformed_function_call",
-        "model_context_window_exceeded",
-    ),
+    "error",
+    "content_filter",
+    "refusal",
+    "aborted",
+    "cancelled",
+    "canceled",
+    "failed",
+    "safety",
+    "recitation",
+    "blocklist",
+    "prohibited_content",
+    "spii",
+    "malformed_function_call",
+    "model_context_window_exceeded",
 )
 """Reasons for the end of an answer that is not the model's own."""
 

@@ -285,13 +285,11 @@ def trace_of(trace: AnyTrace) -> Trace:
 
 _TOTALS = (
     *(f"tasks_{kind}" for kind in TASKS),
-    *(
-        "total_tokens_in",
-        "total_tokens_out",
-        "total_cost",
-        "execution_duration_ms",
-        "llm_calls_count",
-    ),
+    "total_tokens_in",
+    "total_tokens_out",
+    "total_cost",
+    "execution_duration_ms",
+    "llm_calls_count",
 )
 
 

@@ -41,16 +41,17 @@ CHAT = "chat/completions"
 TIMEOUT_S = 600.0  # without a byte from the upstream
 LONGEST_EVENT = 8 << 20  # bytes
 _HOP_BY_HOP = (
-    *(
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "te",
-        "trailer",
-        "transfer-encoding",
-    ),
-    *("upgrade", "host", "content-length", "accept-encoding"),
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "host",
+    "content-length",
+    "accept-encoding",
 )
 _DECODED = (*_HOP_BY_HOP, "content-encoding")  # of an answer, which is unpacked here
 UNREADABLE = (

@@ -180,7 +180,9 @@ _TURN_TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("id", "status"), str),
     **dict.fromkeys(("parent", "key", "model", "finish_reason", "response_id"), _TEXT),
     **dict.fromkeys(("response", "usage", "tokens", "redacted"), dict | None),
-    **{"at": int | float, "messages": list, "tools": list | None},
+    "at": int | float,
+    "messages": list,
+    "tools": list | None,
 }
 
 

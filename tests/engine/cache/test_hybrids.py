@@ -14,7 +14,7 @@ from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.layout import TokenBatch, share_prompts
+from mlx_parallm.models.layouts.layout import TokenBatch, share_prompts
 from mlx_parallm.models.lora import adapter_layers, inject_lora, trainer_lora_layers
 from scripts.generate_model_table import small_model
 from tests.engine.cache.test_snapshots import GREEDY, prompt_of

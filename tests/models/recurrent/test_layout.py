@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_map_with_path
 
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.layout import TokenBatch, share_prompts, shareable
+from mlx_parallm.models.layouts.layout import TokenBatch, share_prompts, shareable
 from mlx_parallm.models.loading import evaluate_module
 from mlx_parallm.models.recurrent.layers import use_chunks
 from scripts.generate_model_table import small_config

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.models.layout import PackedRows, SharedRows, padded_length
-from mlx_parallm.models.tree_rows import TreeRows
+from mlx_parallm.models.layouts.layout import PackedRows, SharedRows, padded_length
+from mlx_parallm.models.layouts.tree_rows import TreeRows
 from mlx_parallm.rl_training.step import trainer as trainer_base
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import SHORT_ROW, MiniBatch, collate, parts_packed, used

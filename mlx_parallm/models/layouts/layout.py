@@ -44,8 +44,8 @@ from mlx_parallm.models.layer_stack import (
     LayerStack,
     distance,
 )
+from mlx_parallm.models.layouts.tree_rows import TreeOfRows, TreeRows, merge_rows
 from mlx_parallm.models.mlx_lm_api import ArraysCache, KVCache, make_prompt_cache
-from mlx_parallm.models.tree_rows import TreeOfRows, TreeRows, merge_rows
 
 
 @dataclass(frozen=True)
