@@ -212,21 +212,23 @@ class AlgorithmSection(Section):
 
 CORRECTION_CAPS = {"token": 2.0, "sequence": 3.0}
 """verl's bound of one token's weight; TRL's of a whole sequence's."""
+ICEPOP_BOUNDS = 0.5, 5.0  # arXiv:2510.18855
 
 
 class PrepareConfig(Section):
     """The part of RLTrainingConfig about a batch before the first update of its step."""
 
-    sampler_correction: Literal["auto", "none", "tis", "mis"] = "auto"
+    sampler_correction: Literal["auto", "none", "tis", "mis", "icepop"] = "auto"
     """Importance weights for rounding differences of engine and trainer: "tis" cuts large ones,
-    "mis" drops their tokens; "auto" is "tis" where there are such differences."""
+    "mis" drops their tokens; "icepop" is "mis" of tokens with IcePop's bounds, 0.5 and 5; "auto" is
+    "tis" where there are such differences."""
     sampler_correction_level: Literal["token", "sequence"] = "token"
     """One weight for each token, or one for each sequence (the product of its tokens')."""
     sampler_correction_cap: float | None = Field(None, gt=0)
-    """Largest weight: "tis" cuts larger ones to it, "mis" drops them; default: 2 for tokens, 3
-    for sequences."""
+    """Largest weight: "tis" cuts larger ones to it, "mis" and "icepop" drop them; default: 2 for
+    tokens, 3 for sequences, 5 with "icepop"."""
     sampler_correction_floor: float | None = Field(None, ge=0)
-    """"mis": smaller weights are dropped; default: 1 / cap."""
+    """"mis", "icepop": smaller weights are dropped; default: 1 / cap, 0.5 with "icepop"."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where kl_beta's KL goes: a term of the loss, or -kl_beta · log(policy / reference) in each
     token's reward."""
@@ -248,10 +250,15 @@ def check_prepared(config: PrepareConfig, kl_beta: float) -> None:
         raise ValueError(
             f"sampler_correction_floor ({floor:g}) has to be below sampler_correction_cap ({cap:g})"
         )
-    if config.sampler_correction_floor is not None and config.sampler_correction != "mis":
+    masks = config.sampler_correction in ("mis", "icepop")
+    if config.sampler_correction_floor is not None and not masks:
         raise ValueError(
-            'sampler_correction_floor is read with "mis" only, not with'
+            'sampler_correction_floor is read with "mis" and "icepop" only, not with'
             f" {config.sampler_correction!r}"
+        )
+    if config.sampler_correction == "icepop" and config.sampler_correction_level == "sequence":
+        raise ValueError(
+            'sampler_correction = "icepop" is a mask of tokens: "mis" has one of sequences'
         )
     for key in config.changed():
         if config.sampler_correction == "none" and key in (
@@ -268,11 +275,12 @@ def check_prepared(config: PrepareConfig, kl_beta: float) -> None:
 
 def sampler_bounds(config: PrepareConfig) -> tuple[float, float]:
     """Return the cap and the floor in force."""
-    cap = config.sampler_correction_cap or CORRECTION_CAPS[config.sampler_correction_level]
-    return (
-        cap,
-        1 / cap if config.sampler_correction_floor is None else config.sampler_correction_floor,
-    )
+    cap, floor = config.sampler_correction_cap, config.sampler_correction_floor
+    if config.sampler_correction == "icepop":
+        low, high = ICEPOP_BOUNDS
+        return cap or high, low if floor is None else floor
+    cap = cap or CORRECTION_CAPS[config.sampler_correction_level]
+    return cap, 1 / cap if floor is None else floor
 
 
 def with_preset(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -521,14 +521,16 @@ def sampler_correction(config: RLTrainingConfig, model: nn.Module) -> SamplerCor
     if kind == "none":
         return None
     cap, floor = sampler_bounds(config)
-    return SamplerCorrection(kind, config.sampler_correction_level, cap, floor)
+    masks = kind in ("mis", "icepop")
+    level = config.sampler_correction_level
+    return SamplerCorrection("mis" if masks else "tis", level, cap, floor)
 
 
 def check_kv_bits(config: Config) -> None:
     """Raises ConfigError: rollouts would be drawn with quantised keys and values, so by another
     policy than the one that is trained, and nothing corrects for it."""
     training, bits = config.rl_training, config.server.kv_bits
-    corrected = training.sampler_correction in ("tis", "mis")
+    corrected = training.sampler_correction in ("tis", "mis", "icepop")
     if bits is not None and training.algorithm not in DATA_ALGORITHMS and not corrected:
         raise ConfigError(
             f"server.kv_bits = {bits}: the trainer's keys and values are not quantised, so it is"

@@ -142,6 +142,10 @@ class Trainer:
                 log.info("prompts of a group are computed once a row", reason=self.model.unshared)
             if config.packing and not self.model.packs_rows:
                 log.info("sequences are not packed", reason=self.model.unpacked)
+            if not self.model.merges_rows:
+                log.info(
+                    "turns of an episode are not computed as a tree", reason=self.model.unmerged
+                )
         self.optimizer = PolicyOptimizer(policy.slots, config)
         # of the newest step; an interrupted one knows its last part
         self.step_tokens: StepTokens | None = None

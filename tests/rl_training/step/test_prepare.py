@@ -295,6 +295,16 @@ def test_the_row_of_a_model(dtype: mx.Dtype, quantised: bool) -> None:
     assert expected_mismatch(model) == MEASURED_MISMATCH[dtype, quantised]
 
 
+def test_icepop_is_mis_of_tokens_with_its_own_bounds() -> None:
+    """w = 0.4, 0.5, 5 and 5.1: the two within the bounds keep their weight."""
+    chosen = sampler_correction(make_config(sampler_correction="icepop"), make_model())
+    assert chosen == SamplerCorrection("mis", "token", 5.0, 0.5)
+    old = np.log(np.array([0.4, 0.501, 4.999, 5.1]))
+    weights, cut = chosen.weights(old, np.zeros(4), [4])
+    assert weights.tolist() == pytest.approx([0, 0.501, 4.999, 0])
+    assert cut.tolist() == [True, False, False, True]
+
+
 def test_the_bound_parts_float32_from_what_is_narrower() -> None:
     for (dtype, _), mismatch in MEASURED_MISMATCH.items():
         assert (mismatch > MISMATCH_BOUND) == (dtype != mx.float32)
@@ -314,6 +324,8 @@ def test_the_bound_parts_float32_from_what_is_narrower() -> None:
             },
             (5.0, 0.5),
         ),
+        ({"sampler_correction": "icepop"}, (5.0, 0.5)),
+        ({"sampler_correction": "icepop", "sampler_correction_floor": 0.2}, (5.0, 0.2)),
     ],
 )
 def test_bounds(given: dict[str, Any], bounds: tuple[float, float]) -> None:
@@ -331,7 +343,10 @@ def test_bounds(given: dict[str, Any], bounds: tuple[float, float]) -> None:
             {"sampler_correction": "mis", "sampler_correction_cap": 0.5},
             "has to be below sampler_correction_cap",
         ),
-        ({"sampler_correction": "tis", "sampler_correction_floor": 0.2}, 'with "mis" only'),
+        (
+            {"sampler_correction": "tis", "sampler_correction_floor": 0.2},
+            'with "mis" and "icepop" only',
+        ),
         (
             {"sampler_correction": "none", "sampler_correction_cap": 3.0},
             ('cap is set, but sampler_correction = "none"'),
@@ -339,6 +354,10 @@ def test_bounds(given: dict[str, Any], bounds: tuple[float, float]) -> None:
         (
             {"sampler_correction": "none", "sampler_correction_level": "sequence"},
             "level is set, but sampler_correction",
+        ),
+        (
+            {"sampler_correction": "icepop", "sampler_correction_level": "sequence"},
+            '"mis" has one of sequences',
         ),
         ({"kl_target": 0.1}, "kl_beta = 0"),
         ({"kl_in": "reward"}, "kl_beta = 0"),
