@@ -301,7 +301,7 @@ export interface paths {
         };
         /**
          * Health
-         * @description What `mlx_parallm explain` finds.
+         * @description The findings of `mlx_parallm explain`.
          */
         get: operations["health_dashboard_api_health_get"];
         put?: never;
@@ -362,8 +362,8 @@ export interface paths {
         };
         /**
          * State
-         * @description What can be ordered now: whether clients have paused the engine, settings, checkpoints
-         *     to go back to.
+         * @description The state that commands change: whether clients have paused the engine, settings,
+         *     checkpoints to go back to.
          */
         get: operations["state_dashboard_api_control_get"];
         put?: never;
@@ -630,7 +630,7 @@ export interface components {
             kind: "right" | "wrong" | "same" | "mixed" | "unknown" | "lost";
             answers: components["schemas"]["ListedAnswer"][];
         };
-        /** @description What somebody did to the run after `step` finished steps, at Unix time `time`. */
+        /** @description A command that somebody gave after `step` finished steps, at Unix time `time`. */
         Mark: {
             step: number;
             kind: string;
