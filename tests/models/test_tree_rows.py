@@ -90,7 +90,7 @@ def test_every_distinct_token_is_there_once_behind_what_was_before_it(seed: int)
         tuple(inputs[row, : column + 1].tolist())
         for row, column in (divmod(position, 9) for position in positions.tolist())
     }
-    assert tree.tokens == len(beginnings)
+    assert len(tree.inputs) == len(beginnings)
     for place, position in zip(tree.positions, positions, strict=True):
         row, column = divmod(int(position), 9)
         path = [u for u in range(place + 1) if tree.ends[u] > place]

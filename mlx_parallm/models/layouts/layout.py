@@ -44,6 +44,7 @@ from mlx_parallm.models.layer_stack import (
     LayerStack,
     distance,
 )
+from mlx_parallm.models.layouts.padding import padded_length
 from mlx_parallm.models.layouts.tree_rows import TreeOfRows, TreeRows, merge_rows
 from mlx_parallm.models.mlx_lm_api import ArraysCache, KVCache, make_prompt_cache
 
@@ -105,13 +106,6 @@ def scaled(logits: mx.array, batch: TokenBatch, chunk: slice) -> mx.array:
     if isinstance(batch.temperature, mx.array):
         return wide / batch.temperature[chunk][:, None]
     return wide if batch.temperature == 1.0 else wide / batch.temperature
-
-
-def padded_length(length: int) -> int:
-    """The next bucket: multiples of 8 up to 64, of 16 up to 256, of 64 beyond. Few shapes,
-    little padding."""
-    step = 8 if length <= 64 else 16 if length <= 256 else 64
-    return -(-length // step) * step
 
 
 def share_prompts(inputs: np.ndarray, positions: np.ndarray) -> SharedRows:

@@ -27,6 +27,7 @@ import numpy as np
 
 from mlx_parallm.models.attention import RoutedKeys, attend_with_mask
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
+from mlx_parallm.models.layouts.padding import padded_length
 from mlx_parallm.models.mlx_lm_api import make_prompt_cache
 
 BLOCK = 128
@@ -50,7 +51,8 @@ class TreeRows:
 
     @property
     def tokens(self) -> int:
-        return len(self.inputs)
+        """Return how many are computed, padding included."""
+        return padded_length(len(self.inputs))
 
 
 def merge_rows(inputs: np.ndarray, positions: np.ndarray) -> TreeRows:
@@ -95,10 +97,14 @@ class TreeOfRows:
     """See `layout.Layout`."""
 
     def __init__(self, tree: TreeRows) -> None:
+        count, width = len(tree.inputs), tree.tokens
+        missing = width - count
         self.positions = mx.array(tree.positions)
-        self._inputs = mx.array(tree.inputs)[:, None]
-        self._offsets = mx.array(tree.depths)
-        self._attention = TreeAttention(tree.ends)
+        self._inputs = mx.array(np.pad(tree.inputs, (0, missing)))[:, None]
+        self._offsets = mx.array(np.pad(tree.depths, (0, missing)))
+        # the padding are trees of one token each
+        alone = np.arange(count + 1, width + 1, dtype=np.int32)
+        self._attention = TreeAttention(np.append(tree.ends, alone))
 
     def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]:
         count = len(make_prompt_cache(stack.model))  # of some architectures fewer than blocks

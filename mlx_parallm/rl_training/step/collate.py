@@ -23,8 +23,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.models.layouts.layout import CompactRows, TokenBatch, pack_rows, padded_length
+from mlx_parallm.models.layouts.layout import CompactRows, TokenBatch, pack_rows
 from mlx_parallm.models.layouts.layout import share_prompts as shared_rows
+from mlx_parallm.models.layouts.padding import padded_length
 from mlx_parallm.models.layouts.tree_rows import merge_rows, shared_length
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.system.log import get_logger
@@ -339,20 +340,18 @@ def _by_beginning(
     }
     order = sorted(rows, key=lambda row: (tokens[row].astype(">i4").tobytes(), row))
     parts: list[list[int]] = []
-    size = total = 0
+    sizes: list[int] = []
     for number, row in enumerate(order):
         new = len(tokens[row])
         if number:
             new -= shared_length(tokens[order[number - 1]], tokens[row])
-        if parts and size + new <= token_budget:
+        if parts and padded_length(sizes[-1] + new) <= token_budget:
             parts[-1].append(row)
-            size += new
-            total += new
+            sizes[-1] += new
         else:
             parts.append([row])
-            size = len(tokens[row])
-            total += size
-    return parts, total
+            sizes.append(len(tokens[row]))
+    return parts, sum(map(padded_length, sizes))
 
 
 # ---------------------------------------------------------------------- packed

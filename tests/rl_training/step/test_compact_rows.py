@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.models.layouts.layout import PackedRows, SharedRows, padded_length
+from mlx_parallm.models.layouts.layout import PackedRows, SharedRows
+from mlx_parallm.models.layouts.padding import padded_length
 from mlx_parallm.models.layouts.tree_rows import TreeRows
 from mlx_parallm.rl_training.step import trainer as trainer_base
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
@@ -183,7 +184,7 @@ def test_turns_of_rewritten_episodes_are_a_tree() -> None:
         return collate(batch.sequences, range(12), token_budget=budget, merging=True, **options)
 
     [part] = merged(400).micro_batches
-    assert isinstance(part.compact, TreeRows) and part.tokens == len(beginnings)
+    assert isinstance(part.compact, TreeRows) and part.tokens == padded_length(len(beginnings))
     assert sorted(part.rows) == list(range(12))
     parts = merged(100).micro_batches
     assert len(parts) > 2 and all(part.tokens <= 100 for part in parts)
