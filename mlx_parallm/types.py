@@ -15,6 +15,7 @@ that was really sampled from.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from itertools import groupby
 from typing import Any, Literal, Protocol
 
 BETWEEN = "⟦{}⟧"
@@ -23,6 +24,10 @@ BETWEEN = "⟦{}⟧"
 MAX_REWARD = 1e9
 """The largest size of a reward, a score or an advantage. Beyond it means, squares and float32
 lose their digits or overflow; every way in refuses it."""
+
+UNSCORED = "unscored"
+"""A score of this name marks a trajectory that nothing could score: it gets no advantage. Its
+"reward" should be the mean of the others, so that the group's mean stays what they make it."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Pooling = Literal["mean", "last"]
@@ -248,6 +253,10 @@ class Rollout:
     leaves out earlier thinking). Then each stretch that was really sampled as one sequence is a
     segment: the last one is this rollout, which has the scores of the episode, those before it are
     `earlier`.
+
+    A turn is one sampled answer; a round of tool calls is a turn too. `turn_rewards` has the reward
+    of each turn of the episode, through all its segments; empty: nobody scored single turns. They
+    are a part of the episode's reward; the rest of it belongs to the last turn.
     """
 
     tokens: tuple[int, ...]
@@ -263,6 +272,10 @@ class Rollout:
     zero_advantage: bool = False
     # segments, oldest first; no scores and no `earlier` of their own
     earlier: tuple["Rollout", ...] = ()
+    # of the whole episode, oldest turn first; segments in `earlier` have none of their own
+    turn_rewards: tuple[float, ...] = ()
+    # sampled tokens of each turn of this sequence; empty: each run of sampled tokens is a turn
+    turn_lengths: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object from which `from_json` makes an equal rollout; no float is rounded."""
@@ -280,6 +293,8 @@ class Rollout:
             "error": self.error,
             "zero_advantage": self.zero_advantage,
             "earlier": [segment.to_json() for segment in self.earlier],
+            "turn_rewards": list(self.turn_rewards),
+            "turn_lengths": list(self.turn_lengths),
         }
 
     @classmethod
@@ -301,9 +316,19 @@ class Rollout:
         return (*self.earlier, self)
 
     @property
+    def turns(self) -> tuple[int, ...]:
+        """The number of sampled tokens of each turn of this sequence."""
+        return self.turn_lengths or sampled_runs(self.mask)
+
+    @property
     def sampled_tokens(self) -> int:
         """The number of sampled tokens of the whole episode."""
         return sum(sum(segment.mask) for segment in self.segments)
+
+
+def sampled_runs(mask: Sequence[int]) -> tuple[int, ...]:
+    """Return the length of each run of sampled tokens: [0, 1, 1, 0, 1] → (2, 1)."""
+    return tuple(sum(1 for _ in run) for sampled, run in groupby(mask) if sampled)
 
 
 @dataclass(frozen=True, slots=True)

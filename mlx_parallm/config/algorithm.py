@@ -103,6 +103,8 @@ PRESET_KEYS = (
     "loss_aggregation",
     "advantage",
     "advantage_whiten",
+    "credit",
+    "turn_gamma",
     *SETTINGS,
 )
 
@@ -131,6 +133,11 @@ class AlgorithmSection(Section):
     advantage_whiten: bool | None = None
     """Subtract the mean of the advantages and divide by their std, over all tokens of the step
     (REINFORCE++)."""
+    credit: Literal["episode", "turn"] | None = None
+    """Advantage of a token: of its episode's reward, or of the rewards from its turn on, compared
+    with the same turn of the group's other episodes (docs/algorithms.md)."""
+    turn_gamma: float | None = Field(None, ge=0, le=1)
+    """credit = "turn": discount of a reward for each turn between it and the token; 1."""
     clip_ratio: float | None = Field(None, ge=0, le=1)
     """Bound below: ratio >= 1 - clip_ratio. "clip", "dual_clip", "two_sided" 0.2 (gspo 3e-4),
     "cispo" 1."""
@@ -198,6 +205,8 @@ class AlgorithmSection(Section):
             raise ValueError(
                 'constant_length is set, but only read with loss_aggregation = "constant"'
             )
+        if self.turn_gamma not in (None, 1.0) and self.credit != "turn":
+            raise ValueError('turn_gamma is set, but only read with credit = "turn"')
         if (self.overlong_length is None) != (self.overlong_buffer == 0):
             raise ValueError(
                 "overlong_buffer and overlong_length belong together: set both, or neither"
@@ -321,6 +330,8 @@ def defaults_of(algorithm: str, loss: str | None) -> dict[str, Any]:
         read |= {
             "advantage": preset["advantage"],
             "advantage_whiten": preset.get("advantage_whiten", False),
+            "credit": "episode",
+            "turn_gamma": 1.0,
         }
     if loss is None or loss not in LOSS_SETTINGS:
         return read  # a function of the user's own

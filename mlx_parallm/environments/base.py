@@ -121,6 +121,8 @@ class Environment(ABC):
 
     metadata: Mapping[str, Any] = MappingProxyType({})
     """What rewards may know of the episode; set another one in `__init__`."""
+    turn_reward: float | None = None
+    """The reward of the turn that `step` has just taken; it is taken over after each step."""
 
     @abstractmethod
     async def step(self, text: str) -> Messages | None:
@@ -308,6 +310,7 @@ class EnvironmentSource(ABC):
             completion = await episode.turn(prompt, **options)
             self.note_turn(episode)
             answer = await _answer(environment, completion.text)
+            episode.take_turn_reward(environment)
             if answer is None or completion.finish_reason == "length":
                 return
             if isinstance(prompt, str):

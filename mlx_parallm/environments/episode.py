@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.episode_tools import EpisodeTools
@@ -33,6 +33,7 @@ from mlx_parallm.execution.tool_calls import (
     with_instructions,
 )
 from mlx_parallm.types import (
+    MAX_REWARD,
     ChatTokenizer,
     Completion,
     PolicyClient,
@@ -325,6 +326,12 @@ class Played(Protocol):
     def metadata(self) -> Mapping[str, Any]: ...
 
 
+class RewardsTurn(Protocol):
+    """The `State` or `Environment` of an episode, which may hold the reward of its last turn."""
+
+    turn_reward: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
     """The first turn, sampled in one request with those of the whole group."""
@@ -379,6 +386,7 @@ class Episode:
         self._seed, self._number = seed, number
         self._sequences: list[SequenceRecorder] = []
         self._turns: list[Turn] = []
+        self._turn_rewards: list[float] = []  # of the turns so far; empty: none has one
         self._last: LastTurn | None = None
         self._failure: str | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -593,6 +601,24 @@ class Episode:
         )
         return text_of(prompt, seen if seen < len(prompt) else 0)
 
+    def take_turn_reward(self, played: RewardsTurn) -> None:
+        """Add the reward that a step reports to the last turn that it took, and clear it.
+
+        Raises RolloutRejectedError: it is no number, or no turn was taken yet.
+        """
+        reward, played.turn_reward = played.turn_reward, None
+        if reward is None:
+            return
+        what = f"{type(played).__name__}.turn_reward"
+        if not isinstance(reward, SupportsFloat) or not abs(float(reward)) <= MAX_REWARD:
+            raise RolloutRejectedError(
+                f"{what} is {reward!r}, not a number of at most ±{MAX_REWARD:g}"
+            )
+        if not self._turns:
+            raise RolloutRejectedError(f"{what} is set, but the policy was not asked anything yet")
+        self._turn_rewards += [0.0] * (len(self._turns) - len(self._turn_rewards))
+        self._turn_rewards[-1] += float(reward)
+
     # --- its end
 
     @property
@@ -623,6 +649,11 @@ class Episode:
         if not self._turns:
             raise RolloutRejectedError("the episode ended before the policy was asked anything")
 
+    @property
+    def _rewards_of_turns(self) -> tuple[float, ...]:
+        without = len(self._turns) - len(self._turn_rewards)
+        return (*self._turn_rewards, *[0.0] * without) if self._turn_rewards else ()
+
     def trajectory(self, failure: str | None) -> Trajectory:
         """Return the episode as far as it came; its rollout is not scored."""
         *earlier, final = self._sequences or [SequenceRecorder(())]
@@ -638,7 +669,9 @@ class Episode:
             messages = (*last.prompt, {"role": "assistant", "content": last.completion.text})
         return Trajectory(
             text=self._turns[-1].response if self._turns else "",
-            rollout=dataclasses.replace(rollout, earlier=tuple(ended)),
+            rollout=dataclasses.replace(
+                rollout, earlier=tuple(ended), turn_rewards=self._rewards_of_turns
+            ),
             prompt=self._turns[0].prompt if self._turns else "",
             history=tuple(self._turns),
             step_count=self.played.step_count

@@ -128,7 +128,8 @@ def _state_source(
 ) -> StateSource:
     """Raises ConfigError: options that the constructor does not take, or nothing to score with."""
     what = f"environments: {config.kind}"
-    if not (config.rewards or environment.default_rewards):
+    scored = config.rewards or environment.default_rewards
+    if not scored and not environment.rewards_turns:
         raise ConfigError(
             f"{what}: an environment does not score itself: it needs rewards ="
             ' ["python:file.py:function"]'
@@ -143,7 +144,9 @@ def _state_source(
         name=name,
         rewards=RewardFunctions.from_config(
             config, columns=None, default=environment.default_rewards
-        ),
+        )
+        if scored
+        else RewardFunctions.none(),
     )
 
 

@@ -53,6 +53,8 @@ class State:
     history: list[dict[str, str]] = field(default_factory=list)
     # what rewards see: columns, tool calls, spent …
     metadata: dict[str, Any] = field(default_factory=dict)
+    # of the turn that was just taken, with a credit of its own; taken over after each step
+    turn_reward: float | None = None
     trajectory_id: str = ""  # "<group id>/<number in its group>", set when the episode starts
 
     def copy(self) -> "State":
@@ -87,6 +89,9 @@ class BaseEnvironment(ABC):
     blocking: bool = False
     """Whether `update_state` may take long (tools, a simulation): then it runs on a thread of
     the episode."""
+    rewards_turns: bool = False
+    """Whether the rewards of the turns are the whole reward: then no reward functions are
+    needed."""
     episode_tools: EpisodeTools | None = None
     """What the policy may call in the episodes; None: the tools of the configuration."""
 

@@ -154,6 +154,7 @@ class StateSource(EnvironmentSource):
                         return
                     before = state.step_count
                     state = thread.state = episode.played = await step(state)
+                    episode.take_turn_reward(state)
                     state.trajectory_id = episode.name
                     state.step_count = max(state.step_count, before + 1)
                     self.note_turn(episode)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mlx_parallm.types import ChatTokenizer, Completion, Rollout
+from mlx_parallm.types import ChatTokenizer, Completion, Rollout, sampled_runs
 
 UNKNOWN_VERSION = -1
 
@@ -16,6 +16,7 @@ class SequenceRecorder:
         self._mask: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._turns: list[int] = []  # sampled tokens of each
         self.add_prompt(prompt_ids)
 
     @property
@@ -45,11 +46,13 @@ class SequenceRecorder:
         self._mask += [1] * len(completion.token_ids)
         self._logprobs += completion.logprobs
         self._versions += completion.policy_versions
+        self._turns.append(len(completion.token_ids))
 
     def rollout(
         self, *, temperature: float, stop_reason: str | None, error: str | None = None
     ) -> Rollout:
         """Return the sequence so far, without scores."""
+        turns = tuple(self._turns)
         return Rollout(
             tokens=tuple(self._tokens),
             mask=tuple(self._mask),
@@ -59,6 +62,8 @@ class SequenceRecorder:
             scores={},
             stop_reason=stop_reason,
             error=error,
+            # nothing was asked between two turns: the mask does not tell them apart
+            turn_lengths=() if turns == sampled_runs(self._mask) else turns,
         )
 
 

@@ -2,7 +2,7 @@
 MLX.
 
 rewards of a group → one number per rollout, or None when there is nothing to learn from it (all
-rewards equal)
+rewards equal). With credit for each turn: rewards of the turns → one number per turn.
 
 A new kind: its line here, and its name in `ADVANTAGES` of config/algorithm.py (docs/extending.md).
 """
@@ -10,11 +10,12 @@ A new kind: its line here, and its name in `ADVANTAGES` of config/algorithm.py (
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 import numpy as np
 
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.types import UNSCORED, Rollout, RolloutGroup
 
 STD_EPSILON = 1e-8
 LARGEST_SUMMED = 1e100  # squares and sums of larger rewards leave float64
@@ -126,12 +127,15 @@ class Shaping:
     as many sequences and updates with it as without (TRL).
     `leave_out_marked`: rollouts marked `zero_advantage` are left out too, where the algorithm would
     learn from an advantage of 0.
+    `turn_gamma`: each turn gets an advantage of its own, of rewards discounted by this factor;
+    None: an episode has one advantage.
     """
 
     overlong_length: int
     overlong_buffer: int
     mask_truncated: bool
     leave_out_marked: bool
+    turn_gamma: float | None = None
 
     def reward(self, rollout: Rollout) -> float:
         """The reward that advantages are computed from. Metrics report the environment's own."""
@@ -146,6 +150,15 @@ class Shaping:
         truncated = self.mask_truncated and rollout.stop_reason == "length"
         return truncated or (self.leave_out_marked and rollout.zero_advantage)
 
+    def credits_turns(self, group: RolloutGroup) -> bool:
+        """Whether each turn of a group gets an advantage of its own: all its rollouts have rewards
+        of their turns, and nobody else has made their advantages."""
+        return (
+            self.turn_gamma is not None
+            and group.advantages is None
+            and all(rollout.turn_rewards for rollout in group.rollouts)
+        )
+
 
 PLAIN = Shaping(0, 0, mask_truncated=False, leave_out_marked=False)
 
@@ -157,12 +170,17 @@ def token_advantages(
     `estimate`'s. Zero for a rollout marked `zero_advantage` or left out, whose reward still counts
     in the group's mean.
 
+    T is the length of the rollout; where turns get advantages of their own, that of all its
+    segments, end to end (`by_segment` cuts a row).
+
     None: there is nothing to learn from (`estimate` returned None, no rollout is left, or the
     environment's are all 0).
     """
     silent = [rollout.zero_advantage or shaping.leaves_out(rollout) for rollout in group.rollouts]
     if all(silent):
         return None
+    if shaping.credits_turns(group):
+        return _turn_rows(group, estimate, shaping, silent)
     values: Sequence[float | tuple[float, ...]] | None = group.advantages
     if (
         values is None
@@ -180,6 +198,103 @@ def token_advantages(
         if group.advantages is None or any(value != 0 for row in rows for value in row)
         else None
     )
+
+
+def by_segment(row: Sequence[float], rollout: Rollout) -> list[tuple[float, ...]]:
+    """Cut a row of `token_advantages` into those of the segments, oldest first.
+
+    A row for the last one alone came from an environment, or is one number for all tokens: then
+    its last number holds for the earlier segments.
+    """
+    if not rollout.earlier or len(row) == len(rollout.tokens):
+        earlier = [(row[-1],) * len(segment.tokens) for segment in rollout.earlier]
+        return [*earlier, tuple(row)]
+    ends = list(accumulate(len(segment.tokens) for segment in rollout.segments))
+    return [tuple(row[start:end]) for start, end in pairwise([0, *ends])]
+
+
+def turn_returns(rewards: Sequence[float], gamma: float) -> tuple[float, ...]:
+    """Return the reward to go of each turn: its own and the later ones', discounted by `gamma` a
+    turn.
+
+    Worked, gamma 0.5: [1, 0, 4] → [1 + 0 + 1, 0 + 2, 4] = [2, 2, 4].
+    """
+    returns: list[float] = []
+    for reward in reversed(rewards):
+        returns.append(reward + gamma * (returns[-1] if returns else 0.0))
+    return tuple(reversed(returns))
+
+
+def turn_advantages(
+    returns: Sequence[Sequence[float]], estimate: Estimator
+) -> tuple[tuple[float, ...], ...] | None:
+    """Advantages of the turns of a group from their rewards to go. [G][turns] → [G][turns].
+
+    Turn k is compared with turn k of the others. A turn that no other episode has is compared with
+    all turns of the group. 0 where the compared ones are equal; None: they are so everywhere.
+
+    Worked, `mean`: [[3, 1], [1]] → turns 1: 3 and 1, mean 2 → 1 and -1; turn 2 stands alone: 1
+    against the mean of 3, 1, 1 → -2/3.
+    """
+    rows = [[0.0] * len(turns) for turns in returns]
+    everything = [
+        (member, turn) for member, turns in enumerate(returns) for turn in range(len(turns))
+    ]
+    varied = False
+    for turn in range(max(map(len, returns), default=0)):
+        members = [member for member, turns in enumerate(returns) if len(turns) > turn]
+        compared = [(member, turn) for member in members] if len(members) > 1 else everything
+        values = estimate([returns[member][number] for member, number in compared])
+        if values is None:
+            continue
+        varied = True
+        for (member, number), value in zip(compared, values, strict=True):
+            if number == turn:
+                rows[member][turn] = value
+    return tuple(map(tuple, rows)) if varied else None
+
+
+def _turn_rows(
+    group: RolloutGroup, estimate: Estimator, shaping: Shaping, silent: Sequence[bool]
+) -> tuple[tuple[float, ...], ...] | None:
+    gamma = shaping.turn_gamma
+    assert gamma is not None
+    # what nothing could score is compared with nobody, and is silent
+    scored = [rollout for rollout in group.rollouts if UNSCORED not in rollout.scores]
+    returns = []
+    for rollout in scored:
+        *before, last = rollout.turn_rewards
+        rest = shaping.reward(rollout) - math.fsum(rollout.turn_rewards)
+        returns.append(turn_returns([*before, last + rest], gamma))
+    advantages = turn_advantages(returns, estimate)
+    if advantages is None:
+        return None
+    of_scored = iter(advantages)
+    turns_G = [() if UNSCORED in rollout.scores else next(of_scored) for rollout in group.rollouts]
+    return tuple(
+        (0.0,) * sum(len(segment.tokens) for segment in rollout.segments)
+        if is_silent or not turns
+        else _spread(turns, rollout)
+        for turns, rollout, is_silent in zip(turns_G, group.rollouts, silent, strict=True)
+    )
+
+
+def _spread(turns: Sequence[float], rollout: Rollout) -> tuple[float, ...]:
+    """Return the number of a turn for each of its tokens and for what was asked before it; what
+    follows a segment's last turn has that turn's."""
+    row: list[float] = []
+    number = 0
+    for segment in rollout.segments:
+        values = turns[number : number + len(segment.turns)]
+        sampled_in = [
+            v for v, length in zip(values, segment.turns, strict=True) for _ in range(length)
+        ]
+        sampled = 0
+        for is_sampled in segment.mask:
+            row.append(sampled_in[min(sampled, len(sampled_in) - 1)])
+            sampled += is_sampled
+        number += len(segment.turns)
+    return tuple(row)
 
 
 def pair_advantages(

@@ -3,22 +3,23 @@ mapping for each.
 
 Because the group is seen at once, absolute, relative and Pareto rewards have the same shape.
 Environments make `Trajectory`s and call `score_group`; the number that is trained on is the score
-named "reward".
+named "reward". Beside it "turn_rewards" may say which part of it belongs to which turn.
 """
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.types import MAX_REWARD, Rollout, Trajectory
+from mlx_parallm.types import MAX_REWARD, UNSCORED, Rollout, Trajectory
 
-Scores = Sequence[Mapping[str, float]]
+Scores = Sequence[Mapping[str, Any]]
+"""Numbers by name, and the list "turn_rewards" where a reward scores single turns."""
 GroupReward = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]
 
-UNSCORED = "unscored"
-"""A score of this name marks a trajectory that nothing could score: it gets no advantage. Its
-"reward" should be the mean of the others, so that the group's mean stays what they make it."""
+TURN_REWARDS = "turn_rewards"
 
 
 async def score_group(
@@ -33,8 +34,11 @@ async def score_group(
 def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollout, ...]:
     """Return the rollouts of the group with their scores filled in.
 
+    The rewards that the environment reported for single turns are added to "reward". Where one
+    rollout has rewards of its turns, all of them get them: 0 for turns that nobody scored.
+
     Raises RolloutRejectedError: the number of scores is not that of trajectories, there is no
-    "reward", or a score is beyond ±MAX_REWARD.
+    "reward", a score is beyond ±MAX_REWARD, or "turn_rewards" are not one for each turn.
     """
     if len(scores_G) != len(trajectories):
         raise RolloutRejectedError(
@@ -47,18 +51,43 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
             )
         if "reward" not in scores:
             raise RolloutRejectedError(f'the scores {dict(scores)} have no "reward"')
-        for name, value in scores.items():
+        numbers = [(name, value) for name, value in scores.items() if name != TURN_REWARDS]
+        turns = [(TURN_REWARDS, value) for value in scores.get(TURN_REWARDS, ())]
+        for name, value in numbers + turns:
             if not abs(value) <= MAX_REWARD:
                 raise RolloutRejectedError(
                     f"score {name!r} is {value}, not a number of at most ±{MAX_REWARD:g}"
                 )
-    return tuple(
-        dataclasses.replace(
-            trajectory.rollout,
-            scores={name: float(value) for name, value in scores.items()},
-            zero_advantage=trajectory.rollout.zero_advantage or UNSCORED in scores,
+    pairs = list(zip(trajectories, scores_G, strict=True))
+    by_turn = any(
+        trajectory.rollout.turn_rewards or TURN_REWARDS in scores for trajectory, scores in pairs
+    )
+    return tuple(_scored(trajectory.rollout, scores, by_turn) for trajectory, scores in pairs)
+
+
+def _scored(rollout: Rollout, scores: Mapping[str, Any], by_turn: bool) -> Rollout:
+    reported = rollout.turn_rewards
+    values = {name: float(value) for name, value in scores.items() if name != TURN_REWARDS}
+    values["reward"] += math.fsum(reported)
+    if not abs(values["reward"]) <= MAX_REWARD:
+        raise RolloutRejectedError(f"the reward with that of its turns is {values['reward']:g}")
+    turns = sum(len(segment.turns) for segment in rollout.segments)
+    added = scores.get(TURN_REWARDS, (0.0,) * turns)
+    if by_turn and not len(added) == turns == len(reported or added):
+        raise RolloutRejectedError(
+            f"{len(added)} turn_rewards for an episode of {turns} turns: one is needed for each"
+            " entry of trajectory.history"
         )
-        for trajectory, scores in zip(trajectories, scores_G, strict=True)
+    return dataclasses.replace(
+        rollout,
+        scores=values,
+        zero_advantage=rollout.zero_advantage or UNSCORED in scores,
+        turn_rewards=tuple(
+            float(reward) + more
+            for reward, more in zip(added, reported or (0.0,) * turns, strict=True)
+        )
+        if by_turn
+        else (),
     )
 
 

@@ -25,7 +25,8 @@ Functions are called as TRL 1.16 calls them (`GRPOTrainer._calculate_rewards`), 
     log_extra(column, list)  accepted, recorded nowhere
 
 Parameters that a function does not have are not passed. A score of None means that the function
-does not apply: it is left out of the weighted sum. Plain functions run one at a time on a thread of
+does not apply: it is left out of the weighted sum. A list in the place of a score holds the reward
+of each turn (`TurnScores`); the score is its sum. Plain functions run one at a time on a thread of
 theirs, async ones together on another (`threads.py`), so neither blocks the environments.
 `methods.py` combines the scores.
 """
@@ -55,7 +56,7 @@ from mlx_parallm.execution.user_code import (
     user_code,
 )
 from mlx_parallm.rewards import threads
-from mlx_parallm.rewards.base import UNSCORED, GroupReward
+from mlx_parallm.rewards.base import TURN_REWARDS, UNSCORED, GroupReward
 from mlx_parallm.rewards.methods import Method, Parts, combine
 from mlx_parallm.rewards.parts import BUILT_IN, WEIGHTS
 from mlx_parallm.system.log import get_logger
@@ -77,6 +78,19 @@ ARGUMENTS = (
 )
 
 Prompt = str | Sequence[Mapping[str, Any]]
+
+
+class TurnScores(float):
+    """A score that is the sum of those of an episode's turns."""
+
+    turns: tuple[float, ...]
+
+    def __new__(cls, turns: Sequence[float]) -> "TurnScores":
+        score = super().__new__(cls, math.fsum(turns))
+        score.turns = tuple(turns)
+        return score
+
+
 Score = float | str | None
 """None: the function does not apply; UNSCORED: nothing may score this trajectory."""
 
@@ -258,11 +272,12 @@ class RewardFunctions:
         """Return the reward of one task. Every call reads `state`."""
         weights = self.weights
 
-        async def reward(trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
+        async def reward(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
             if not self._functions:
                 return [{"reward": 0.0} for _ in trajectories]
             parts_G, metrics = await self.parts(prompt, row, trajectories, state)
             rewards = combine(self._method, [parts or {} for parts in parts_G], weights)
+            turns_G = [self._turn_rewards(parts or {}) for parts in parts_G]
             scored = [value for value in rewards if value is not None]
             if not scored and None in parts_G:
                 raise RolloutRejectedError(
@@ -279,11 +294,34 @@ class RewardFunctions:
                     if score is not None
                 }
                 | ({"reward": mean, UNSCORED: 1.0} if value is None else {"reward": value})
+                | ({} if turns is None or value is None else {TURN_REWARDS: turns})
                 | metrics
-                for parts, value in zip(parts_G, rewards, strict=True)
+                for parts, value, turns in zip(parts_G, rewards, turns_G, strict=True)
             ]
 
         return reward
+
+    def _turn_rewards(self, parts: Parts) -> list[float] | None:
+        """Return the weighted sum of the scores of each turn; None: no function scored turns.
+
+        Raises RolloutRejectedError: `reward_method` makes something else of scores than their sum,
+        or functions scored different numbers of turns.
+        """
+        scores = {name: s.turns for name, s in parts.items() if isinstance(s, TurnScores)}
+        if not scores:
+            return None
+        if self._method != "absolute":
+            raise RolloutRejectedError(
+                f'{next(iter(scores))} scored single turns, which reward_method = "{self._method}"'
+                " cannot keep apart"
+            )
+        if len(set(map(len, scores.values()))) > 1:
+            counts = ", ".join(f"{name} {len(turns)}" for name, turns in scores.items())
+            raise RolloutRejectedError(f"scores of different numbers of turns: {counts}")
+        weighted = (
+            [self.weights[name] * value for value in turns] for name, turns in scores.items()
+        )
+        return [math.fsum(values) for values in zip(*weighted, strict=True)]
 
     async def parts(
         self,
@@ -372,12 +410,20 @@ async def _call(function: RewardFunction, arguments: Mapping[str, Any], size: in
         raise RolloutRejectedError(
             f"{function.name} returned {len(values)} scores for {size} completions"
         )
+    # lists for some completions and numbers for others would be a mistake
+    numbers = [value for value in values if value is not None and not isinstance(value, str)]
+    by_turn = bool(numbers) and all(isinstance(value, list | tuple) for value in numbers)
+    score: Callable[[Any, str], float] = _turn_scores if by_turn else _number
     return [
         value
         if value is None or (isinstance(value, str) and value == UNSCORED)
-        else _number(value, f"{function.name}, completion {number}")
+        else score(value, f"{function.name}, completion {number}")
         for number, value in enumerate(values)
     ]
+
+
+def _turn_scores(value: Sequence[Any], what: str) -> TurnScores:
+    return TurnScores([_number(score, f"{what}, turn {turn}") for turn, score in enumerate(value)])
 
 
 def _start(function: RewardFunction, arguments: Mapping[str, Any]) -> "Future[Any]":

@@ -64,6 +64,7 @@ KEYS = (
     "dropped_without_variance",
     "groups_without_logprobs",
     "extra_segments",
+    "sequences_with_episode_credit",
     "dropped_stale",
     "skipped_steps",
     "optimizer_updates",
@@ -92,6 +93,7 @@ reward_std. `reward_p25`, `_p75`: quartiles of the sequences' rewards. `groups_a
 `groups_same_answer`: of those in which every answer is the same, token for token.
 `rewards/NAME/mean`, `/std` (n - 1): of a part of the reward.
 `extra_segments`: sequences beyond one an episode, because the chat template rewrote history.
+`sequences_with_episode_credit`: with credit = "turn", sequences of groups without rewards of turns.
 `dropped_misfit`: groups of another tokenizer or model.
 `dropped_without_variance`: groups in whose place others were sampled.
 `environments`: `batch.EnvironmentNumbers` of each. `full_marks`: `full_marks.FullMarks` of each.

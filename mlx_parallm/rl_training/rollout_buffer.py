@@ -37,6 +37,7 @@ from mlx_parallm.losses.advantages import (
     PLAIN,
     Estimator,
     Shaping,
+    by_segment,
     pair_advantages,
     token_advantages,
 )
@@ -165,7 +166,7 @@ class RolloutBuffer:
         self._chosen: list[Chosen] = []
         self._taken = Counter[str]()  # sequences of the chosen groups, by environment
         self._dropped = 0  # sequences of in-process groups without variance
-        self._statistics = StatisticsCollector()
+        self._statistics = StatisticsCollector(self._shaping.turn_gamma is not None)
         self._empty_rounds = 0
         self._lifted: list[str] = []  # environments whose minimum this step does without
 
@@ -494,9 +495,8 @@ class RolloutBuffer:
                 continue
             for rollout, row in zip(group.rollouts, advantages or _zeros(group), strict=True):
                 left_out = self._shaping.leaves_out(rollout)
-                for segment in rollout.segments:
-                    # Environments that bring advantages of each token send one sequence an episode.
-                    values = row if segment is rollout else (row[-1],) * len(segment.tokens)
+                parts = zip(rollout.segments, by_segment(row, rollout), strict=True)
+                for segment, values in parts:
                     fresh = may_be_fresh and self._is_fresh(segment, step)
                     trained = (
                         replace(segment, mask=(0,) * len(segment.mask)) if left_out else segment

@@ -67,6 +67,7 @@ def check_group(
                 _check_tokens(segment, vocab_size)
                 _check_logprobs(segment)
             _check_scores(rollout)
+            _check_turns(rollout)
         except RolloutRejectedError as error:
             raise RolloutRejectedError(f"rollout {number}: {error}") from None
     newest = max(group.sampled_versions, default=0)
@@ -161,6 +162,26 @@ def _check_scores(rollout: Rollout) -> None:
             raise RolloutRejectedError(
                 f"the score {name!r} is {score:g}, not a number of at most ±{MAX_REWARD:g}"
             )
+    for number, reward in enumerate(rollout.turn_rewards):
+        if not abs(reward) <= MAX_REWARD:
+            raise RolloutRejectedError(
+                f"the reward of turn {number} is {reward:g}, not a number of at most"
+                f" ±{MAX_REWARD:g}"
+            )
+
+
+def _check_turns(rollout: Rollout) -> None:
+    for segment in rollout.segments:
+        sampled = sum(segment.mask)
+        if segment.turn_lengths and (
+            sum(segment.turn_lengths) != sampled or min(segment.turn_lengths) < 0
+        ):
+            raise RolloutRejectedError(
+                f"turns of {list(segment.turn_lengths)} tokens for {sampled} sampled tokens"
+            )
+    turns = sum(len(segment.turns) for segment in rollout.segments)
+    if rollout.turn_rewards and len(rollout.turn_rewards) != turns:
+        raise RolloutRejectedError(f"{len(rollout.turn_rewards)} turn_rewards for {turns} turns")
 
 
 def _check_advantages(group: RolloutGroup) -> None:

@@ -137,6 +137,10 @@ def _rollout_header(rollout: Rollout) -> dict[str, Any]:
     }
     if rollout.logprobs is None:
         header["logprobs"] = False
+    if rollout.turn_rewards:
+        header["turn_rewards"] = list(rollout.turn_rewards)
+    if rollout.turn_lengths:
+        header["turn_lengths"] = list(rollout.turn_lengths)
     if rollout.earlier:
         header["earlier"] = [_rollout_header(segment) for segment in rollout.earlier]
     return header
@@ -155,6 +159,8 @@ def _rollout(entry: dict[str, Any], columns: "_ColumnReader") -> Rollout:
         error=entry["error"],
         zero_advantage=entry["zero_advantage"],
         earlier=tuple(_rollout(segment, columns) for segment in entry.get("earlier", ())),
+        turn_rewards=tuple(entry.get("turn_rewards", ())),
+        turn_lengths=tuple(entry.get("turn_lengths", ())),
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.errors import ConfigError, ModelError, StoreError
 from mlx_parallm.execution.user_code import is_reference
-from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, token_advantages
+from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, by_segment, token_advantages
 from mlx_parallm.rl_training.monitor.samples import Readable, without_template
 from mlx_parallm.rollout_store.store import GroupRecord
 from mlx_parallm.runs.run import Run
@@ -390,7 +390,12 @@ class Answers:
 
 
 def _advantage(row: Sequence[float], rollout: Rollout) -> Advantage:
-    values = [value for value, sampled in zip(row, rollout.mask, strict=True) if sampled]
+    values = [
+        value
+        for part, segment in zip(by_segment(row, rollout), rollout.segments, strict=True)
+        for value, sampled in zip(part, segment.mask, strict=True)
+        if sampled
+    ]
     if not values:
         return None
     return values[0] if min(values) == max(values) else (min(values), max(values))

@@ -55,6 +55,7 @@ def test_a_copy_of_a_state_shares_nothing_with_it():
         "done": False,
         "history": [{"prompt": "Hi", "response": "Ho"}],
         "metadata": {"spent": [1.0]},
+        "turn_reward": None,
         "trajectory_id": "",
     }
     assert other.step_count == 2

@@ -719,3 +719,26 @@ def test_a_stored_group_that_would_overflow_is_dropped_with_the_reason(
     assert batch is not None and batch.group_ids == ("good",)
     assert store.drop_reasons() == {TOO_LARGE: 2}
     assert batch.statistics.reward_mean == 0.5
+
+
+def test_turns_have_advantages_of_their_own(store: RolloutStore) -> None:
+    """Two turns in two segments, to go [3, 2] and [1, 1]: above the means 1 and 0.5. A group
+    without rewards of its turns is counted."""
+    first = make_rollout((7,), prompt=(4,), reward=0.0)
+    later = make_rollout(reward=3.0, earlier=(first,), turn_rewards=(1.0, 2.0))
+    other = make_rollout(reward=1.0, turn_rewards=(0.0, 1.0), turn_lengths=(1, 1))
+    store.add(group_of("turns", later, other), source="http")
+    store.add(make_group("episode", [1, 0]), source="http")
+    estimate = partial(group_advantages, kind="mean")
+    buffer = make_buffer(
+        store, rollout_batch_size=4, estimate=estimate, shaping=replace(PLAIN, turn_gamma=1.0)
+    )
+    batch = buffer.collect(1, timeout_s=0)
+    assert [sequence.advantages for sequence in batch.sequences] == [
+        pytest.approx((1,) * 2),
+        pytest.approx((0.5,) * 5),
+        pytest.approx((-1, -1, -1, -1, -0.5)),
+        pytest.approx((0.5,) * 5),
+        pytest.approx((-0.5,) * 5),
+    ]
+    assert batch.statistics.sequences_with_episode_credit == 2

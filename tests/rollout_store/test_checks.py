@@ -56,6 +56,10 @@ def test_every_segment_is_checked() -> None:
         ({"logprobs": (0.0,) * 6}, "6 logprobs for 5 tokens"),
         ({"policy_versions": ()}, "0 policy versions for 5 tokens"),
         ({"processed_logprobs": (0.0,)}, "1 processed logprobs for 5 tokens"),
+        ({"turn_lengths": (1, 1)}, "turns of [1, 1] tokens for 3 sampled tokens"),
+        ({"turn_lengths": (4, -1)}, "turns of [4, -1] tokens"),
+        ({"turn_rewards": (1.0, 2.0)}, "2 turn_rewards for 1 turns"),
+        ({"turn_rewards": (INF,)}, "the reward of turn 0 is inf, not a number of at most"),
         (
             {"tokens": (1, 2, 3, 4, VOCAB_SIZE)},
             (f"token 4 has id {VOCAB_SIZE}, outside the vocabulary of {VOCAB_SIZE}"),

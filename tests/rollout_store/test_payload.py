@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rollout_store.payload import decode_group, encode_group, encode_reject
-from mlx_parallm.types import RolloutGroup
+from mlx_parallm.types import Rollout, RolloutGroup
 from tests.rollout_store.groups import float32, groups, make_group, make_rollout
 
 
@@ -84,3 +84,15 @@ def test_a_reject_of_any_kind_is_packed() -> None:
     for payload in (None, 5, "text", [1, [2, {"a": None}]], {"scores": [float("inf")]}):
         assert json.loads(zlib.decompress(encode_reject(payload) or b"")) == payload
     assert json.loads(zlib.decompress(encode_reject(object) or b"")) == repr(object)
+
+
+def test_rewards_and_lengths_of_turns_come_back_and_are_not_needed() -> None:
+    """A group without them is stored as by versions that did not have them."""
+    segment = make_rollout(scores={}, turn_lengths=(1, 2))
+    rollout = make_rollout(earlier=(segment,), turn_rewards=(0.1, -2.0, 3.0))
+    group = make_group(rollouts=(rollout, make_rollout()))
+    assert decode_group(encode_group(group)) == group
+    assert Rollout.from_json(json.loads(json.dumps(rollout.to_json()))) == rollout
+    assert b"turn_" not in zlib.decompress(encode_group(make_group()))
+    before = {k: v for k, v in make_rollout().to_json().items() if not k.startswith("turn_")}
+    assert Rollout.from_json(before) == make_rollout()

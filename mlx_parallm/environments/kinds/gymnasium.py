@@ -4,9 +4,9 @@ one is made.
     observation → text → policy → text → action → step → observation …, until terminated or
     truncated
 
-The metadata of an episode holds `seed`, `return` (the sum of the rewards), `actions`,
-`invalid_actions` (the number of answers that were no action: nothing is done, but the turn counts),
-`terminated` and `truncated`.
+The metadata of an episode holds `seed`, `return` (the sum of the rewards), `rewards` (of each
+turn), `actions`, `invalid_actions` (the number of answers that were no action: nothing is done, but
+the turn counts), `terminated` and `truncated`.
 """
 
 import json
@@ -100,7 +100,8 @@ class GymnasiumEnvironment(BaseEnvironment):
         one."""
         index = self._index_or_next(index)
         seed = derive_seed(f"gymnasium {split}", self._seed if split == "train" else 0, index)
-        metadata = {"seed": seed, "return": 0.0, "actions": [], "invalid_actions": 0}
+        metadata = {"seed": seed, "return": 0.0, "rewards": []}
+        metadata |= {"actions": [], "invalid_actions": 0}
         state = SimulationState("", metadata=metadata | {"terminated": False, "truncated": False})
         try:
             observation = self._begin(state)
@@ -125,6 +126,7 @@ class GymnasiumEnvironment(BaseEnvironment):
             action = self._action(response)
         if action is None or not self._space.contains(action):
             metadata["invalid_actions"] += 1
+            metadata["rewards"].append(0.0)
             shown = f"That is no action. {self._actions_text()}".strip()
         else:
             observation, reward, metadata["terminated"], metadata["truncated"], _ = self._stepped(
@@ -133,6 +135,7 @@ class GymnasiumEnvironment(BaseEnvironment):
             state.taken.append(action)
             metadata["actions"].append(_plain(action))
             metadata["return"] += float(reward)
+            metadata["rewards"].append(float(reward))
             shown = self._shown(observation)
         state.done = bool(
             metadata["terminated"] or metadata["truncated"] or state.step_count >= self.max_steps
@@ -225,6 +228,11 @@ class GymnasiumEnvironment(BaseEnvironment):
 def episode_return(trajectories: Sequence[Trajectory]) -> list[float]:
     """Return gymnasium's rewards, summed over each episode: the default reward function."""
     return [trajectory.metadata["return"] for trajectory in trajectories]
+
+
+def turn_rewards(trajectories: Sequence[Trajectory]) -> list[list[float]]:
+    """Return gymnasium's reward of each turn: a reward function for credit = "turn"."""
+    return [trajectory.metadata["rewards"] for trajectory in trajectories]
 
 
 def _import_gymnasium() -> Any:

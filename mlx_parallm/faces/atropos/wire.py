@@ -11,8 +11,9 @@ was extended. Only the label counts: a token is trained on where its label says 
 A template that rewrites history makes one sequence a turn there; only the environment knows whether
 those belong together, and `episodes` says so.
 
-Four optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], and `episodes`
-[G]: sequences with the same number are the segments of one episode, oldest first, with that
+Five optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], `turn_rewards`
+[G][turns of the sequence], a part of the score (`Rollout.turn_rewards`), and `episodes` [G]:
+sequences with the same number are the segments of one episode, oldest first, with that
 episode's score, which then counts once in the group (`Rollout.earlier`). Fields that would change
 the training and have no counterpart here are refused (`sft`, images, messages with parts that are
 not text). Fields without which the group keeps its meaning are listed in
@@ -33,7 +34,7 @@ from pydantic import BaseModel, NonNegativeInt, ValidationError, field_validator
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rollout_store.checks import LOGPROB_TOLERANCE
 from mlx_parallm.server.protocol.fields import ListOf
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.types import Rollout, RolloutGroup, sampled_runs
 
 GIVEN = -100  # the label of a token that is not trained on
 # what atroposlib's DummyManagedServer invents for servers without token ids
@@ -49,7 +50,7 @@ Numbers = ListOf[ListOf[float]]
 
 
 class ScoredData(BaseModel):
-    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, and four optional
+    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, and five optional
     fields of ours."""
 
     tokens: Integers
@@ -70,6 +71,7 @@ class ScoredData(BaseModel):
     environment: str | None = None
     policy_versions: Integers | None = None
     episodes: ListOf[int] | None = None
+    turn_rewards: Numbers | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -95,6 +97,7 @@ class ScoredData(BaseModel):
         "distill_logprobs",
         "policy_versions",
         "episodes",
+        "turn_rewards",
         mode="before",
     )
     @classmethod
@@ -104,7 +107,7 @@ class ScoredData(BaseModel):
         return None if value == [] else value
 
 
-OUR_FIELDS = ("group_id", "environment", "policy_versions", "episodes")
+OUR_FIELDS = ("group_id", "environment", "policy_versions", "episodes", "turn_rewards")
 ATROPOS_FIELDS = tuple(name for name in ScoredData.model_fields if name not in OUR_FIELDS)
 
 
@@ -204,7 +207,11 @@ def _joined(sequences: tuple[Rollout, ...], episodes: list[int]) -> tuple[Rollou
                 f"the sequences of episode {episode} have different scores; an episode has one"
             )
     return tuple(
-        replace(parts[-1], earlier=tuple(replace(part, scores={}) for part in parts[:-1]))
+        replace(
+            parts[-1],
+            earlier=tuple(replace(part, scores={}, turn_rewards=()) for part in parts[:-1]),
+            turn_rewards=tuple(reward for part in parts for reward in part.turn_rewards),
+        )
         for parts in segments.values()
     )
 
@@ -241,6 +248,11 @@ def _rollout(
                 f"sequence {number}: masks[{position}] is {label}, neither -100 (given) nor"
                 f" the token's id {token}"
             )
+    turn_rewards = () if wire.turn_rewards is None else tuple(wire.turn_rewards[number])
+    if wire.turn_rewards is not None and len(turn_rewards) != (turns := len(sampled_runs(mask))):
+        raise RolloutRejectedError(
+            f"sequence {number}: {len(turn_rewards)} turn_rewards for {turns} turns"
+        )
     return Rollout(
         tokens=tuple(tokens),
         mask=tuple(mask),
@@ -249,6 +261,7 @@ def _rollout(
         temperature=_temperature(wire, override, temperature),
         scores={"reward": wire.scores[number]},
         zero_advantage=bool(override.get("set_advantage_to_zero")),
+        turn_rewards=turn_rewards,
     )
 
 
@@ -322,6 +335,7 @@ def _require_rows(wire: ScoredData, size: int) -> None:
         **by_token,
         "scores": wire.scores,
         "episodes": wire.episodes,
+        "turn_rewards": wire.turn_rewards,
     }
     for name, rows in columns.items():
         if rows is not None and len(rows) != size:

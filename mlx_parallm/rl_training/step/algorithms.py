@@ -131,6 +131,9 @@ def make_shaping(config: RLTrainingConfig, algorithm: Algorithm) -> Shaping:
         leave_out_marked=algorithm.finish is not None
         or config.kl_in == "reward"
         or algorithm.teaching is not None,
+        turn_gamma=(1.0 if config.turn_gamma is None else config.turn_gamma)
+        if config.credit == "turn"
+        else None,
     )
 
 

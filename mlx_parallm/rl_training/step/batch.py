@@ -93,6 +93,9 @@ class BatchStatistics:
     groups_without_logprobs: int = 0
     # sequences beyond one an episode, because the chat template rewrote history
     extra_segments: int = 0
+    # with credit = "turn": sequences of groups without rewards of their turns, whose credit is
+    # their episode's
+    sequences_with_episode_credit: int = 0
     reward_by_environment: dict[str, float | None] = field(default_factory=dict)
     environments: dict[str, EnvironmentNumbers] = field(default_factory=dict)
     # `full_marks.FullMarks` of each environment
@@ -161,9 +164,13 @@ class _Environment:
 
 
 class StatisticsCollector:
-    """Adds up the groups of one step into BatchStatistics; single use."""
+    """Adds up the groups of one step into BatchStatistics; single use.
 
-    def __init__(self) -> None:
+    `turn_credit`: turns are to have advantages of their own, so groups that cannot are counted.
+    """
+
+    def __init__(self, turn_credit: bool = False) -> None:
+        self._turn_credit, self._with_episode_credit = turn_credit, 0
         self._rewards: list[float] = []
         self._by_environment: dict[str, _Environment] = defaultdict(_Environment)
         self._parts: dict[str, list[float]] = defaultdict(list)
@@ -238,6 +245,9 @@ class StatisticsCollector:
         self._groups += 1
         self._without_logprobs += any(rollout.logprobs is None for rollout in group.rollouts)
         self._extra_segments += sum(len(rollout.earlier) for rollout in group.rollouts)
+        by_turn = group.advantages or all(rollout.turn_rewards for rollout in group.rollouts)
+        if self._turn_credit and not by_turn:
+            self._with_episode_credit += len(group.rollouts)
         self._out_of_room += group.metadata.get("out_of_room", 0)
         self._never_done += group.metadata.get("never_done", 0)
         self._never_done_turns += group.metadata.get("never_done_turns", 0)
@@ -307,6 +317,7 @@ class StatisticsCollector:
             dropped_misfit=self._mismatched,
             groups_without_logprobs=self._without_logprobs,
             extra_segments=self._extra_segments,
+            sequences_with_episode_credit=self._with_episode_credit,
             reward_by_environment={
                 name: numbers["reward_mean"]
                 for name, numbers in environments.items()

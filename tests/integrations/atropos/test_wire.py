@@ -294,3 +294,26 @@ def test_a_teachers_numbers_of_another_shape_are_refused(
 ) -> None:
     with pytest.raises(RolloutRejectedError, match=reason):
         parse(distill(scored_data()) | change)
+
+
+def test_rewards_of_turns_go_through_the_sequences_of_an_episode() -> None:
+    """Episode 0 is the sequences 0 and 2; the first has two turns."""
+    labels = [[-100, 21, -100, 23, 24], [-100, 22, 23, 24, 25], [-100, -100, -100, -100, 26]]
+    data = scored_data(size=3, scores=[4.0, 1.0, 4.0], episodes=[0, 1, 0])
+    data |= {"masks": labels, "inference_logprobs": [[-0.5] * 5] * 3}
+    first, second = parse(data | {"turn_rewards": [[1.0, 0.5], [1.0], [2.0]]}).rollouts
+    assert first.turn_rewards == (1.0, 0.5, 2.0) and second.turn_rewards == (1.0,)
+    assert [segment.turn_rewards for segment in first.earlier] == [()]
+    assert parse(data | {"turn_rewards": []}).rollouts[0].turn_rewards == ()
+    for rows, reason in (
+        ([[1.0], [1.0], [2.0]], "sequence 0: 1 turn_rewards for 2 turns"),
+        ([[1.0, 0.5], [1.0]], "2 turn_rewards for 3 sequences"),
+    ):
+        with pytest.raises(RolloutRejectedError, match=reason):
+            parse(data | {"turn_rewards": rows})
+    with pytest.raises(RolloutRejectedError, match="the reward of turn 0 is nan"):
+        check_group(
+            parse(data | {"turn_rewards": [[float("nan"), 0.5], [1.0], [2.0]]}),
+            vocab_size=512,
+            max_token_length=32,
+        )

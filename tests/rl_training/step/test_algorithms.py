@@ -14,7 +14,12 @@ from mlx_parallm.config.algorithm import LOSS_SETTINGS, PRESETS, SETTINGS, Algor
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.policy_gradient import LOSSES, policy_loss
-from mlx_parallm.rl_training.step.algorithms import ALGORITHMS, make_algorithm, whitened
+from mlx_parallm.rl_training.step.algorithms import (
+    ALGORITHMS,
+    make_algorithm,
+    make_shaping,
+    whitened,
+)
 from mlx_parallm.rl_training.step.prepare import PreparedBatch
 from tests.losses import fixtures
 from tests.rl_training.making import make_config, make_trainer
@@ -168,10 +173,29 @@ def test_options_stand_beside_the_preset() -> None:
         ({"overlong_buffer": 16}, "overlong_buffer and overlong_length belong together"),
         ({"overlong_length": 16}, "overlong_buffer and overlong_length belong together"),
         ({"overlong_buffer": 16, "overlong_length": 8}, "longer than overlong_length"),
+        *(
+            ({"algorithm": name, key: value}, f"{key} is set, but algorithm = '{name}' does not")
+            for name in ("ppo", "online_dpo", "dpo", "sft", "reward_model")
+            for key, value in (("credit", "turn"), ("turn_gamma", 0.9))
+        ),
+        ({"turn_gamma": 0.9}, 'turn_gamma is set, but only read with credit = "turn"'),
+        ({"credit": "turn", "turn_gamma": 1.1}, "rl_training.turn_gamma"),
+        ({"credit": "token"}, "rl_training.credit"),
     ],
 )
 def test_what_nothing_would_read_is_an_error(values: dict[str, Any], message: str) -> None:
     assert re.search(message, refused(**values))
+
+
+def test_credit_of_turns() -> None:
+    for values, gamma in (
+        ({}, None),
+        ({"credit": "episode"}, None),
+        ({"credit": "turn"}, 1.0),
+        ({"credit": "turn", "turn_gamma": 0.0}, 0.0),
+    ):
+        training = configured(**values).rl_training
+        assert make_shaping(training, make_algorithm(training)).turn_gamma == gamma
 
 
 def test_a_saved_configuration_says_everything_and_reads_back(tmp_path: Path) -> None:
