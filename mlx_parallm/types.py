@@ -202,10 +202,10 @@ def joined_experts(
     if first is None:
         return None
     shape = (first.layers, first.each, first.wide)
-    known = [part for part in parts if part and (part.layers, part.each, part.wide) == shape]
-    if len(known) < len(parts):
+    alike = [part for part in parts if part and (part.layers, part.each, part.wide) == shape]
+    if len(alike) < len(parts):
         return None
-    return RoutedExperts(first.layers, first.each, b"".join(p.ids for p in known), first.wide)
+    return RoutedExperts(first.layers, first.each, b"".join(p.ids for p in alike), first.wide)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,8 +87,7 @@ class BlockwiseModel:
     `between_blocks` is called after each evaluation: the place to give the serving thread a turn.
     `longest_eval_ms`: of all evaluations since it was last set to 0. `experts_forced`: pairs of a
     token and a layer whose experts were repeated; `experts_differing`: those of them for which the
-    router would have chosen others (not counted in the group of blocks that the loss is
-    differentiated with).
+    router would have chosen others.
     `fallback`: why the model is differentiated as one graph; `unshared`, `unpacked`, `unmerged`:
     why prompts are not shared, sequences not packed, and rows no tree; else "". Gradients are lists
     in the order of `slots.names`. Every array that leaves a method is evaluated.
@@ -244,12 +243,14 @@ class BlockwiseModel:
     def _whole(
         self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None]
     ) -> Any:
-        def loss(parameters: list[mx.array]) -> tuple[mx.array, tuple[mx.array, ...]]:
-            with self.slots.bound(parameters):
-                return objective(*self._plain_scores(batch))
+        def loss(parameters: list[mx.array]) -> tuple[mx.array, list[mx.array], Any]:
+            with self.slots.bound(parameters), counted(current()) as differing:
+                value, extras = objective(*self._plain_scores(batch))
+                return value, differing, extras
 
-        (value, extras), new = mx.value_and_grad(loss)(self.slots.read())
-        self._add(gradients, range(len(self.slots)), new, value, *extras)
+        (value, differing, extras), new = mx.value_and_grad(loss)(self.slots.read())
+        self._add(gradients, range(len(self.slots)), new, value, *extras, *differing)
+        self._note(differing)
         return value, extras
 
     def _known_slopes(self, batch: TokenBatch) -> bool:
@@ -275,15 +276,17 @@ class BlockwiseModel:
 
         def loss(
             hidden: mx.array, before: list[mx.array], parameters: list[mx.array]
-        ) -> tuple[mx.array, tuple[mx.array, ...]]:
-            with self.slots.bound(parameters, slots):
+        ) -> tuple[mx.array, list[mx.array], Any]:
+            with self.slots.bound(parameters, slots), counted(current()) as differing:
                 carried = passed.carried | _refilled(reads, passed.carried, before)
                 rows = self._rows_at(
                     self._run(last, hidden, layout, passed.calls, carried), layout.positions
                 )
                 if len(chunks) == 1:
-                    return objective(*self._scores(rows, batch, slice(None)))
-                return objective(*scores_in_pieces(self._head, rows, batch, chunks))
+                    value, extras = objective(*self._scores(rows, batch, slice(None)))
+                else:
+                    value, extras = objective(*scores_in_pieces(self._head, rows, batch, chunks))
+                return value, differing, extras
 
         below = self._trainable_below(last)
         hidden = passed.starts.pop()
@@ -295,11 +298,12 @@ class BlockwiseModel:
         slopes = mx.value_and_grad(loss, argnums=(0, 1, 2) if below else 2)
         # What is compiled is never kept: a trace goes with its function, in the thread that dropped
         # it.
-        (value, extras), results = (self._fused(slopes, hidden.size) if fuse else slopes)(
-            *arguments
-        )
+        (value, differing, extras), results = (
+            self._fused(slopes, hidden.size) if fuse else slopes
+        )(*arguments)
         cotangent, of_reads, new = results if below else (None, [], results)
-        self._add(gradients, slots, new, value, *extras, cotangent, *of_reads)
+        self._add(gradients, slots, new, value, *extras, cotangent, *of_reads, *differing)
+        self._note(differing)
         if below:
             self._pull_back(reads, passed, of_reads)
         self._backward_groups(layout, passed, cotangent, gradients)
@@ -487,6 +491,9 @@ class BlockwiseModel:
         the counts."""
         with counted(current()) as differing:
             yield differing
+        self._note(differing)
+
+    def _note(self, differing: list[mx.array]) -> None:
         for counts in differing:
             forced, other = cast("list[int]", counts.tolist())
             self.experts_forced += forced

@@ -17,7 +17,7 @@ forces experts on it and looks.
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, cast
@@ -35,6 +35,7 @@ from mlx_parallm.models.mlx_lm_api import (
     SwitchMLP,
 )
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import RoutedExperts
 
 log = get_logger("trainer")
 UNFORCED = -1
@@ -65,18 +66,18 @@ class ForwardRouting:
         self._tokens: slice | np.ndarray = slice(None)
         self._layer: int | None = None
 
-    def choose(self, scores: mx.array, kth: int, own: mx.array) -> mx.array:
+    def choose(self, kth: int, partition: mx.array) -> mx.array:
         """Return k expert ids [..., k] in the place of `argpartition(scores, kth)`.
 
         Whoever called takes the last k of it (kth = -k) or the first k (kth = k - 1), and gets
         these.
         """
-        chosen = own[..., kth:] if kth < 0 else own[..., : kth + 1]
+        chosen = partition[..., kth:] if kth < 0 else partition[..., : kth + 1]
         if self._layer is None:
-            return own
+            return partition
         if self.forced is None:
             self.chosen[self._layer] = chosen.reshape(-1, chosen.shape[-1])
-            return own
+            return partition
         tokens = self._tokens if isinstance(self._tokens, slice) else mx.array(self._tokens)
         forced = self.forced[tokens][:, self._layer]
         if forced.size != chosen.size:
@@ -130,23 +131,18 @@ class _RoutedBlock:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-class _Names(ModuleType):
-    """`mlx.core` with a choice of experts that can be noted and replaced."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(mx, name)
-
-    @staticmethod
-    def argpartition(a: mx.array, kth: int, axis: int | None = -1, **others: Any) -> mx.array:
-        """See `mlx.core.argpartition`."""
-        own = mx.argpartition(a, kth, axis, **others)
-        routing = current()
-        if routing is None or axis not in (-1, a.ndim - 1):
-            return own
-        return routing.choose(a, kth, own)
+def _argpartition(a: mx.array, kth: int, axis: int | None = -1, **others: Any) -> mx.array:
+    """Call `mlx.core.argpartition`, and let this thread's routing note or replace its choice."""
+    partition = mx.argpartition(a, kth, axis, **others)
+    routing = current()
+    if routing is None or axis not in (-1, a.ndim - 1):
+        return partition
+    return routing.choose(kth, partition)
 
 
-_names = _Names("mlx.core")
+_names = ModuleType("mlx.core")
+"""mlx.core, with a choice of experts that can be noted and replaced."""
+vars(_names).update(vars(mx), argpartition=_argpartition)
 
 
 def current() -> ForwardRouting | None:
@@ -345,3 +341,26 @@ def _switch(block: nn.Module) -> nn.Module:
 def _order(path: str) -> list[tuple[int, str]]:
     """Sort "layers.10" behind "layers.9"."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
+
+
+def expert_load(recorded: Iterable[RoutedExperts], experts: int) -> dict[str, float]:
+    """Return, over all layers of a model with so many `experts` in each:
+
+    `expert_load_max`: tokens of a layer's busiest expert ÷ those of the average expert, the mean
+    over layers; 1 = all are used alike, experts ÷ (experts a token) = always the same ones.
+    `experts_unused`: share of the experts to which no token went.
+
+    Empty without a recorded token.
+    """
+    counts: np.ndarray | None = None
+    for rollout in recorded:
+        ids = rollout.array()
+        layers = np.arange(ids.shape[1])[:, None]
+        counts = np.zeros((ids.shape[1], experts), np.int64) if counts is None else counts
+        np.add.at(counts, (np.broadcast_to(layers, ids.shape), ids), 1)
+    if counts is None or not counts.any():
+        return {}
+    return {
+        "expert_load_max": float((counts.max(axis=1) / counts.mean(axis=1)).mean()),
+        "experts_unused": float((counts == 0).mean()),
+    }

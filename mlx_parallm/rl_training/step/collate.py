@@ -229,14 +229,14 @@ def _experts(sequences: Sequence[TrainSequence], rows: Sequence[int]) -> np.ndar
     """The experts of the trained tokens [N, layers, k] int32, `UNFORCED` where a rollout recorded
     none; None: no one did, or several tokens are scored at a position."""
     recorded = [sequences[row].rollout.routed_experts for row in rows]
-    known = next((experts for experts in recorded if experts is not None), None)
-    if known is None or any(sequences[row].targets_each > 1 for row in rows):
+    first = next((experts for experts in recorded if experts is not None), None)
+    if first is None or any(sequences[row].targets_each > 1 for row in rows):
         return None
     parts = []
     for row, experts in zip(rows, recorded, strict=True):
         sequence = sequences[row]
         if experts is None:
-            parts.append(np.full((sequence.trained, known.layers, known.each), UNFORCED, np.int32))
+            parts.append(np.full((sequence.trained, first.layers, first.each), UNFORCED, np.int32))
         else:
             # the first token of a sequence is never trained on
             parts.append(experts.array()[len(experts) - sequence.trained :].astype(np.int32))

@@ -43,7 +43,7 @@ import structlog
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.experts.load import expert_load
+from mlx_parallm.models.experts.routing import expert_load
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.support import layers_by_token
 from mlx_parallm.rl_training.step.algorithms import Algorithm
@@ -337,8 +337,8 @@ class Trainer:
         result = self._result(at, prepared, learning_rate, started, finished=True)
         if self.policy.replayed_experts is not None:
             recorded = (sequence.rollout.routed_experts for sequence in batch.sequences)
-            known = [experts for experts in recorded if experts is not None]
-            result.metrics.update(expert_load(known, self.policy.replayed_experts[2]))
+            present = [experts for experts in recorded if experts is not None]
+            result.metrics.update(expert_load(present, self.policy.replayed_experts[2]))
         self._finish_step(batch.step, prepared)
         return result
 

@@ -12,10 +12,10 @@ from mlx_lm.models.qwen3_moe import ModelArgs, Qwen3MoeSparseMoeBlock
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.experts.load import expert_load
 from mlx_parallm.models.experts.routing import (
     UNFORCED,
     ForwardRouting,
+    expert_load,
     prepare_routing,
     replayed_experts,
     routed,
@@ -183,7 +183,8 @@ def test_scores_and_gradients_of_every_layout_are_those_of_the_whole_graph(name,
             assert off <= 2e-4 * (1 + np.abs(slopes[path]).max()), (layout, path)
     assert any("gate" in path or "router" in path for path in whole.slots.names)
     assert plain.experts is not None
-    assert whole.experts_forced > 0
+    # two layers; a score and a loss of each layout
+    assert whole.experts_forced == 2 * 2 * len(positions) * len(layouts)
 
 
 def reference(model, tokens, positions, forced):
