@@ -370,6 +370,12 @@ def test_a_grpo_configuration() -> None:
         ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}, {"warmup_steps": 9}),
         ({"save_strategy": "no", "max_steps": 33}, {"checkpoint_interval": 33}),
         ({"optim": "lion_32bit"}, {"optimizer": "lion"}),
+        (
+            {"optim": "adamw_8bit", "adam_beta2": 0.9},
+            {"optimizer": "adamw_8bit", "adam_beta2": 0.9},
+        ),
+        ({"optim": "adamw_bnb_8bit"}, {"optimizer": "adamw_8bit"}),
+        ({"optim": "lion_8bit"}, {"optimizer": "lion_8bit"}),
     ],
 )
 def test_arguments_of_the_loss_and_the_schedule(
@@ -377,6 +383,16 @@ def test_arguments_of_the_loss_and_the_schedule(
 ) -> None:
     values = one(GRPOConfig(**options)).rl_training.model_dump()
     assert {key: values[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("optim", "kind"),
+    [("paged_adamw_8bit", "adamw_8bit"), ("paged_adamw_32bit", "adamw"), ("paged_lion", "lion")],
+)
+def test_a_paged_optimizer_is_the_plain_one_with_a_warning(optim: str, kind: str) -> None:
+    with pytest.warns(UserWarning, match=f"the pages of optim='{optim}'"):
+        args = SFTConfig(optim=optim)
+    assert one(args).rl_training.optimizer == kind
 
 
 def test_the_rows_of_eval_dataset_are_an_environment_of_their_own() -> None:
@@ -451,6 +467,8 @@ def test_configurations_of_rows() -> None:
         (GRPOConfig(overrides={"environments.3.weight": 1}), "no entry of 1"),
         (GRPOConfig(report_to="mlflow"), "mlflow"),
         (GRPOConfig(optim="sgd"), "adamw_torch"),
+        (GRPOConfig(optim="adamw_torch_4bit"), "adamw_8bit"),
+        (GRPOConfig(optim="adafactor_8bit"), "adamw_8bit"),
         (GRPOConfig(model_init_kwargs={"quantization_config": 1}), "quantization_config"),
     ],
 )

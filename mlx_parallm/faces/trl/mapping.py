@@ -16,10 +16,11 @@ from typing import Any
 from mlx_parallm.config.data import REWARD_MODEL
 from mlx_parallm.config.evaluation import ABOUT_TRAINING
 from mlx_parallm.config.load import Config, hardware_defaults, parse_config
-from mlx_parallm.config.training import LoraConfig
+from mlx_parallm.config.training import ADAM, LoraConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import reference_to
 from mlx_parallm.faces.trl.config import (
+    PAGED,
     DistillationConfig,
     DPOConfig,
     GKDConfig,
@@ -370,7 +371,7 @@ def _shared(
         "blocks_per_eval": 1 if args.gradient_checkpointing else 0,
         "lora": dict(lora),
     }
-    if optimizer in ("adamw", "muon"):
+    if optimizer in ADAM:
         training |= {
             "adam_beta1": args.adam_beta1,
             "adam_beta2": args.adam_beta2,
@@ -577,10 +578,18 @@ def _longest(args: SampledConfig, *splits: DataRows | None) -> int:
 
 
 def _optimizer(name: str) -> str:
+    """Pages are about where the states lie, so a paged optimizer is the plain one."""
+    plain = name.removeprefix(PAGED)
     for kind in ("adamw", "lion", "adafactor", "muon"):
-        if name.startswith(kind) and "8bit" not in name:
-            return kind
-    raise ConfigError(f'optim={name!r}: choose "adamw_torch", "lion_32bit", "adafactor" or "muon"')
+        if plain.startswith(kind) and "4bit" not in plain:
+            if "8bit" not in plain:
+                return kind
+            if kind in ("adamw", "lion"):
+                return f"{kind}_8bit"
+    raise ConfigError(
+        f'optim={name!r}: choose "adamw_torch", "adamw_8bit", "lion_32bit", "lion_8bit",'
+        ' "adafactor" or "muon"'
+    )
 
 
 def _trackers(report_to: str | Sequence[str]) -> list[str]:

@@ -40,7 +40,8 @@ from mlx_parallm.models.support import blueprint
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
-from mlx_parallm.rl_training.step.optimizer import STATE_BYTES
+from mlx_parallm.rl_training.step.optimizer import EIGHT_BIT, state_bytes
+from mlx_parallm.rl_training.step.states_8bit import SMALLEST
 from mlx_parallm.system.hardware import GIB, memory_present, prefix_cache_bytes
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.terminal import Console
@@ -87,6 +88,7 @@ class ModelShape:
     by_tokens: bool = False  # keys and values can lie by tokens
     widened: str = ""  # the checkpoint's dtype, where the weights take more than they would in it
     teachers: int = 0  # bytes of other models in this process that score its tokens
+    small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
@@ -116,18 +118,20 @@ class ModelShape:
         )
         if training.lora.enabled:
             inject_lora(model, training.lora)
-            count = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
+            arrays = tree_flatten(model.trainable_parameters())
+            count = sum(array.size for _, array in arrays)
+        sizes = [array.size for _, array in arrays]
         text: Mapping[str, Any] = model_config.get("text_config", model_config)
         heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
         hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
-        count += hidden + 1 if training.algorithm == "ppo" else 0  # the value head
+        head = hidden + 1 if training.algorithm == "ppo" else 0  # of values
         dense = int(text.get("intermediate_size") or 4 * hidden)
         experts = int(text.get("moe_intermediate_size") or 0) * int(
             text.get("num_experts_per_tok") or 0
         )
         return cls(
             weights=weights,
-            trained=count,
+            trained=count + head,
             layers=len(model.layers),
             hidden=hidden,
             intermediate=experts or dense,
@@ -141,6 +145,7 @@ class ModelShape:
             by_tokens=can_lie_by_tokens(model),
             widened=stored if dtype.size > DTYPES[stored].size else "",
             teachers=sum(map(_teacher_weights(config), training.distillation.teachers)),
+            small=sum(size for size in sizes if size < SMALLEST) + head,
         )
 
     @property
@@ -236,13 +241,10 @@ def predict_memory(
     # The optimizer's state and the gradients; an adapter's own arrays, and the versions that are
     # kept; a float32 copy of all weights where they are narrower; what a rollback goes back to; the
     # weights that are the KL's reference.
-    state = STATE_BYTES[training.optimizer]
-    kept = (
-        state
-        + FLOAT
-        + ((1 + config.server.keep_versions) * FLOAT if lora else FLOAT * bool(narrow))
-    )
-    kept += training.weight_updates.kept_versions(lora=lora) * (FLOAT + state)
+    versions = training.weight_updates.kept_versions(lora=lora)
+    states = (1 + versions) * state_bytes(training.optimizer, shape.trained, shape.small)
+    kept = FLOAT + ((1 + config.server.keep_versions) * FLOAT if lora else FLOAT * bool(narrow))
+    kept += versions * FLOAT
     if training.reference == "ema" or (
         _needs_reference(config) and (not lora or training.reference != "base")
     ):
@@ -266,7 +268,7 @@ def predict_memory(
     parts = {
         "weights": shape.weights,
         **({"teachers": teachers} if teachers else {}),
-        "optimizer and gradients": shape.trained * kept,
+        "optimizer and gradients": shape.trained * kept + int(states),
         **engine,
         "training: activations": int(activations),
         "training: logits": int(logits),
@@ -319,14 +321,15 @@ def what_fits(
     """Settings with which the run needs at most `room` bytes, and what it then needs.
 
     The one that saves most comes first, halved again where it still is; those that change what is
-    learnt come only after all that do not. Where nothing is enough: all that help.
+    learnt come only after all that do not, and after the states of the optimizer in 8 bits. Where
+    nothing is enough: all that help.
     """
     chosen: dict[str, str] = {}
     estimate = predict_memory(config, shape, lengths)
-    for costly in (False, True):
+    for cost in ("none", "rounding", "learning"):
         while estimate.total > room:
             fitting = []
-            for key, value, smaller, its_shape in _candidates(config, shape, costly=costly):
+            for key, value, smaller, its_shape in _candidates(config, shape, cost):
                 its_lengths = _no_longer(lengths, longest(smaller))
                 fitting.append(
                     (
@@ -384,11 +387,13 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     """One checkpoint without the tokenizer's files: trained weights, the optimizer's state,
     masters where they differ, the reference where nothing else knows it."""
     training = config.rl_training
-    state, ema = STATE_BYTES[training.optimizer], training.reference == "ema"
+    state = int(state_bytes(training.optimizer, shape.trained, shape.small))
+    ema = training.reference == "ema"
     if not training.lora.enabled:
-        return shape.trained * (shape.width + state + FLOAT * (shape.width != FLOAT) + FLOAT * ema)
+        kept = shape.width + FLOAT * (shape.width != FLOAT) + FLOAT * ema
+        return shape.trained * kept + state
     reference = ema or (training.reference == "initial" and _needs_reference(config))
-    return shape.trained * (FLOAT + state + FLOAT * reference)
+    return shape.trained * (FLOAT + FLOAT * reference) + state
 
 
 # ---------------------------------------------------------------------- parts
@@ -520,16 +525,20 @@ def _rows(config: Config) -> int:
 
 
 def _candidates(
-    config: Config, shape: ModelShape, *, costly: bool
+    config: Config, shape: ModelShape, cost: str
 ) -> Iterator[tuple[str, str, Config, ModelShape]]:
-    """(key, smaller value, configuration with it, its model). `costly`: those that change what
-    is learnt."""
+    """(key, smaller value, configuration with it, its model). `cost`: "learning" for those that
+    change what is learnt."""
     training, server = config.rl_training, config.server
 
     def with_training(**changes: Any) -> Config:
         return config.model_copy(update={"rl_training": training.model_copy(update=changes)})
 
-    if not costly:
+    if cost == "rounding":
+        if (narrow := f"{training.optimizer}_8bit") in EIGHT_BIT:
+            yield "rl_training.optimizer", narrow, with_training(optimizer=narrow), shape
+        return
+    if cost == "none":
         if training.blocks_per_eval != 1:
             yield "rl_training.blocks_per_eval", "1", with_training(blocks_per_eval=1), shape
         budget, rows = max(1, training.token_budget // 2), max(1, server.batch_size // 2)
@@ -556,12 +565,12 @@ def _candidates(
             "rl_training.lora.enabled",
             "true",
             with_training(lora=lora),
-            replace(shape, trained=shape.trained // 100),
+            replace(shape, trained=shape.trained // 100, small=shape.small // 100),
         )
         return
     if training.lora.rank > 1:
         half = training.lora.model_copy(update={"rank": training.lora.rank // 2})
-        fewer = replace(shape, trained=shape.trained // 2)
+        fewer = replace(shape, trained=shape.trained // 2, small=shape.small // 2)
         yield "rl_training.lora.rank", str(half.rank), with_training(lora=half), fewer
     if not shape.quantized:
         # with a scale and a bias for 64

@@ -9,7 +9,8 @@ schedules.
 
 Small arrays are laid end to end in bundles, so that an adapter of hundreds of arrays costs a dozen
 operations and not thousands; AdamW and Lion are elementwise, so this changes no number. Muon and
-Adafactor look at whole matrices: there each array stands alone.
+Adafactor look at whole matrices: there each array stands alone. States in 8 bits have blocks: there
+each array begins one (states_8bit.py).
 """
 
 import math
@@ -31,15 +32,29 @@ from mlx_parallm.models.cpu_kernels import fused
 from mlx_parallm.models.parameters import ParameterSlots, scalar
 from mlx_parallm.models.sums import total
 from mlx_parallm.models.value_head import is_value_head
+from mlx_parallm.rl_training.step import states_8bit
+from mlx_parallm.rl_training.step.states_8bit import AdamW8bit, Lion8bit
 
 MEASURED_ELEMENTS = 1 << 20
 """The most weights that `Movement` is measured on: all of a small adapter, an even sample of
 anything larger."""
 BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
-ELEMENTWISE = ("adamw", "lion")
-STATE_BYTES = {"adamw": 8, "muon": 4, "lion": 4, "adafactor": 0}
+EIGHT_BIT = {"adamw_8bit": AdamW8bit, "lion_8bit": Lion8bit}
+ELEMENTWISE = ("adamw", "lion", *EIGHT_BIT)
+STATE_BYTES = {"adamw": 8.0, "muon": 4.0, "lion": 4.0, "adafactor": 0.0} | {
+    "adamw_8bit": 2 * states_8bit.STATE_BYTES,
+    "lion_8bit": states_8bit.STATE_BYTES,
+}
 """Bytes of the optimizer's state for each trained number, without masters (Adafactor: a row and
 a column a matrix)."""
+
+
+def state_bytes(kind: str, numbers: int, small: int) -> float:
+    """Bytes of the optimizer's state for so many trained numbers, `small` of which are in arrays
+    whose states are never quantised."""
+    return small * STATE_BYTES[kind.removesuffix("_8bit")] + (numbers - small) * STATE_BYTES[kind]
+
+
 KINDS = {
     optimizers.Adam: "adamw",
     optimizers.AdamW: "adamw",
@@ -229,12 +244,13 @@ class ParameterGroup:
         config: RLTrainingConfig,
     ) -> None:
         self.slots, self._rate, self._flat = list(slots), rate, kind in ELEMENTWISE
+        self._in_blocks = kind in EIGHT_BIT
         self._shapes = [array.shape for array in arrays]
-        self._bundles = (
-            bundles([array.size for array in arrays])
-            if self._flat
-            else [[i] for i in range(len(arrays))]
-        )
+        # as they lie in a bundle
+        self._sizes = [
+            states_8bit.padded(array.size) if self._in_blocks else array.size for array in arrays
+        ]
+        self._bundles = bundles(self._sizes) if self._flat else [[i] for i in range(len(arrays))]
         self._optimizer = make_optimizer(kind, config, decay)
         self._settings: AdamWSettings | None = None
         # since the last update: it is not compiled, since they would be part of its loops
@@ -279,20 +295,31 @@ class ParameterGroup:
                 gradients = {name: array * factor for name, array in gradients.items()}
             return optimizer.apply_gradients(gradients, masters), optimizer.state
 
-        numbers = 0 if self._new_settings else sum(array.size for array in self.masters.values())
-        # MLX writes into the dictionaries that it is given
-        previous = tree_map(lambda array: array, state)
-        try:
+        def update(gradients: Any, masters: Any, state: Any) -> Any:
+            numbers = 0 if self._new_settings else sum(array.size for array in masters.values())
+            # MLX writes into the dictionaries that it is given
+            previous = tree_map(lambda array: array, state)
             results = fused(updated, numbers)(
-                gradients, self.masters, previous, None if factor is None else mx.array(factor)
+                gradients, masters, previous, None if factor is None else mx.array(factor)
             )
             mx.eval(results)
+            return results
+
+        try:
+            if self._in_blocks:
+                results = states_8bit.in_pieces(update, gradients, self.masters, state)
+            else:
+                results = update(gradients, self.masters, state)
             self.masters, state = results
         finally:
             optimizer.state = state
 
     def sample(self, stride: int) -> Iterator[tuple[int, mx.array]]:
         """(first slot of a bundle, every n-th of its numbers), bundle by bundle. Lazy copies."""
+        if self._in_blocks:  # without what fills up the last block of an array
+            for slot, array in zip(self.slots, self.arrays, strict=True):
+                yield slot, array.reshape(-1)[::stride]
+            return
         for bundle, array in zip(self._bundles, self.masters.values(), strict=True):
             yield self.slots[bundle[0]], array.reshape(-1)[::stride]
 
@@ -305,7 +332,9 @@ class ParameterGroup:
         kinds = sorted({kind for entry in kept for kind in entry})
         if self._flat:
             return {
-                kind: self._unpack({n: self._optimizer.state[n][kind] for n in self.masters})
+                kind: (self._unpack_blocks if kind.endswith(states_8bit.ABSMAX) else self._unpack)(
+                    {n: self._optimizer.state[n][kind] for n in self.masters}
+                )
                 for kind in kinds
             }
         return {kind: [entry.get(kind, mx.zeros((0,))) for entry in kept] for kind in kinds}
@@ -313,7 +342,8 @@ class ParameterGroup:
     def restore(self, step: mx.array, state: Mapping[str, Sequence[mx.array]]) -> None:
         """The counterpart of `state`, evaluated."""
         for kind, arrays in state.items():
-            packed = self.pack(arrays)
+            of_blocks = kind.endswith(states_8bit.ABSMAX)
+            packed = self._laid_out(arrays) if of_blocks else self.pack(arrays)
             for name, before in ((name, self._optimizer.state[name]) for name in self.masters):
                 if kind in before:
                     before[kind] = packed[name]
@@ -326,24 +356,43 @@ class ParameterGroup:
         """Arrays in the order of `slots` as masters, gradients and state are kept. Lazy."""
         if not self._flat:
             return {f"bundle{i}": array for i, array in enumerate(arrays)}
+        flat = [array.reshape(-1) for array in arrays]
+        return self._laid_out(
+            [
+                array if array.size == size else mx.pad(array, (0, size - array.size))
+                for array, size in zip(flat, self._sizes, strict=True)
+            ]
+        )
+
+    def _laid_out(self, arrays: Sequence[mx.array]) -> dict[str, mx.array]:
         return {
-            f"bundle{i}": arrays[bundle[0]].reshape(-1)
+            f"bundle{i}": arrays[bundle[0]]
             if len(bundle) == 1
-            else mx.concatenate([arrays[slot].reshape(-1) for slot in bundle])
+            else mx.concatenate([arrays[slot] for slot in bundle])
             for i, bundle in enumerate(self._bundles)
         }
 
     def _unpack(self, packed: Mapping[str, mx.array]) -> list[mx.array]:
         if not self._flat:
             return list(packed.values())
-        arrays: list[mx.array] = [None] * len(self._shapes)  # type: ignore[list-item]
+        return [
+            flat[: math.prod(shape)].reshape(shape)
+            for flat, shape in zip(self._parts(packed, 1), self._shapes, strict=True)
+        ]
+
+    def _unpack_blocks(self, packed: Mapping[str, mx.array]) -> list[mx.array]:
+        """The same of arrays with one number a block: [blocks] each."""
+        return self._parts(packed, states_8bit.BLOCK)
+
+    def _parts(self, packed: Mapping[str, mx.array], unit: int) -> list[mx.array]:
+        """Cut the bundles at the slots; `unit`: numbers of a slot for each number in them."""
+        parts: list[mx.array] = [None] * len(self._shapes)  # type: ignore[list-item]
         for i, bundle in enumerate(self._bundles):
             start, flat = 0, packed[f"bundle{i}"]
             for slot in bundle:
-                size = math.prod(self._shapes[slot])
-                arrays[slot] = flat[start : start + size].reshape(self._shapes[slot])
-                start += size
-        return arrays
+                parts[slot] = flat[start : start + self._sizes[slot] // unit]
+                start += self._sizes[slot] // unit
+        return parts
 
 
 def make_groups(
@@ -370,7 +419,10 @@ def make_groups(
 
 def optimizer_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> str:
     """Muon is for the matrices of the blocks (and of adapters): embedding, head, norms,
-    magnitudes and stacked experts are AdamW's (https://kellerjordan.github.io/posts/muon/)."""
+    magnitudes and stacked experts are AdamW's (https://kellerjordan.github.io/posts/muon/). The
+    states of small arrays are not quantised."""
+    if config.optimizer in EIGHT_BIT and math.prod(shape) < states_8bit.SMALLEST:
+        return config.optimizer.removesuffix("_8bit")
     is_matrix = len(shape) == 2 and (
         name.endswith((".lora_a", ".lora_b")) or re.search(r"\.\d+\.", name)
     )
@@ -399,17 +451,17 @@ def decay_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> float
 def make_optimizer(kind: str, config: RLTrainingConfig, decay: float) -> optimizers.Optimizer:
     """MLX's; the learning rate is set at each update."""
     rate = config.learning_rate
-    if kind == "adamw":
+    if kind in ("adamw", "adamw_8bit"):
         betas = [config.adam_beta1, config.adam_beta2]
-        return optimizers.AdamW(
+        return EIGHT_BIT.get(kind, optimizers.AdamW)(
             learning_rate=rate,
             betas=betas,
             eps=config.adam_eps,
             weight_decay=decay,
             bias_correction=True,
         )
-    if kind == "lion":
-        return optimizers.Lion(learning_rate=rate, weight_decay=decay)
+    if kind in ("lion", "lion_8bit"):
+        return EIGHT_BIT.get(kind, optimizers.Lion)(learning_rate=rate, weight_decay=decay)
     if kind == "muon":
         return optimizers.Muon(learning_rate=rate, weight_decay=decay)
     # the learning rate is the configuration's, not the paper's own schedule

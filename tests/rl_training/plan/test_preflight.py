@@ -271,6 +271,23 @@ def test_full_weights_count_masters_moments_and_gradients() -> None:
     assert checkpoint_bytes(config, wide_shape) == (4 + 8) * wide_shape.trained
 
 
+def test_states_in_8_bits_are_counted_and_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "on_cpu", lambda: False)
+    config = load_config("qwen3_0.6b_dataset", [*GPU, "rl_training.lora.enabled=false"])
+    shape = ModelShape.of(QWEN3_06B, config)
+    narrow = load_config(
+        "qwen3_0.6b_dataset",
+        [*GPU, "rl_training.lora.enabled=false", "rl_training.optimizer=adamw_8bit"],
+    )
+    saved = predict_memory(config, shape).total - predict_memory(narrow, shape).total
+    assert saved == pytest.approx((8 - 2 - 8 / 256) * (shape.trained - shape.small), abs=2)
+    assert 0 < shape.small < shape.trained / 1000, "gains of norms"
+    chosen, then = what_fits(config, shape, predict_memory(config, shape).total - saved // 2)
+    assert chosen["rl_training.optimizer"] == "adamw_8bit"
+    assert then.total <= predict_memory(config, shape).total - saved // 2
+    assert "rl_training.lora.enabled" not in chosen, "what changes less comes first"
+
+
 def test_what_fits_is_in_order_of_effect_and_true(monkeypatch: pytest.MonkeyPatch) -> None:
     # there 4-bit weights are unpacked: nothing is won
     monkeypatch.setattr(preflight, "on_cpu", lambda: False)
@@ -298,6 +315,9 @@ def test_what_fits_is_in_order_of_effect_and_true(monkeypatch: pytest.MonkeyPatc
         {},
         {"optimizer": "lion"},
         {"optimizer": "muon"},
+        {"optimizer": "adamw_8bit"},
+        {"optimizer": "adamw_8bit", "lora": {"enabled": False}},
+        {"optimizer": "lion_8bit"},
         {"algorithm": "ppo"},
         {"algorithm": "ppo", "lora": {"enabled": False}},
         {"reference": "ema"},
@@ -324,7 +344,7 @@ def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[s
     held = [*policy.slots.read(), *(policy.reference_arrays or [])]
     state = PolicyOptimizer(policy.slots, config.rl_training).state()
     held += [array for name, array in state.items() if name != "step"]
-    assert checkpoint_bytes(config, shape) == sum(array.size * 4 for array in held)
+    assert checkpoint_bytes(config, shape) == sum(array.nbytes for array in held)
 
 
 def test_the_memory_of_teachers_is_counted(tmp_path: Path) -> None:
