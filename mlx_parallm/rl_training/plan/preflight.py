@@ -126,9 +126,11 @@ class ModelShape:
         hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
         head = hidden + 1 if training.algorithm == "ppo" else 0  # of values
         dense = int(text.get("intermediate_size") or 4 * hidden)
-        experts = int(text.get("moe_intermediate_size") or 0) * int(
-            text.get("num_experts_per_tok") or 0
+        # without a size of their own experts have that of the feed-forward (Mixtral, gpt-oss)
+        of_expert = int(
+            text.get("moe_intermediate_size") or (dense if text.get("num_local_experts") else 0)
         )
+        experts = of_expert * int(text.get("num_experts_per_tok") or 0)
         return cls(
             weights=weights,
             trained=count + head,
@@ -322,31 +324,58 @@ def what_fits(
 
     The one that saves most comes first, halved again where it still is; those that change what is
     learnt come only after all that do not, and after the states of the optimizer in 8 bits. Where
-    nothing is enough: all that help.
+    it takes one that changes what is learnt, the others are only those that it does not spare.
+    Where nothing is enough: all that help.
     """
-    chosen: dict[str, str] = {}
-    estimate = predict_memory(config, shape, lengths)
+    tried = _Tried({}, config, shape, predict_memory(config, shape, lengths))
+    whole = tried
     for cost in ("none", "rounding", "learning"):
-        while estimate.total > room:
-            fitting = []
-            for key, value, smaller, its_shape in _candidates(config, shape, cost):
-                its_lengths = _no_longer(lengths, longest(smaller))
-                fitting.append(
-                    (
-                        predict_memory(smaller, its_shape, its_lengths),
-                        key,
-                        value,
-                        smaller,
-                        its_shape,
-                    )
-                )
-            if not fitting:
-                break
-            best, key, value, smaller, its_shape = min(fitting, key=lambda entry: entry[0].total)
-            if best.total > estimate.total * (1 - LEAST_SAVING):
-                break
-            estimate, config, shape, chosen[key] = best, smaller, its_shape, value
-    return chosen, estimate
+        tried = _smaller(tried, cost, room, lengths)
+    costly = _replayed(whole, tried.chosen, lengths)
+    if costly is not whole and tried.estimate.total <= room:
+        tried = costly
+        for cost in ("none", "rounding"):
+            tried = _smaller(tried, cost, room, lengths)
+    return tried.chosen, tried.estimate
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """`config` and `shape` with the settings `chosen`, by key."""
+
+    chosen: dict[str, str]
+    config: Config
+    shape: ModelShape
+    estimate: MemoryEstimate
+
+    def smaller(self, cost: str, lengths: Lengths | None) -> "Iterator[tuple[str, _Tried]]":
+        """Yield (key, these and one setting more)."""
+        for key, value, config, shape in _candidates(self.config, self.shape, cost):
+            estimate = predict_memory(config, shape, _no_longer(lengths, longest(config)))
+            yield key, _Tried(self.chosen | {key: value}, config, shape, estimate)
+
+
+def _smaller(tried: _Tried, cost: str, room: int, lengths: Lengths | None) -> _Tried:
+    """The settings of this cost that save most, one after another, until the run fits."""
+    while tried.estimate.total > room:
+        smaller = [each for _, each in tried.smaller(cost, lengths)]
+        best = min(smaller, key=lambda each: each.estimate.total, default=tried)
+        if best.estimate.total > tried.estimate.total * (1 - LEAST_SAVING):
+            break
+        tried = best
+    return tried
+
+
+def _replayed(tried: _Tried, chosen: Mapping[str, str], lengths: Lengths | None) -> _Tried:
+    """Those of the chosen settings that change what is learnt, and no others."""
+    while True:
+        smaller = tried.smaller("learning", lengths)
+        wanted = (
+            each for key, each in smaller if key in chosen and tried.chosen.get(key) != chosen[key]
+        )
+        if (step := next(wanted, None)) is None:
+            return tried
+        tried = step
 
 
 def too_little_memory(
@@ -612,6 +641,7 @@ def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quant
             return
         settings = {"group_size": 64, "bits": 4}
     group_size, bits = int(settings.get("group_size", 64)), int(settings.get("bits", 4))
+    mode = str(settings.get("mode", "affine"))
     predicate = getattr(model, "quant_predicate", None)
 
     def choice(path: str, module: nn.Module) -> bool | dict[str, Any]:
@@ -622,7 +652,7 @@ def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quant
             return setting
         return True if predicate is None else bool(predicate(path, module))
 
-    nn.quantize(model, group_size, bits, class_predicate=choice)
+    nn.quantize(model, group_size, bits, mode=mode, class_predicate=choice)
 
 
 # ---------------------------------------------------------------------- against the run

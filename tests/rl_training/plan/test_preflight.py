@@ -309,6 +309,35 @@ def test_what_fits_is_in_order_of_effect_and_true(monkeypatch: pytest.MonkeyPatc
     assert "rl_training.lora.quantize_base" in what_fits(wide, ModelShape.of(QWEN3_06B, wide), 0)[0]
 
 
+def test_a_costly_setting_spares_cheap_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4-bit weights neither micro-batches nor decoded batches have to be smaller."""
+    monkeypatch.setattr(preflight, "on_cpu", lambda: False)
+    model = {name: value for name, value in QWEN3_4B.items() if name != "quantization"}
+    small = [*GPU, "rl_training.token_budget=1024", "server.batch_size=8"]
+    config = load_config("qwen3_4b_dataset", small)
+    shape = ModelShape.of(model, config)
+    packed = load_config("qwen3_4b_dataset", [*small, "rl_training.lora.quantize_base=true"])
+    room = predict_memory(packed, ModelShape.of(model, packed)).total
+    chosen, then = what_fits(config, shape, room + 2**28)
+    assert chosen == {"rl_training.lora.quantize_base": "true"}
+    assert then.total <= room + 2**28
+
+
+def test_experts_and_formats_of_a_mixture_count() -> None:
+    """Mixtral's and gpt-oss's experts have the feed-forward's size; MXFP4 has 4.25 bits a number."""
+    config = load_config(None, ["model.dtype=bfloat16"])
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    gpt_oss = sizes | heads | experts | {"model_type": "gpt_oss", "sliding_window": 8}
+    assert ModelShape.of(gpt_oss, config).intermediate == 2 * 96
+    shape = ModelShape.of(gpt_oss | {"quantization": {"group_size": 32, "bits": 4}}, config)
+    mxfp4 = {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}
+    matrices = 2 * (8 * 3 * 64 * 96 + 4 * 64 * 64 + 8 * 64) + 2 * 64 * 64
+    saved = shape.weights - ModelShape.of(gpt_oss | mxfp4, config).weights
+    assert saved == matrices * (4 + 32 / 32 - 4.25) / 8
+
+
 @pytest.mark.parametrize(
     "training",
     [
