@@ -23,7 +23,26 @@ from mlx_parallm.config.environment import Section
 
 ADAM = ("adamw", "adamw_8bit", "muon")
 """Optimizers that read AdamW's numbers."""
-PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
+PEFT_NAMES = {"r": "rank", "init_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
+
+
+class AdaLoraConfig(Section):
+    """The names are PEFT's; a step is a training step, total_step is `total_steps`."""
+
+    target_r: int = Field(8, ge=1)
+    """Rank of a layer at the end, on average over the layers."""
+    tinit: int = Field(0, ge=0)
+    """Steps before the first triplet is pruned."""
+    tfinal: int = Field(0, ge=0)
+    """Last steps, in which the ranks stay as they are."""
+    deltaT: int = Field(1, ge=1)
+    """Steps between two allocations of the ranks."""
+    beta1: float = Field(0.85, gt=0, lt=1)
+    """Decay of the sensitivity's moving average."""
+    beta2: float = Field(0.85, gt=0, lt=1)
+    """Decay of the uncertainty's moving average."""
+    orth_reg_weight: float = Field(0.5, ge=0)
+    """Weight of ‖AᵀA - 1‖ and ‖BBᵀ - 1‖ in the loss, on average over the matrices."""
 
 
 class LoraConfig(Section):
@@ -49,12 +68,16 @@ class LoraConfig(Section):
     use_dora: bool = False
     """Train each output's magnitude too (DoRA, arXiv:2402.09353); its adapters are served like
     any other."""
+    use_adalora: bool = False
+    """Give ranks to the layers where they matter (AdaLoRA, arXiv:2303.10512): all begin with
+    `rank`, PEFT's init_r."""
     loraplus_ratio: float = Field(1.0, gt=0)
     """Learning rate of B in units of A's (LoRA+, arXiv:2402.12354, which suggests 16); 1 = the
     same."""
     layers: tuple[int, int] | str = "all"
     """Transformer blocks that get an adapter: "all", "last 8", or [start, end) counted from 0,
     e.g. [4, 12]."""
+    adalora: AdaLoraConfig = AdaLoraConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -64,11 +87,15 @@ class LoraConfig(Section):
         for name, key in PEFT_NAMES.items():
             if name in data and key in data:
                 raise ValueError(f"{name} is PEFT's name of {key}: set one of them")
+        if "r" in data and "init_r" in data:
+            raise ValueError("AdaLoRA reads init_r and not r: set one of them")
         return {PEFT_NAMES.get(name, name): value for name, value in data.items()}
 
     @property
     def scale(self) -> float:
         """The factor of the update B·A."""
+        if self.use_adalora:
+            return self.alpha / (self.rank + 1e-5)  # as PEFT has it
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
     @field_validator("layers")
@@ -87,12 +114,23 @@ class LoraConfig(Section):
         unused = [
             key
             for key in self.changed()
-            if key in ("use_rslora", "use_dora", "loraplus_ratio", "layers")
+            if key in ("use_rslora", "use_dora", "use_adalora", "loraplus_ratio", "layers")
         ]
         if not self.enabled and unused:
             raise ValueError(
                 f"{unused[0]} is set, but enabled = false trains all weights, not an adapter"
             )
+        if not self.use_adalora and self.adalora.changed():
+            raise ValueError(f"adalora.{self.adalora.changed()[0]} is read with use_adalora only")
+        if self.use_adalora:
+            for key in ("use_dora", "use_rslora", "loraplus_ratio"):
+                if key in self.changed():
+                    raise ValueError(f"{key} and use_adalora are not combined")
+            if self.adalora.target_r > self.rank:
+                raise ValueError(
+                    f"adalora.target_r ({self.adalora.target_r}) is above rank ({self.rank}), from"
+                    " which the ranks go down"
+                )
         return self
 
 
@@ -298,6 +336,12 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         if self.deterministic and self.max_staleness != 0:
             raise ValueError("deterministic = true needs max_staleness = 0")
         self._check_read()
+        adalora = self.lora.adalora
+        if self.lora.use_adalora and adalora.tinit >= self.total_steps - adalora.tfinal:
+            raise ValueError(
+                f"lora.adalora.tinit ({adalora.tinit}) and tfinal ({adalora.tfinal}) leave none of"
+                f" {self.total_steps} steps for the ranks to go down"
+            )
         check_prepared(self, self.kl_beta)
         self.ppo.check(self.algorithm)
         self.weight_updates.check(max_staleness=self.max_staleness, lora=self.lora.enabled)

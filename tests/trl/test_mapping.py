@@ -480,6 +480,23 @@ def test_values_that_do_not_fit(args: GRPOConfig, words: str) -> None:
 # ---------------------------------------------------------------------- adapters and rows
 
 
+def test_adalora_is_pefts_with_its_updates_as_steps() -> None:
+    """`init_r` is the rank, `r` means nothing; two updates a step."""
+    settings: dict[str, Any] = {
+        **{"peft_type": "ADALORA", "init_r": 6, "r": 8, "lora_alpha": 8, "total_step": 64},
+        **{"target_r": 4, "tinit": 4, "tfinal": 0, "deltaT": 3, "orth_reg_weight": 0.1},
+        **{"use_rslora": False, "use_dora": False, "lora_dropout": 0.0},
+    }
+    peft = SimpleNamespace(**settings, target_modules=["q_proj"])
+    for lora in (lora_settings(settings), lora_settings(peft)):
+        config = one(GRPOConfig(steps_per_generation=2, gradient_accumulation_steps=1), lora=lora)
+        found = config.rl_training.lora
+        assert (found.use_adalora, found.rank, found.alpha) == (True, 6, 8.0)
+        adalora = found.adalora
+        assert (adalora.target_r, adalora.orth_reg_weight) == (4, 0.1)
+        assert (adalora.tinit, adalora.tfinal, adalora.deltaT) == (2, 0, 2)
+
+
 def test_adapter_settings_come_as_pefts_object_a_dictionary_or_ours() -> None:
     peft = SimpleNamespace(
         **{

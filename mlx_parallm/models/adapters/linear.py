@@ -8,7 +8,10 @@ half a second of a start. DoRA:
     y = g ⊙ (Wx + s · (xA)B) + bias     g = m / ‖W + s · (AB)ᵀ‖, one number an output
 
 m [out] is trained beside A [in, r] and B [r, out] and starts as ‖W‖, so that g = 1. The norm is a
-constant of the gradient (the paper's section 4.3, as in PEFT and mlx-lm).
+constant of the gradient (the paper's section 4.3, as in PEFT and mlx-lm). AdaLoRA (Zhang et al.
+2023, arXiv:2303.10512) has a singular value E [r] for each of the r triplets of A and B:
+
+    y = Wx + bias + s · ((xA) ⊙ E) B     s = alpha / (r + 1e-5), PEFT's
 
 The rows' norms need neither W + s(AB)ᵀ nor a dequantised W: ‖w + sAb‖² = ‖w‖² + 2s · b·(Aᵀw) + s² ·
 b·(AᵀA)b, where Aᵀw of all rows is the layer applied to r inputs.
@@ -25,6 +28,9 @@ import numpy as np
 
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.sums import row_sums
+
+SVD_STD = 0.02
+"""Of A and B of AdaLoRA as a training begins, PEFT's."""
 
 
 class AdapterDropout:
@@ -97,6 +103,28 @@ class LoRALinear(nn.Module):
         """(s · xA) B, of what dropout leaves of x."""
         read = x if self._dropout is None else self._dropout(x, self._number)
         return (self.scale * (read @ self.lora_a)) @ self.lora_b
+
+
+class SVDLinear(LoRALinear):
+    """AdaLoRA's layer. A and B ~ N(0, 0.02), E = 0: float32."""
+
+    def __init__(
+        self,
+        linear: nn.Module,
+        shape: tuple[int, int],
+        rank: int,
+        scale: float,
+        dropout: AdapterDropout | None = None,
+    ) -> None:
+        super().__init__(linear, shape, rank, scale, dropout)
+        self.lora_a = mx.random.normal((shape[0], rank), scale=SVD_STD)
+        self.lora_b = mx.random.normal((rank, shape[1]), scale=SVD_STD)
+        self.lora_e = mx.zeros((rank,))
+
+    def update_of(self, x: mx.array) -> mx.array:
+        """((s · xA) ⊙ E) B, of what dropout leaves of x."""
+        read = x if self._dropout is None else self._dropout(x, self._number)
+        return ((self.scale * (read @ self.lora_a)) * self.lora_e) @ self.lora_b
 
 
 class DoRALinear(LoRALinear):

@@ -50,6 +50,8 @@ PROCESS_BYTES = 240 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny`
 and served nothing."""
 FLOAT, HALF = 4, 2
+ADALORA = 2 * FLOAT
+"""AdaLoRA's sensitivity and uncertainty of each trained number."""
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 NARROW = 0.82
 """Activations of a half-precision model against float32: adapters and log-probabilities stay
@@ -88,6 +90,7 @@ class ModelShape:
     by_tokens: bool = False  # keys and values can lie by tokens
     widened: str = ""  # the checkpoint's dtype, where the weights take more than they would in it
     teachers: int = 0  # bytes of other models in this process that score its tokens
+    products: int = 0  # numbers of AdaLoRA's B, saved with and without E
     small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
 
     @classmethod
@@ -147,6 +150,8 @@ class ModelShape:
             by_tokens=can_lie_by_tokens(model),
             widened=stored if dtype.size > DTYPES[stored].size else "",
             teachers=sum(map(_teacher_weights(config), training.distillation.teachers)),
+            products=training.lora.use_adalora
+            * sum(array.size for name, array in arrays if name.endswith(".lora_b")),
             small=sum(size for size in sizes if size < SMALLEST) + head,
         )
 
@@ -247,6 +252,9 @@ def predict_memory(
     states = (1 + versions) * state_bytes(training.optimizer, shape.trained, shape.small)
     kept = FLOAT + ((1 + config.server.keep_versions) * FLOAT if lora else FLOAT * bool(narrow))
     kept += versions * FLOAT
+    if training.lora.enabled and training.lora.use_adalora:
+        # two moving averages with each version; E · B of the served one, half of the numbers
+        kept += ADALORA * (1 + versions) + FLOAT // 2
     if training.reference == "ema" or (
         _needs_reference(config) and (not lora or training.reference != "base")
     ):
@@ -336,6 +344,8 @@ def what_fits(
         tried = costly
         for cost in ("none", "rounding"):
             tried = _smaller(tried, cost, room, lengths)
+        cheap = {key: value for key, value in tried.chosen.items() if key not in costly.chosen}
+        return cheap | costly.chosen, tried.estimate
     return tried.chosen, tried.estimate
 
 
@@ -422,6 +432,7 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
         kept = shape.width + FLOAT * (shape.width != FLOAT) + FLOAT * ema
         return shape.trained * kept + state
     reference = ema or (training.reference == "initial" and _needs_reference(config))
+    state += shape.products * FLOAT + ADALORA * shape.trained * training.lora.use_adalora
     return shape.trained * (FLOAT + FLOAT * reference) + state
 
 
@@ -597,9 +608,16 @@ def _candidates(
             replace(shape, trained=shape.trained // 100, small=shape.small // 100),
         )
         return
-    if training.lora.rank > 1:
+    if training.lora.rank > 1 and not (
+        training.lora.use_adalora and training.lora.rank // 2 < training.lora.adalora.target_r
+    ):
         half = training.lora.model_copy(update={"rank": training.lora.rank // 2})
-        fewer = replace(shape, trained=shape.trained // 2, small=shape.small // 2)
+        fewer = replace(
+            shape,
+            trained=shape.trained // 2,
+            small=shape.small // 2,
+            products=shape.products // 2,
+        )
         yield "rl_training.lora.rank", str(half.rank), with_training(lora=half), fewer
     if not shape.quantized:
         # with a scale and a bias for 64

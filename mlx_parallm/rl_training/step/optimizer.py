@@ -33,6 +33,7 @@ from mlx_parallm.models.parameters import ParameterSlots, scalar
 from mlx_parallm.models.sums import total
 from mlx_parallm.models.value_head import is_value_head
 from mlx_parallm.rl_training.step import states_8bit
+from mlx_parallm.rl_training.step.adaptive_ranks import AdaptiveRanks
 from mlx_parallm.rl_training.step.states_8bit import AdamW8bit, Lion8bit
 
 MEASURED_ELEMENTS = 1 << 20
@@ -108,6 +109,8 @@ class PolicyOptimizer:
         self._dtypes = [array.dtype for array in arrays]
         self._stride = -(-sum(array.size for array in arrays) // MEASURED_ELEMENTS)
         self._groups = make_groups(slots.names, arrays, config)
+        adaptive = config.lora.enabled and config.lora.use_adalora
+        self._adaptive = AdaptiveRanks(slots.names, arrays, config) if adaptive else None
         self._write()
 
     def reload(self) -> None:
@@ -125,8 +128,17 @@ class PolicyOptimizer:
         for group in self._groups:
             group.use_adamw(settings)
 
-    def update(self, gradients: Sequence[mx.array], learning_rate: float) -> Update:
-        """One step on float32 gradients in slot order; everything is evaluated."""
+    def update(
+        self, gradients: Sequence[mx.array], learning_rate: float, step: int | None = None
+    ) -> Update:
+        """One update with float32 gradients in slot order; everything is evaluated.
+
+        Args:
+            step: of the training, for AdaLoRA's schedule; default: the number of this update.
+        """
+        if self._adaptive is not None:
+            gradients = self._adaptive.regularised(gradients, self._masters())
+            mx.eval(gradients)
         sums = [
             group.square_sum([gradients[slot] for slot in group.slots]) for group in self._groups
         ]
@@ -141,6 +153,13 @@ class PolicyOptimizer:
         before = self._sample()
         for group, part in zip(self._groups, packed, strict=True):
             group.apply(part, learning_rate, factor)
+        if self._adaptive is not None:
+            masters = self._masters()
+            masked = self._adaptive.after_update(
+                step or self.updates, masters, gradients, factor or 1.0
+            )
+            if masked:
+                self._set_masters([masked.get(slot, each) for slot, each in enumerate(masters)])
         self._write()
         return Update(size, applied=True, moved=self._movement(before))
 
@@ -191,7 +210,7 @@ class PolicyOptimizer:
     def state(self) -> dict[str, mx.array]:
         """Return the tensors for `optimizer.safetensors`: `step`, `<parameter>.<kind>` for each
         kind of state (AdamW: m, v), and `<parameter>.master` where the tree is narrower than
-        float32."""
+        float32. With AdaLoRA also the importances."""
         tensors: dict[str, mx.array] = {"step": mx.array(self.updates, mx.uint64)}
         for group in self._groups:
             for kind, arrays in group.state().items():
@@ -199,6 +218,7 @@ class PolicyOptimizer:
                 tensors |= {
                     f"{name}.{kind}": a for name, a in zip(names, arrays, strict=True) if a.size
                 }
+        tensors |= {} if self._adaptive is None else self._adaptive.state()
         masters = zip(self._slots.names, self._masters(), self._dtypes, strict=True)
         return tensors | {
             f"{name}.master": array for name, array, dtype in masters if dtype != mx.float32
@@ -208,6 +228,8 @@ class PolicyOptimizer:
         """Load what `state()` returned. The tree's own arrays must have been loaded. Raises
         CheckpointError."""
         for name, array in self.state().items():
+            if name.endswith(".kept"):
+                continue  # there are some or none
             if name not in tensors or tensors[name].shape != array.shape:
                 shape = tensors[name].shape if name in tensors else "nothing"
                 raise CheckpointError(
@@ -224,6 +246,8 @@ class PolicyOptimizer:
                 for kind in group.state()
             }
             group.restore(tensors["step"], state)
+        if self._adaptive is not None:
+            self._adaptive.restore(tensors)
         self._write()
 
 
@@ -442,9 +466,9 @@ def rate_of(name: str, config: RLTrainingConfig) -> float:
 
 def decay_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> float:
     """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer
-    off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude, which is no
-    norm's, is decayed there and here."""
-    left_out = len(shape) < 2 and not name.endswith(".m")
+    off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude and
+    AdaLoRA's singular values, which are no norm's, are decayed there and here."""
+    left_out = len(shape) < 2 and not name.endswith((".m", ".lora_e"))
     return 0.0 if left_out and not config.decay_norms_and_biases else config.weight_decay
 
 

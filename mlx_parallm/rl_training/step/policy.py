@@ -87,6 +87,11 @@ class TrainedPolicy:
             base,
         )
         self.lora = config.lora.enabled
+        self._adalora = (
+            config.lora.adalora.model_dump() | {"total_step": config.total_steps}
+            if config.lora.use_adalora
+            else None
+        )
         self.dropout = AdapterDropout(config.lora.dropout)
         use_fast_swiglu(model)
         route_attention(model)
@@ -269,7 +274,8 @@ class TrainedPolicy:
     # ------------------------------------------------------------------ arrays and files
 
     def adapter(self) -> dict[str, LoraPair]:
-        """The adapter as it is now; shares the arrays. All are evaluated but the gains of DoRA."""
+        """The adapter as it is now; shares the arrays. All are evaluated but the gains of DoRA and
+        the products of AdaLoRA."""
         return adapter_layers(self.model)
 
     def served_arrays(self) -> list[mx.array]:
@@ -295,6 +301,9 @@ class TrainedPolicy:
     def saved_bytes(self) -> int:
         """Bytes that `save` writes, without its configuration file."""
         arrays = [*self.slots.read(), *self._saved_reference]
+        if self._adalora is not None:  # the product of E and B too
+            layers = trainer_lora_layers(self.model).values()
+            arrays += [layer.lora_b for layer in layers]
         copied = (
             []
             if self.lora
@@ -307,7 +316,11 @@ class TrainedPolicy:
         existing directory."""
         if self.lora:
             save_adapter(
-                directory, self.adapter(), num_layers=len(self.model.layers), base=self._base
+                directory,
+                adapter_layers(self.model, factors=True),
+                num_layers=len(self.model.layers),
+                base=self._base,
+                adalora=self._adalora,
             )
         else:
             with without_value_head(self.model):

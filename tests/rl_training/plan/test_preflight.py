@@ -14,7 +14,7 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
-from mlx_parallm.models.lora import inject_lora
+from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from mlx_parallm.rl_training.plan import preflight
 from mlx_parallm.rl_training.plan.preflight import (
     Lengths,
@@ -347,6 +347,7 @@ def test_experts_and_formats_of_a_mixture_count() -> None:
         {"optimizer": "adamw_8bit"},
         {"optimizer": "adamw_8bit", "lora": {"enabled": False}},
         {"optimizer": "lion_8bit"},
+        {"lora": {"use_adalora": True}},
         {"algorithm": "ppo"},
         {"algorithm": "ppo", "lora": {"enabled": False}},
         {"reference": "ema"},
@@ -373,6 +374,8 @@ def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[s
     held = [*policy.slots.read(), *(policy.reference_arrays or [])]
     state = PolicyOptimizer(policy.slots, config.rl_training).state()
     held += [array for name, array in state.items() if name != "step"]
+    if config.rl_training.lora.use_adalora:  # with E and without
+        held += [layer.lora_b for layer in trainer_lora_layers(policy.model).values()]
     assert checkpoint_bytes(config, shape) == sum(array.nbytes for array in held)
 
 
