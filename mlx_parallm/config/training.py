@@ -26,6 +26,9 @@ ADAM = ("adamw", "adamw_8bit", "muon")
 PEFT_NAMES = {"r": "rank", "init_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
 
 
+OF_ADAPTERS = ("use_rslora", "use_dora", "use_adalora", "loraplus_ratio", "qat_bits")
+
+
 class AdaLoraConfig(Section):
     """The names are PEFT's; a step is a training step, total_step is `total_steps`."""
 
@@ -74,6 +77,9 @@ class LoraConfig(Section):
     loraplus_ratio: float = Field(1.0, gt=0)
     """Learning rate of B in units of A's (LoRA+, arXiv:2402.12354, which suggests 16); 1 = the
     same."""
+    qat_bits: Literal[8, 4] | None = None
+    """Train the model that `mlx_parallm merge --q-bits` writes: base and adapter are added and
+    rounded to so many bits in every forward pass of the trainer."""
     layers: tuple[int, int] | str = "all"
     """Transformer blocks that get an adapter: "all", "last 8", or [start, end) counted from 0,
     e.g. [4, 12]."""
@@ -111,15 +117,15 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _used(self) -> "LoraConfig":
-        unused = [
-            key
-            for key in self.changed()
-            if key in ("use_rslora", "use_dora", "use_adalora", "loraplus_ratio", "layers")
-        ]
+        unused = [key for key in self.changed() if key in (*OF_ADAPTERS, "layers")]
         if not self.enabled and unused:
             raise ValueError(
                 f"{unused[0]} is set, but enabled = false trains all weights, not an adapter"
             )
+        if self.qat_bits is not None:
+            for key in ("use_dora", "quantize_base", "dropout"):
+                if key in self.changed():
+                    raise ValueError(f"{key} and qat_bits are not combined")
         if not self.use_adalora and self.adalora.changed():
             raise ValueError(f"adalora.{self.adalora.changed()[0]} is read with use_adalora only")
         if self.use_adalora:
@@ -343,6 +349,16 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
                 f" {self.total_steps} steps for the ranks to go down"
             )
         check_prepared(self, self.kl_beta)
+        if (
+            self.lora.qat_bits is not None
+            and self.algorithm not in DATA_ALGORITHMS
+            and self.sampler_correction not in ("tis", "mis", "icepop")
+        ):
+            raise ValueError(
+                "lora.qat_bits: rollouts are drawn from base and adapter as they are, so by another"
+                ' policy than the rounded one that is trained: set sampler_correction = "tis" (or'
+                ' "mis")'
+            )
         self.ppo.check(self.algorithm)
         self.weight_updates.check(max_staleness=self.max_staleness, lora=self.lora.enabled)
         self.distillation.check(

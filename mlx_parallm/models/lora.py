@@ -196,15 +196,10 @@ def adapter_layers(model: nn.Module, *, factors: bool = False) -> dict[str, Lora
     of AdaLoRA's are not evaluated. `factors`: with those of AdaLoRA's layers, to be saved."""
     layers = {}
     for path, layer in trainer_lora_layers(model).items():
-        if isinstance(layer, SVDLinear):
-            b = product(layer.lora_e, layer.lora_b)
+        layers[path] = layer.pair()
+        if factors and isinstance(layer, SVDLinear):
             svd = SvdFactors(layer.lora_e, layer.lora_b, (True,) * layer.lora_e.size)
-            layers[path] = LoraPair(
-                layer.lora_a, b, float(layer.scale), svd=svd if factors else None
-            )
-            continue
-        dora = (layer.m, layer.gain()) if isinstance(layer, DoRALinear) else (None, None)
-        layers[path] = LoraPair(layer.lora_a, layer.lora_b, float(layer.scale), *dora)
+            layers[path] = replace(layers[path], svd=svd)
     return layers
 
 

@@ -18,7 +18,7 @@ b·(AᵀA)b, where Aᵀw of all rows is the layer applied to r inputs.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.models.adapters.adalora import product
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.sums import row_sums
 
@@ -90,6 +91,8 @@ class LoRALinear(nn.Module):
         self.scale = scale
         self._dropout = dropout
         self._number = dropout.next_layer() if dropout else 0
+        # the product with the rounded sum of base and update, in its place (fake_quantized.py)
+        self._rounding: Callable[[LoRALinear, mx.array], mx.array] | None = None
         # mlx-lm's draws a layer first that it throws away: a seed gives the adapter it gave there
         mx.random.uniform()
         bound = 1 / math.sqrt(shape[0])
@@ -97,7 +100,13 @@ class LoRALinear(nn.Module):
         self.lora_b = mx.zeros((rank, shape[1]))
 
     def __call__(self, x: mx.array) -> mx.array:
+        if self._rounding is not None:
+            return self._rounding(self, x)
         return self.linear(x) + self.update_of(x).astype(x.dtype)
+
+    def pair(self) -> LoraPair:
+        """The layer's update; shares the arrays that there are. Lazy."""
+        return LoraPair(self.lora_a, self.lora_b, float(self.scale))
 
     def update_of(self, x: mx.array) -> mx.array:
         """(s · xA) B, of what dropout leaves of x."""
@@ -126,6 +135,10 @@ class SVDLinear(LoRALinear):
         read = x if self._dropout is None else self._dropout(x, self._number)
         return ((self.scale * (read @ self.lora_a)) * self.lora_e) @ self.lora_b
 
+    def pair(self) -> LoraPair:
+        b = product(self.lora_e, self.lora_b)
+        return LoraPair(self.lora_a, b, float(self.scale))
+
 
 class DoRALinear(LoRALinear):
     """A replacement of mlx-lm's class of that name, which unpacks a quantised W in each forward
@@ -150,6 +163,9 @@ class DoRALinear(LoRALinear):
             y = y - bias
         out = (self.gain() * (y + self.update_of(x))).astype(x.dtype)
         return out if bias is None else out + bias
+
+    def pair(self) -> LoraPair:
+        return LoraPair(self.lora_a, self.lora_b, float(self.scale), self.m, self.gain())
 
     def gain(self) -> mx.array:
         """g [out] float32, with a gradient by m only."""

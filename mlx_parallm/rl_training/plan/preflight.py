@@ -12,9 +12,9 @@ one micro-batch, some sixty shapes of Qwen3 with an adapter, hidden 256 to 5,120
 see docs/benchmarks/dry_run.md.
 """
 
-import resource
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,20 +31,17 @@ from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_class, worth_a_segment
 from mlx_parallm.engine.cache.size_classes import SLACK
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
 from mlx_parallm.models.loading import check_model
-from mlx_parallm.models.lora import inject_lora
-from mlx_parallm.models.support import blueprint
-from mlx_parallm.rl_training.events import RunEvents, StepFinished
+from mlx_parallm.models.lora import inject_lora, linear_shape, trainer_lora_layers
+from mlx_parallm.models.quantize import quantizable
+from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
 from mlx_parallm.rl_training.step.optimizer import EIGHT_BIT, state_bytes
 from mlx_parallm.rl_training.step.states_8bit import SMALLEST
-from mlx_parallm.system.hardware import GIB, memory_present, prefix_cache_bytes
-from mlx_parallm.system.log import get_logger
-from mlx_parallm.system.terminal import Console
+from mlx_parallm.system.hardware import GIB, prefix_cache_bytes
 
 PROCESS_BYTES = 240 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny`
@@ -52,7 +49,6 @@ and served nothing."""
 FLOAT, HALF = 4, 2
 ADALORA = 2 * FLOAT
 """AdaLoRA's sensitivity and uncertainty of each trained number."""
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 NARROW = 0.82
 """Activations of a half-precision model against float32: adapters and log-probabilities stay
 float32."""
@@ -67,6 +63,8 @@ UNPACKED_AHEAD = 12
 operations that wait."""
 LEAST_SAVING = 0.01
 """Of what is needed: a setting that saves less is not named."""
+ROUNDED_COPIES = 1.5
+"""float32 arrays of a block's adapted weights that rounding them holds beside its result."""
 SAMPLING_COPIES = 6
 """The same for one decode step: logits, noise, log-probabilities."""
 
@@ -91,6 +89,8 @@ class ModelShape:
     widened: str = ""  # the checkpoint's dtype, where the weights take more than they would in it
     teachers: int = 0  # bytes of other models in this process that score its tokens
     products: int = 0  # numbers of AdaLoRA's B, saved with and without E
+    adapted: int = 0  # numbers of the layers that have an adapter
+    rounded: int = 0  # qat_bits: numbers of the others, which the trainer holds quantised
     small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
 
     @classmethod
@@ -119,8 +119,14 @@ class ModelShape:
             sum(array.nbytes for _, array in arrays),
             sum(array.size for _, array in arrays),
         )
+        others = adapted = 0
         if training.lora.enabled:
+            rounded = quantizable(model) if training.lora.qat_bits else {}
             inject_lora(model, training.lora)
+            layers = trainer_lora_layers(model)
+            adapted = sum(math.prod(linear_shape(layer.linear)) for layer in layers.values())
+            modules = dict(model.named_modules())
+            others = sum(modules[path].weight.size for path in rounded if path not in layers)
             arrays = tree_flatten(model.trainable_parameters())
             count = sum(array.size for _, array in arrays)
         sizes = [array.size for _, array in arrays]
@@ -152,6 +158,8 @@ class ModelShape:
             teachers=sum(map(_teacher_weights(config), training.distillation.teachers)),
             products=training.lora.use_adalora
             * sum(array.size for name, array in arrays if name.endswith(".lora_b")),
+            adapted=adapted,
+            rounded=others,
             small=sum(size for size in sizes if size < SMALLEST) + head,
         )
 
@@ -280,12 +288,26 @@ def predict_memory(
         **({"teachers": teachers} if teachers else {}),
         "optimizer and gradients": shape.trained * kept + int(states),
         **engine,
+        **_rounding(config, shape),
         "training: activations": int(activations),
         "training: logits": int(logits),
         "training: update": max(0, int(updating - activations - logits)),
     }
     loading = max(0, shape.weights + shape.loading - sum(parts.values()))
     return MemoryEstimate(parts | {"loading": loading, "process": PROCESS_BYTES})
+
+
+def _rounding(config: Config, shape: ModelShape) -> dict[str, int]:
+    """Bytes of `lora.qat_bits`: layers without an adapter once more, quantised; of the others a
+    block's sums, and what waits of them for the backward pass."""
+    training = config.rl_training
+    if not training.lora.enabled or training.lora.qat_bits is None:
+        return {}
+    # a scale and a bias for 64
+    packed = shape.rounded * (training.lora.qat_bits + 16 * shape.width / 64) / 8
+    blocks, size = training.blocks_per_eval or shape.layers, shape.adapted / shape.layers
+    waiting = size * (blocks * shape.width + ROUNDED_COPIES * FLOAT)
+    return {"training: rounding": int(packed + waiting)}
 
 
 def _teacher_weights(config: Config) -> Callable[[TeacherConfig], int]:
@@ -637,18 +659,11 @@ def _no_longer(lengths: Lengths | None, limit: Lengths) -> Lengths | None:
 
 def _dtypes(config: Config, model_config: Mapping[str, Any]) -> tuple[mx.Dtype, str]:
     """The dtype of the weights as `models.loading` chooses it, and the name of the checkpoint's."""
-    text = model_config.get("text_config", model_config)
-    name = str(
-        model_config.get("dtype")
-        or model_config.get("torch_dtype")
-        or text.get("torch_dtype")
-        or ("bfloat16")
-    )
-    stored = name.removeprefix("torch.")
-    stored = stored if stored in DTYPES else "bfloat16"
+    dtype = stored_dtype(model_config)
+    stored = str(dtype).removeprefix("mlx.core.")
     if config.model.dtype != "auto":
         return DTYPES[config.model.dtype], stored
-    return (mx.float32 if on_cpu() else DTYPES[stored]), stored
+    return (mx.float32 if on_cpu() else dtype), stored
 
 
 def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quantize: bool) -> None:
@@ -671,105 +686,3 @@ def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quant
         return True if predicate is None else bool(predicate(path, module))
 
     nn.quantize(model, group_size, bits, mode=mode, class_predicate=choice)
-
-
-# ---------------------------------------------------------------------- against the run
-
-log = get_logger("memory")
-
-TIGHT = 0.85
-"""A larger share of the memory is worth a warning: the prediction is good to about 15 %."""
-OFF = 0.15
-SMALL = 64 * 2**20
-"""On top of that, a difference that nobody needs to hear of: that of a small model is made by
-single arrays."""
-
-
-class MemoryWatch:
-    """One run's."""
-
-    def __init__(self, config: Config, shape: ModelShape) -> None:
-        self._config, self._shape = config, shape
-        self._seen = Lengths(0, 0)
-        self._peak = 0
-        # A program, or a notebook, may hold more than a process of the daemon's: torch, the model
-        # of an earlier run.
-        self._others = max(0, measured_bytes([]) - PROCESS_BYTES) if on_cpu() else 0
-
-    @classmethod
-    def checked(
-        cls, config: Config, model_config: Mapping[str, Any], *, processes: int = 1
-    ) -> "MemoryWatch":
-        """Raises ConfigError: the longest sequences that the configuration allows need more than
-        this machine has.
-        ModelError, AdapterError: as `ModelShape.of`."""
-        shape = ModelShape.of(model_config, config)
-        needed, (free, whole) = (
-            processes * needed_bytes(predict_memory(config, shape)),
-            memory_present(),
-        )
-        if needed > whole:
-            raise ConfigError(too_little_memory(config, shape, needed, whole))
-        if needed > min(TIGHT * whole, free):
-            log.warning(
-                "little memory to spare: mlx_parallm train --dry-run measures what the run needs",
-                needed_at_most=in_words(needed),
-                present=in_words(whole),
-                free=in_words(free),
-            )
-        return cls(config, shape)
-
-    def subscribe(self, events: RunEvents) -> None:
-        events.subscribe(StepFinished, self.add)
-
-    def add(self, event: StepFinished) -> None:
-        """The lengths and the peak of one step."""
-        self._seen = self._seen.with_batch(event.batch)
-        self._peak = max(self._peak, measured_bytes([event.line]) - self._others)
-
-    @property
-    def predicted(self) -> int:
-        """Bytes, with the longest sequences that were seen so far."""
-        return needed_bytes(predict_memory(self._config, self._shape, self._seen))
-
-    def health(self) -> str | None:
-        """Return a sentence if more is used than the preflight predicted; else None."""
-        if self._peak <= self.predicted * (1 + OFF) + SMALL:
-            return None
-        peak, predicted = in_words(self._peak), in_words(self.predicted)
-        return (
-            f"memory: {peak} at the peak, {predicted} predicted; rl_training.token_budget lowers it"
-        )
-
-    def tell(self, console: Console) -> None:
-        """Print the comparison, at the end of a run."""
-        if not self._peak:
-            return
-        peak, predicted = in_words(self._peak), in_words(self.predicted)
-        if self.health():
-            log.warning("the preflight predicted too little", peak=peak, predicted=predicted)
-        lengths = (
-            f"the longest prompt ({self._seen.prompt} tokens) and completion"
-            f" ({self._seen.completion}) of the run"
-        )
-        ratio = self.predicted / self._peak
-        text = (
-            f"memory: {peak} at the peak; predicted {predicted}, {ratio:.2f} times that, for"
-            f" {lengths}"
-        )
-        console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
-
-
-def needed_bytes(estimate: MemoryEstimate) -> int:
-    """Return the bytes that must fit into `hardware.memory_present`: a GPU's memory holds MLX's
-    arrays only."""
-    return estimate.total if on_cpu() else estimate.of_mlx
-
-
-def measured_bytes(lines: Sequence[Mapping[str, Any]]) -> int:
-    """The same, measured: the peak so far of this process (resident), or of MLX's arrays in
-    steps with these lines."""
-    if on_cpu():
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    return max([mx.get_peak_memory(), *(int(line["memory_gb"] * 1e9) for line in lines)])

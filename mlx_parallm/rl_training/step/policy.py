@@ -26,6 +26,7 @@ from mlx.utils import tree_unflatten
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.adapters.fake_quantized import rounded_layers, use_fake_quantization
 from mlx_parallm.models.adapters.linear import AdapterDropout
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_swiglu
@@ -39,6 +40,7 @@ from mlx_parallm.models.lora import (
 )
 from mlx_parallm.models.mlx_lm_api import save_config, save_model
 from mlx_parallm.models.parameters import ParameterSlots
+from mlx_parallm.models.support import stored_dtype
 from mlx_parallm.models.value_head import (
     VALUE_HEAD_FILE,
     attach_value_head,
@@ -64,7 +66,8 @@ class TrainedPolicy:
         needs_values: whether the tree gets a value head (models/value_head.py), trained beside the
             rest.
 
-    Raises ConfigError: full-weight training of a quantised base, no hidden state for a value head.
+    Raises ConfigError: full-weight training or `qat_bits` on a quantised base, no hidden state for
+    a value head.
     AdapterError: targets or shapes that do not fit.
     """
 
@@ -97,7 +100,10 @@ class TrainedPolicy:
         route_attention(model)
         if self.lora:
             mx.random.seed(config.seed)
+            rounded = rounded_layers(model, config.lora.qat_bits)
             inject_lora(model, config.lora, self.dropout)
+            if config.lora.qat_bits is not None:
+                use_fake_quantization(model, rounded, stored_dtype(model_config))
             for layer in trainer_lora_layers(model).values():
                 mx.eval(layer)  # one by one: DoRA's norms unpack a quantised layer
             if initial_adapter is not None:

@@ -414,3 +414,20 @@ def test_the_memory_of_teachers_is_counted(tmp_path: Path) -> None:
     assert whole == parts(old)["teachers"] + 16 * 8 * VOCAB_SIZE * 4 * 2
     smaller = parts(large | {"quantize": True})["teachers"]
     assert scores < smaller < sum(arrays) / 2 + scores
+
+
+def test_rounding_in_training_is_counted() -> None:
+    """Embedding and head in 4 bits beside their own arrays, and two and a half copies of a block's
+    weights."""
+    config = small(lora={"qat_bits": 4}, sampler_correction="tis")
+    untied = QWEN3_06B | {"tie_word_embeddings": False}
+    shape = ModelShape.of(untied, config)
+    block = 1024 * (2 * 2048 + 2 * 1024) + 3 * 1024 * 3072
+    assert shape.adapted == 28 * block
+    assert shape.rounded == 2 * 1024 * 151936
+    added = predict_memory(config, shape).total - predict_memory(small(), shape).total
+    width = shape.width
+    assert added == pytest.approx(
+        shape.rounded * (4 + 16 * width / 64) / 8 + block * (width + 1.5 * 4), abs=2
+    )
+    assert predict_memory(config, shape).parts["training: rounding"] == added
