@@ -69,7 +69,7 @@ from mlx_parallm.rl_training.monitor.samples import (
 from mlx_parallm.rl_training.monitor.spans import SpanLog
 from mlx_parallm.rl_training.monitor.tokens import TokenLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
-from mlx_parallm.rl_training.plan.preflight import MemoryWatch
+from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory, moment

@@ -373,7 +373,7 @@ class Trainer:
             return replace(
                 at, left_out=1, stopped_at_kl=kl, mismatch=sums.mismatch if first else at.mismatch
             )
-        update = self.apply(learning_rate)
+        update = self.apply(learning_rate, batch.step)
         if update is None:
             return None
         if not update.applied:
@@ -454,13 +454,13 @@ class Trainer:
             [self.config.seed, self.optimizer.updates, *micro_batch.rows]
         )
 
-    def apply(self, learning_rate: float) -> Update | None:
+    def apply(self, learning_rate: float, step: int | None = None) -> Update | None:
         """One optimizer update with the accumulated gradients of all ranks, which are used up.
-        None: a rank is gone."""
+        None: a rank is gone. `step`: `PolicyOptimizer.update`."""
         gradients = self.gradients or [mx.zeros(array.shape) for array in self.policy.slots.read()]
         self.drop()
         summed = self.ranks.sum(gradients)
-        return None if summed is None else self.optimizer.update(summed, learning_rate)
+        return None if summed is None else self.optimizer.update(summed, learning_rate, step)
 
     def drop(self) -> None:
         """Forget what was accumulated."""
