@@ -78,7 +78,8 @@ class Leaf:
         serve_help: the help of that flag.
         teachers: (factory.TeacherContext) → `step.teaching.TeacherSignal`: the teachers of
             [rl_training.distillation].
-        environments: kinds of environments, each the "module:name" of its class.
+        environments: kinds of environments, each the "module:name" of its class, a
+            `BaseEnvironment` or an `EnvironmentSource`.
         commands: further commands of `mlx_parallm`.
     """
 
