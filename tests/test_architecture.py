@@ -42,7 +42,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runs", "deploy"),
     ("cli",),
     # The leaves: no core module imports or names one of them.
-    ("faces.atropos", "faces.mcp_server", "faces.tinker", "rl_training.distillation"),
+    (
+        "faces.atropos",
+        "faces.mcp_server",
+        "faces.tinker",
+        "rl_training.distillation",
+        "environments.textarena",
+    ),
     ("systems.experts", "systems.traces", "systems.prompt_policy"),
     ("systems.orchestrator", "runs.dashboard", "deploy.export", "faces.trl"),
     ("systems.pipeline",),
@@ -72,6 +78,7 @@ MLX_FREE = (
     "cli",
     "config",
     "environments",
+    "environments.textarena",
     "errors",
     "engine.client",
     "engine.grammar",

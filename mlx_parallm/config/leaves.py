@@ -30,6 +30,7 @@ LEAVES = (
     "mlx_parallm.deploy.export.leaf",
     "mlx_parallm.systems.pipeline.leaf",
     "mlx_parallm.rl_training.distillation.leaf",
+    "mlx_parallm.environments.textarena.leaf",
 )
 """Every leaf, one line each, in the order of their sections and commands."""
 
