@@ -31,6 +31,7 @@ LEAVES = (
     "mlx_parallm.systems.pipeline.leaf",
     "mlx_parallm.rl_training.distillation.leaf",
     "mlx_parallm.environments.textarena.leaf",
+    "mlx_parallm.environments.openenv.leaf",
 )
 """Every leaf, one line each, in the order of their sections and commands."""
 

@@ -20,6 +20,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "rewards": ("math_verify", "jsonschema"),
     "gymnasium": ("gymnasium",),
     "textarena": ("textarena",),
+    "openenv": ("websockets",),
     "mcp": ("mcp", "mcp_types", "httpx2"),
     "datasets": ("datasets",),
     "traces": ("datasketch", "sklearn"),
