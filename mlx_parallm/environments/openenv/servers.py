@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -49,6 +49,9 @@ class Server:
     rests_until: float = 0.0
     process: subprocess.Popen[bytes] | None = None
     output: IO[bytes] | None = None
+
+    def leave(self) -> None:
+        self.sessions -= 1
 
     @property
     def ended(self) -> bool:
@@ -126,8 +129,8 @@ class Servers:
             self._note_failure(server)
             raise
         finally:
-            server.sessions -= 1
-            await asyncio.shield(session.close())
+            server.leave()
+            await session.close()
 
     async def _opened(self, reset: Mapping[str, Any]) -> tuple[Server, Session, StepResult]:
         failures, until = 0, time.monotonic() + self._wait_s
@@ -142,38 +145,34 @@ class Servers:
             if server is None:
                 await asyncio.sleep(POLL_S)
                 continue
-            server.sessions += 1
             try:
                 session, first = await self._begin(server, reset)
             except NoCapacityError as error:
                 full, server.rests_until = error, time.monotonic() + FULL_S
-                server.sessions -= 1
             except EndpointError:
-                server.sessions -= 1
                 self._note_failure(server)
                 failures += 1
                 if failures > self._retries:
                     raise
-            except BaseException:
-                server.sessions -= 1
-                raise
             else:
                 server.failures = 0
                 return server, session, first
 
     async def _begin(self, server: Server, reset: Mapping[str, Any]) -> tuple[Session, StepResult]:
-        if server.ended:
-            await asyncio.to_thread(self._start_again, server)
-        session = await Session.connect(
-            server.url,
-            connect_timeout_s=self._connect_timeout_s,
-            timeout_s=self._message_timeout_s,
-        )
-        try:
-            return session, await session.reset(reset)
-        except BaseException:
-            await asyncio.shield(session.close())
-            raise
+        async with AsyncExitStack() as unused:
+            server.sessions += 1
+            unused.callback(server.leave)
+            if server.ended:
+                await asyncio.to_thread(self._start_again, server)
+            session = await Session.connect(
+                server.url,
+                connect_timeout_s=self._connect_timeout_s,
+                timeout_s=self._message_timeout_s,
+            )
+            unused.push_async_callback(session.close)
+            first = await session.reset(reset)
+            unused.pop_all()
+        return session, first
 
     def _pick(self) -> Server | None:
         """Return the server with the fewest sessions that is neither full nor resting; where all

@@ -105,16 +105,16 @@ def called(name, value):
 
 
 class ProtocolServer:
-    """Serves `environment` on a thread; `events` has what happened, `live` the open sessions.
+    """Serves `environment` on a thread; `messages` has what came, `live` counts the open sessions.
 
-    `before(session, message)` is called with every message but the last one; what it returns is
+    `before(socket, message)` is called with every message but the last one; what it returns is
     sent in the place of an answer.
     """
 
     def __init__(self, environment=Count, *, most=1000, before=None, port=0):
         self.environment, self.most, self.before = environment, most, before
         self.live, self.most_live, self.messages = 0, 0, []
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._server = serve(
             self._session, "127.0.0.1", port, process_request=self._http, close_timeout=0.2
         )
@@ -126,6 +126,11 @@ class ProtocolServer:
     def close(self):
         self._server.shutdown()
         self._thread.join(10)
+
+    def is_left(self):
+        """Whether every session ends."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self.live == 0, timeout=10)
 
     def _http(self, connection, request):
         pages = {"/health": {"status": "healthy"}, "/schema": {"action": self.environment.schema}}
@@ -153,6 +158,7 @@ class ProtocolServer:
         finally:
             with self._lock:
                 self.live -= 1
+                self._lock.notify_all()
 
     def _serve(self, socket, environment):
         while (message := json.loads(socket.recv()))["type"] != "close":

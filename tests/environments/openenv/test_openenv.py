@@ -103,7 +103,7 @@ async def test_actions_are_sampled_by_the_servers_schema(tokenizer, serving):
     [structure] = structures
     assert structure.kind == "json_schema" and json.loads(structure.source) == schema
     assert [message["type"] for message in server.messages].count("reset") == 2
-    assert server.live == 0
+    assert server.is_left()
 
 
 async def test_an_action_may_be_the_text_of_an_answer(tokenizer, serving):
@@ -304,14 +304,16 @@ async def test_a_cancelled_episode_closes_its_session(tokenizer, serving):
             released.wait(20)
 
     released = threading.Event()
-    built = source(serving(before=before))
+    server = serving(before=before)
+    built = source(server)
     task = asyncio.create_task(played(tokenizer, built, right, size=1))
     assert await asyncio.to_thread(asked.wait, 20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     released.set()
-    assert [server.sessions for server in built.servers.servers] == [0]
+    assert [each.sessions for each in built.servers.servers] == [0]
+    assert server.is_left()
 
 
 # ---------------------------------------------------------------------- a command
