@@ -30,6 +30,8 @@ LEAVES = (
     "mlx_parallm.deploy.export.leaf",
     "mlx_parallm.systems.pipeline.leaf",
     "mlx_parallm.rl_training.distillation.leaf",
+    "mlx_parallm.environments.textarena.leaf",
+    "mlx_parallm.environments.openenv.leaf",
 )
 """Every leaf, one line each, in the order of their sections and commands."""
 
@@ -78,7 +80,8 @@ class Leaf:
         serve_help: the help of that flag.
         teachers: (factory.TeacherContext) → `step.teaching.TeacherSignal`: the teachers of
             [rl_training.distillation].
-        environments: kinds of environments, each the "module:name" of its class.
+        environments: kinds of environments, each the "module:name" of its class, a
+            `BaseEnvironment` or an `EnvironmentSource`.
         commands: further commands of `mlx_parallm`.
     """
 

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 from mlx_parallm.engine.grammar import Matcher, OnlyTokens
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
-from mlx_parallm.types import Completion, FinishReason, SamplingParams, TopLogprob
+from mlx_parallm.types import (
+    NARROW_IDS,
+    Completion,
+    FinishReason,
+    RoutedExperts,
+    SamplingParams,
+    TopLogprob,
+)
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.cache.prefix import PrefixChunk
@@ -69,6 +76,9 @@ class Sequence:
     processed_logprobs: list[float] | None = None
     top_logprobs: list[tuple[TopLogprob, ...]] | None = None
     versions: list[int] = field(default_factory=list)
+    # (layers, experts a token, experts) where they are recorded, and the ids so far
+    routing: tuple[int, int, int] | None = None
+    experts: bytearray = field(default_factory=bytearray)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -124,7 +134,14 @@ class Sequence:
             if self.pinned_version is None
             else self.pinned_version,
             cached_tokens=self.cached_prompt_tokens,
+            routed_experts=self._routed_experts(),
         )
+
+    def _routed_experts(self) -> RoutedExperts | None:
+        if self.routing is None or not self.tokens:
+            return None
+        layers, each, number = self.routing
+        return RoutedExperts(layers, each, bytes(self.experts), number > NARROW_IDS)
 
 
 def random_stream(seed: int, index: int) -> int:

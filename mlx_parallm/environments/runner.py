@@ -212,6 +212,7 @@ class EpisodeRunner:
             group_id=plan.group_id,
             seed=plan.seed,
             number=number,
+            group_size=plan.size,
             opening=opening,
             format_prompt=plan.source.format_prompt,
             bounded=plan.max_steps is not None,

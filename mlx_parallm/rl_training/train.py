@@ -132,6 +132,7 @@ class PolicyServer(Served, Protocol):
         main_adapter: str | None,
         trains_base: bool,
         adapter_roots: Sequence[Path],
+        record_experts: bool,
     ) -> None: ...
     def observe_publish(self, report: PublishReport) -> None: ...
     def watch_tools(self, counts: Callable[[], Mapping[str, float]]) -> None: ...
@@ -751,6 +752,7 @@ def open_serving(
         main_adapter=main_adapter,
         trains_base=not policy.lora,
         adapter_roots=adapter_roots,
+        record_experts=policy.replayed_experts is not None,
     )
     return weights
 

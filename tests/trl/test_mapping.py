@@ -599,6 +599,7 @@ OTHER_VALUES: dict[str, Any] = {
         "steps_per_generation": 2,
         "max_token_length": 5000,
         "num_generations_eval": 3,
+        "max_tool_calling_iterations": 3,
     },
     **{
         "loss_weights": (0.5,),

@@ -133,7 +133,6 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "top_k": ((0, -1), OFF_SAMPLER),
     "min_p": ((0.0,), OFF_SAMPLER),
     "generation_kwargs": (({},), OFF_SAMPLER),
-    "max_tool_calling_iterations": ((), OWN_ENVIRONMENT),
     "logging_strategy": (("steps",), "set logging_steps; metrics.jsonl has every step"),
     "save_only_model": ((False,), "a checkpoint is a whole one, so that a run can go on from it"),
     **dict.fromkeys(
@@ -374,6 +373,9 @@ class SampledConfig(TrainerConfig):
     """Prompts come in a new order each epoch; False is refused."""
     log_completions: bool = False
     """Show sampled completions every logging_steps; otherwise every tenth step."""
+    max_tool_calling_iterations: int | None = Field(None, ge=1)
+    """Rounds of calls in a completion, with tools or environments; default: as many as
+    there are in [tools]."""
     disable_dropout: bool = False
     """Without effect: the adapter's dropout is always off in RL."""
 

@@ -18,7 +18,8 @@ from mlx_parallm.config.evaluation import ABOUT_TRAINING
 from mlx_parallm.config.load import Config, hardware_defaults, parse_config
 from mlx_parallm.config.training import ADAM, LoraConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.user_code import reference_to
+from mlx_parallm.execution.tool_calls import tool_definition
+from mlx_parallm.execution.user_code import name_of, reference_to
 from mlx_parallm.faces.trl.config import (
     PAGED,
     DistillationConfig,
@@ -33,6 +34,7 @@ from mlx_parallm.faces.trl.config import (
     TaughtConfig,
     TrainerConfig,
 )
+from mlx_parallm.faces.trl.environments import Factories, with_environments
 from mlx_parallm.faces.trl.rows import DataRows
 from mlx_parallm.models.adapters.settings import ADALORA_SCHEDULE, NAMES, TRAINED, check_trained
 from mlx_parallm.system.hardware import detect
@@ -42,6 +44,7 @@ TRAIN, EVALUATED_AS = "train", "eval_dataset"  # the environments' names in metr
 PEFT_DEFAULT_MODULES = ("q_proj", "v_proj")
 NO_BOUND = 1 << 30
 SPARE_TOKENS = 256  # of a chat template around a prompt
+RESET_TOKENS = 1024  # of what an environment's `reset` adds to a prompt
 
 SAME: Mapping[str, str] = {
     "learning_rate": "rl_training.learning_rate",
@@ -73,6 +76,7 @@ SAME: Mapping[str, str] = {
     "max_new_tokens": "environments.0.max_tokens",
     "lmbda": "rl_training.distillation.lmbda",
     "reward_weights": "environments.0.reward_weights",
+    "max_tool_calling_iterations": "tools.max_rounds",
 }
 HOW: Mapping[str, str] = {
     "output_dir": "`rl_training.checkpoint_dir` is its parent, `rl_training.run_name` its last"
@@ -309,6 +313,9 @@ def configuration(
     evaluated: DataRows | None,
     rewards: Sequence[Any] = (),
     names: Iterable[str] = (),
+    tools: Sequence[Any] = (),
+    factories: Factories | None = None,
+    reward_weights: Sequence[float] | None = None,
     loss: Any = None,
     teacher: str | None = None,
     lora: Mapping[str, Any],
@@ -319,6 +326,8 @@ def configuration(
 
     Args:
         rewards: functions or references; `names`: of the functions.
+        tools: functions that the model may call; `factories`: environments that play the rows.
+        reward_weights: of all rewards, in the place of those of `args`.
         teacher: directory, hub id or file of the teacher; None: the base.
 
     Raises ConfigError: values that do not go together.
@@ -340,10 +349,12 @@ def configuration(
             assert isinstance(args, TaughtConfig)
             training |= _taught_keys(args, teacher)
         _add_rollouts(data, args, schedule, train, evaluated, references)
+        if args.max_token_length is None:
+            data["rl_training"]["atropos"]["max_token_length"] += _of_tools(tools, factories)
     else:
         assert isinstance(args, RowsConfig)
         _add_rows(data, args, schedule, train, evaluated)
-    values = args.model_dump()
+    values = args.model_dump() | ({"reward_weights": reward_weights} if reward_weights else {})
     for name, key in SAME.items():
         if (
             name in values
@@ -360,6 +371,7 @@ def configuration(
         data["evaluation"].setdefault(
             "environments", [_evaluation_environment(data["environments"][0], evaluated)]
         )
+    _play_with(data, tools, factories)
     return parse_config(data, type(args).__name__)
 
 
@@ -599,6 +611,31 @@ def _longest(args: SampledConfig, *splits: DataRows | None) -> int:
     )
     longest = max((len(prompt.encode(errors="replace")) for prompt in prompts), default=0)
     return args.longest_completion + longest + SPARE_TOKENS
+
+
+def _play_with(data: dict[str, Any], tools: Sequence[Any], factories: Factories | None) -> None:
+    """Add the functions that the model may call, and let environments play the rows."""
+    if tools:
+        named = zip(tools, map(name_of, tools), strict=True)
+        data.setdefault("tools", {})["functions"] = [reference_to(tool, n) for tool, n in named]
+    if factories is not None:
+        entries = data["environments"]
+        entries[:] = [with_environments(entry, factories) for entry in entries]
+        held_out = data.get("evaluation", {}).get("environments", [])
+        held_out[:] = [
+            with_environments({"heldout_fraction": 1.0, **entry}, factories) for entry in held_out
+        ]
+
+
+def _of_tools(tools: Sequence[Any], factories: Factories | None) -> int:
+    """Return what definitions of tools and the text of `reset` add to a prompt at most, as far as
+    that is known: a token is a byte at least."""
+    definitions = [tool_definition(tool) for tool in tools]
+    added = 0
+    if factories is not None:
+        added = RESET_TOKENS
+        definitions += max(factories.definitions.values(), key=lambda each: len(str(each)))
+    return added + sum(2 * len(str(each).encode(errors="replace")) for each in definitions)
 
 
 def _optimizer(name: str) -> str:

@@ -23,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
@@ -30,6 +31,7 @@ from mlx_parallm.models.adapters.fake_quantized import rounded_layers, use_fake_
 from mlx_parallm.models.adapters.linear import AdapterDropout
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_swiglu
+from mlx_parallm.models.experts.routing import replayed_experts
 from mlx_parallm.models.lora import (
     adapter_layers,
     inject_lora,
@@ -66,8 +68,11 @@ class TrainedPolicy:
         needs_values: whether the tree gets a value head (models/value_head.py), trained beside the
             rest.
 
+    `replayed_experts`: (layers, experts a token, experts) where the trainer's forward takes the
+    experts that rollouts have recorded.
+
     Raises ConfigError: full-weight training or `qat_bits` on a quantised base, no hidden state for
-    a value head.
+    a value head, router_replay = "on" for a model without it.
     AdapterError: targets or shapes that do not fit.
     """
 
@@ -90,6 +95,8 @@ class TrainedPolicy:
             base,
         )
         self.lora = config.lora.enabled
+        setting = "off" if config.algorithm in DATA_ALGORITHMS else config.router_replay
+        self.replayed_experts = replayed_experts(model, setting, staleness=config.max_staleness)
         self._adalora = (
             config.lora.adalora.model_dump() | {"total_step": config.total_steps}
             if config.lora.use_adalora
