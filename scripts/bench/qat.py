@@ -57,6 +57,18 @@ def measure(
     place: Path, seed: int, steps: int, rank: int, qat: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """(score, loss) of the adapter on its base, and of the exported model."""
+    lora = f"rank = {rank}\nalpha = {2.0 * rank}\n" + ("qat_bits = 4" if qat else "")
+    held_out = train(place, seed, steps, lora)
+    run(
+        *("merge", "--base-model", "builtin:tiny", "--lora-path", place / "run" / "final"),
+        *("--output-path", place / "q4", "--q-bits", "4"),
+    )
+    exported = load_model(ModelConfig(base_path=str(place / "q4"))).model
+    return adapter_scores(place / "run" / "final", held_out), scores(exported, held_out)
+
+
+def train(place: Path, seed: int, steps: int, lora: str, rate: float = 2e-3) -> list[str]:
+    """Train an adapter with these lines of [rl_training.lora]; return the held-out words."""
     held_out = write_rows(place / "rows.jsonl", seed)
     config = place / "sft.toml"
     config.write_text(
@@ -68,7 +80,7 @@ port = 0
 [rl_training]
 algorithm = "sft"
 seed = {seed}
-learning_rate = 2e-3
+learning_rate = {rate}
 lr_schedule = "cosine"
 warmup_steps = 10
 batch_size = 32
@@ -76,28 +88,25 @@ total_steps = {steps}
 checkpoint_dir = "{place}"
 run_name = "run"
 [rl_training.lora]
-rank = {rank}
-alpha = {2.0 * rank}
-{"qat_bits = 4" if qat else ""}
+{lora}
 [data]
 path = "{place / "rows.jsonl"}"
 max_length = 64
 """
     )
     run("train", "--config", config)
-    final = place / "run" / "final"
-    run(
-        *("merge", "--base-model", "builtin:tiny", "--lora-path", final),
-        *("--output-path", place / "q4", "--q-bits", "4"),
-    )
+    return held_out
+
+
+def adapter_scores(adapter: Path, held_out: Sequence[str]) -> tuple[float, float]:
+    """(score, loss) of the shipped model with an adapter, in float32."""
     base = load_model(ModelConfig()).model
-    layers, linear = load_adapter(final).layers, linear_layers(base)
+    layers, linear = load_adapter(adapter).layers, linear_layers(base)
     weights = [
         (f"{path}.weight", merged_rows(linear[path].weight, p)) for path, p in layers.items()
     ]
     base.update(tree_unflatten(weights))
-    exported = load_model(ModelConfig(base_path=str(place / "q4"))).model
-    return scores(base, held_out), scores(exported, held_out)
+    return scores(base, held_out)
 
 
 def run(*command: str | Path) -> None:

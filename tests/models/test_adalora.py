@@ -21,6 +21,7 @@ from mlx_parallm.models.lora import (
     save_adapter,
     trainer_lora_layers,
 )
+from mlx_parallm.runs.show_checkpoint import describe
 from tests.rl_training.tiny_models import make_model
 
 CONFIG = LoraConfig.model_validate(
@@ -131,6 +132,11 @@ def test_pefts_files_both_ways(tmp_path: Path) -> None:
         False,
         True,
     ]
+    facts = describe(tmp_path / "peft")
+    assert (facts["kind"], facts["complete"]) == ("AdaLoRA in PEFT's format", True)
+    left = sum(sum(kept) for kept in pattern.values())
+    assert facts["adapter"]["left"] == f"{left} of {6 * len(pattern)} triplets"
+    assert facts["adapter"]["layers"] == len(pattern)
     expected = {path: delta(pair) for path, pair in adapter_layers(model).items()}
     made = pefts_delta(tmp_path / "peft")
     assert made.keys() == expected.keys() and first in pattern
