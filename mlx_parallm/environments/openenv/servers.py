@@ -32,9 +32,10 @@ from mlx_parallm.system.log import get_logger
 log = get_logger("environments")
 
 PORT = "{port}"
-POLL_S = 0.1
+POLL_S, START_POLL_S = 0.02, 0.1
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0  # after a failure; doubled each time
-FULL_S = 0.25  # before a full server is asked again
+FULL_S = 0.05  # before a server is asked again that is full without a session of ours
+FORGET_S = 30.0  # before a server that was full with ours is asked for more than it took
 LAST_WORDS = 300  # characters of what a server that ended has written
 
 
@@ -47,11 +48,29 @@ class Server:
     sessions: int = 0
     failures: int = 0  # since its last success
     rests_until: float = 0.0
+    most: int | None = None  # sessions of ours that it took when it was full
+    most_until: float = 0.0
     process: subprocess.Popen[bytes] | None = None
     output: IO[bytes] | None = None
 
     def leave(self) -> None:
         self.sessions -= 1
+
+    def note_full(self) -> None:
+        """Remember how many sessions it takes: those that it has, or, if none is ours, none for a
+        while."""
+        now = time.monotonic()
+        if self.sessions > 0:
+            self.most, self.most_until = self.sessions, now + FORGET_S
+        else:
+            self.rests_until = now + FULL_S
+
+    def has_room(self, limit: int | None) -> bool:
+        """Whether it may take one more session."""
+        limits = [] if limit is None else [limit]
+        if self.most is not None and time.monotonic() < self.most_until:
+            limits.append(self.most)
+        return all(self.sessions < each for each in limits)
 
     @property
     def ended(self) -> bool:
@@ -148,7 +167,8 @@ class Servers:
             try:
                 session, first = await self._begin(server, reset)
             except NoCapacityError as error:
-                full, server.rests_until = error, time.monotonic() + FULL_S
+                full = error
+                server.note_full()
             except EndpointError:
                 self._note_failure(server)
                 failures += 1
@@ -175,15 +195,13 @@ class Servers:
         return session, first
 
     def _pick(self) -> Server | None:
-        """Return the server with the fewest sessions that is neither full nor resting; where all
-        rest after failures, the one that rests the shortest."""
-        free = [
+        """Return the server with the fewest sessions that is neither full nor resting."""
+        now = time.monotonic()
+        awake = [
             server
             for server in self.servers
-            if self._max_sessions is None or server.sessions < self._max_sessions
+            if server.rests_until <= now and server.has_room(self._max_sessions)
         ]
-        now = time.monotonic()
-        awake = [server for server in free if server.rests_until <= now]
         return min(awake, key=lambda server: server.sessions, default=None)
 
     def _note_failure(self, server: Server) -> None:
@@ -252,7 +270,7 @@ def _wait_for(server: Server, timeout_s: float) -> None:
             )
         if time.monotonic() > until:
             raise EndpointError(f"{server.url}: no OpenEnv server answers: {why}")
-        time.sleep(POLL_S)
+        time.sleep(START_POLL_S)
 
 
 def _last_words(server: Server) -> str:
