@@ -30,7 +30,7 @@ from rich.table import Table
 BIN = Path(sys.executable).parent
 LAKE = {"id": "FrozenLake-v1", "make": {"is_slippery": False}}
 MOVES = ["left", "down", "right", "up"]
-GUESS = {"id": "GuessTheNumber-v0", "action_of": r"\d+"}
+GUESS = {"id": "GuessTheNumber-v0", "regex": r"\[(1?[1-9]|10|20)\]"}
 LEGS = {"dataset_name": "leg_counting", "dataset_config": {}, "size": 10}
 CASES: Mapping[str, dict[str, Any]] = {
     "gymnasium FrozenLake": {"kind": "gymnasium", "options": LAKE | {"action_names": MOVES}},
@@ -48,14 +48,14 @@ CASES: Mapping[str, dict[str, Any]] = {
     "textarena GuessTheNumber": {"kind": "textarena", "options": GUESS},
     "textarena TicTacToe, all seats": {
         "kind": "textarena",
-        "options": {"id": "TicTacToe-v0", "action_of": r"\d"},
+        "options": {"id": "TicTacToe-v0", "regex": r"\[[0-8]\]"},
     },
     "textarena KuhnPoker, policy@-2": {
         "kind": "textarena",
         "options": {
             "id": "KuhnPoker-v0",
             "opponent": "policy@-2",
-            "action_of": "check|bet|call|fold",
+            "regex": r"\[(check|bet|call|fold)\]",
         },
     },
     "openenv echo_env (tools)": {"kind": "openenv", "app": "echo_env"},
@@ -103,7 +103,8 @@ def entry_of(case: str, args: argparse.Namespace) -> dict[str, Any] | None:
     """Return the [[environments]] entry of a case; None: there is no such server here."""
     case_of = CASES[case]
     if case_of["kind"] == "gymnasium":
-        return {**case_of, "options": {**case_of["options"], "max_steps": args.max_steps}}
+        limits = {"constrained": True, "max_steps": args.max_steps}
+        return {**case_of, "options": {**case_of["options"], **limits}}
     if case_of["kind"] != "openenv":
         return dict(case_of)
     if args.openenv is None or args.checkout is None:
