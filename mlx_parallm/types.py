@@ -98,6 +98,17 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image of a prompt, as the model's tower reads it."""
+
+    digest: str  # SHA-256 of what its features are computed from, in hexadecimal digits
+    text: str  # what stands in a prompt for it
+    tokens: int  # image tokens in `text`: one for each of its features
+    # numpy's, by name: what the tower reads
+    arrays: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One generation request: `params.n` completions of one prompt under one adapter."""
 
@@ -109,6 +120,7 @@ class Request:
     cache_salt: str | None = None  # prefixes are shared among requests of the same salt only
     priority: int = 0  # lower goes first
     opens_text: bool = False  # the completion begins a text of its own, as a chat's answer does
+    images: tuple[PromptImage, ...] = ()  # in the order of their tokens in the prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ import numpy as np
 from mlx_parallm.engine.cache.batch import choose_cache
 from mlx_parallm.engine.cache.prefill import arrays_of
 from mlx_parallm.engine.grammar import Grammars
+from mlx_parallm.engine.images import ImageFeatures, image_ids
 from mlx_parallm.engine.live_requests import Counters, Event, LiveRequests, own_failure
 from mlx_parallm.engine.logit_edits import LogitEdits, spellings
 from mlx_parallm.engine.model_runner import LaunchedStep, ModelRunner, SampledToken
@@ -80,6 +81,7 @@ class Engine:
         tokenizer: this thread's own.
         weights: versions and adapters.
         lora: what the serving tree's linear layers read.
+        images: None: the model reads no images.
 
     Raises:
         ModelError: the engine cannot decode the architecture (see cache/batch.py).
@@ -92,6 +94,7 @@ class Engine:
         weights: SharedWeights,
         lora: LoraContext,
         options: EngineOptions,
+        images: ImageFeatures | None = None,
     ) -> None:
         self.options = options
         self.grammars = Grammars(tokenizer, options.vocab_size, close_objects=options.close_objects)
@@ -118,6 +121,7 @@ class Engine:
             bound,
             options.default_max_tokens,
             prompt_cost,
+            None if images is None else images.token_id,
         )
         self.scheduler = Scheduler(
             options.max_rows,
@@ -131,6 +135,7 @@ class Engine:
         )
         self._note_memory()
         self.weights = weights
+        self.images = images
         self._runner = ModelRunner(
             model,
             lora,
@@ -138,6 +143,7 @@ class Engine:
             self.cache,
             prefill_chunk=options.prefill_chunk,
             processed_alternatives=options.processed_alternatives,
+            images=images,
         )
         self._tokenizer = tokenizer
         self._random = random.Random(options.seed)
@@ -392,6 +398,9 @@ class Engine:
             for ids in spellings(word, self._tokenizer.encode_within)
         ]
         longest = self.limits.default_length(len(prompt))
+        positions = prompt
+        if self.images is not None and request.images:
+            positions = image_ids(prompt, request.images, self.images.token_id)
         make_detokenizer = partial(
             self._tokenizer.detokenizer,
             opens_text=request.opens_text,
@@ -401,7 +410,8 @@ class Engine:
             Sequence(
                 request_id=request.request_id,
                 index=index,
-                prompt=prompt,
+                prompt=positions,
+                images=request.images,
                 params=params,
                 adapter=adapter,
                 max_tokens=longest if params.max_tokens is None else params.max_tokens,

@@ -15,6 +15,7 @@ and fails alone. This costs one prefill a row and happens after a failure only.
 """
 
 import copy
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ import numpy as np
 from mlx_parallm.engine.cache.batch import RunningCache
 from mlx_parallm.engine.cache.prefill import arrays_of, present, states_of
 from mlx_parallm.engine.cache.sharing import PromptRows, end_of
+from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import PrefillChunk, PrefixSave, SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
@@ -66,6 +68,7 @@ class ModelRunner:
         cache: keys, values and states of the running rows.
         prefill_chunk: tokens of one forward, for `rebuild`.
         processed_alternatives: see SamplingBatch.
+        images: what stands in prompts beside text; None: nothing does.
     """
 
     def __init__(
@@ -77,7 +80,10 @@ class ModelRunner:
         *,
         prefill_chunk: int,
         processed_alternatives: bool,
+        images: ImageFeatures | None = None,
     ) -> None:
+        self._images = images
+        self._features: Mapping[int, mx.array] = {}  # of the last plan's prompts
         self._processed_alternatives = processed_alternatives
         self._prefill_chunk = prefill_chunk
         self._model = model
@@ -108,6 +114,12 @@ class ModelRunner:
                 [move.source for move in plan.moves], [move.target for move in plan.moves], longest
             )
         self._cache.truncate(plan.kept)
+        if self._images is not None:
+            self._features = self._images.prepare(
+                (row.tokens[chunk.start : chunk.stop], row.owner.images)
+                for chunk in plan.prefill
+                for row in chunk.prefill.rows
+            )
         for chunk in plan.prefill:
             if chunk.prompts:
                 self._cache.place(chunk.prompts, chunk.first_row)
@@ -227,8 +239,10 @@ class ModelRunner:
 
         Raises whatever the model or the sampler raises on it.
         """
-        tokens = [*sequence.prompt, *sequence.tokens]
+        tokens = (*sequence.prompt, *sequence.tokens)
         length = len(tokens) - 1
+        if self._images is not None:
+            self._features = self._images.prepare([(tokens, sequence.images)])
         caches = self._cache.new_prefill(len(tokens))
         for start in range(0, length, self._prefill_chunk):
             self._forward(
@@ -244,15 +258,15 @@ class ModelRunner:
 
     def try_forward(self) -> None:
         """Computes one token of the base alone. Raises when the model cannot compute at all."""
-        mx.eval(self._forward([0], None, self._cache.new_prefill(1)))
+        mx.eval(self._forward((0,), None, self._cache.new_prefill(1)))
 
     def _forward(
-        self, tokens: list[int], adapter: AdapterSlot | None, caches: list[Any]
+        self, tokens: tuple[int, ...], adapter: AdapterSlot | None, caches: list[Any]
     ) -> mx.array:
         """Logits [1, V] of the last token."""
         with self._weights.read():
             self._lora.activate([adapter])
-            return self._model(mx.array([tokens], dtype=mx.int32), cache=caches)[:, -1]
+            return self._run([tokens], len(tokens), caches)[:, -1]
 
     def _prefill(self, chunk: PrefillChunk) -> list[mx.array]:
         prefill = chunk.prefill
@@ -270,18 +284,26 @@ class ModelRunner:
             for row in prefill.rows:
                 row.prefix = ()
         if chunk.stop > chunk.start:
-            tokens = np.zeros((len(prefill.rows), chunk.stop - chunk.start), np.int32)
-            for index, row in enumerate(prefill.rows):
-                piece = row.tokens[chunk.start : chunk.stop]
-                tokens[index, : len(piece)] = piece
+            pieces = [row.tokens[chunk.start : chunk.stop] for row in prefill.rows]
             self._lora.activate([row.owner.adapter for row in prefill.rows])
-            self._model(mx.array(tokens), cache=prefill.caches)
+            self._run(pieces, chunk.stop - chunk.start, prefill.caches)
         kept = [] if chunk.save is None else self._keep(prefill.caches, chunk.save)
         if chunk.prompts:
             self._cache.write_prefixes(prefill.caches, chunk.prompts, chunk.first_row)
             prefill.caches = []
             return kept  # the decode step reads the rows
         return kept + arrays_of(prefill.caches)
+
+    def _run(self, rows: SequenceOf[tuple[int, ...]], width: int, caches: list[Any]) -> mx.array:
+        """Return the logits [rows, width, V] of pieces of texts, padded to `width`."""
+        if self._images is not None:
+            ids, features = self._images.inputs(rows, width, self._features)
+            with self._images.table.using(features):
+                return self._model(ids, cache=caches)
+        tokens = np.zeros((len(rows), width), np.int32)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = row
+        return self._model(mx.array(tokens), cache=caches)
 
     def _keep(self, caches: list[Any], save: PrefixSave) -> list[mx.array]:
         """Puts what a prefill of one row has computed into the prefix cache; returns arrays to

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mlx_parallm.engine.grammar import Matcher, OnlyTokens
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
-from mlx_parallm.types import Completion, FinishReason, SamplingParams, TopLogprob
+from mlx_parallm.types import Completion, FinishReason, PromptImage, SamplingParams, TopLogprob
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.cache.prefix import PrefixChunk
@@ -41,7 +41,7 @@ class Sequence:
 
     request_id: str
     index: int
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # positions of images have negative numbers (images.py)
     params: SamplingParams
     # None = the base; kept to the end, also when it is unloaded meanwhile
     adapter: "AdapterSlot | None"
@@ -58,6 +58,7 @@ class Sequence:
     priority: int = 0  # lower goes first
     rank: int = 0  # place in the queue
     cache_salt: str | None = None
+    images: tuple[PromptImage, ...] = ()
     chunks: tuple["PrefixChunk", ...] = ()  # segments that its row reads and others may read too
     # weights and salt under which the prompt's keys and values began to be computed
     prefix_key: Hashable = None

@@ -191,9 +191,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         teach_tools: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        images: bool = False,
     ) -> str:
         """The text of a conversation, for every part of the program; messages as `read_messages`
-        takes them.
+        takes them, with their images or without.
 
         Tools that the template has no place for are taught in words (`taught_tools`), and so is
         their history. `teach_tools` False: the caller has seen to that, and reads calls in formats
@@ -214,7 +215,7 @@ class Tokenizer:
                 f"'chat_template_kwargs' cannot set {taken!r}: it is no argument of the template"
             )
             raise RequestError(reason, param="chat_template_kwargs")
-        chat = in_known_roles(read_messages(messages), self._template_text(tools))
+        chat = in_known_roles(read_messages(messages, images=images), self._template_text(tools))
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,

@@ -1,0 +1,118 @@
+"""Images in chats: where they stand in messages, and what stands for them in a prompt's text. No
+MLX, no picture is opened here.
+
+    messages (`read_messages` with images) → image_sources → ImageReader.read → PromptImage
+    rendered text, a placeholder for each  → with_images   → text with each image's own tokens
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.types import PromptImage
+
+_SOURCES = ("image_url", "image", "url", "source")
+_IGNORED = frozenset({"type", "cache_control", "prompt_cache_breakpoint"})
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image as a client wrote it: a URL, or any value that a reader takes. `where` is the
+    place that errors name."""
+
+    where: str
+    value: Any
+    detail: str | None = None  # OpenAI's: "low", "high", "auto", "original"
+
+
+class ImageReader(Protocol):
+    """Turns sources into what the model of this process reads."""
+
+    @property
+    def placeholder(self) -> str:
+        """The text that the model's chat template writes for an image."""
+
+    async def read(self, sources: Sequence[ImageSource]) -> list[PromptImage]:
+        """Return the images in order. Raises RequestError: one that is not there, is no image, or
+        is too large; which and why."""
+
+
+def image_sources(
+    messages: Iterable[Mapping[str, Any]], where: str = "messages"
+) -> list[ImageSource]:
+    """Return the images of messages, in the order in which they stand. Raises RequestError."""
+    return [
+        _source(part, f"{where}.{position}.content.{index}")
+        for position, message in enumerate(messages)
+        if not isinstance(message["content"], str)
+        for index, part in enumerate(message["content"])
+        if part["type"] == "image"
+    ]
+
+
+def without_sources(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as a chat template gets them: it sees where images stand, and not the
+    megabytes that they are written in."""
+    return [
+        {
+            **message,
+            "content": message["content"]
+            if isinstance(message["content"], str)
+            else [
+                {"type": "image"} if part["type"] == "image" else part
+                for part in message["content"]
+            ],
+        }
+        for message in messages
+    ]
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a content of `read_messages`, without its images."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def with_images(text: str, placeholder: str, images: Sequence[PromptImage]) -> str:
+    """Return a rendered text in which each placeholder has become its image's own text. Raises
+    RequestError: there are more placeholders, or fewer."""
+    pieces = text.split(placeholder)
+    if len(pieces) - 1 != len(images):
+        reason = (
+            f"the chat template made {len(pieces) - 1} places of these {len(images)} images: a text"
+            f" beside images must not hold {placeholder!r}, and the model's template must show them"
+        )
+        raise RequestError(reason, param="messages")
+    return pieces[0] + "".join(
+        image.text + piece for image, piece in zip(images, pieces[1:], strict=True)
+    )
+
+
+def _source(part: Mapping[str, Any], where: str) -> ImageSource:
+    written = {key: value for key, value in part.items() if value is not None}
+    if "file_id" in written:
+        raise RequestError(
+            f"{where}.file_id: this server keeps no files: send the image as a data: URL",
+            param=f"{where}.file_id",
+            code="unsupported_content",
+        )
+    keys = [key for key in _SOURCES if key in written]
+    unknown = sorted(written.keys() - {*_SOURCES, "detail"} - _IGNORED)
+    if len(keys) != 1 or unknown:
+        reason = (
+            f"has no field {unknown[0]!r}" if unknown else f"needs one of {', '.join(_SOURCES)}"
+        )
+        raise RequestError(f"{where}: an image {reason}", param=where)
+    [key] = keys
+    value, detail = written[key], written.get("detail")
+    if isinstance(value, Mapping) and isinstance(value.get("url"), str):  # OpenAI's chat
+        detail = value.get("detail", detail)
+        value = value["url"]
+    if detail not in (None, "auto", "low", "high", "original"):
+        raise RequestError(
+            f"{where}.detail: expected auto, low, high or original, got {detail!r}",
+            param=f"{where}.detail",
+        )
+    return ImageSource(where, value, detail)

@@ -1,0 +1,23 @@
+"""The face of what makes features of images, as engine and trainer know it."""
+
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlx_parallm.types import PromptImage
+
+
+class ImageEncoder(Protocol):
+    """A model's tower and projector, evaluated."""
+
+    @property
+    def token_id(self) -> int:
+        """The token that stands in a prompt for each feature of an image."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of features that are kept for later prompts."""
+
+    def encode(self, image: PromptImage) -> mx.array:
+        """Return an image's features [image.tokens, D], as the embedding of its tokens, not
+        evaluated. Raises ValueError: their number is another one."""
