@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -438,10 +439,16 @@ class Serving:
         self._http.start()
 
     def load(self, *, quantize: bool = False) -> LoadedModel:
-        """Load the base. Raises ModelError; /health says so too."""
+        """Load the base, and what reads images for it. Raises ModelError, ConfigError; /health
+        says so too."""
         try:
-            return load_model(self.config.model, quantize=quantize)
-        except ModelError as error:
+            loaded = load_model(self.config.model, quantize=quantize)
+            for leaf in leaves():
+                if leaf.images is not None and loaded.images is None:
+                    parts = imported(leaf.images)(self.config, loaded)
+                    loaded = replace(loaded, images=parts)
+            return loaded
+        except (ModelError, ConfigError) as error:
             self.state.failed(str(error))
             raise
 
@@ -486,7 +493,8 @@ class Serving:
             weights, engine.shapes, engine.names, roots, self.config.server.max_loaded_adapters
         )
         clients_engine = self._clients_engine(self.client) if self._clients_engine else self.client
-        self.state.ready(clients_engine, self.tokenizer(), loader)
+        reader = None if loaded.images is None else loaded.images.reader
+        self.state.ready(clients_engine, self.tokenizer(), loader, reader)
 
     def _load_scorer(self, loaded: LoadedModel) -> None:
         """Wait for the reward model, which shares the base's arrays where both are loaded alike.

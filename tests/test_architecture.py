@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("faces.atropos", "faces.mcp_server", "faces.tinker", "rl_training.distillation"),
     ("systems.experts", "systems.traces", "systems.prompt_policy"),
     ("systems.orchestrator", "runs.dashboard", "deploy.export", "faces.trl"),
-    ("systems.pipeline",),
+    ("systems.pipeline", "systems.vision"),
     ("__init__", "__main__"),
 )
 # Within a layer only these; all others are independent of their neighbours.
@@ -97,6 +97,8 @@ MLX_FREE = (
     "systems.prompt_policy.leaf",
     "systems.traces.config",
     "systems.traces.leaf",
+    "systems.vision.config",
+    "systems.vision.leaf",
     "types",
 )
 # they measure MLX: imported when their command runs

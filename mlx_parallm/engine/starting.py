@@ -90,8 +90,8 @@ def start_engine(
     use_fast_rope(loaded.model)
     route_attention(loaded.model)
     images = None
-    if loaded.image_encoder is not None:
-        images = ImageFeatures(loaded.image_encoder, admit_images(loaded.model))
+    if loaded.images is not None:
+        images = ImageFeatures(loaded.images.encoder, admit_images(loaded.model))
     lora = prepare_for_serving(loaded.model)
     engine_tokenizer = tokenizer()
     thread = EngineThread(

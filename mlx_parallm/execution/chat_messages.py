@@ -127,13 +127,17 @@ def parts_of(content: Any, where: str) -> str | list[dict[str, Any]]:
     for index, part in enumerate(content):
         if is_image(part):
             parts.append({**part, "type": "image"})
-            continue
-        text = part_text(part, f"{where}.{index}")
-        if parts and parts[-1]["type"] == "text":
-            parts[-1]["text"] += text
-        elif text:
-            parts.append({"type": "text", "text": text})
+        else:
+            add_text(parts, part_text(part, f"{where}.{index}"))
     return parts
+
+
+def add_text(parts: list[dict[str, Any]], text: str) -> None:
+    """Put a text behind the parts of a content; it goes on with the last one."""
+    if parts and parts[-1]["type"] == "text":
+        parts[-1]["text"] += text
+    elif text:
+        parts.append({"type": "text", "text": text})
 
 
 def is_image(part: Any) -> bool:

@@ -13,7 +13,7 @@ from mlx_parallm.errors import RequestError
 from mlx_parallm.types import PromptImage
 
 _SOURCES = ("image_url", "image", "url", "source")
-_IGNORED = frozenset({"type", "cache_control", "prompt_cache_breakpoint"})
+_IGNORED = frozenset({"type", "cache_control", "prompt_cache_breakpoint", "place"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,10 @@ class ImageReader(Protocol):
 def image_sources(
     messages: Iterable[Mapping[str, Any]], where: str = "messages"
 ) -> list[ImageSource]:
-    """Return the images of messages, in the order in which they stand. Raises RequestError."""
+    """Return the images of messages, in the order in which they stand. `place` of a part is its
+    place in the body of another API. Raises RequestError."""
     return [
-        _source(part, f"{where}.{position}.content.{index}")
+        _source(part, str(part.get("place") or f"{where}.{position}.content.{index}"))
         for position, message in enumerate(messages)
         if not isinstance(message["content"], str)
         for index, part in enumerate(message["content"])
@@ -75,16 +76,21 @@ def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
     return "".join(part["text"] for part in content if part["type"] == "text")
 
 
+def check_places(text: str, placeholder: str, images: int) -> None:
+    """Raises RequestError: a rendered text has not as many placeholders as images."""
+    if (places := text.count(placeholder)) != images:
+        reason = (
+            f"the chat template made {places} places of these {images} images: a text beside images"
+            f" must not hold {placeholder!r}, and the model's template must show them"
+        )
+        raise RequestError(reason, param="messages")
+
+
 def with_images(text: str, placeholder: str, images: Sequence[PromptImage]) -> str:
     """Return a rendered text in which each placeholder has become its image's own text. Raises
     RequestError: there are more placeholders, or fewer."""
+    check_places(text, placeholder, len(images))
     pieces = text.split(placeholder)
-    if len(pieces) - 1 != len(images):
-        reason = (
-            f"the chat template made {len(pieces) - 1} places of these {len(images)} images: a text"
-            f" beside images must not hold {placeholder!r}, and the model's template must show them"
-        )
-        raise RequestError(reason, param="messages")
     return pieces[0] + "".join(
         image.text + piece for image, piece in zip(images, pieces[1:], strict=True)
     )

@@ -1,9 +1,11 @@
 """The face of what makes features of images, as engine and trainer know it."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
 
+from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.types import PromptImage
 
 
@@ -21,3 +23,12 @@ class ImageEncoder(Protocol):
     def encode(self, image: PromptImage) -> mx.array:
         """Return an image's features [image.tokens, D], as the embedding of its tokens, not
         evaluated. Raises ValueError: their number is another one."""
+
+
+@dataclass(frozen=True)
+class ImageParts:
+    """The parts of a model that sees: features for engine and trainer, and the reader of what
+    clients send."""
+
+    encoder: ImageEncoder
+    reader: ImageReader

@@ -1,0 +1,66 @@
+"""Vision-language models, plugged in: their towers are loaded where a checkpoint has one that is
+known and the extra `vision` is there."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mlx_parallm.config.leaves import Leaf
+from mlx_parallm.errors import ConfigError, ModelError
+from mlx_parallm.system.packages import is_installed, needs
+
+if TYPE_CHECKING:
+    from mlx_parallm.config.load import Config
+    from mlx_parallm.models.images.encoder import ImageParts
+    from mlx_parallm.models.loading import LoadedModel
+
+LEAF = Leaf(
+    "vision",
+    section="mlx_parallm.systems.vision.config:VisionConfig",
+    images="mlx_parallm.systems.vision.leaf:image_parts",
+)
+FAMILIES = {
+    "idefics3": "mlx_parallm.systems.vision.idefics3",
+    "smolvlm": "mlx_parallm.systems.vision.idefics3",
+}
+"""`model_type` → the module with its `load`."""
+PACKAGES = ("mlx_vlm", "PIL")
+
+
+def image_parts(config: "Config", loaded: "LoadedModel") -> "ImageParts | None":
+    """Return the encoder and the reader of a model; None: it reads text alone.
+
+    Raises ConfigError: `vision.enabled = true`, and a package is missing; ModelError: and the model
+    has no tower that is known; the tower does not load.
+    """
+    from mlx_parallm.models.images.encoder import ImageParts
+    from mlx_parallm.system.log import get_logger
+    from mlx_parallm.systems.vision.config import VisionConfig
+    from mlx_parallm.systems.vision.reader import PictureReader
+
+    settings = config.section(VisionConfig)
+    if settings.enabled is False:
+        return None
+    if reason := why_blind(loaded.config):
+        if settings.enabled is True:
+            raise ModelError(f"vision.enabled = true, but {reason}")
+        return None
+    absent = next((module for module in PACKAGES if not is_installed(module)), None)
+    if absent is not None:
+        line = needs("reading images", absent)
+        if settings.enabled is True:
+            raise ConfigError(line)
+        get_logger(__name__).info("only the model's text part is used", images=line)
+        return None
+    family: Any = import_module(FAMILIES[loaded.config["model_type"]])
+    encoder, processor = family.load(loaded, settings.feature_cache_bytes)
+    return ImageParts(encoder, PictureReader(settings, processor))
+
+
+def why_blind(config: Mapping[str, Any]) -> str:
+    """Return why a model's images cannot be read, by its config.json; "" when they can."""
+    if not isinstance(config.get("vision_config"), dict):
+        return "the model has no part that sees (config.json has no vision_config)"
+    if (name := config.get("model_type")) not in FAMILIES:
+        return f"the part of {name!r} that sees is not known here: {', '.join(sorted(FAMILIES))}"
+    return ""

@@ -1,0 +1,104 @@
+"""Images of requests: from what a client wrote to what the model's tower reads, beside the event
+loop.
+
+    ImageSource → bytes (sources.py) → a picture (pictures.py) → Processor → PromptImage
+
+Pictures are opened in two threads of their own, so memory holds two decoded ones at a time. What
+was read is kept for the next turn of a conversation, which sends it again.
+"""
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from PIL import Image
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.prompt_images import ImageSource
+from mlx_parallm.systems.vision.config import VisionConfig
+from mlx_parallm.systems.vision.pictures import PictureError, as_rgb, open_picture
+from mlx_parallm.systems.vision.sources import fetched_bytes, file_bytes, inline_bytes
+from mlx_parallm.types import PromptImage
+
+THREADS = 2
+KEPT_BYTES = 128 << 20  # of pictures that were read
+
+
+class Processor(Protocol):
+    """A family's way from a picture to what its tower reads. Threads may share it."""
+
+    placeholder: str
+
+    def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
+        """Take a picture in RGB. `low`: with as few tokens as the family can."""
+
+
+class PictureReader:
+    """`ImageReader` of a model: limits from [vision], pictures by its family's processor."""
+
+    def __init__(self, settings: VisionConfig, processor: Processor) -> None:
+        self.placeholder = processor.placeholder
+        self._settings = settings
+        self._processor = processor
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="pictures")
+        self._kept: OrderedDict[tuple[str, bool], PromptImage] = OrderedDict()
+
+    async def read(self, sources: Sequence[ImageSource]) -> list[PromptImage]:
+        most = self._settings.max_images
+        if len(sources) > most:
+            where = sources[most].where
+            reason = f"{where}: {len(sources)} images, and a request may have {most}"
+            raise RequestError(f"{reason} (vision.max_images)", param=where, code="invalid_image")
+        return [await self._read(source) for source in sources]
+
+    async def _read(self, source: ImageSource) -> PromptImage:
+        loop = asyncio.get_running_loop()
+        try:
+            value = source.value
+            if isinstance(value, str) and value.lower().startswith(("http://", "https://")):
+                value = await fetched_bytes(value, self._settings)
+            return await loop.run_in_executor(self._threads, self.image_of, value, source.detail)
+        except PictureError as error:
+            raise RequestError(
+                f"{source.where}: {error}", param=source.where, code="invalid_image"
+            ) from error
+
+    def image_of(self, value: object, detail: str | None = None) -> PromptImage:
+        """Read bytes, a data or file URL, or Pillow's picture, in the caller's thread. Raises
+        PictureError."""
+        low = detail == "low"
+        if isinstance(value, Image.Image):
+            return self._processor.process(as_rgb(value), low=low)
+        if isinstance(value, str):
+            scheme = value[:8].lower()
+            if scheme.startswith("data:"):
+                value = inline_bytes(value, self._settings)
+            elif scheme.startswith("file:"):
+                value = file_bytes(value, self._settings)
+        if not isinstance(value, bytes):
+            raise PictureError("expected a data: URL, or an http or file URL that [vision] allows")
+        key = (hashlib.sha256(value).hexdigest(), low)
+        if (image := self._kept.get(key)) is None:
+            picture = open_picture(value, self._settings.max_pixels)
+            image = self._processor.process(picture, low=low)
+        self._keep(key, image)
+        return image
+
+    def _keep(self, key: tuple[str, bool], image: PromptImage) -> None:
+        kept = self._kept
+        kept[key] = image
+        kept.move_to_end(key)
+        sizes = {each: sum(a.nbytes for a in kept[each].arrays.values()) for each in list(kept)}
+        total = sum(sizes.values())
+        for each, size in sizes.items():
+            if total <= KEPT_BYTES:
+                break
+            total -= size
+            kept.pop(each, None)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
