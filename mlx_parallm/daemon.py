@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -45,6 +45,7 @@ from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ModelError
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.images.encoder import ImageParts, ImageSupport
 from mlx_parallm.models.loading import (
     LoadedModel,
     check_model,
@@ -443,18 +444,28 @@ class Serving:
         says so too."""
         try:
             loaded = load_model(self.config.model, quantize=quantize)
-            for leaf in leaves():
-                if leaf.images is not None and loaded.images is None:
-                    parts = imported(leaf.images)(self.config, loaded)
-                    loaded = replace(loaded, images=parts)
-            return loaded
+            if (support := self.image_support) is None:
+                return loaded
+            return replace(loaded, images=ImageParts(support.encoder(loaded), support.reader))
         except (ModelError, ConfigError) as error:
             self.state.failed(str(error))
             raise
 
+    @cached_property
+    def image_support(self) -> ImageSupport | None:
+        """The part that reads images for the model; None: it reads text alone. Raises ModelError,
+        ConfigError."""
+        hooks = [imported(leaf.images) for leaf in leaves() if leaf.images is not None]
+        path = self.model_path
+        each = (hook(self.config, path, read_config(path)) for hook in hooks)
+        return next((support for support in each if support is not None), None)
+
     def tokenizer(self) -> Tokenizer:
         """A tokenizer for one thread."""
-        return load_tokenizer(self.model_path, self.config.model)
+        tokenizer = load_tokenizer(self.model_path, self.config.model)
+        if self.image_support is not None:
+            tokenizer.images = self.image_support.reader
+        return tokenizer
 
     def open(
         self,

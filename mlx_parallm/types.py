@@ -288,6 +288,8 @@ class Rollout:
     turn_rewards: tuple[float, ...] = ()
     # sampled tokens of each turn of this sequence; empty: each run of sampled tokens is a turn
     turn_lengths: tuple[int, ...] = ()
+    # names of the stored images whose tokens are in this sequence, in order
+    images: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object from which `from_json` makes an equal rollout; no float is rounded."""
@@ -307,6 +309,7 @@ class Rollout:
             "earlier": [segment.to_json() for segment in self.earlier],
             "turn_rewards": list(self.turn_rewards),
             "turn_lengths": list(self.turn_lengths),
+            "images": list(self.images),
         }
 
     @classmethod
@@ -477,6 +480,7 @@ class ChatTokenizer(Protocol):
     # (start, end) of a call in the model's own format; None: it has none
     tool_markers: tuple[str, str] | None
     parse_tool_call: Callable[[str, Any], Any] | None
+    images: Any  # the `ImageReader` of stored images; None: messages hold texts alone
 
     @property
     def has_chat_template(self) -> bool: ...
@@ -491,6 +495,8 @@ class ChatTokenizer(Protocol):
     def opens_text(self, prompt_ids: Sequence[int]) -> bool: ...
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]: ...
+
+    def images_of(self, messages: str | Sequence[Mapping[str, Any]]) -> tuple[PromptImage, ...]: ...
 
     def render_chat_text(
         self,

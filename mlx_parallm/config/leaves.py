@@ -77,8 +77,8 @@ class Leaf:
         clients_train: the key of its section that is true where clients train, and the
             configuration does not. `mlx_parallm serve --NAME` sets it.
         serve_help: the help of that flag.
-        images: (Config, LoadedModel) → `models.images.encoder.ImageParts` or None: what reads
-            images for that model.
+        images: (Config, directory of the model, its config.json) →
+            `models.images.encoder.ImageSupport` or None: what reads images for that model.
         teachers: (factory.TeacherContext) → `step.teaching.TeacherSignal`: the teachers of
             [rl_training.distillation].
         environments: kinds of environments, each the "module:name" of its class.

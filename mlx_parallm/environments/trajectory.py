@@ -17,6 +17,7 @@ class SequenceRecorder:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._turns: list[int] = []  # sampled tokens of each
+        self.images: tuple[str, ...] = ()  # names of those in its prompts so far
         self.add_prompt(prompt_ids)
 
     @property
@@ -60,6 +61,7 @@ class SequenceRecorder:
             policy_versions=tuple(self._versions),
             temperature=temperature,
             scores={},
+            images=self.images,
             stop_reason=stop_reason,
             error=error,
             # nothing was asked between two turns: the mask does not tell them apart

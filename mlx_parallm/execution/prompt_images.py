@@ -5,6 +5,8 @@ MLX, no picture is opened here.
     rendered text, a placeholder for each  → with_images   → text with each image's own tokens
 """
 
+import base64
+import binascii
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +14,8 @@ from typing import Any, Protocol
 from mlx_parallm.errors import RequestError
 from mlx_parallm.types import PromptImage
 
+STORED = "sha256:"  # begins the name of an image that this process has stored
+_SHOWN = 60  # characters of what a client wrote, in an error
 _SOURCES = ("image_url", "image", "url", "source")
 _IGNORED = frozenset({"type", "cache_control", "prompt_cache_breakpoint", "place"})
 
@@ -37,6 +41,10 @@ class ImageReader(Protocol):
         """Return the images in order. Raises RequestError: one that is not there, is no image, or
         is too large; which and why."""
 
+    def stored(self, name: str) -> PromptImage:
+        """Return the image of a name that `STORED` begins: a data set's row has it. Any thread.
+        Raises RequestError."""
+
 
 def image_sources(
     messages: Iterable[Mapping[str, Any]], where: str = "messages"
@@ -50,6 +58,36 @@ def image_sources(
         for index, part in enumerate(message["content"])
         if part["type"] == "image"
     ]
+
+
+def image_refs(messages: str | Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the names of stored images in a prompt, in order."""
+    if isinstance(messages, str):
+        return ()
+    return tuple(
+        part["image"]
+        for message in messages
+        if isinstance(message.get("content"), list | tuple)
+        for part in message["content"]
+        if isinstance(part, Mapping) and part.get("type") == "image"
+    )
+
+
+def data_url_bytes(url: str, most: int | None = None) -> bytes:
+    """Return what a data URL of an image holds. Raises ValueError: it is no such; or larger than
+    `most` bytes."""
+    head, comma, body = url.partition(",")
+    kind, *options = head.removeprefix("data:").split(";")
+    if not comma or "base64" not in (option.strip().lower() for option in options):
+        raise ValueError("a data URL is read as data:image/…;base64,…")
+    if kind.strip() and not kind.strip().lower().startswith("image/"):
+        raise ValueError(f"the data URL says {kind.strip()[:_SHOWN]!r}, which is no image")
+    if most is not None and len(body) // 4 * 3 > most + 3:
+        raise ValueError(f"it has {len(body) // 4 * 3} bytes, and at most {most} are read")
+    try:
+        return base64.b64decode("".join(body.split()), validate=True)
+    except binascii.Error:
+        raise ValueError("the data URL is not base64") from None
 
 
 def without_sources(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

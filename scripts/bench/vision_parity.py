@@ -60,22 +60,23 @@ def our_logits(work: Path, family: str) -> tuple[np.ndarray, np.ndarray]:
     from mlx_parallm.engine.images import ImageFeatures, image_ids
     from mlx_parallm.models.images.embedding import admit_images
     from mlx_parallm.models.loading import load_model, load_tokenizer
-    from mlx_parallm.systems.vision.leaf import image_parts
+    from mlx_parallm.systems.vision.leaf import image_support
     from tests.images.checkpoints import save_smolvlm
     from tests.vision.drawn import noise
 
     path = save_smolvlm(work / "model", model_type=family)
     config = Config.model_validate({"model": {"base_path": str(path)}, "vision": {"enabled": True}})
     loaded = load_model(config.model)
-    parts = image_parts(config, loaded)
+    support = image_support(config, path, loaded.config)
+    encoder = support.encoder(loaded)
     pictures = [noise(*size, seed=seed) for seed, size in enumerate(SIZES)]
     for index, picture in enumerate(pictures):
         picture.save(work / f"{index}.png")
-    images = [parts.reader.image_of(picture) for picture in pictures]
+    images = [support.reader.image_of(picture) for picture in pictures]
     text = "".join(f"Picture {i}: {image.text}, " for i, image in enumerate(images)) + "which?"
     ids = tuple(load_tokenizer(path, config.model).encode(text))
-    features = ImageFeatures(parts.encoder, admit_images(loaded.model))
-    numbers = image_ids(ids, images, parts.encoder.token_id)
+    features = ImageFeatures(encoder, admit_images(loaded.model))
+    numbers = image_ids(ids, images, encoder.token_id)
     inputs, table = features.inputs([numbers], len(ids), features.prepare([(numbers, images)]))
     with features.table.using(table):
         return np.array(loaded.model(inputs)[0]), np.array(ids)

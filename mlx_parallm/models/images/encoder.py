@@ -1,7 +1,7 @@
 """The face of what makes features of images, as engine and trainer know it."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -23,6 +23,17 @@ class ImageEncoder(Protocol):
     def encode(self, image: PromptImage) -> mx.array:
         """Return an image's features [image.tokens, D], as the embedding of its tokens, not
         evaluated. Raises ValueError: their number is another one."""
+
+
+class ImageSupport(Protocol):
+    """Whatever reads images for a model: its reader at once, its encoder when the model is
+    loaded."""
+
+    @property
+    def reader(self) -> ImageReader: ...
+
+    def encoder(self, loaded: Any) -> ImageEncoder:
+        """Load the tower of a `LoadedModel`. Raises ModelError."""
 
 
 @dataclass(frozen=True)

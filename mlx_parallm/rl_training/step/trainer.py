@@ -54,6 +54,7 @@ from mlx_parallm.rl_training.step.collate import (
     collate,
     epoch_order,
 )
+from mlx_parallm.rl_training.step.images import StepImages
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, Update, learning_rate_at
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import (
@@ -112,7 +113,7 @@ class Trainer:
     """Owns the optimizer. Used by one thread, the one that owns the policy's tree.
 
     `between_blocks` is called after each evaluation of a few blocks (the serving thread's turn).
-    `ranks`: the processes that share this training.
+    `ranks`: the processes that share this training. `images`: None: sequences are texts alone.
     """
 
     def __init__(
@@ -123,7 +124,9 @@ class Trainer:
         *,
         between_blocks: Callable[[], None] = lambda: None,
         ranks: Ranks = ALONE,
+        images: StepImages | None = None,
     ) -> None:
+        self.images = images
         self.policy, self.algorithm, self.config = policy, algorithm, config
         self.ranks = ranks
         self.model = BlockwiseModel(
@@ -292,6 +295,8 @@ class Trainer:
                 "rl_training.distillation names teachers, and none was built here: this needs"
                 " mlx_parallm.rl_training.distillation, or leave them out"
             )
+        if any(sequence.rollout.images for sequence in batch.sequences):
+            raise ConfigError("rl_training.distillation: teachers read no images")
         scores = self.teachers.score(batch, should_stop)
         return None if scores is None else replace(at, scores={**at.scores, **scores})
 
@@ -311,6 +316,8 @@ class Trainer:
         started = time.perf_counter()
         at = position or StepPosition()
         self.drop()
+        if self.images is not None:
+            self.images.begin_step()
 
         def stopping() -> bool:
             return should_stop() or bool(self.ranks.lost)
@@ -520,6 +527,8 @@ class Trainer:
             budget: tokens of a micro-batch; default: the largest allowed now.
             together: rows of an example, which stay in one micro-batch; default: the algorithm's.
         """
+        if self.images is not None:
+            sequences = self.images.admit(sequences)
         return collate(
             sequences,
             rows,

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoConfig, AutoImageProcessor
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import LoadedModel
@@ -113,18 +113,25 @@ class TileEncoder:
         return np.searchsorted(bounds, np.minimum(parts, np.float32(1 - 1e-6)), side="right")
 
 
-def load(loaded: LoadedModel, cache_bytes: int) -> tuple[TileEncoder, TileProcessor]:
-    """Load the encoder and the processor of a checkpoint. Raises ModelError."""
-    model, config, dtype = load_tower(loaded)
-    vision = config.vision_config
+def processor(path: Path) -> TileProcessor:
+    """Return the checkpoint's processor. Raises ModelError: it has none, or another tower."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+        vision = config.vision_config
+        tiles = TileProcessor(path, vision.patch_size, config.scale_factor)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        raise ModelError(f"{path}: no processor of images: {error}") from error
     if vision.hidden_act != ACTIVATION:
         raise ModelError(
-            f"{loaded.path}: vision_config.hidden_act = {vision.hidden_act!r}: mlx-vlm's tower"
-            f" computes {ACTIVATION}"
+            f"{path}: vision_config.hidden_act = {vision.hidden_act!r}: mlx-vlm's tower computes"
+            f" {ACTIVATION}"
         )
-    model.vision_model.post_layernorm.eps = vision.layer_norm_eps  # mlx-vlm leaves MLX's default
-    try:
-        processor = TileProcessor(loaded.path, vision.patch_size, config.scale_factor)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ModelError(f"{loaded.path}: no processor of images: {error}") from error
-    return TileEncoder(model, config, processor, dtype, cache_bytes), processor
+    return tiles
+
+
+def encoder(loaded: LoadedModel, tiles: TileProcessor, cache_bytes: int) -> TileEncoder:
+    """Load the tower and the connector. Raises ModelError."""
+    model, config, dtype = load_tower(loaded)
+    # mlx-vlm leaves MLX's default
+    model.vision_model.post_layernorm.eps = config.vision_config.layer_norm_eps
+    return TileEncoder(model, config, tiles, dtype, cache_bytes)

@@ -3,6 +3,7 @@ known and the extra `vision` is there."""
 
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config.leaves import Leaf
@@ -11,13 +12,12 @@ from mlx_parallm.system.packages import is_installed, needs
 
 if TYPE_CHECKING:
     from mlx_parallm.config.load import Config
-    from mlx_parallm.models.images.encoder import ImageParts
-    from mlx_parallm.models.loading import LoadedModel
+    from mlx_parallm.systems.vision.reader import FamilySupport
 
 LEAF = Leaf(
     "vision",
     section="mlx_parallm.systems.vision.config:VisionConfig",
-    images="mlx_parallm.systems.vision.leaf:image_parts",
+    images="mlx_parallm.systems.vision.leaf:image_support",
 )
 FAMILIES = {
     "idefics3": "mlx_parallm.systems.vision.idefics3",
@@ -27,21 +27,22 @@ FAMILIES = {
 PACKAGES = ("mlx_vlm", "PIL")
 
 
-def image_parts(config: "Config", loaded: "LoadedModel") -> "ImageParts | None":
-    """Return the encoder and the reader of a model; None: it reads text alone.
+def image_support(
+    config: "Config", path: Path, model_config: Mapping[str, Any]
+) -> "FamilySupport | None":
+    """Return what reads images for a model; None: it reads text alone.
 
     Raises ConfigError: `vision.enabled = true`, and a package is missing; ModelError: and the model
-    has no tower that is known; the tower does not load.
+    has no tower that is known; the checkpoint has no processor of images.
     """
-    from mlx_parallm.models.images.encoder import ImageParts
     from mlx_parallm.system.log import get_logger
     from mlx_parallm.systems.vision.config import VisionConfig
-    from mlx_parallm.systems.vision.reader import PictureReader
+    from mlx_parallm.systems.vision.reader import FamilySupport
 
     settings = config.section(VisionConfig)
     if settings.enabled is False:
         return None
-    if reason := why_blind(loaded.config):
+    if reason := why_blind(model_config):
         if settings.enabled is True:
             raise ModelError(f"vision.enabled = true, but {reason}")
         return None
@@ -52,9 +53,8 @@ def image_parts(config: "Config", loaded: "LoadedModel") -> "ImageParts | None":
             raise ConfigError(line)
         get_logger(__name__).info("only the model's text part is used", images=line)
         return None
-    family: Any = import_module(FAMILIES[loaded.config["model_type"]])
-    encoder, processor = family.load(loaded, settings.feature_cache_bytes)
-    return ImageParts(encoder, PictureReader(settings, processor))
+    family: Any = import_module(FAMILIES[model_config["model_type"]])
+    return FamilySupport(settings, family, family.processor(path))
 
 
 def why_blind(config: Mapping[str, Any]) -> str:

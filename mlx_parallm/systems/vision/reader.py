@@ -9,15 +9,18 @@ was read is kept for the next turn of a conversation, which sends it again.
 
 import asyncio
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 from PIL import Image
 
+from mlx_parallm.config.server import cache_directory
+from mlx_parallm.environments.row_images import IMAGES
 from mlx_parallm.errors import RequestError
-from mlx_parallm.execution.prompt_images import ImageSource
+from mlx_parallm.execution.prompt_images import STORED, ImageSource
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.pictures import PictureError, as_rgb, open_picture
 from mlx_parallm.systems.vision.sources import fetched_bytes, file_bytes, inline_bytes
@@ -44,6 +47,7 @@ class PictureReader:
         self._settings = settings
         self._processor = processor
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="pictures")
+        self._lock = threading.Lock()  # requests' threads, environments and the trainer read
         self._kept: OrderedDict[tuple[str, bool], PromptImage] = OrderedDict()
 
     async def read(self, sources: Sequence[ImageSource]) -> list[PromptImage]:
@@ -81,24 +85,51 @@ class PictureReader:
         if not isinstance(value, bytes):
             raise PictureError("expected a data: URL, or an http or file URL that [vision] allows")
         key = (hashlib.sha256(value).hexdigest(), low)
-        if (image := self._kept.get(key)) is None:
+        with self._lock:
+            image = self._kept.get(key)
+        if image is None:
             picture = open_picture(value, self._settings.max_pixels)
             image = self._processor.process(picture, low=low)
         self._keep(key, image)
         return image
 
+    def stored(self, name: str) -> PromptImage:
+        digest = name.removeprefix(STORED)
+        with self._lock:
+            if (image := self._kept.get((digest, False))) is not None:
+                return image
+        try:
+            return self.image_of((cache_directory(IMAGES) / digest).read_bytes())
+        except (OSError, PictureError) as error:
+            raise RequestError(f"the image {name}: {error}", param="images") from error
+
     def _keep(self, key: tuple[str, bool], image: PromptImage) -> None:
         kept = self._kept
-        kept[key] = image
-        kept.move_to_end(key)
-        sizes = {each: sum(a.nbytes for a in kept[each].arrays.values()) for each in list(kept)}
-        total = sum(sizes.values())
-        for each, size in sizes.items():
-            if total <= KEPT_BYTES:
-                break
-            total -= size
-            kept.pop(each, None)
+        with self._lock:
+            kept[key] = image
+            kept.move_to_end(key)
+            while sum(map(_size, kept.values())) > KEPT_BYTES and len(kept) > 1:
+                kept.popitem(last=False)
+
+    def __deepcopy__(self, _memo: object) -> "PictureReader":
+        return self  # tokenizers are copied for other threads, which share it
 
     def close(self) -> None:
         """Let the threads end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _size(image: PromptImage) -> int:
+    return sum(array.nbytes for array in image.arrays.values())
+
+
+class FamilySupport:
+    """`ImageSupport` of a family: a module with `encoder(loaded, processor, cache_bytes)`."""
+
+    def __init__(self, settings: VisionConfig, family: Any, processor: Processor) -> None:
+        self.reader = PictureReader(settings, processor)
+        self._settings, self._family, self._processor = settings, family, processor
+
+    def encoder(self, loaded: Any) -> Any:
+        """Load the tower. Raises ModelError."""
+        return self._family.encoder(loaded, self._processor, self._settings.feature_cache_bytes)

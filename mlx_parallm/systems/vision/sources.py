@@ -1,13 +1,12 @@
 """Bytes of images that clients name by URLs: data, and http and file as far as [vision] allows."""
 
-import base64
-import binascii
 import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import httpx
 
+from mlx_parallm.execution.prompt_images import data_url_bytes
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.pictures import PictureError
 
@@ -16,18 +15,10 @@ _SHOWN = 60  # characters of a URL in an error
 
 def inline_bytes(url: str, settings: VisionConfig) -> bytes:
     """Return what a data URL holds. Raises PictureError."""
-    head, comma, body = url.partition(",")
-    kind, *options = head.removeprefix("data:").split(";")
-    if not comma or "base64" not in (option.strip().lower() for option in options):
-        raise PictureError("a data URL is read as data:image/…;base64,…")
-    if kind.strip() and not kind.strip().lower().startswith("image/"):
-        raise PictureError(f"the data URL says {kind.strip()[:_SHOWN]!r}, which is no image")
-    if len(body) // 4 * 3 > settings.max_image_bytes + 3:
-        raise _too_large(len(body) // 4 * 3, settings)
     try:
-        data = base64.b64decode("".join(body.split()), validate=True)
-    except (binascii.Error, ValueError):
-        raise PictureError("the data URL is not base64") from None
+        data = data_url_bytes(url, settings.max_image_bytes)
+    except ValueError as error:
+        raise PictureError(str(error)) from None
     return _bounded(data, settings)
 
 
