@@ -104,6 +104,8 @@ class PromptImage:
     digest: str  # SHA-256 of what its features are computed from, in hexadecimal digits
     text: str  # what stands in a prompt for it
     tokens: int  # image tokens in `text`: one for each of its features
+    # frames, rows and columns of its tokens, where its model gives them positions of their own
+    grid: tuple[int, int, int] | None = None
     # numpy's, by name: what the tower reads
     arrays: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 

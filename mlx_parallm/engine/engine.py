@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -398,9 +399,10 @@ class Engine:
             for ids in spellings(word, self._tokenizer.encode_within)
         ]
         longest = self.limits.default_length(len(prompt))
-        positions = prompt
+        places: tuple[Any, int] = (None, 0)
         if self.images is not None and request.images:
-            positions = image_ids(prompt, request.images, self.images.token_id)
+            places = self.images.positions_of(prompt, request.images)
+            prompt = image_ids(prompt, request.images, self.images.token_id)
         make_detokenizer = partial(
             self._tokenizer.detokenizer,
             opens_text=request.opens_text,
@@ -410,8 +412,10 @@ class Engine:
             Sequence(
                 request_id=request.request_id,
                 index=index,
-                prompt=positions,
+                prompt=prompt,
                 images=request.images,
+                positions=places[0],
+                shift=places[1],
                 params=params,
                 adapter=adapter,
                 max_tokens=longest if params.max_tokens is None else params.max_tokens,
@@ -425,7 +429,7 @@ class Engine:
                     include_stop=params.include_stop_str_in_output,
                     eager=request.stream,
                 ),
-                edits=LogitEdits(params, prompt, forbidden, bad_words)
+                edits=LogitEdits(params, request.prompt_token_ids, forbidden, bad_words)
                 if LogitEdits.needed(params)
                 else None,
                 matcher=self.grammars.matcher_of(params, stop_ids),

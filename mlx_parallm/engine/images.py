@@ -8,13 +8,16 @@ embedding.py` reads, and the features of its positions alone.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.images.embedding import ImageTable
 from mlx_parallm.models.images.encoder import ImageEncoder
+from mlx_parallm.models.images.positions import image_positions
 from mlx_parallm.types import PromptImage
 
 _FEATURES = 1 << 24  # more than an image can have
@@ -22,7 +25,7 @@ _DIGEST = 32  # hexadecimal digits of the digest that a position's number keeps:
 
 
 def image_ids(
-    prompt: tuple[int, ...], images: Sequence[PromptImage], token_id: int
+    prompt: tuple[int, ...], images: SequenceOf[PromptImage], token_id: int
 ) -> tuple[int, ...]:
     """Return the prompt with a negative number of its own for each position of an image. The number
     of image tokens is that of the images' features (`validation.check_request`)."""
@@ -62,7 +65,7 @@ class ImageFeatures:
         return sum(features.nbytes for features in self._kept.values())
 
     def prepare(
-        self, pieces: Iterable[tuple[Sequence[int], Sequence[PromptImage]]]
+        self, pieces: Iterable[tuple[SequenceOf[int], SequenceOf[PromptImage]]]
     ) -> Mapping[int, mx.array]:
         """Return the features of the images that pieces of prompts touch, with the prompts' images,
         evaluated. Raises what the tower raises."""
@@ -86,7 +89,7 @@ class ImageFeatures:
         return needed
 
     def inputs(
-        self, rows: Sequence[Sequence[int]], width: int, features: Mapping[int, mx.array]
+        self, rows: SequenceOf[SequenceOf[int]], width: int, features: Mapping[int, mx.array]
     ) -> tuple[mx.array, mx.array | None]:
         """Return rows as a forward takes them: ids [rows, width], padded with 0, and the features
         [N, D] that they mean. `features`: by `prepare`, for at least these positions."""
@@ -112,6 +115,42 @@ class ImageFeatures:
             return mx.array(ids), None
         parts = [features[base][first:stop] for base, first, stop in runs]
         return mx.array(ids), parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def positions_of(
+        self, prompt: SequenceOf[int], images: SequenceOf[PromptImage]
+    ) -> tuple[np.ndarray | None, int]:
+        """Return the positions [3, prompt] of a prompt with images, and the shift behind it; None
+        where places are all there is to them."""
+        if self.table.rope is None:
+            return None, 0
+        places = (place for place, token in enumerate(prompt) if token == self.token_id)
+        starts = []
+        for image in images:
+            assert image.grid is not None, "its family has given it a grid"
+            starts.append((next(places), image.grid))
+            for _ in range(image.tokens - 1):
+                next(places)
+        return image_positions(len(prompt), starts)
+
+    def positions(self, sequences: SequenceOf[Sequence], start: int, width: int) -> mx.array | None:
+        """Return the positions [3, rows, width] of rows from the place `start` on; None where these
+        are their places."""
+        if all(sequence.positions is None for sequence in sequences):
+            return None
+        positions = np.empty((3, len(sequences), width), np.int32)
+        for row, sequence in enumerate(sequences):
+            behind = np.arange(start, start + width) + sequence.shift
+            positions[:, row] = behind
+            if sequence.positions is not None:
+                part = sequence.positions[:, start : start + width]
+                positions[:, row, : part.shape[1]] = part
+        return mx.array(positions)
+
+    def shifts(self, sequences: SequenceOf[Sequence]) -> mx.array | None:
+        """Return the rows' shifts [rows] in a decode step; None where there is none."""
+        if not any(sequence.shift for sequence in sequences):
+            return None
+        return mx.array([sequence.shift for sequence in sequences], dtype=mx.int32)
 
     def clear(self) -> None:
         self._kept.clear()

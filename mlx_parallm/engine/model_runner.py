@@ -17,6 +17,7 @@ and fails alone. This costs one prefill a row and happens after a failure only.
 import copy
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,6 @@ from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import PrefillChunk, PrefixSave, SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.types import TopLogprob
 from mlx_parallm.weights import SharedWeights, WeightsView
@@ -230,8 +230,16 @@ class ModelRunner:
         logits = []
         for start, stop, caches in self._cache.batches():
             self._lora.activate([sequence.adapter for sequence in rows[start:stop]])
-            logits.append(self._model(tokens[start:stop, None], cache=caches)[:, -1])
+            with self._shifted(rows[start:stop]):
+                logits.append(self._model(tokens[start:stop, None], cache=caches)[:, -1])
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+
+    def _shifted(self, rows: SequenceOf[Sequence]) -> AbstractContextManager[None]:
+        """Let rows behind images decode at their own positions."""
+        shifts = None if self._images is None else self._images.shifts(rows)
+        if self._images is None or shifts is None:
+            return nullcontext()
+        return self._images.table.at(None, shifts)
 
     def rebuild(self, sequence: Sequence, row: int) -> None:
         """Computes the sequence's prompt and output without its newest token, and puts that into
@@ -246,10 +254,10 @@ class ModelRunner:
         caches = self._cache.new_prefill(len(tokens))
         for start in range(0, length, self._prefill_chunk):
             self._forward(
-                tokens[start : min(start + self._prefill_chunk, length)], sequence.adapter, caches
+                tokens[start : min(start + self._prefill_chunk, length)], sequence, caches, start
             )
             mx.eval(arrays_of(caches))
-        logits = self._forward(tokens[-1:], sequence.adapter, copy.deepcopy(caches))
+        logits = self._forward(tokens[-1:], sequence, copy.deepcopy(caches), length)
         mx.eval(sample(logits, SamplingBatch((sequence,)), [len(sequence.tokens)]).arrays)
         prompts = (PromptRows(0, 1, length),)
         self._cache.place(prompts, row)
@@ -261,12 +269,14 @@ class ModelRunner:
         mx.eval(self._forward((0,), None, self._cache.new_prefill(1)))
 
     def _forward(
-        self, tokens: tuple[int, ...], adapter: AdapterSlot | None, caches: list[Any]
+        self, tokens: tuple[int, ...], sequence: Sequence | None, caches: list[Any], start: int = 0
     ) -> mx.array:
-        """Logits [1, V] of the last token."""
+        """Logits [1, V] of the last of the sequence's tokens from the place `start` on; None: of
+        none."""
+        owners = [] if sequence is None else [sequence]
         with self._weights.read():
-            self._lora.activate([adapter])
-            return self._run([tokens], len(tokens), caches)[:, -1]
+            self._lora.activate([None if sequence is None else sequence.adapter])
+            return self._run([tokens], len(tokens), caches, owners, start)[:, -1]
 
     def _prefill(self, chunk: PrefillChunk) -> list[mx.array]:
         prefill = chunk.prefill
@@ -286,7 +296,8 @@ class ModelRunner:
         if chunk.stop > chunk.start:
             pieces = [row.tokens[chunk.start : chunk.stop] for row in prefill.rows]
             self._lora.activate([row.owner.adapter for row in prefill.rows])
-            self._run(pieces, chunk.stop - chunk.start, prefill.caches)
+            owners = [row.owner for row in prefill.rows]
+            self._run(pieces, chunk.stop - chunk.start, prefill.caches, owners, chunk.start)
         kept = [] if chunk.save is None else self._keep(prefill.caches, chunk.save)
         if chunk.prompts:
             self._cache.write_prefixes(prefill.caches, chunk.prompts, chunk.first_row)
@@ -294,11 +305,20 @@ class ModelRunner:
             return kept  # the decode step reads the rows
         return kept + arrays_of(prefill.caches)
 
-    def _run(self, rows: SequenceOf[tuple[int, ...]], width: int, caches: list[Any]) -> mx.array:
-        """Return the logits [rows, width, V] of pieces of texts, padded to `width`."""
+    def _run(
+        self,
+        rows: SequenceOf[tuple[int, ...]],
+        width: int,
+        caches: list[Any],
+        sequences: SequenceOf[Sequence],
+        start: int,
+    ) -> mx.array:
+        """Return the logits [rows, width, V] of pieces of texts, padded to `width`, of these
+        sequences from the place `start` on."""
         if self._images is not None:
             ids, features = self._images.inputs(rows, width, self._features)
-            with self._images.table.using(features):
+            positions = self._images.positions(sequences, start, width)
+            with self._images.table.using(features, positions):
                 return self._model(ids, cache=caches)
         tokens = np.zeros((len(rows), width), np.int32)
         for index, row in enumerate(rows):

@@ -77,7 +77,9 @@ def build_trainer(
     policy = build_policy(loaded, training, algorithm, initial_adapter=initial_adapter)
     images = None
     if loaded.images is not None:
-        images = StepImages(loaded.images, admit_images(policy.model))
+        images = StepImages(
+            loaded.images, admit_images(policy.model, loaded.images.encoder.rope_axes)
+        )
     return Trainer(
         policy, training, algorithm, between_blocks=between_blocks, ranks=ranks, images=images
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -13,6 +14,7 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.models.images.embedding import admit_images
+from mlx_parallm.models.images.positions import chunked_axes
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import prepare_for_serving
 from mlx_parallm.types import PromptImage, Request, RequestOutput, SamplingParams
@@ -27,9 +29,11 @@ class Encoder:
     """Features are random numbers of the digest. `broken`: digests that it cannot read."""
 
     token_id = IMAGE
+    rope_axes: np.ndarray | None = None
 
-    def __init__(self, cache_bytes: int = 1 << 20) -> None:
+    def __init__(self, cache_bytes: int = 1 << 20, *, turns: bool = False) -> None:
         self.cache_bytes = cache_bytes
+        self.rope_axes = chunked_axes((2, 3, 3)) if turns else None
         self.encoded: list[str] = []
         self.broken: set[str] = set()
 
@@ -41,8 +45,9 @@ class Encoder:
         return mx.random.normal((image.tokens, WIDTH), key=key)
 
 
-def picture(name: str, tokens: int = 5) -> PromptImage:
-    return PromptImage(hashlib.sha256(name.encode()).hexdigest(), "", tokens)
+def picture(name: str, grid: tuple[int, int, int] = (1, 1, 5)) -> PromptImage:
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return PromptImage(digest, "", grid[0] * grid[1] * grid[2], grid)
 
 
 class Parts:
@@ -53,7 +58,9 @@ class Parts:
         self.plain = qwen3_model()
         model = qwen3_model()
         weights = SharedWeights(model, keep_versions=1)
-        self.features = ImageFeatures(self.encoder, admit_images(model))
+        axes = self.encoder.rope_axes
+        self.features = ImageFeatures(self.encoder, admit_images(model, axes))
+        self.table = None if axes is None else admit_images(self.plain, axes)
         lora = prepare_for_serving(model)
         self.engine = Engine(
             model, ByteTokenizer(), weights, lora, engine_options(**options), self.features
@@ -72,9 +79,32 @@ class Parts:
                 for token, row in zip(tokens, embedded[0], strict=True)
             ]
         )
-        logits = self.plain(mx.array([tokens]), input_embeddings=embedded[None])[0]
+        if self.table is not None:
+            places = mx.array(turning_places(tokens, len(prompt), images))
+            with self.table.using(None, places[:, None]):
+                logits = self.plain(mx.array([tokens]), input_embeddings=embedded[None])[0]
+        else:
+            logits = self.plain(mx.array([tokens]), input_embeddings=embedded[None])[0]
         start = len(prompt) - 1
         return token_logprobs(logits[start:-1], mx.array(answer))
+
+
+def turning_places(tokens: list[int], prompt: int, images: list[PromptImage]) -> list[list[int]]:
+    """Time, row and column of each token, one token after another."""
+    places: list[tuple[int, int, int]] = []
+    now, left = 0, list(images)
+    while len(places) < len(tokens):
+        if len(places) < prompt and tokens[len(places)] == IMAGE:
+            grid = left.pop(0).grid
+            assert grid is not None
+            for t in range(grid[0]):
+                for row in range(grid[1]):
+                    places += [(now + t, now + row, now + column) for column in range(grid[2])]
+            now += max(grid)
+        else:
+            places.append((now, now, now))
+            now += 1
+    return [list(axis) for axis in zip(*places, strict=True)]
 
 
 def request(name: str, prompt: list[int], images: list[PromptImage], **params: Any) -> Request:
@@ -93,7 +123,7 @@ def with_pictures(*parts: int | PromptImage | list[int]) -> tuple[list[int], lis
     return prompt, images
 
 
-CAT, DOG, MAP = picture("cat"), picture("dog", 9), picture("map", 40)
+CAT, DOG, MAP = picture("cat"), picture("dog", (1, 3, 3)), picture("map", (1, 5, 8))
 PROMPTS = {
     "text": with_pictures(1, 2, 3, 4),
     "one": with_pictures(7, CAT, 8, 9),
@@ -109,21 +139,25 @@ def answers(parts: Parts, names: list[str], **params: Any) -> dict[str, RequestO
     return run(parts.engine, [request(name, *PROMPTS[name], **params) for name in names])
 
 
-@pytest.mark.parametrize("chunk", [256, 16])
-def test_a_mixed_batch_answers_as_each_alone_and_as_the_models_own_forward(chunk: int) -> None:
-    together = Parts(prefill_chunk=chunk)
+@pytest.mark.parametrize(("chunk", "turns"), [(256, False), (16, False), (256, True), (16, True)])
+def test_a_mixed_batch_answers_as_each_alone_and_as_the_models_own_forward(
+    chunk: int, turns: bool
+) -> None:
+    together = Parts(Encoder(turns=turns), prefill_chunk=chunk)
     outputs = answers(together, [*PROMPTS], max_tokens=8, ignore_eos=True, temperature=0.0)
     assert sorted(together.encoder.encoded) == sorted(i.digest for i in (CAT, DOG, MAP))
     for name, (prompt, images) in PROMPTS.items():
         [completion] = outputs[name].completions
-        alone = answers(Parts(), [name], max_tokens=8, ignore_eos=True, temperature=0.0)
+        single = Parts(Encoder(turns=turns))
+        alone = answers(single, [name], max_tokens=8, ignore_eos=True, temperature=0.0)
         assert alone[name].completions[0].token_ids == completion.token_ids, name
         expected = together.twin(prompt, images, list(completion.token_ids))
         assert mx.abs(expected - mx.array(completion.logprobs)).max().item() <= 1e-4, name
 
 
-def test_a_group_and_its_next_turn_compute_an_image_once() -> None:
-    parts = Parts()
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_group_and_its_next_turn_compute_an_image_once(turns: bool) -> None:
+    parts = Parts(Encoder(turns=turns))
     prompt, images = PROMPTS["three"]
     first = run(parts.engine, [request("g", prompt, images, n=16, max_tokens=4, seed=1)])["g"]
     assert len(first.completions) == 16 and parts.features.encoded == 3
@@ -158,8 +192,9 @@ def test_features_are_kept_within_their_bytes_and_computed_again() -> None:
     assert parts.encoder.encoded == [CAT.digest, DOG.digest, CAT.digest]
 
 
-def test_a_step_that_failed_is_computed_again_with_its_images() -> None:
-    parts = Parts()
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_step_that_failed_is_computed_again_with_its_images(turns: bool) -> None:
+    parts = Parts(Encoder(turns=turns))
     for name in ("one", "three", "text"):
         parts.engine.add(
             request(name, *PROMPTS[name], max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -174,7 +209,11 @@ def test_a_step_that_failed_is_computed_again_with_its_images() -> None:
             break
         outputs |= {e.request_id: e.output for e in parts.engine.step() if hasattr(e, "output")}
     undisturbed = answers(
-        Parts(), ["one", "three", "text"], max_tokens=6, temperature=0.0, ignore_eos=True
+        Parts(Encoder(turns=turns)),
+        ["one", "three", "text"],
+        max_tokens=6,
+        temperature=0.0,
+        ignore_eos=True,
     )
     for name, output in outputs.items():
         assert output.completions[0].token_ids == undisturbed[name].completions[0].token_ids

@@ -15,8 +15,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_parallm.errors import ModelError
+from mlx_parallm.models.images.positions import RopePositions, admit_positions
 
 EMBEDDING = "embed_tokens"
 
@@ -27,15 +29,31 @@ class ImageTable:
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
         self.features: mx.array | None = None
+        self.rope: RopePositions | None = None  # None: an image's tokens have places like others
 
     @contextmanager
-    def using(self, features: mx.array | None) -> Iterator[None]:
-        """Build forwards over these features [N, D]; None: there is no image in them."""
+    def using(self, features: mx.array | None, positions: mx.array | None = None) -> Iterator[None]:
+        """Build forwards over these features [N, D]; None: there is no image in them. `positions`
+        [3, B, L] of all tokens, for `rope`."""
         self.features = features
+        try:
+            with self.at(positions):
+                yield
+        finally:
+            self.features = None
+
+    @contextmanager
+    def at(self, positions: mx.array | None, shift: mx.array | None = None) -> Iterator[None]:
+        """Build forwards over tokens at these positions, or a decode step of rows with these
+        shifts [B]."""
+        if self.rope is None:
+            yield
+            return
+        self.rope.use(positions, shift)
         try:
             yield
         finally:
-            self.features = None
+            self.rope.use(None)
 
 
 class _ReadsImages:
@@ -55,9 +73,14 @@ class _ReadsImages:
         return mx.where(is_text[..., None], text, shown)
 
 
-def admit_images(model: nn.Module) -> ImageTable:
-    """Let the model's embedding read images, in place; returns its table, the same one at each
-    call. Raises ModelError: it is not known which layer that is."""
+def admit_images(model: nn.Module, rope_axes: np.ndarray | None = None) -> ImageTable:
+    """Let the model's embedding read images, in place, and its ropes take their positions; returns
+    its table, the same one at each call. Raises ModelError: it is not known which layers these are.
+
+    Args:
+        rope_axes: which of an image token's three positions turns each frequency of a rope; None:
+            it has one.
+    """
     layers = [
         module
         for path, module in model.named_modules()
@@ -73,4 +96,6 @@ def admit_images(model: nn.Module) -> ImageTable:
         layer.__class__ = type(f"{kind.__name__}WithImages", (_ReadsImages, kind), {})
         layer._images = ImageTable(layer.weight.shape[0])
     table: ImageTable = layer._images
+    if rope_axes is not None:
+        table.rope = admit_positions(model, rope_axes)
     return table

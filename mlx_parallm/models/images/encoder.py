@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.types import PromptImage
@@ -19,6 +20,11 @@ class ImageEncoder(Protocol):
     @property
     def cache_bytes(self) -> int:
         """Memory of features that are kept for later prompts."""
+
+    @property
+    def rope_axes(self) -> np.ndarray | None:
+        """Which of an image token's three positions turns each frequency of a rope
+        (`positions.py`); None: its tokens have places like others."""
 
     def encode(self, image: PromptImage) -> mx.array:
         """Return an image's features [image.tokens, D], as the embedding of its tokens, not

@@ -6,13 +6,16 @@ tokens that stand for them, so collating, sharing of prompts and the loss see to
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.images.embedding import ImageTable
 from mlx_parallm.models.images.encoder import ImageParts
+from mlx_parallm.models.images.positions import Grid, image_positions
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.types import Rollout
 
@@ -28,13 +31,14 @@ class StepImages:
         self.encoded = 0  # images, since the start
         self._parts, self._table = parts, table
         self._places: dict[str, tuple[int, int]] = {}  # name → first row of the table, rows
+        self._grids: dict[int, Grid] = {}  # first row of the table → grid
 
     def begin_step(self) -> None:
         """Forget the features of earlier steps where they take more than
         `encoder.cache_bytes`."""
         features = self._table.features
         if features is not None and features.nbytes > self._parts.encoder.cache_bytes:
-            self._table.features, self._places = None, {}
+            self._table.features, self._places, self._grids = None, {}, {}
 
     def admit(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
         """Return the sequences with ids of features in the places of image tokens that were not
@@ -52,6 +56,24 @@ class StepImages:
             for each in sequences
         ]
 
+    def has_positions(self, sequences: Iterable[TrainSequence]) -> bool:
+        """Whether tokens of admitted sequences have positions beside their places: such rows are
+        computed as they are."""
+        first = self._table.vocabulary
+        return self._table.rope is not None and any(
+            max(each.rollout.tokens, default=0) >= first for each in sequences
+        )
+
+    def seen(self, inputs: np.ndarray) -> AbstractContextManager[None]:
+        """Let a forward over rows [B, T] of admitted sequences have their images' positions."""
+        if self._table.rope is None or not (inputs >= self._table.vocabulary).any():
+            return nullcontext()
+        rows = []
+        for ids in (inputs - self._table.vocabulary).tolist():
+            starts = [(at, self._grids[each]) for at, each in enumerate(ids) if each in self._grids]
+            rows.append(image_positions(len(ids), starts)[0])
+        return self._table.at(mx.array(np.stack(rows, axis=1)))
+
     def _encode(self, names: Iterable[str]) -> None:
         rows = 0 if self._table.features is None else len(self._table.features)
         parts = [] if self._table.features is None else [self._table.features]
@@ -61,6 +83,8 @@ class StepImages:
             mx.eval(parts[-1])
             self.encoded += 1
             self._places[name] = (rows, image.tokens)
+            if image.grid is not None:
+                self._grids[rows] = image.grid
             rows += image.tokens
         self._table.features = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         mx.eval(self._table.features)

@@ -246,9 +246,9 @@ class Trainer:
         by_row: dict[int, np.ndarray] = {}
         for micro_batch in self.collate(sequences, range(len(sequences)), together=1).micro_batches:
             ends = np.cumsum(micro_batch.mask.sum(axis=1))[:-1]
-            scores = np.stack(
-                [np.array(part) for part in self.model.score(micro_batch.token_batch())]
-            )
+            with self._seeing(micro_batch):
+                parts = self.model.score(micro_batch.token_batch())
+            scores = np.stack([np.array(part) for part in parts])
             by_row |= dict(zip(micro_batch.rows, np.split(scores, ends, axis=1), strict=True))
         return [by_row[row] for row in range(len(sequences))]
 
@@ -268,9 +268,11 @@ class Trainer:
         for micro_batch in mini_batch.micro_batches:
             if not len(micro_batch.positions):
                 continue
-            value, (numbers, *_) = loss.objective(micro_batch)(
-                *self.model.score(micro_batch.token_batch(measure=loss.measure(micro_batch)))
-            )
+            with self._seeing(micro_batch):
+                scored = self.model.score(
+                    micro_batch.token_batch(measure=loss.measure(micro_batch))
+                )
+            value, (numbers, *_) = loss.objective(micro_batch)(*scored)
             total += scalar(value)
             named = zip(loss.metric_names, np.array(numbers).tolist(), strict=True)
             metrics = {name: metrics.get(name, 0.0) + number for name, number in named}
@@ -415,7 +417,7 @@ class Trainer:
             tokens = micro_batch.token_batch(
                 entropy_slope=self.algorithm.entropy_slope, measure=loss.measure(micro_batch)
             )
-            with self._dropout(micro_batch):
+            with self._dropout(micro_batch), self._seeing(micro_batch):
                 value, (*extras, logprobs, entropy), self.gradients = self.model.loss_and_gradients(
                     tokens, loss.objective(micro_batch), self.gradients, fuse=loss.fuse
                 )
@@ -452,6 +454,10 @@ class Trainer:
         return self.policy.dropout.drawn_from(
             [self.config.seed, self.optimizer.updates, *micro_batch.rows]
         )
+
+    def _seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Images' positions in a forward or backward pass, where they have some of their own."""
+        return nullcontext() if self.images is None else self.images.seen(micro_batch.inputs)
 
     def apply(self, learning_rate: float) -> Update | None:
         """One optimizer update with the accumulated gradients of all ranks, which are used up.
@@ -527,16 +533,18 @@ class Trainer:
             budget: tokens of a micro-batch; default: the largest allowed now.
             together: rows of an example, which stay in one micro-batch; default: the algorithm's.
         """
+        plain = False
         if self.images is not None:
             sequences = self.images.admit(sequences)
+            plain = self.images.has_positions(sequences[row] for row in rows)
         return collate(
             sequences,
             rows,
             token_budget=budget or self._budget.tokens,
             together=together or self.algorithm.rows_per_example,
-            share_prompts=self.model.shares_prompts,
-            merging=self.model.merges_rows,
-            packing=self.config.packing and self.model.packs_rows,
+            share_prompts=self.model.shares_prompts and not plain,
+            merging=self.model.merges_rows and not plain,
+            packing=self.config.packing and self.model.packs_rows and not plain,
         )
 
     def _score(
@@ -591,7 +599,8 @@ class Trainer:
         for micro_batch in self.ranks.share(parts, lambda part: part.tokens):
             if stopped := should_stop():
                 break
-            scores = [np.array(part) for part in self.model.score(micro_batch.token_batch())]
+            with self._seeing(micro_batch):
+                scores = [np.array(part) for part in self.model.score(micro_batch.token_batch())]
             columns[:, micro_batch.columns] = np.stack(scores[: len(columns)])
         everyone = self.ranks.exchange(columns, stop=stopped)
         return None if everyone is None else np.sum(everyone, axis=0)

@@ -61,7 +61,7 @@ class TileProcessor:
             digest.hexdigest(),
             prompt_text(rows, columns, tokens),
             len(tiles) * tokens,
-            {"tiles": tiles},
+            arrays={"tiles": tiles},
         )
 
 
@@ -78,6 +78,8 @@ def prompt_text(rows: int, columns: int, tokens: int) -> str:
 
 class TileEncoder:
     """SigLIP over tiles, and the connector."""
+
+    rope_axes = None
 
     def __init__(
         self, model: Any, config: Any, processor: TileProcessor, dtype: mx.Dtype, cache_bytes: int

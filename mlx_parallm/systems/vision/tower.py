@@ -1,7 +1,7 @@
 """A checkpoint's tower and projector, as mlx-vlm's modules. The language part stays mlx-lm's: the
 one that is served and trained."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -39,9 +39,13 @@ def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
         config = AutoConfig.from_pretrained(path)
         settings = config.to_dict()
         architecture = import_module(f"mlx_vlm.models.{config.model_type}")
-        arguments = architecture.ModelConfig.from_dict(settings)
+        arguments = architecture.ModelConfig.from_dict(dict(settings))
         arguments.text_config = architecture.TextConfig.from_dict(settings["text_config"])
-        arguments.vision_config = architecture.VisionConfig.from_dict(settings["vision_config"])
+        vision = dict(settings["vision_config"])
+        # the name by which mlx-vlm knows the tower, where transformers has another one
+        default = getattr(architecture.VisionConfig, "model_type", vision["model_type"])
+        vision["model_type"] = default
+        arguments.vision_config = architecture.VisionConfig.from_dict(vision)
         model = architecture.Model(arguments)
         weights = _weights(path)
         tower = architecture.VisionModel
@@ -49,9 +53,7 @@ def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
         if hasattr(tower, "sanitize"):
             weights = tower(arguments.vision_config).sanitize(weights)
         model.pop("language_model")
-        weights = {
-            name: array for name, array in weights.items() if not name.startswith("language_model.")
-        }
+        weights = _of_parts(weights, [f"{part}." for part in model])
         _quantize_like(model, loaded.config.get("quantization") or {}, weights)
         model.load_weights([*weights.items()])
         model.set_dtype(dtype)
@@ -71,6 +73,16 @@ def _weights(path: Path) -> dict[str, mx.array]:
     for file in files:
         weights |= cast("dict[str, mx.array]", mx.load(str(file)))
     return weights
+
+
+def _of_parts(weights: Mapping[str, mx.array], parts: Sequence[str]) -> dict[str, mx.array]:
+    """Return the arrays of these parts. A part may stand behind others: mlx-vlm's names take some
+    newer checkpoints' towers for something of the language part."""
+    places = {
+        name: min((at for part in parts if (at := f".{name}".find(f".{part}")) >= 0), default=-1)
+        for name in weights
+    }
+    return {name[at:]: weights[name] for name, at in places.items() if at >= 0}
 
 
 def _quantize_like(
