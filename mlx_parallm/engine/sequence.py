@@ -9,7 +9,7 @@ samples its tokens → `Engine._decide` ends it (stop rules: engine.py, stop str
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.engine.grammar import Matcher, OnlyTokens
 from mlx_parallm.engine.logit_edits import LogitEdits
@@ -18,6 +18,7 @@ from mlx_parallm.types import (
     NARROW_IDS,
     Completion,
     FinishReason,
+    PromptImage,
     RoutedExperts,
     SamplingParams,
     TopLogprob,
@@ -48,7 +49,7 @@ class Sequence:
 
     request_id: str
     index: int
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # positions of images have negative numbers (images.py)
     params: SamplingParams
     # None = the base; kept to the end, also when it is unloaded meanwhile
     adapter: "AdapterSlot | None"
@@ -65,6 +66,9 @@ class Sequence:
     priority: int = 0  # lower goes first
     rank: int = 0  # place in the queue
     cache_salt: str | None = None
+    images: tuple[PromptImage, ...] = ()
+    positions: Any = None  # [3, prompt] of numpy, where its images have positions of their own
+    shift: int = 0  # of the positions behind the prompt from their places
     chunks: tuple["PrefixChunk", ...] = ()  # segments that its row reads and others may read too
     # weights and salt under which the prompt's keys and values began to be computed
     prefix_key: Hashable = None

@@ -25,6 +25,7 @@ class SequenceRecorder:
         self._versions: list[int] = []
         self._turns: list[int] = []  # sampled tokens of each
         self._experts: list[RoutedExperts | None] = []  # of each turn
+        self.images: tuple[str, ...] = ()  # names of those in its prompts so far
         self.add_prompt(prompt_ids)
 
     @property
@@ -69,6 +70,7 @@ class SequenceRecorder:
             policy_versions=tuple(self._versions),
             temperature=temperature,
             scores={},
+            images=self.images,
             stop_reason=stop_reason,
             error=error,
             routed_experts=joined_experts(self._experts),
