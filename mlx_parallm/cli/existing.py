@@ -441,7 +441,7 @@ def convert(parser: ArgumentParser) -> Run:
         metavar="FORMAT",
         help="of an adapter; npz: mlx-lm's arrays for numpy; mlx-lm: what training writes; peft:"
         " for transformers,"
-        " vLLM, SGLang",
+        " vLLM, SGLang; peft-adalora: an AdaLoRA adapter's, with its singular values",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an adapter that is at DST"
@@ -468,8 +468,8 @@ def convert(parser: ArgumentParser) -> Run:
             )
         if not from_gguf and (args.dtype or args.keep_quantization or not args.format):
             parser.error(
-                "an adapter needs --format npz|mlx-lm|peft; --dtype and --keep-quantization"
-                " are for a GGUF file"
+                "an adapter needs --format npz|mlx-lm|peft|peft-adalora; --dtype and"
+                " --keep-quantization are for a GGUF file"
             )
         if from_gguf:
             require("reading GGUF", "gguf")

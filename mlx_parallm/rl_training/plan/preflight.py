@@ -641,7 +641,7 @@ def _candidates(
             products=shape.products // 2,
         )
         yield "rl_training.lora.rank", str(half.rank), with_training(lora=half), fewer
-    if not shape.quantized:
+    if not shape.quantized and training.lora.qat_bits is None:
         # with a scale and a bias for 64
         packed = int(shape.weights * (4 + 16 * shape.width / 64) / 8 / shape.width)
         fewer = replace(shape, weights=packed, quantized=True)

@@ -431,3 +431,4 @@ def test_rounding_in_training_is_counted() -> None:
         shape.rounded * (4 + 16 * width / 64) / 8 + block * (width + 1.5 * 4), abs=2
     )
     assert predict_memory(config, shape).parts["training: rounding"] == added
+    assert not any("quantize_base" in key for key in what_fits(config, shape, 0)[0]), "not combined"
