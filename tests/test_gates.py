@@ -88,6 +88,8 @@ SECOND_DEFAULTS: dict[str, str] = {
     "losses.types.LossInputs.kl_beta": "docs/stability.md promises this constructor; 0 = no KL",
     "models.lora.adapter_config.dropout": "0 = none",
     "models.lora.save_adapter.dropout": "0 = none",
+    "faces.tinker.bodies.AdamBody.beta1": "Adam's, the SDK's own default; AdaLoRA's is another",
+    "faces.tinker.bodies.AdamBody.beta2": "Adam's, the SDK's own default; AdaLoRA's is another",
     "faces.tinker.bodies.AdamBody.learning_rate": "the SDK's own default, for a field that it"
     " always sends",
     "faces.tinker.bodies.AdamBody.weight_decay": "the SDK's own default, for a field that it"

@@ -395,6 +395,12 @@ def merge_lora(parser: ArgumentParser) -> Run:
         ),
     )
     parser.add_argument(
+        "--q-bits",
+        type=int,
+        choices=[4, 8],
+        help="quantise the sum, as `mlx_lm.convert -q` does; always with mlx-lm's names",
+    )
+    parser.add_argument(
         "--push-to-hub", metavar="ID", help="also upload the result to this hub repository"
     )
 
@@ -409,6 +415,7 @@ def merge_lora(parser: ArgumentParser) -> Run:
             args.lora_path,
             args.output_path,
             layout=args.format,
+            bits=args.q_bits,
             push_to_hub=args.push_to_hub,
         )
         origin = ", from a dequantised base" if report.dequantized else ""

@@ -15,7 +15,9 @@ and fails alone. This costs one prefill a row and happens after a failure only.
 """
 
 import copy
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +28,13 @@ import numpy as np
 from mlx_parallm.engine.cache.batch import RunningCache
 from mlx_parallm.engine.cache.prefill import arrays_of, present, states_of
 from mlx_parallm.engine.cache.sharing import PromptRows, end_of
+from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import PrefillChunk, PrefixSave, SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
-from mlx_parallm.types import TopLogprob
+from mlx_parallm.models.experts.routing import ForwardRouting, routed
+from mlx_parallm.types import NARROW_IDS, TopLogprob
 from mlx_parallm.weights import SharedWeights, WeightsView
 
 
@@ -46,6 +49,7 @@ class LaunchedStep:
     sampled: Sampled | None
     pending: list[mx.array]
     prefilled_tokens: int = 0  # of prompts that it completes
+    experts: mx.array | None = None  # [rows, layers, k] uint8 or uint16, where they are recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class SampledToken:
     logprob: float
     processed_logprob: float | None
     top_logprobs: tuple[TopLogprob, ...] | None
+    experts: bytes = b""  # as in `types.RoutedExperts.ids`
 
 
 class ModelRunner:
@@ -66,6 +71,9 @@ class ModelRunner:
         cache: keys, values and states of the running rows.
         prefill_chunk: tokens of one forward, for `rebuild`.
         processed_alternatives: see SamplingBatch.
+        experts: (layers, experts a token, experts) of a model whose choice of experts is recorded,
+            and which `models.experts.routing.prepare_routing` has prepared.
+        images: what stands in prompts beside text; None: nothing does.
     """
 
     def __init__(
@@ -77,7 +85,12 @@ class ModelRunner:
         *,
         prefill_chunk: int,
         processed_alternatives: bool,
+        experts: tuple[int, int, int] | None = None,
+        images: ImageFeatures | None = None,
     ) -> None:
+        self._experts = experts
+        self._images = images
+        self._features: Mapping[int, mx.array] = {}  # of the last plan's prompts
         self._processed_alternatives = processed_alternatives
         self._prefill_chunk = prefill_chunk
         self._model = model
@@ -108,6 +121,12 @@ class ModelRunner:
                 [move.source for move in plan.moves], [move.target for move in plan.moves], longest
             )
         self._cache.truncate(plan.kept)
+        if self._images is not None:
+            self._features = self._images.prepare(
+                (row.tokens[chunk.start : chunk.stop], row.owner.images)
+                for chunk in plan.prefill
+                for row in chunk.prefill.rows
+            )
         for chunk in plan.prefill:
             if chunk.prompts:
                 self._cache.place(chunk.prompts, chunk.first_row)
@@ -127,10 +146,10 @@ class ModelRunner:
             return LaunchedStep((), view.policy_version, None, None, pending, plan.prefilled_tokens)
         rows = self._begin(plan.rows, 0)
         tokens = mx.array([sequence.next_token for sequence in rows], dtype=mx.int32)
-        batch, sampled = self._sample(rows, tokens, 0)
-        pending += sampled.arrays + self._cache.unread
+        batch, sampled, experts = self._sample(rows, tokens, 0)
+        pending += sampled.arrays + self._cache.unread + present([experts])
         return LaunchedStep(
-            rows, view.policy_version, batch, sampled, pending, plan.prefilled_tokens
+            rows, view.policy_version, batch, sampled, pending, plan.prefilled_tokens, experts
         )
 
     def make_room_after(self, step: LaunchedStep) -> None:
@@ -139,7 +158,7 @@ class ModelRunner:
         assert step.sampled is not None
         mx.async_eval(step.pending)
         # keys and values that somebody else holds would be copied when written
-        step.pending[:] = step.sampled.arrays
+        step.pending[:] = step.sampled.arrays + present([step.experts])
         self._cache.reserve(
             [sequence.cached + 1 for sequence in _by_row(step)], self._max_row_tokens
         )
@@ -158,9 +177,10 @@ class ModelRunner:
         if rows != step.rows:
             place = {id(sequence): index for index, sequence in enumerate(step.rows)}
             tokens = mx.take(tokens, mx.array([place[id(sequence)] for sequence in rows]))
-        batch, sampled = self._sample(rows, tokens, 1)
+        batch, sampled, experts = self._sample(rows, tokens, 1)
+        pending = sampled.arrays + self._cache.unread + present([experts])
         following = LaunchedStep(
-            rows, view.policy_version, batch, sampled, sampled.arrays + self._cache.unread
+            rows, view.policy_version, batch, sampled, pending, experts=experts
         )
         mx.async_eval(following.pending)
         return following
@@ -185,8 +205,16 @@ class ModelRunner:
             ordered = ordered_alternatives(step.sampled.top_tokens, step.sampled.top_logprobs)
             for row, alternatives in zip(step.batch.wants_top, ordered, strict=True):
                 top[row] = alternatives[: step.rows[row].params.logprobs]
+        experts = None if step.experts is None else np.array(step.experts)
         return [
-            SampledToken(sequence, tokens[row], logprobs[row], processed.get(row), top.get(row))
+            SampledToken(
+                sequence,
+                tokens[row],
+                logprobs[row],
+                processed.get(row),
+                top.get(row),
+                b"" if experts is None else experts[row].tobytes(),
+            )
             for row, sequence in enumerate(step.rows)
         ]
 
@@ -205,21 +233,38 @@ class ModelRunner:
 
     def _sample(
         self, rows: tuple[Sequence, ...], tokens: mx.array, ahead: int
-    ) -> tuple[SamplingBatch, Sampled]:
-        """Feeds each row its token, and draws the next one."""
+    ) -> tuple[SamplingBatch, Sampled, mx.array | None]:
+        """Feeds each row its token, and draws the next one. The last array: the experts of the
+        forward."""
         batch = self._sampling_batch(rows)
-        logits = self._decode(rows, tokens)
+        logits, experts = self._decode(rows, tokens)
         if batch.matchers:
             mx.async_eval(logits)  # the model computes while the grammars' masks are made
-        return batch, sample(logits, batch, [len(sequence.tokens) + ahead for sequence in rows])
+        sampled = sample(logits, batch, [len(sequence.tokens) + ahead for sequence in rows])
+        return batch, sampled, experts
 
-    def _decode(self, rows: tuple[Sequence, ...], tokens: mx.array) -> mx.array:
-        """Feeds each row its next token, tokens [n]; returns logits [n, V]."""
-        logits = []
+    def _decode(
+        self, rows: tuple[Sequence, ...], tokens: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        """Feeds each row its next token, tokens [n]; returns logits [n, V] and, where they are
+        recorded, the experts [n, layers, k]."""
+        logits, experts = [], []
         for start, stop, caches in self._cache.batches():
             self._lora.activate([sequence.adapter for sequence in rows[start:stop]])
-            logits.append(self._model(tokens[start:stop, None], cache=caches)[:, -1])
-        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+            routing = None if self._experts is None else ForwardRouting()
+            with routed(routing), self._shifted(rows[start:stop]):
+                logits.append(self._model(tokens[start:stop, None], cache=caches)[:, -1])
+            if routing is not None and self._experts is not None:
+                kind = mx.uint16 if self._experts[2] > NARROW_IDS else mx.uint8
+                experts.append(routing.by_token().astype(kind))
+        return _joined(logits), _joined(experts) if experts else None
+
+    def _shifted(self, rows: SequenceOf[Sequence]) -> AbstractContextManager[None]:
+        """Let rows behind images decode at their own positions."""
+        shifts = None if self._images is None else self._images.shifts(rows)
+        if self._images is None or shifts is None:
+            return nullcontext()
+        return self._images.table.at(None, shifts)
 
     def rebuild(self, sequence: Sequence, row: int) -> None:
         """Computes the sequence's prompt and output without its newest token, and puts that into
@@ -227,15 +272,17 @@ class ModelRunner:
 
         Raises whatever the model or the sampler raises on it.
         """
-        tokens = [*sequence.prompt, *sequence.tokens]
+        tokens = (*sequence.prompt, *sequence.tokens)
         length = len(tokens) - 1
+        if self._images is not None:
+            self._features = self._images.prepare([(tokens, sequence.images)])
         caches = self._cache.new_prefill(len(tokens))
         for start in range(0, length, self._prefill_chunk):
             self._forward(
-                tokens[start : min(start + self._prefill_chunk, length)], sequence.adapter, caches
+                tokens[start : min(start + self._prefill_chunk, length)], sequence, caches, start
             )
             mx.eval(arrays_of(caches))
-        logits = self._forward(tokens[-1:], sequence.adapter, copy.deepcopy(caches))
+        logits = self._forward(tokens[-1:], sequence, copy.deepcopy(caches), length)
         mx.eval(sample(logits, SamplingBatch((sequence,)), [len(sequence.tokens)]).arrays)
         prompts = (PromptRows(0, 1, length),)
         self._cache.place(prompts, row)
@@ -244,15 +291,17 @@ class ModelRunner:
 
     def try_forward(self) -> None:
         """Computes one token of the base alone. Raises when the model cannot compute at all."""
-        mx.eval(self._forward([0], None, self._cache.new_prefill(1)))
+        mx.eval(self._forward((0,), None, self._cache.new_prefill(1)))
 
     def _forward(
-        self, tokens: list[int], adapter: AdapterSlot | None, caches: list[Any]
+        self, tokens: tuple[int, ...], sequence: Sequence | None, caches: list[Any], start: int = 0
     ) -> mx.array:
-        """Logits [1, V] of the last token."""
+        """Logits [1, V] of the last of the sequence's tokens from the place `start` on; None: of
+        none."""
+        owners = [] if sequence is None else [sequence]
         with self._weights.read():
-            self._lora.activate([adapter])
-            return self._model(mx.array([tokens], dtype=mx.int32), cache=caches)[:, -1]
+            self._lora.activate([None if sequence is None else sequence.adapter])
+            return self._run([tokens], len(tokens), caches, owners, start)[:, -1]
 
     def _prefill(self, chunk: PrefillChunk) -> list[mx.array]:
         prefill = chunk.prefill
@@ -270,18 +319,36 @@ class ModelRunner:
             for row in prefill.rows:
                 row.prefix = ()
         if chunk.stop > chunk.start:
-            tokens = np.zeros((len(prefill.rows), chunk.stop - chunk.start), np.int32)
-            for index, row in enumerate(prefill.rows):
-                piece = row.tokens[chunk.start : chunk.stop]
-                tokens[index, : len(piece)] = piece
+            pieces = [row.tokens[chunk.start : chunk.stop] for row in prefill.rows]
             self._lora.activate([row.owner.adapter for row in prefill.rows])
-            self._model(mx.array(tokens), cache=prefill.caches)
+            owners = [row.owner for row in prefill.rows]
+            self._run(pieces, chunk.stop - chunk.start, prefill.caches, owners, chunk.start)
         kept = [] if chunk.save is None else self._keep(prefill.caches, chunk.save)
         if chunk.prompts:
             self._cache.write_prefixes(prefill.caches, chunk.prompts, chunk.first_row)
             prefill.caches = []
             return kept  # the decode step reads the rows
         return kept + arrays_of(prefill.caches)
+
+    def _run(
+        self,
+        rows: SequenceOf[tuple[int, ...]],
+        width: int,
+        caches: list[Any],
+        sequences: SequenceOf[Sequence],
+        start: int,
+    ) -> mx.array:
+        """Return the logits [rows, width, V] of pieces of texts, padded to `width`, of these
+        sequences from the place `start` on."""
+        if self._images is not None:
+            ids, features = self._images.inputs(rows, width, self._features)
+            positions = self._images.positions(sequences, start, width)
+            with self._images.table.using(features, positions):
+                return self._model(ids, cache=caches)
+        tokens = np.zeros((len(rows), width), np.int32)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = row
+        return self._model(mx.array(tokens), cache=caches)
 
     def _keep(self, caches: list[Any], save: PrefixSave) -> list[mx.array]:
         """Puts what a prefill of one row has computed into the prefix cache; returns arrays to
@@ -302,6 +369,10 @@ class ModelRunner:
             self._batch = SamplingBatch(rows, processed_alternatives=self._processed_alternatives)
             self._rows = rows
         return self._batch
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 def _by_row(step: LaunchedStep) -> list[Sequence]:

@@ -9,12 +9,20 @@ samples its tokens → `Engine._decide` ends it (stop rules: engine.py, stop str
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.engine.grammar import Matcher, OnlyTokens
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
-from mlx_parallm.types import Completion, FinishReason, SamplingParams, TopLogprob
+from mlx_parallm.types import (
+    NARROW_IDS,
+    Completion,
+    FinishReason,
+    PromptImage,
+    RoutedExperts,
+    SamplingParams,
+    TopLogprob,
+)
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.cache.prefix import PrefixChunk
@@ -41,7 +49,7 @@ class Sequence:
 
     request_id: str
     index: int
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # positions of images have negative numbers (images.py)
     params: SamplingParams
     # None = the base; kept to the end, also when it is unloaded meanwhile
     adapter: "AdapterSlot | None"
@@ -58,6 +66,9 @@ class Sequence:
     priority: int = 0  # lower goes first
     rank: int = 0  # place in the queue
     cache_salt: str | None = None
+    images: tuple[PromptImage, ...] = ()
+    positions: Any = None  # [3, prompt] of numpy, where its images have positions of their own
+    shift: int = 0  # of the positions behind the prompt from their places
     chunks: tuple["PrefixChunk", ...] = ()  # segments that its row reads and others may read too
     # weights and salt under which the prompt's keys and values began to be computed
     prefix_key: Hashable = None
@@ -69,6 +80,9 @@ class Sequence:
     processed_logprobs: list[float] | None = None
     top_logprobs: list[tuple[TopLogprob, ...]] | None = None
     versions: list[int] = field(default_factory=list)
+    # (layers, experts a token, experts) where they are recorded, and the ids so far
+    routing: tuple[int, int, int] | None = None
+    experts: bytearray = field(default_factory=bytearray)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -124,7 +138,14 @@ class Sequence:
             if self.pinned_version is None
             else self.pinned_version,
             cached_tokens=self.cached_prompt_tokens,
+            routed_experts=self._routed_experts(),
         )
+
+    def _routed_experts(self) -> RoutedExperts | None:
+        if self.routing is None or not self.tokens:
+            return None
+        layers, each, number = self.routing
+        return RoutedExperts(layers, each, bytes(self.experts), number > NARROW_IDS)
 
 
 def random_stream(seed: int, index: int) -> int:

@@ -2,18 +2,21 @@
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
+from mlx_parallm.models.experts.routing import prepare_routing, routing_shape
+from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -48,6 +51,7 @@ def start_engine(
     trains_base: bool = False,
     turns: Turns | None = None,
     processes: int = 1,
+    record_experts: bool = False,
 ) -> StartedEngine:
     """Wraps the tree of `loaded` for serving, and starts the thread.
 
@@ -57,11 +61,16 @@ def start_engine(
         adapters: name → layers, served beside the base.
         main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
         processes: share this machine's memory, each with such an engine.
+        record_experts: record to which experts each sampled token went
+            (`Completion.routed_experts`); the model can be recorded (`why_not_routed`).
 
     Raises AdapterError: one does not fit; ConfigError; ModelError: the engine cannot decode the
     architecture.
     """
     options = engine_options(config, loaded, processes)
+    if record_experts:
+        prepare_routing(loaded.model)
+        options = replace(options, experts=routing_shape(loaded.model))
     if advice := wire_memory(
         sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     ):
@@ -87,10 +96,17 @@ def start_engine(
     use_fast_swiglu(loaded.model)
     use_fast_rope(loaded.model)
     route_attention(loaded.model)
+    images = None
+    if loaded.images is not None:
+        images = ImageFeatures(
+            loaded.images.encoder, admit_images(loaded.model, loaded.images.encoder.rope_axes)
+        )
     lora = prepare_for_serving(loaded.model)
     engine_tokenizer = tokenizer()
     thread = EngineThread(
-        lambda: Engine(loaded.model, engine_tokenizer, weights, lora, options), names, turns
+        lambda: Engine(loaded.model, engine_tokenizer, weights, lora, options, images),
+        names,
+        turns,
     )
     thread.start()
     return StartedEngine(thread, names, shapes)

@@ -16,11 +16,12 @@ from typing import Any
 from mlx_parallm.config.data import REWARD_MODEL
 from mlx_parallm.config.evaluation import ABOUT_TRAINING
 from mlx_parallm.config.load import Config, hardware_defaults, parse_config
-from mlx_parallm.config.training import LoraConfig
+from mlx_parallm.config.training import ADAM, LoraConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_calls import tool_definition
 from mlx_parallm.execution.user_code import name_of, reference_to
 from mlx_parallm.faces.trl.config import (
+    PAGED,
     DistillationConfig,
     DPOConfig,
     GKDConfig,
@@ -35,7 +36,7 @@ from mlx_parallm.faces.trl.config import (
 )
 from mlx_parallm.faces.trl.environments import Factories, with_environments
 from mlx_parallm.faces.trl.rows import DataRows
-from mlx_parallm.models.adapters.settings import NAMES, TRAINED, check_trained
+from mlx_parallm.models.adapters.settings import ADALORA_SCHEDULE, NAMES, TRAINED, check_trained
 from mlx_parallm.system.hardware import detect
 
 TRAIN, EVALUATED_AS = "train", "eval_dataset"  # the environments' names in metrics
@@ -254,21 +255,28 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
     if isinstance(peft_config, Mapping):
         # LoraConfig knows near names
         check_trained(peft_config, accepted={name for name in peft_config if name not in NAMES})
-        return {
+        adaptive = str(peft_config.get("peft_type")) == "ADALORA"
+        settings = {
             name: value
             for name, value in peft_config.items()
-            if name in TRAINED or name not in NAMES
+            if (name in TRAINED or name not in NAMES)
+            and not (adaptive and name in (*ADALORA_SCHEDULE, "r"))
         }
+        if adaptive:
+            settings |= {"use_adalora": True, "adalora": _schedule_of(peft_config)}
+        return settings
     if getattr(peft_config, "peft_type", None) is None or not hasattr(peft_config, "lora_alpha"):
         raise ConfigError(
             f"peft_config: {type(peft_config).__name__} is neither PEFT's LoraConfig, nor a"
             " dictionary"
             " of r, …"
         )
+    adaptive = str(getattr(peft_config.peft_type, "value", peft_config.peft_type)) == "ADALORA"
     check_trained(vars(peft_config))
     modules = peft_config.target_modules
     return {
-        "rank": peft_config.r,
+        **({"use_adalora": True, "adalora": _schedule_of(vars(peft_config))} if adaptive else {}),
+        "rank": peft_config.init_r if adaptive else peft_config.r,
         "alpha": float(peft_config.lora_alpha),
         "dropout": peft_config.lora_dropout,
         "target_modules": modules
@@ -277,6 +285,23 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
         "use_rslora": bool(peft_config.use_rslora),
         "use_dora": bool(peft_config.use_dora),
     }
+
+
+def _schedule_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """AdaLoRA's settings, steps as TRL counts them; total_step is the run's."""
+    names = [name for name in ADALORA_SCHEDULE if name != "total_step"]
+    return {name: settings[name] for name in names if settings.get(name) is not None}
+
+
+def _lora_in_steps(lora: Mapping[str, Any], schedule: UpdateSchedule) -> dict[str, Any]:
+    """[rl_training.lora] with AdaLoRA's updates as steps."""
+    if not lora.get("use_adalora"):
+        return dict(lora)
+    settings = dict(lora.get("adalora") or {})
+    for name in ("tinit", "tfinal", "deltaT"):
+        if settings.get(name):
+            settings[name] = schedule.steps(settings[name])
+    return {**lora, "adalora": settings}
 
 
 def configuration(
@@ -380,9 +405,9 @@ def _shared(
         "total_steps": schedule.total_steps,
         "checkpoint_interval": interval[args.save_strategy],
         "blocks_per_eval": 1 if args.gradient_checkpointing else 0,
-        "lora": dict(lora),
+        "lora": _lora_in_steps(lora, schedule),
     }
-    if optimizer in ("adamw", "muon"):
+    if optimizer in ADAM:
         training |= {
             "adam_beta1": args.adam_beta1,
             "adam_beta2": args.adam_beta2,
@@ -614,10 +639,18 @@ def _of_tools(tools: Sequence[Any], factories: Factories | None) -> int:
 
 
 def _optimizer(name: str) -> str:
+    """Pages are about where the states lie, so a paged optimizer is the plain one."""
+    plain = name.removeprefix(PAGED)
     for kind in ("adamw", "lion", "adafactor", "muon"):
-        if name.startswith(kind) and "8bit" not in name:
-            return kind
-    raise ConfigError(f'optim={name!r}: choose "adamw_torch", "lion_32bit", "adafactor" or "muon"')
+        if plain.startswith(kind) and "4bit" not in plain:
+            if "8bit" not in plain:
+                return kind
+            if kind in ("adamw", "lion"):
+                return f"{kind}_8bit"
+    raise ConfigError(
+        f'optim={name!r}: choose "adamw_torch", "adamw_8bit", "lion_32bit", "lion_8bit",'
+        ' "adafactor" or "muon"'
+    )
 
 
 def _trackers(report_to: str | Sequence[str]) -> list[str]:

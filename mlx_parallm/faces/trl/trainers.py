@@ -51,6 +51,7 @@ from mlx_parallm.faces.trl.mapping import (
 )
 from mlx_parallm.faces.trl.model import module_before_training, with_methods
 from mlx_parallm.faces.trl.rows import DataRows, read_rows, with_completions
+from mlx_parallm.models.adapters.adalora import PARAMETERS, save_adalora
 from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.lora import load_adapter
@@ -665,10 +666,16 @@ def _chat_template(tokenizer: Any, model: str) -> str | None:
 
 def _save(checkpoint: Path, target: Path, *, lora: LoraConfig, base: str) -> None:
     if lora.enabled:
-        layers = load_adapter(checkpoint).layers
+        adapter = load_adapter(checkpoint)
 
         def write(directory: Path) -> None:
-            save_peft(directory, layers, dropout=lora.dropout, base=base)
+            if lora.use_adalora:
+                schedule = adapter.config[PARAMETERS]
+                save_adalora(
+                    directory, adapter.layers, dropout=lora.dropout, base=base, schedule=schedule
+                )
+            else:
+                save_peft(directory, adapter.layers, dropout=lora.dropout, base=base)
             if (checkpoint / CARD_FILE).is_file():  # a reward model is more than its adapter
                 for name in (CARD_FILE, VALUE_HEAD_FILE):
                     shutil.copyfile(checkpoint / name, directory / name)
