@@ -153,6 +153,7 @@ class CompletionDelta:
     stop_reason: str | int | None = None
     error: str | None = None
     processed_logprobs: tuple[float, ...] | None = None  # as Completion's
+    routed_experts: "RoutedExperts | None" = None  # as Completion's, of these tokens
     cached_tokens: int = 0  # in choice 0's first: tokens of the prompt that the prefix cache held
     rejected_tokens: int = 0  # in choice 0's first, as RequestOutput's
 

@@ -138,14 +138,17 @@ class Sequence:
             if self.pinned_version is None
             else self.pinned_version,
             cached_tokens=self.cached_prompt_tokens,
-            routed_experts=self._routed_experts(),
+            routed_experts=self.experts_since(0),
         )
 
-    def _routed_experts(self) -> RoutedExperts | None:
-        if self.routing is None or not self.tokens:
+    def experts_since(self, start: int) -> RoutedExperts | None:
+        """The experts of the sampled tokens from `start` on; None: none were recorded."""
+        if self.routing is None or start >= len(self.tokens):
             return None
         layers, each, number = self.routing
-        return RoutedExperts(layers, each, bytes(self.experts), number > NARROW_IDS)
+        wide = number > NARROW_IDS
+        ids = bytes(self.experts[start * layers * each * (1 + wide) :])
+        return RoutedExperts(layers, each, ids, wide)
 
 
 def random_stream(seed: int, index: int) -> int:

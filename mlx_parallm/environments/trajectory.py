@@ -56,7 +56,8 @@ class SequenceRecorder:
         self._logprobs += completion.logprobs
         self._versions += completion.policy_versions
         self._turns.append(len(completion.token_ids))
-        self._experts.append(completion.routed_experts)
+        if completion.token_ids:
+            self._experts.append(completion.routed_experts)
 
     def rollout(
         self, *, temperature: float, stop_reason: str | None, error: str | None = None

@@ -34,6 +34,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_parallm.models.cpu_kernels import fused, unpacks
 from mlx_parallm.models.experts.routing import UNFORCED, ForwardRouting, counted, current, routed
@@ -484,9 +485,15 @@ class BlockwiseModel:
             return None
         compact = None if self._stack is None else self._compact(batch)
         size = batch.inputs.size if compact is None else compact.tokens
-        positions = batch.positions if compact is None else mx.array(compact.positions)
         forced = mx.full((size, *batch.experts.shape[1:]), UNFORCED, mx.int32)
-        forced[positions] = batch.experts
+        if compact is None:
+            forced[batch.positions] = batch.experts
+        else:
+            # a token of several rows is computed once: the first row that knows its experts counts
+            unknown = np.array(batch.experts[:, 0, 0]) == UNFORCED
+            order = np.argsort(unknown, kind="stable")
+            places, firsts = np.unique(compact.positions[order], return_index=True)
+            forced[mx.array(places)] = batch.experts[mx.array(order[firsts])]
         return ForwardRouting(forced)
 
     @contextmanager
