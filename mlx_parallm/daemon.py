@@ -27,7 +27,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -44,6 +45,7 @@ from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ModelError
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.images.encoder import ImageParts, ImageSupport
 from mlx_parallm.models.loading import (
     LoadedModel,
     check_model,
@@ -438,16 +440,32 @@ class Serving:
         self._http.start()
 
     def load(self, *, quantize: bool = False) -> LoadedModel:
-        """Load the base. Raises ModelError; /health says so too."""
+        """Load the base, and what reads images for it. Raises ModelError, ConfigError; /health
+        says so too."""
         try:
-            return load_model(self.config.model, quantize=quantize)
-        except ModelError as error:
+            loaded = load_model(self.config.model, quantize=quantize)
+            if (support := self.image_support) is None:
+                return loaded
+            return replace(loaded, images=ImageParts(support.encoder(loaded), support.reader))
+        except (ModelError, ConfigError) as error:
             self.state.failed(str(error))
             raise
 
+    @cached_property
+    def image_support(self) -> ImageSupport | None:
+        """The part that reads images for the model; None: it reads text alone. Raises ModelError,
+        ConfigError."""
+        hooks = [imported(leaf.images) for leaf in leaves() if leaf.images is not None]
+        path = self.model_path
+        each = (hook(self.config, path, read_config(path)) for hook in hooks)
+        return next((support for support in each if support is not None), None)
+
     def tokenizer(self) -> Tokenizer:
         """A tokenizer for one thread."""
-        return load_tokenizer(self.model_path, self.config.model)
+        tokenizer = load_tokenizer(self.model_path, self.config.model)
+        if self.image_support is not None:
+            tokenizer.images = self.image_support.reader
+        return tokenizer
 
     def open(
         self,
@@ -489,7 +507,8 @@ class Serving:
             weights, engine.shapes, engine.names, roots, self.config.server.max_loaded_adapters
         )
         clients_engine = self._clients_engine(self.client) if self._clients_engine else self.client
-        self.state.ready(clients_engine, self.tokenizer(), loader)
+        reader = None if loaded.images is None else loaded.images.reader
+        self.state.ready(clients_engine, self.tokenizer(), loader, reader)
 
     def _load_scorer(self, loaded: LoadedModel) -> None:
         """Wait for the reward model, which shares the base's arrays where both are loaded alike.

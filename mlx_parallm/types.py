@@ -105,6 +105,19 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image of a prompt, as the model's tower reads it."""
+
+    digest: str  # SHA-256 of what its features are computed from, in hexadecimal digits
+    text: str  # what stands in a prompt for it
+    tokens: int  # image tokens in `text`: one for each of its features
+    # frames, rows and columns of its tokens, where its model gives them positions of their own
+    grid: tuple[int, int, int] | None = None
+    # numpy's, by name: what the tower reads
+    arrays: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One generation request: `params.n` completions of one prompt under one adapter."""
 
@@ -116,6 +129,7 @@ class Request:
     cache_salt: str | None = None  # prefixes are shared among requests of the same salt only
     priority: int = 0  # lower goes first
     opens_text: bool = False  # the completion begins a text of its own, as a chat's answer does
+    images: tuple[PromptImage, ...] = ()  # in the order of their tokens in the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +153,7 @@ class CompletionDelta:
     stop_reason: str | int | None = None
     error: str | None = None
     processed_logprobs: tuple[float, ...] | None = None  # as Completion's
+    routed_experts: "RoutedExperts | None" = None  # as Completion's, of these tokens
     cached_tokens: int = 0  # in choice 0's first: tokens of the prompt that the prefix cache held
     rejected_tokens: int = 0  # in choice 0's first, as RequestOutput's
 
@@ -351,6 +366,8 @@ class Rollout:
     turn_rewards: tuple[float, ...] = ()
     # sampled tokens of each turn of this sequence; empty: each run of sampled tokens is a turn
     turn_lengths: tuple[int, ...] = ()
+    # names of the stored images whose tokens are in this sequence, in order
+    images: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object from which `from_json` makes an equal rollout; no float is rounded."""
@@ -373,6 +390,7 @@ class Rollout:
             else self.routed_experts.to_json(),
             "turn_rewards": list(self.turn_rewards),
             "turn_lengths": list(self.turn_lengths),
+            "images": list(self.images),
         }
 
     @classmethod
@@ -545,6 +563,7 @@ class ChatTokenizer(Protocol):
     # (start, end) of a call in the model's own format; None: it has none
     tool_markers: tuple[str, str] | None
     parse_tool_call: Callable[[str, Any], Any] | None
+    images: Any  # the `ImageReader` of stored images; None: messages hold texts alone
 
     @property
     def has_chat_template(self) -> bool: ...
@@ -559,6 +578,8 @@ class ChatTokenizer(Protocol):
     def opens_text(self, prompt_ids: Sequence[int]) -> bool: ...
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]: ...
+
+    def images_of(self, messages: str | Sequence[Mapping[str, Any]]) -> tuple[PromptImage, ...]: ...
 
     def render_chat_text(
         self,

@@ -52,7 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("systems.experts", "systems.traces", "systems.prompt_policy"),
     ("systems.orchestrator", "runs.dashboard", "deploy.export", "faces.trl"),
-    ("systems.pipeline",),
+    ("systems.pipeline", "systems.vision"),
     ("__init__", "__main__"),
 )
 # Within a layer only these; all others are independent of their neighbours.
@@ -106,6 +106,8 @@ MLX_FREE = (
     "systems.prompt_policy.leaf",
     "systems.traces.config",
     "systems.traces.leaf",
+    "systems.vision.config",
+    "systems.vision.leaf",
     "types",
 )
 # they measure MLX: imported when their command runs

@@ -29,6 +29,7 @@ LEAVES = (
     "mlx_parallm.runs.dashboard.leaf",
     "mlx_parallm.deploy.export.leaf",
     "mlx_parallm.systems.pipeline.leaf",
+    "mlx_parallm.systems.vision.leaf",
     "mlx_parallm.rl_training.distillation.leaf",
     "mlx_parallm.environments.textarena.leaf",
     "mlx_parallm.environments.openenv.leaf",
@@ -78,6 +79,8 @@ class Leaf:
         clients_train: the key of its section that is true where clients train, and the
             configuration does not. `mlx_parallm serve --NAME` sets it.
         serve_help: the help of that flag.
+        images: (Config, directory of the model, its config.json) →
+            `models.images.encoder.ImageSupport` or None: what reads images for that model.
         teachers: (factory.TeacherContext) → `step.teaching.TeacherSignal`: the teachers of
             [rl_training.distillation].
         environments: kinds of environments, each the "module:name" of its class, a
@@ -93,6 +96,7 @@ class Leaf:
     page: str | None = None
     clients_train: str | None = None
     serve_help: str | None = None
+    images: str | None = None
     teachers: str | None = None
     environments: Mapping[str, str] = field(default_factory=dict)
     commands: tuple[Command, ...] = ()

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,6 +32,7 @@ import numpy as np
 from mlx_parallm.engine.cache.batch import choose_cache
 from mlx_parallm.engine.cache.prefill import arrays_of
 from mlx_parallm.engine.grammar import Grammars
+from mlx_parallm.engine.images import ImageFeatures, image_ids
 from mlx_parallm.engine.live_requests import Counters, Event, LiveRequests, own_failure
 from mlx_parallm.engine.logit_edits import LogitEdits, spellings
 from mlx_parallm.engine.model_runner import LaunchedStep, ModelRunner, SampledToken
@@ -82,6 +84,7 @@ class Engine:
         tokenizer: this thread's own.
         weights: versions and adapters.
         lora: what the serving tree's linear layers read.
+        images: None: the model reads no images.
 
     Raises:
         ModelError: the engine cannot decode the architecture (see cache/batch.py).
@@ -94,6 +97,7 @@ class Engine:
         weights: SharedWeights,
         lora: LoraContext,
         options: EngineOptions,
+        images: ImageFeatures | None = None,
     ) -> None:
         self.options = options
         self.grammars = Grammars(tokenizer, options.vocab_size, close_objects=options.close_objects)
@@ -120,6 +124,7 @@ class Engine:
             bound,
             options.default_max_tokens,
             prompt_cost,
+            None if images is None else images.token_id,
         )
         self.scheduler = Scheduler(
             options.max_rows,
@@ -133,6 +138,7 @@ class Engine:
         )
         self._note_memory()
         self.weights = weights
+        self.images = images
         self._runner = ModelRunner(
             model,
             lora,
@@ -141,6 +147,7 @@ class Engine:
             prefill_chunk=options.prefill_chunk,
             processed_alternatives=options.processed_alternatives,
             experts=options.experts,
+            images=images,
         )
         self._tokenizer = tokenizer
         self._random = random.Random(options.seed)
@@ -395,6 +402,10 @@ class Engine:
             for ids in spellings(word, self._tokenizer.encode_within)
         ]
         longest = self.limits.default_length(len(prompt))
+        places: tuple[Any, int] = (None, 0)
+        if self.images is not None and request.images:
+            places = self.images.positions_of(prompt, request.images)
+            prompt = image_ids(prompt, request.images, self.images.token_id)
         make_detokenizer = partial(
             self._tokenizer.detokenizer,
             opens_text=request.opens_text,
@@ -405,6 +416,9 @@ class Engine:
                 request_id=request.request_id,
                 index=index,
                 prompt=prompt,
+                images=request.images,
+                positions=places[0],
+                shift=places[1],
                 params=params,
                 adapter=adapter,
                 routing=self.options.experts,
@@ -419,7 +433,7 @@ class Engine:
                     include_stop=params.include_stop_str_in_output,
                     eager=request.stream,
                 ),
-                edits=LogitEdits(params, prompt, forbidden, bad_words)
+                edits=LogitEdits(params, request.prompt_token_ids, forbidden, bad_words)
                 if LogitEdits.needed(params)
                 else None,
                 matcher=self.grammars.matcher_of(params, stop_ids),

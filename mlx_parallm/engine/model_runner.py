@@ -15,7 +15,9 @@ and fails alone. This costs one prefill a row and happens after a failure only.
 """
 
 import copy
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +28,10 @@ import numpy as np
 from mlx_parallm.engine.cache.batch import RunningCache
 from mlx_parallm.engine.cache.prefill import arrays_of, present, states_of
 from mlx_parallm.engine.cache.sharing import PromptRows, end_of
+from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import PrefillChunk, PrefixSave, SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.experts.routing import ForwardRouting, routed
 from mlx_parallm.types import NARROW_IDS, TopLogprob
@@ -71,6 +73,7 @@ class ModelRunner:
         processed_alternatives: see SamplingBatch.
         experts: (layers, experts a token, experts) of a model whose choice of experts is recorded,
             and which `models.experts.routing.prepare_routing` has prepared.
+        images: what stands in prompts beside text; None: nothing does.
     """
 
     def __init__(
@@ -83,8 +86,11 @@ class ModelRunner:
         prefill_chunk: int,
         processed_alternatives: bool,
         experts: tuple[int, int, int] | None = None,
+        images: ImageFeatures | None = None,
     ) -> None:
         self._experts = experts
+        self._images = images
+        self._features: Mapping[int, mx.array] = {}  # of the last plan's prompts
         self._processed_alternatives = processed_alternatives
         self._prefill_chunk = prefill_chunk
         self._model = model
@@ -115,6 +121,12 @@ class ModelRunner:
                 [move.source for move in plan.moves], [move.target for move in plan.moves], longest
             )
         self._cache.truncate(plan.kept)
+        if self._images is not None:
+            self._features = self._images.prepare(
+                (row.tokens[chunk.start : chunk.stop], row.owner.images)
+                for chunk in plan.prefill
+                for row in chunk.prefill.rows
+            )
         for chunk in plan.prefill:
             if chunk.prompts:
                 self._cache.place(chunk.prompts, chunk.first_row)
@@ -240,12 +252,19 @@ class ModelRunner:
         for start, stop, caches in self._cache.batches():
             self._lora.activate([sequence.adapter for sequence in rows[start:stop]])
             routing = None if self._experts is None else ForwardRouting()
-            with routed(routing):
+            with routed(routing), self._shifted(rows[start:stop]):
                 logits.append(self._model(tokens[start:stop, None], cache=caches)[:, -1])
             if routing is not None and self._experts is not None:
                 kind = mx.uint16 if self._experts[2] > NARROW_IDS else mx.uint8
                 experts.append(routing.by_token().astype(kind))
         return _joined(logits), _joined(experts) if experts else None
+
+    def _shifted(self, rows: SequenceOf[Sequence]) -> AbstractContextManager[None]:
+        """Let rows behind images decode at their own positions."""
+        shifts = None if self._images is None else self._images.shifts(rows)
+        if self._images is None or shifts is None:
+            return nullcontext()
+        return self._images.table.at(None, shifts)
 
     def rebuild(self, sequence: Sequence, row: int) -> None:
         """Computes the sequence's prompt and output without its newest token, and puts that into
@@ -253,15 +272,17 @@ class ModelRunner:
 
         Raises whatever the model or the sampler raises on it.
         """
-        tokens = [*sequence.prompt, *sequence.tokens]
+        tokens = (*sequence.prompt, *sequence.tokens)
         length = len(tokens) - 1
+        if self._images is not None:
+            self._features = self._images.prepare([(tokens, sequence.images)])
         caches = self._cache.new_prefill(len(tokens))
         for start in range(0, length, self._prefill_chunk):
             self._forward(
-                tokens[start : min(start + self._prefill_chunk, length)], sequence.adapter, caches
+                tokens[start : min(start + self._prefill_chunk, length)], sequence, caches, start
             )
             mx.eval(arrays_of(caches))
-        logits = self._forward(tokens[-1:], sequence.adapter, copy.deepcopy(caches))
+        logits = self._forward(tokens[-1:], sequence, copy.deepcopy(caches), length)
         mx.eval(sample(logits, SamplingBatch((sequence,)), [len(sequence.tokens)]).arrays)
         prompts = (PromptRows(0, 1, length),)
         self._cache.place(prompts, row)
@@ -270,15 +291,17 @@ class ModelRunner:
 
     def try_forward(self) -> None:
         """Computes one token of the base alone. Raises when the model cannot compute at all."""
-        mx.eval(self._forward([0], None, self._cache.new_prefill(1)))
+        mx.eval(self._forward((0,), None, self._cache.new_prefill(1)))
 
     def _forward(
-        self, tokens: list[int], adapter: AdapterSlot | None, caches: list[Any]
+        self, tokens: tuple[int, ...], sequence: Sequence | None, caches: list[Any], start: int = 0
     ) -> mx.array:
-        """Logits [1, V] of the last token."""
+        """Logits [1, V] of the last of the sequence's tokens from the place `start` on; None: of
+        none."""
+        owners = [] if sequence is None else [sequence]
         with self._weights.read():
-            self._lora.activate([adapter])
-            return self._model(mx.array([tokens], dtype=mx.int32), cache=caches)[:, -1]
+            self._lora.activate([None if sequence is None else sequence.adapter])
+            return self._run([tokens], len(tokens), caches, owners, start)[:, -1]
 
     def _prefill(self, chunk: PrefillChunk) -> list[mx.array]:
         prefill = chunk.prefill
@@ -296,18 +319,36 @@ class ModelRunner:
             for row in prefill.rows:
                 row.prefix = ()
         if chunk.stop > chunk.start:
-            tokens = np.zeros((len(prefill.rows), chunk.stop - chunk.start), np.int32)
-            for index, row in enumerate(prefill.rows):
-                piece = row.tokens[chunk.start : chunk.stop]
-                tokens[index, : len(piece)] = piece
+            pieces = [row.tokens[chunk.start : chunk.stop] for row in prefill.rows]
             self._lora.activate([row.owner.adapter for row in prefill.rows])
-            self._model(mx.array(tokens), cache=prefill.caches)
+            owners = [row.owner for row in prefill.rows]
+            self._run(pieces, chunk.stop - chunk.start, prefill.caches, owners, chunk.start)
         kept = [] if chunk.save is None else self._keep(prefill.caches, chunk.save)
         if chunk.prompts:
             self._cache.write_prefixes(prefill.caches, chunk.prompts, chunk.first_row)
             prefill.caches = []
             return kept  # the decode step reads the rows
         return kept + arrays_of(prefill.caches)
+
+    def _run(
+        self,
+        rows: SequenceOf[tuple[int, ...]],
+        width: int,
+        caches: list[Any],
+        sequences: SequenceOf[Sequence],
+        start: int,
+    ) -> mx.array:
+        """Return the logits [rows, width, V] of pieces of texts, padded to `width`, of these
+        sequences from the place `start` on."""
+        if self._images is not None:
+            ids, features = self._images.inputs(rows, width, self._features)
+            positions = self._images.positions(sequences, start, width)
+            with self._images.table.using(features, positions):
+                return self._model(ids, cache=caches)
+        tokens = np.zeros((len(rows), width), np.int32)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = row
+        return self._model(mx.array(tokens), cache=caches)
 
     def _keep(self, caches: list[Any], save: PrefixSave) -> list[mx.array]:
         """Puts what a prefill of one row has computed into the prefix cache; returns arrays to

@@ -9,7 +9,7 @@ samples its tokens → `Engine._decide` ends it (stop rules: engine.py, stop str
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.engine.grammar import Matcher, OnlyTokens
 from mlx_parallm.engine.logit_edits import LogitEdits
@@ -18,6 +18,7 @@ from mlx_parallm.types import (
     NARROW_IDS,
     Completion,
     FinishReason,
+    PromptImage,
     RoutedExperts,
     SamplingParams,
     TopLogprob,
@@ -48,7 +49,7 @@ class Sequence:
 
     request_id: str
     index: int
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # positions of images have negative numbers (images.py)
     params: SamplingParams
     # None = the base; kept to the end, also when it is unloaded meanwhile
     adapter: "AdapterSlot | None"
@@ -65,6 +66,9 @@ class Sequence:
     priority: int = 0  # lower goes first
     rank: int = 0  # place in the queue
     cache_salt: str | None = None
+    images: tuple[PromptImage, ...] = ()
+    positions: Any = None  # [3, prompt] of numpy, where its images have positions of their own
+    shift: int = 0  # of the positions behind the prompt from their places
     chunks: tuple["PrefixChunk", ...] = ()  # segments that its row reads and others may read too
     # weights and salt under which the prompt's keys and values began to be computed
     prefix_key: Hashable = None
@@ -134,14 +138,17 @@ class Sequence:
             if self.pinned_version is None
             else self.pinned_version,
             cached_tokens=self.cached_prompt_tokens,
-            routed_experts=self._routed_experts(),
+            routed_experts=self.experts_since(0),
         )
 
-    def _routed_experts(self) -> RoutedExperts | None:
-        if self.routing is None or not self.tokens:
+    def experts_since(self, start: int) -> RoutedExperts | None:
+        """The experts of the sampled tokens from `start` on; None: none were recorded."""
+        if self.routing is None or start >= len(self.tokens):
             return None
         layers, each, number = self.routing
-        return RoutedExperts(layers, each, bytes(self.experts), number > NARROW_IDS)
+        wide = number > NARROW_IDS
+        ids = bytes(self.experts[start * layers * each * (1 + wide) :])
+        return RoutedExperts(layers, each, ids, wide)
 
 
 def random_stream(seed: int, index: int) -> int:

@@ -8,6 +8,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError
@@ -15,6 +16,7 @@ from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.experts.routing import prepare_routing, routing_shape
+from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -94,10 +96,17 @@ def start_engine(
     use_fast_swiglu(loaded.model)
     use_fast_rope(loaded.model)
     route_attention(loaded.model)
+    images = None
+    if loaded.images is not None:
+        images = ImageFeatures(
+            loaded.images.encoder, admit_images(loaded.model, loaded.images.encoder.rope_axes)
+        )
     lora = prepare_for_serving(loaded.model)
     engine_tokenizer = tokenizer()
     thread = EngineThread(
-        lambda: Engine(loaded.model, engine_tokenizer, weights, lora, options), names, turns
+        lambda: Engine(loaded.model, engine_tokenizer, weights, lora, options, images),
+        names,
+        turns,
     )
     thread.start()
     return StartedEngine(thread, names, shapes)

@@ -26,6 +26,8 @@ class RequestLimits:
     default_max_tokens: int | None = None
     # memory of a position of a prompt that is computed, over that of a row's position
     prompt_cost: float = 1.0
+    # what stands in a prompt for each feature of an image; None = the model reads no images
+    image_token: int | None = None
 
     def room(self, prompt: int) -> int:
         """Return the longest completion of a prompt of that many tokens. While a prompt is
@@ -46,6 +48,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     params = request.params
     _check_tokens(request.prompt_token_ids, limits)
     _check_length(len(request.prompt_token_ids), params.max_tokens, limits)
+    _check_images(request, limits)
     _check_sampling(params)
     check_alternatives([request], limits.max_model_len)
     _check_stops(params, limits)
@@ -107,6 +110,25 @@ def _check_tokens(tokens: Sequence[int], limits: RequestLimits) -> None:
         raise RequestError(
             f"the prompt has token ids outside of 0..{limits.vocab_size - 1}", param="prompt"
         )
+
+
+def _check_images(request: Request, limits: RequestLimits) -> None:
+    """Raises RequestError: the prompt has not a token for each feature of its images."""
+    if not request.images:
+        return
+    _require(limits.image_token is not None, "messages", "this model reads no images")
+    tokens, params = request.prompt_token_ids, request.params
+    expected = sum(image.tokens for image in request.images)
+    count = tokens.count(limits.image_token) if limits.image_token is not None else 0
+    _require(
+        count == expected,
+        "messages",
+        f"the prompt has {count} image tokens, and its images ({len(request.images)}) need"
+        f" {expected}",
+    )
+    _require(tokens[-1] != limits.image_token, "messages", "a prompt must not end with an image")
+    scored = params.prompt_logprobs is not None or params.pooling is not None
+    _require(not scored, "prompt_logprobs", "a prompt with images is not scored")
 
 
 def _check_length(prompt: int, max_tokens: int | None, limits: RequestLimits) -> None:

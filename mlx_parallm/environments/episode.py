@@ -23,9 +23,10 @@ from typing import Any, Protocol, SupportsFloat
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.schedule import derive_seed
-from mlx_parallm.environments.state import Prompt, State, text_of
+from mlx_parallm.environments.state import Prompt, State, shown_text, text_of
 from mlx_parallm.environments.trajectory import SequenceRecorder, continuation
 from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.execution.prompt_images import image_refs
 from mlx_parallm.execution.tool_calls import (
     ParsedCalls,
     own_format,
@@ -266,7 +267,7 @@ class EpisodePolicy:
         texts = (
             [prompt]
             if isinstance(prompt, str)
-            else [str(message.get("content") or "") for message in prompt]
+            else [shown_text(message.get("content")) for message in prompt]
         )
         characters = sum(map(len, texts))
         if characters <= self.longest * self.tokenizer.longest_token:
@@ -295,6 +296,7 @@ class EpisodePolicy:
             adapter=self.adapter,
             priority=self.priority,
             opens_text=not isinstance(turn.prompt, str) or self.tokenizer.opens_text(token_ids),
+            images=self.tokenizer.images_of(turn.prompt) if image_refs(turn.prompt) else (),
         )
 
     def _follow(
@@ -595,6 +597,7 @@ class Episode:
         seed = derive_seed("turn", self._seed, self.number, number)
         turn = TurnRequest(f"{self.name}/{number}", prompt, self._config, seed, overrides, options)
         completion = self._take_opening(turn) or await self._sample(turn)
+        self._sequences[-1].images = image_refs(prompt)
         self._sequences[-1].add_sampled(completion)
         self._turns.append(Turn(self._new_text(prompt), completion.text))
         self._last = LastTurn(prompt, options, completion)
@@ -743,7 +746,7 @@ def _followed(prompt: Prompt, answer: str) -> Prompt:
 
 
 def _plain(message: Mapping[str, Any]) -> tuple[Any, str]:
-    return message.get("role"), str(message.get("content") or "").strip()
+    return message.get("role"), shown_text(message.get("content")).strip()
 
 
 def _snapshot(prompt: Prompt) -> Prompt:

@@ -14,6 +14,7 @@ from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.runner import attempt
 from mlx_parallm.environments.state import Prompt
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.prompt_images import image_refs
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("environments")
@@ -87,7 +88,11 @@ def _ids(
     policy: EpisodePolicy, source: EnvironmentSource, prompt: Prompt, tools: EpisodeTools | None
 ) -> list[int] | None:
     """Return the tokens of an opening; None: it is far too long to be tokenised, or the chat
-    template refuses it."""
+    template refuses it. Raises ConfigError: it has images, and the model reads none."""
+    if image_refs(prompt) and policy.tokenizer.images is None:
+        raise ConfigError(
+            f"environments: {source.name}: its rows have images, and this model reads no images"
+        )
     with attempt() as outcome:
         options: dict[str, object] = {}
         if tools is not None:

@@ -26,6 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from mlx_parallm.config.environment import HUB_PREFIX, PASS_RATE, EnvironmentConfig
 from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.row_forms import known_row
+from mlx_parallm.environments.row_images import has_images, refuse_images, with_row_images
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.chat_messages import read_messages, read_tools
 from mlx_parallm.execution.user_code import is_reference, load, shown, user_code
@@ -408,6 +409,11 @@ def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[Data
             prompt: Prompt = _from_template(template, entry, where)
         else:
             prompt = _from_column(entry, column, where)
+        if config.prompt_format == "text":
+            refuse_images(entry, prompt, f"environments: {where}")
+        elif has_images(entry, prompt):
+            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            prompt = with_row_images(turns, entry, f"environments: {where}", data)
         tools: Sequence[Mapping[str, Any]] = ()
         if isinstance(prompt, list):
             _check_messages(prompt, config, where)
@@ -495,7 +501,7 @@ def _from_column(entry: Mapping[str, Any], column: str, where: str) -> Prompt:
         return value
     if isinstance(value, list | tuple) and value:
         try:
-            return read_messages(value, column)
+            return read_messages(value, column, images=True)
         except RequestError as error:
             reason = str(error).removeprefix(f"{column}: ")
             raise ConfigError(f"environments: {where}: {reason}") from error

@@ -25,6 +25,7 @@ class SequenceRecorder:
         self._versions: list[int] = []
         self._turns: list[int] = []  # sampled tokens of each
         self._experts: list[RoutedExperts | None] = []  # of each turn
+        self.images: tuple[str, ...] = ()  # names of those in its prompts so far
         self.add_prompt(prompt_ids)
 
     @property
@@ -55,7 +56,8 @@ class SequenceRecorder:
         self._logprobs += completion.logprobs
         self._versions += completion.policy_versions
         self._turns.append(len(completion.token_ids))
-        self._experts.append(completion.routed_experts)
+        if completion.token_ids:
+            self._experts.append(completion.routed_experts)
 
     def rollout(
         self, *, temperature: float, stop_reason: str | None, error: str | None = None
@@ -69,6 +71,7 @@ class SequenceRecorder:
             policy_versions=tuple(self._versions),
             temperature=temperature,
             scores={},
+            images=self.images,
             stop_reason=stop_reason,
             error=error,
             routed_experts=joined_experts(self._experts),

@@ -15,6 +15,10 @@ result is plain JSON:
     reasoning     also under `reasoning_content` and `thinking`, the names that templates read
 
 Other fields are carried along, nulls are left out. What is no text is refused by its place.
+
+Where images are asked for, a user's content with some is a list of parts, {"type": "text", "text"}
+and {"type": "image", …}, whose further fields are the source that the client wrote
+(`execution/prompt_images.py`).
 """
 
 import json
@@ -28,6 +32,7 @@ ROLES = ("system", "user", "assistant", "tool")
 DEVELOPER = "developer"  # OpenAI's name of system for models that reason
 FUNCTION = "function"  # OpenAI's older name of tool
 CUSTOM_ARGUMENT = "input"  # of the function that stands for a custom tool
+IMAGE_PARTS = ("image_url", "input_image", "image")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _SPEAKERS: dict[str, tuple[str, ...]] = {
     "system": ("system", "system_instruction"),
@@ -50,13 +55,16 @@ ROLE_COMPARED = (
 )
 
 
-def read_messages(messages: Iterable[Any], where: str = "messages") -> list[dict[str, Any]]:
-    """Return messages in the one form. `where` begins the place that an error names.
+def read_messages(
+    messages: Iterable[Any], where: str = "messages", *, images: bool = False
+) -> list[dict[str, Any]]:
+    """Return messages in the one form. `where` begins the place that an error names; `images`: a
+    user may write them.
 
     Raises RequestError: what is no message, content that is not text, a call without a name or with
     arguments that are neither an object nor text.
     """
-    read = [_message(message, where, position) for position, message in enumerate(messages)]
+    read = [_message(message, where, position, images) for position, message in enumerate(messages)]
     names: dict[str, str] = {}
     for message in read:
         names |= {
@@ -111,6 +119,31 @@ def content_text(content: Any, where: str) -> str:
     return "".join(part_text(part, f"{where}.{index}") for index, part in enumerate(content))
 
 
+def parts_of(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return a content as text, or as a list of parts where it has images. Raises RequestError."""
+    if not isinstance(content, list | tuple) or not any(map(is_image, content)):
+        return content_text(content, where)
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(content):
+        if is_image(part):
+            parts.append({**part, "type": "image"})
+        else:
+            add_text(parts, part_text(part, f"{where}.{index}"))
+    return parts
+
+
+def add_text(parts: list[dict[str, Any]], text: str) -> None:
+    """Put a text behind the parts of a content; it goes on with the last one."""
+    if parts and parts[-1]["type"] == "text":
+        parts[-1]["text"] += text
+    elif text:
+        parts.append({"type": "text", "text": text})
+
+
+def is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+
+
 def part_text(part: Any, where: str) -> str:
     """Return the text of one part of a content. Raises RequestError: a part that is no text."""
     if isinstance(part, str):
@@ -159,7 +192,7 @@ def in_known_roles(
     ]
 
 
-def _message(message: Any, where: str, position: int) -> dict[str, Any]:
+def _message(message: Any, where: str, position: int, images: bool) -> dict[str, Any]:
     place = f"{where}.{position}"
     is_object = isinstance(message, Mapping)
     fields = (
@@ -178,7 +211,11 @@ def _message(message: Any, where: str, position: int) -> dict[str, Any]:
     if fields.get("audio") is not None:
         reason = f"{place}.audio: only text can be read"
         raise RequestError(reason, param=f"{place}.audio", code="unsupported_content")
-    content = _content(fields, role, place)
+    content: str | list[dict[str, Any]]
+    if images and role == "user":
+        content = parts_of(fields.pop("content", ""), f"{place}.content")
+    else:
+        content = _content(fields, role, place)
     reasoning = next((fields[name] for name in REASONING if name in fields), None)
     if isinstance(reasoning, str):
         fields |= {"reasoning_content": reasoning} | (

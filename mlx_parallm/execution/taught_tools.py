@@ -51,7 +51,12 @@ def with_taught_tools(
     if in_system or not any(message["role"] == "user" for message in plain):
         return [dict(message) for message in with_instructions(plain, definitions, HOW_TO_CALL)]
     first = next(index for index, message in enumerate(plain) if message["role"] == "user")
-    plain[first]["content"] = with_instructions(plain[first]["content"], definitions, HOW_TO_CALL)
+    content = plain[first]["content"]
+    if isinstance(content, str):
+        plain[first]["content"] = with_instructions(content, definitions, HOW_TO_CALL)
+    else:  # with images
+        taught = str(with_instructions("", definitions, HOW_TO_CALL))
+        plain[first]["content"] = [{"type": "text", "text": taught}, *content]
     return plain
 
 

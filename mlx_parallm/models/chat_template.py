@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, Template
+from jinja2.exceptions import TemplateError
 from pydantic import BaseModel
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -26,6 +27,8 @@ from mlx_parallm.execution.json_values import (
 )
 
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # put where a final message ends that is to be continued
+_PROBE = "pineapples"
+_PROBED = {"add_generation_prompt": True, "tools": None, "documents": None}
 
 
 def render_template(
@@ -38,13 +41,17 @@ def render_template(
 ) -> str:
     """Return the text that a template makes of messages (`read_messages`).
 
+    A template that shows no content that is a string gets lists of parts (SmolVLM's, Idefics3's).
+
     Raises RequestError: the template does not show the message to continue. Also what the template
     raises.
     """
     chat = with_arguments(_plain(list(messages)), template_arguments)
-    final = chat[-1]["content"].strip() if chat else ""
+    final = chat[-1]["content"].strip() if continue_final_message else ""
     if continue_final_message:
         chat[-1]["content"] += CONTINUED
+    if takes_parts(source):
+        chat = [message | {"content": _parts(message["content"])} for message in chat]
     text = str(_compiled(source).render({**_plain(variables), "messages": chat}))
     if not continue_final_message:
         return text
@@ -56,6 +63,24 @@ def render_template(
     if text[end : end + len(CONTINUED)] == CONTINUED:
         return text[:end]
     return text[:end].rstrip()  # the template trims messages
+
+
+@lru_cache(maxsize=32)
+def takes_parts(source: str) -> bool:
+    """Whether a template shows the text of a content only where it is a list of parts."""
+
+    def shows(content: Any) -> bool:
+        variables = {"messages": [{"role": "user", "content": content}], **_PROBED}
+        try:
+            return _PROBE in _compiled(source).render(variables)
+        except (TemplateError, TypeError, ValueError, KeyError):
+            return False
+
+    return not shows(_PROBE) and shows(_parts(_PROBE))
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def with_arguments(

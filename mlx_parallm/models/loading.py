@@ -29,6 +29,7 @@ from mlx_parallm.models.formats import (
 )
 from mlx_parallm.models.gguf.cache import converted
 from mlx_parallm.models.hub import download, fetch_config
+from mlx_parallm.models.images.encoder import ImageParts
 from mlx_parallm.models.mlx_lm_api import (
     load_config,
     load_hf_model,
@@ -64,6 +65,7 @@ class LoadedModel:
     path: Path
     max_model_len: int
     name: str = ""  # as the configuration or mlx-lm names it: a hub id or a directory
+    images: ImageParts | None = None  # None: it reads text alone
 
     @property
     def vocab_size(self) -> int:

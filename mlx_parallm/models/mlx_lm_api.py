@@ -1,11 +1,17 @@
 """Every mlx-lm name in use outside model architectures, imported in one place: what to check
 when mlx-lm moves."""
 
+from functools import partial
+from importlib import import_module
+from typing import Any
+
 from mlx_parallm.system.files import file_limit_kept
 
 with file_limit_kept():
     from mlx_lm import tool_parsers
+    from mlx_lm.models import llama
     from mlx_lm.models.bailing_hybrid import recurrent_gla as chunked_simple_decay
+    from mlx_lm.models.base import BaseModelArgs
     from mlx_lm.models.base import scaled_dot_product_attention as mlx_lm_attention
     from mlx_lm.models.cache import (
         ArraysCache,
@@ -22,13 +28,39 @@ with file_limit_kept():
     )
     from mlx_lm.tokenizer_utils import TokenizerWrapper
     from mlx_lm.tokenizer_utils import load as load_hf_tokenizer
-    from mlx_lm.utils import MODEL_REMAPPING, dequantize_model, load_config, save_config, save_model
-    from mlx_lm.utils import _get_classes as model_classes
-    from mlx_lm.utils import load_model as load_hf_model
+    from mlx_lm.utils import (
+        MODEL_REMAPPING,
+        _get_classes,
+        dequantize_model,
+        load_config,
+        load_model,
+        save_config,
+        save_model,
+    )
+
+OWN_ARCHITECTURES = {
+    "idefics3": "mlx_parallm.models.images.idefics3",
+    "smolvlm": "mlx_parallm.models.images.idefics3",
+}
+"""`model_type` → a module of ours with `Model` and `ModelArgs`, where mlx-lm has none."""
+
+
+def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the classes of a model and of its arguments. Raises ValueError: none of that name."""
+    name = OWN_ARCHITECTURES.get(config["model_type"])
+    if name is None:
+        classes: tuple[Any, Any] = _get_classes(config)
+        return classes
+    module = import_module(name)
+    return module.Model, module.ModelArgs
+
+
+load_hf_model = partial(load_model, get_model_classes=model_classes)
 
 __all__ = [
     "MODEL_REMAPPING",
     "ArraysCache",
+    "BaseModelArgs",
     "CacheList",
     "KVCache",
     "QuantizedSwitchLinear",
@@ -39,6 +71,7 @@ __all__ = [
     "TokenizerWrapper",
     "chunked_simple_decay",
     "dequantize_model",
+    "llama",
     "load_config",
     "load_hf_model",
     "load_hf_tokenizer",

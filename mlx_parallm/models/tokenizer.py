@@ -11,10 +11,17 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.chat_messages import in_known_roles, read_messages
 from mlx_parallm.execution.json_values import template_arguments
+from mlx_parallm.execution.prompt_images import (
+    ImageReader,
+    image_refs,
+    with_images,
+    without_sources,
+)
 from mlx_parallm.execution.taught_tools import with_taught_tools
 from mlx_parallm.models.chat_template import render_template, with_arguments
 from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
 from mlx_parallm.models.token_text import Detokenizer, TextReader, TokenPieces
+from mlx_parallm.types import PromptImage
 
 CONTEXT = 4096
 """Characters before a text that decide how it is tokenised in its place; more only where they
@@ -40,6 +47,7 @@ class Tokenizer:
     def __init__(
         self, wrapper: TokenizerWrapper, *, reads_tools: bool = True, splits_reasoning: bool = True
     ) -> None:
+        self.images: ImageReader | None = None  # of stored images; None: messages hold texts alone
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer
         self._rust = _rust_decoder(self._hf)
@@ -191,9 +199,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         teach_tools: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        images: bool = False,
     ) -> str:
         """The text of a conversation, for every part of the program; messages as `read_messages`
-        takes them.
+        takes them, with their images or without.
 
         Tools that the template has no place for are taught in words (`taught_tools`), and so is
         their history. `teach_tools` False: the caller has seen to that, and reads calls in formats
@@ -214,12 +223,14 @@ class Tokenizer:
                 f"'chat_template_kwargs' cannot set {taken!r}: it is no argument of the template"
             )
             raise RequestError(reason, param="chat_template_kwargs")
-        chat = in_known_roles(read_messages(messages), self._template_text(tools))
+        read = read_messages(messages, images=images or self.images is not None)
+        refs = () if images else image_refs(read)
+        chat = in_known_roles(without_sources(read), self._template_text(tools))
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
         }
-        render = partial(self._render, options=options | dict(template_kwargs or {}))
+        render = partial(self._render, options=options | dict(template_kwargs or {}), refs=refs)
         taught = list(tools) if tools and teach_tools and self._teaches_tools else []
         if not taught and (self.template_takes_tools or self._shows_results(chat, render)):
             return render(chat, tools)
@@ -263,8 +274,19 @@ class Tokenizer:
         except ValueError as error:  # several templates, none of them the default
             raise RequestError(f"the model's chat template: {error}", param="messages") from error
 
+    def images_of(self, messages: str | Sequence[Mapping[str, Any]]) -> tuple[PromptImage, ...]:
+        """Return the stored images of a prompt, in order. Raises RequestError: one that is not
+        there, or cannot be read."""
+        if self.images is None:
+            return ()
+        return tuple(map(self.images.stored, image_refs(messages)))
+
     def _render(
-        self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any,
+        options: Mapping[str, Any],
+        refs: Sequence[str] = (),
     ) -> str:
         source = self._template_text(tools)
         try:
@@ -275,6 +297,9 @@ class Tokenizer:
                 text = render_template(source, messages, tools=tools, **variables)
             else:
                 text = self._render_in_python(messages, tools=tools, **options)
+            if refs and self.images is not None:
+                images = [*map(self.images.stored, refs)]
+                text = with_images(text, self.images.placeholder, images)
             text.encode()
         except RecursionError as error:
             reason = "'messages' hold a call's arguments that are nested too deeply"

@@ -15,11 +15,13 @@ from mlx_parallm.config.load import RLTrainingConfig
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.loading import LoadedModel, load_tokenizer
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import GroupStore, Minimum, RolloutBuffer
 from mlx_parallm.rl_training.step.algorithms import Algorithm, make_algorithm, make_shaping
+from mlx_parallm.rl_training.step.images import StepImages
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.step.teaching import TeacherSignal
@@ -73,7 +75,14 @@ def build_trainer(
     """
     algorithm = algorithm or make_algorithm(training)
     policy = build_policy(loaded, training, algorithm, initial_adapter=initial_adapter)
-    return Trainer(policy, training, algorithm, between_blocks=between_blocks, ranks=ranks)
+    images = None
+    if loaded.images is not None:
+        images = StepImages(
+            loaded.images, admit_images(policy.model, loaded.images.encoder.rope_axes)
+        )
+    return Trainer(
+        policy, training, algorithm, between_blocks=between_blocks, ranks=ranks, images=images
+    )
 
 
 @dataclass(frozen=True)

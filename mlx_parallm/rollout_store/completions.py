@@ -234,9 +234,7 @@ def _rollout(request: Request, parts: Choice) -> Rollout:
         scores={},
         stop_reason=parts[-1].finish_reason,
         processed_logprobs=processed,
-        routed_experts=joined_experts(
-            [part.routed_experts if isinstance(part, Completion) else None for part in parts]
-        ),
+        routed_experts=joined_experts([part.routed_experts for part in parts if part.token_ids]),
     )
 
 

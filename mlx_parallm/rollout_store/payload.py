@@ -145,6 +145,8 @@ def _rollout_header(rollout: Rollout) -> dict[str, Any]:
         header["turn_rewards"] = list(rollout.turn_rewards)
     if rollout.turn_lengths:
         header["turn_lengths"] = list(rollout.turn_lengths)
+    if rollout.images:
+        header["images"] = list(rollout.images)
     if rollout.earlier:
         header["earlier"] = [_rollout_header(segment) for segment in rollout.earlier]
     return header
@@ -168,6 +170,7 @@ def _rollout(entry: dict[str, Any], columns: "_ColumnReader") -> Rollout:
         earlier=tuple(_rollout(segment, columns) for segment in entry.get("earlier", ())),
         turn_rewards=tuple(entry.get("turn_rewards", ())),
         turn_lengths=tuple(entry.get("turn_lengths", ())),
+        images=tuple(entry.get("images", ())),
     )
 
 

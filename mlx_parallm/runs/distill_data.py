@@ -32,6 +32,7 @@ from mlx_parallm.errors import (
     RolloutRejectedError,
 )
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
+from mlx_parallm.execution.prompt_images import image_refs
 from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
@@ -214,6 +215,8 @@ def show(outcome: DistillOutcome, output: Path, console: Console) -> None:
 def _read(settings: DistillSettings) -> tuple[tuple[DataRow, ...], RewardFunctions | None]:
     config = settings.environment()
     split = read_prompts(config, seed=settings.seed)
+    if any(image_refs(row.prompt) for row in (*split.train, *split.heldout)):
+        raise ConfigError("rows with images: a teacher is asked in texts alone")
     rows = split.train[: settings.limit]
     for number, row in enumerate(rows, 1):
         if row.tools:

@@ -21,6 +21,7 @@ from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.engine.validation import MOST_ALTERNATIVES, check_alternatives
 from mlx_parallm.errors import EngineUnavailableError
+from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
@@ -44,6 +45,7 @@ class LoadedParts:
     engine: "EngineClient"
     tokenizer: "Tokenizer"
     adapters: "AdapterLoader | None"
+    images: ImageReader | None = None  # None: the model reads text alone
 
 
 class ServerState:
@@ -67,10 +69,11 @@ class ServerState:
         engine: "EngineClient",
         tokenizer: "Tokenizer",
         adapters: "AdapterLoader | None" = None,
+        images: ImageReader | None = None,
     ) -> None:
         """Let every route answer from now on; call it once."""
         self.metrics.watch_engine(engine.stats, engine.rank_stats)
-        self._parts = LoadedParts(engine, tokenizer, adapters)
+        self._parts = LoadedParts(engine, tokenizer, adapters, images)
 
     def failed(self, reason: str) -> None:
         """The model could not be loaded: /health says why."""
@@ -248,6 +251,10 @@ class ServerContext:
     @property
     def tokenizer(self) -> "Tokenizer":
         return self.deps.state.parts.tokenizer
+
+    @property
+    def images(self) -> ImageReader | None:
+        return self.deps.state.parts.images
 
     @property
     def clients_paused(self) -> bool:

@@ -24,6 +24,13 @@ from fastapi.responses import Response
 from mlx_parallm.engine.sequence import random_stream
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import GenerationFailedError, InvalidAnswerError, RequestError
+from mlx_parallm.execution.prompt_images import (
+    check_places,
+    image_sources,
+    text_of,
+    with_images,
+    without_sources,
+)
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import ClientDisconnectedError
@@ -41,6 +48,7 @@ from mlx_parallm.server.sse import AnswerResponse, EventStream, StreamForm, merg
 from mlx_parallm.types import (
     Completion,
     CompletionDelta,
+    PromptImage,
     Request,
     RequestOutput,
     SamplingParams,
@@ -59,11 +67,15 @@ class EncodedPrompt:
     token_ids: tuple[int, ...]
     text: str | None = None  # None when the client sent ids
     opens_text: bool = False  # what is sampled begins a text of its own: an answer of a chat
+    images: tuple[PromptImage, ...] = ()
 
     def last(self, count: int | None) -> "EncodedPrompt":
         """`truncate_prompt_tokens`: the last `count` tokens; None = all."""
         if count is None or count >= len(self.token_ids):
             return self
+        if self.images:
+            reason = "'truncate_prompt_tokens' would cut into a prompt with images"
+            raise RequestError(reason, param="truncate_prompt_tokens")
         return EncodedPrompt(self.token_ids[-count:], opens_text=self.opens_text)
 
     def reader(self, tokenizer: "Tokenizer") -> TokenReader:
@@ -110,9 +122,9 @@ def encode_prompt(context: ServerContext, prompt: str | Sequence[int]) -> Encode
     return EncodedPrompt(ids, text, opens_text=context.tokenizer.opens_text(ids))
 
 
-def render_conversation(context: ServerContext, conversation: Conversation) -> tuple[int, ...]:
-    """Token ids of a chat. Raises RequestError: no template, content that is not text, a
-    template that refuses."""
+async def encode_conversation(context: ServerContext, conversation: Conversation) -> EncodedPrompt:
+    """Return a chat's token ids and images. Raises RequestError: no template, content that the
+    model cannot read, a template that refuses."""
     # each is a token at least
     if (count := len(conversation.messages)) > (room := context.engine.max_model_len):
         reason = (
@@ -120,18 +132,36 @@ def render_conversation(context: ServerContext, conversation: Conversation) -> t
             " messages."
         )
         raise RequestError(reason, param="messages", code="context_length_exceeded")
-    messages = conversation.template_messages()
-    contents = [message["content"] for message in messages]
+    reader = context.images
+    messages = conversation.template_messages(images=reader is not None)
+    sources = image_sources(messages)
+    contents = [text_of(message["content"]) for message in messages]
     for position, content in enumerate(contents):
         check_text(content, f"messages.{position}.content")
     check_size(context, "".join(contents), "messages")  # before the template spends seconds on it
     options = conversation.render_options(context.deps.chat_template_kwargs)
-    text = context.tokenizer.render_chat_text(messages, **options)
+    text = context.tokenizer.render_chat_text(
+        without_sources(messages), images=bool(sources), **options
+    )
+    images: tuple[PromptImage, ...] = ()
+    if sources and reader is not None:
+        check_places(text, reader.placeholder, len(sources))
+        images = tuple(await reader.read(sources))
+        text = with_images(text, reader.placeholder, images)
     check_size(context, text, "messages")
     token_ids = tuple(context.tokenizer.encode(text, add_special_tokens=False))
     if not token_ids:
         raise RequestError("the chat template made an empty prompt of 'messages'", param="messages")
-    return token_ids
+    opens_text = not conversation.continues_final_message
+    return EncodedPrompt(token_ids, opens_text=opens_text, images=images)
+
+
+async def images_of(context: ServerContext, conversation: Conversation) -> tuple[PromptImage, ...]:
+    """Return the images of a chat whose prompt the client has rendered. Raises RequestError."""
+    if (reader := context.images) is None:
+        return ()
+    sources = image_sources(conversation.template_messages(images=True))
+    return tuple(await reader.read(sources)) if sources else ()
 
 
 def check_count(prompts: int, n: int) -> None:
@@ -191,6 +221,7 @@ def build_requests(
             priority=body.priority,
             # a grammar's text is what it has matched
             opens_text=prompt.opens_text and params.structure is None,
+            images=prompt.images,
         )
         for position, prompt in enumerate(prompts)
     ]
@@ -401,6 +432,7 @@ def _delta_of(completion: Completion, output: RequestOutput) -> CompletionDelta:
         stop_reason=completion.stop_reason,
         error=completion.error,
         processed_logprobs=completion.processed_logprobs,
+        routed_experts=completion.routed_experts,
         cached_tokens=completion.cached_tokens if completion.index == 0 else 0,
         rejected_tokens=output.rejected_tokens if completion.index == 0 else 0,
     )
@@ -481,10 +513,18 @@ async def respond(
     completions = [completion for output in outputs for completion in output.completions]
     for choice, completion in zip(body["choices"], completions, strict=True):
         choice |= schema_error(completion)
-    body |= {"usage": usage_of(outputs, answer.usage_details()), "policy_version": version}
+    counts = _with_images(usage_of(outputs, answer.usage_details()), requests)
+    body |= {"usage": counts, "policy_version": version}
     if observer is not None:
         await observer.whole(body)
     return check.with_header(AnswerResponse(form.whole(body) if form else body))
+
+
+def _with_images(counts: dict[str, Any], requests: Sequence[Request]) -> dict[str, Any]:
+    """Add OpenAI's count of the prompts' image tokens, where there are some."""
+    if tokens := sum(image.tokens for request in requests for image in request.images):
+        counts["prompt_tokens_details"]["image_tokens"] = tokens
+    return counts
 
 
 def schema_error(part: Completion | CompletionDelta) -> dict[str, str]:
@@ -530,4 +570,4 @@ async def _events(
                 yield answer.head | chunk | so_far
     if wanted.include_usage:
         counts = usage(prompt_tokens, generated, cached, rejected, answer.usage_details())
-        yield answer.head | {"choices": [], "usage": counts}
+        yield answer.head | {"choices": [], "usage": _with_images(counts, requests)}

@@ -28,6 +28,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "wandb": ("wandb",),
     "tensorboard": ("tensorboardX",),
     "trackio": ("trackio",),
+    "vision": ("mlx_vlm",),
     "tinker": ("google.protobuf", "zstandard"),
     "dev": ("pytest", "ruff", "mypy"),
 }

@@ -5,13 +5,14 @@ Conversations are generated in the chat's words; `as_items` and `as_blocks` say 
 the other APIs do.
 """
 
+import asyncio
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.server.generation import render_conversation
+from mlx_parallm.server.generation import encode_conversation
 from mlx_parallm.server.messages.body import MessagesBody
 from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.server.responses.body import ResponsesBody
@@ -184,17 +185,21 @@ def server(tmp_path_factory):
         yield server
 
 
+def ids_of(context, chat):
+    return asyncio.run(encode_conversation(context, chat)).token_ids
+
+
 @pytest.mark.slow
 @settings(max_examples=120, derandomize=True)
 @given(conversation=conversations())
 def test_three_apis_one_prompt(server, conversation):
     context = server.app.state.context
     chat = ChatBody.model_validate(as_chat(*conversation))
-    expected = render_conversation(context, chat)
+    expected = ids_of(context, chat)
     responses = ResponsesBody.model_validate(as_items(*conversation))
-    assert render_conversation(context, responses.to_chat(responses.items)[0]) == expected
+    assert ids_of(context, responses.to_chat(responses.items)[0]) == expected
     messages = MessagesBody.model_validate(as_blocks(*conversation))
-    assert render_conversation(context, messages.to_chat()) == expected
+    assert ids_of(context, messages.to_chat()) == expected
 
 
 @settings(max_examples=10, derandomize=True)

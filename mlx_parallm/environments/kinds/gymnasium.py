@@ -22,7 +22,7 @@ from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
 from mlx_parallm.system.packages import require
-from mlx_parallm.types import Trajectory
+from mlx_parallm.types import Structure, Trajectory
 
 WHOLE_NUMBER = re.compile(r"-?\d+")
 
@@ -54,6 +54,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         observation_text: Callable[[Any], str] | str | None = None,
         action_of: Callable[[str], Any] | str | None = None,
         action_names: Sequence[str] = (),
+        constrained: bool = False,
         max_steps: int = 100,
         seed: int = 0,
     ) -> None:
@@ -71,6 +72,8 @@ class GymnasiumEnvironment(BaseEnvironment):
                 one of `action_names`, else a number in the answer; for a Text space the answer; for
                 others JSON.
             action_names: of a Discrete space, in its order.
+            constrained: hold the sampled text to an action of a Discrete space: a name, or a
+                number.
             max_steps: turns of the policy.
 
         Raises ConfigError: package missing, no such environment, actions that JSON does not hold
@@ -92,6 +95,15 @@ class GymnasiumEnvironment(BaseEnvironment):
         if max_steps < 1:
             raise ConfigError(f"gymnasium: max_steps has to be at least 1, not {max_steps}")
         self._names = tuple(action_names)
+        if constrained and not (discrete and action_of is None):
+            raise ConfigError(
+                "gymnasium: constrained needs actions that can be listed: a Discrete space, and no"
+                " action_of"
+            )
+        if constrained:
+            numbers = range(self._space.start, self._space.start + self._space.n)
+            choice = json.dumps(self._names or [str(number) for number in numbers])
+            self.structure = Structure("choice", choice, "gymnasium: constrained")
         self._template = _template(observation_text, self._make)
         self._text = (
             None

@@ -4,8 +4,10 @@ of one that is full, does not answer, or has ended.
     `open`: the server with the fewest sessions → connect → reset → (Session, first StepResult)
 
 A session that cannot be opened is tried again, on another server where there is one; after the
-first action an episode that is lost stays lost. A server that failed is left alone for a while,
-longer each time. One that is started by a command is started again when it has ended.
+first action an episode that is lost stays lost. Of several servers each gets a few sessions first,
+and one more with each episode that it plays to the end, so that one that hangs holds few episodes
+up. A server that failed is left alone for a while, longer each time. One that is started by a
+command is started again when it has ended.
 """
 
 import asyncio
@@ -32,9 +34,11 @@ from mlx_parallm.system.log import get_logger
 log = get_logger("environments")
 
 PORT = "{port}"
-POLL_S = 0.1
+POLL_S, START_POLL_S = 0.02, 0.1
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0  # after a failure; doubled each time
-FULL_S = 0.25  # before a full server is asked again
+FULL_S = 0.05  # before a server is asked again that is full without a session of ours
+TRUST = 4  # sessions of a server, one of several, before it has played an episode
+FORGET_S = 30.0  # before a server that was full with ours is asked for more than it took
 LAST_WORDS = 300  # characters of what a server that ended has written
 
 
@@ -45,13 +49,32 @@ class Server:
     url: str
     command: tuple[str, ...] = ()
     sessions: int = 0
-    failures: int = 0  # since its last success
+    failures: int = 0  # since the last episode that it played to the end
     rests_until: float = 0.0
+    trust: int = TRUST  # sessions that it gets, one more after each episode
+    most: int | None = None  # sessions of ours that it took when it was full
+    most_until: float = 0.0
     process: subprocess.Popen[bytes] | None = None
     output: IO[bytes] | None = None
 
     def leave(self) -> None:
         self.sessions -= 1
+
+    def note_full(self) -> None:
+        """Remember how many sessions it takes: those that it has, or, if none is ours, none for a
+        while."""
+        now = time.monotonic()
+        if self.sessions > 0:
+            self.most, self.most_until = self.sessions, now + FORGET_S
+        else:
+            self.rests_until = now + FULL_S
+
+    def has_room(self, limit: int | None) -> bool:
+        """Whether it may take one more session."""
+        limits = [] if limit is None else [limit]
+        if self.most is not None and time.monotonic() < self.most_until:
+            limits.append(self.most)
+        return all(self.sessions < each for each in limits)
 
     @property
     def ended(self) -> bool:
@@ -125,6 +148,7 @@ class Servers:
         server, session, first = await self._opened(reset)
         try:
             yield session, first
+            server.failures, server.trust = 0, server.trust + 1
         except EndpointError:
             self._note_failure(server)
             raise
@@ -148,14 +172,14 @@ class Servers:
             try:
                 session, first = await self._begin(server, reset)
             except NoCapacityError as error:
-                full, server.rests_until = error, time.monotonic() + FULL_S
+                full = error
+                server.note_full()
             except EndpointError:
                 self._note_failure(server)
                 failures += 1
                 if failures > self._retries:
                     raise
             else:
-                server.failures = 0
                 return server, session, first
 
     async def _begin(self, server: Server, reset: Mapping[str, Any]) -> tuple[Session, StepResult]:
@@ -175,20 +199,20 @@ class Servers:
         return session, first
 
     def _pick(self) -> Server | None:
-        """Return the server with the fewest sessions that is neither full nor resting; where all
-        rest after failures, the one that rests the shortest."""
-        free = [
+        """Return the server with the fewest sessions that is neither full nor resting."""
+        now = time.monotonic()
+        awake = [
             server
             for server in self.servers
-            if self._max_sessions is None or server.sessions < self._max_sessions
+            if server.rests_until <= now
+            and server.has_room(self._max_sessions)
+            and (server.sessions < server.trust or len(self.servers) == 1)
         ]
-        now = time.monotonic()
-        awake = [server for server in free if server.rests_until <= now]
         return min(awake, key=lambda server: server.sessions, default=None)
 
     def _note_failure(self, server: Server) -> None:
         pause = min(PAUSE_S * 2**server.failures, LONGEST_PAUSE_S)
-        server.failures += 1
+        server.failures, server.trust = server.failures + 1, 1
         server.rests_until = time.monotonic() + pause
 
     def _start_again(self, server: Server) -> None:
@@ -252,7 +276,7 @@ def _wait_for(server: Server, timeout_s: float) -> None:
             )
         if time.monotonic() > until:
             raise EndpointError(f"{server.url}: no OpenEnv server answers: {why}")
-        time.sleep(POLL_S)
+        time.sleep(START_POLL_S)
 
 
 def _last_words(server: Server) -> str:

@@ -31,6 +31,7 @@ from mlx_parallm.execution.user_code import (
     user_code,
 )
 from mlx_parallm.rewards.functions import RewardFunctions
+from mlx_parallm.types import Structure
 
 SELF = "policy"
 BASE = "base"
@@ -58,6 +59,7 @@ class Settings:
         action_of: the action in an answer: a regular expression, whose last match counts (its
             first group, if it has one), or a function ("python:file.py:name"); default: the whole
             answer.
+        regex: a regular expression that every answer of a model is held to while it is sampled.
         max_turns: of a game, of all players together; then it is a draw.
     """
 
@@ -68,6 +70,7 @@ class Settings:
     seat: int | Literal["alternate"] = "alternate"
     observations: Literal["new", "whole"] = "new"
     action_of: str | None = None
+    regex: str | None = None
     max_turns: int = 200
 
     def check(self) -> None:
@@ -139,6 +142,8 @@ class TextArenaSource(EnvironmentSource):
                 f'{what}: seat is {seat!r}: expected "alternate" or 0 to {self.players - 1}'
             )
         self._action = _action_parser(self.settings.action_of)
+        if self.settings.regex is not None:
+            self.structure = Structure("regex", self.settings.regex, "textarena: regex")
         self._scripted = {
             name: load_function_of(("observation",), name, "textarena: opponent")
             for name in self.settings.opponents
@@ -295,7 +300,8 @@ class TextArenaSource(EnvironmentSource):
 
     def _policy(self, episode: Episode) -> Player:
         async def answer(talk: Sequence[Mapping[str, str]]) -> str:
-            return (await episode.turn(self.open_with(tuple(talk)))).text
+            prompt = self.open_with(tuple(talk))
+            return (await episode.turn(prompt, structure=self.structure)).text
 
         return answer
 

@@ -271,14 +271,18 @@ def why_not_routed(model: nn.Module) -> str:
 
 
 def replayed_experts(
-    model: nn.Module, setting: Literal["off", "on", "auto"], *, staleness: int
+    model: nn.Module,
+    setting: Literal["off", "on", "auto"],
+    *,
+    staleness: int,
+    rounded: bool = False,
 ) -> tuple[int, int, int] | None:
     """Return `routing_shape` where the trainer repeats the engine's experts, and prepare the model
     for it; None: each router chooses.
 
     "auto": where the two may choose differently, because the weights are no float32 or rollouts may
-    be older than the weights by `staleness` steps, and where the architecture allows it. Raises
-    ConfigError: "on", and it does not.
+    be older than the weights by `staleness` steps, or because the trainer's weights are `rounded`,
+    and where the architecture allows it. Raises ConfigError: "on", and it does not.
     """
     if setting == "off" or not (blocks_of_experts(model) or setting == "on"):
         return None
@@ -292,7 +296,8 @@ def replayed_experts(
         return None
     arrays = [array for _, array in tree_flatten(model.parameters())]
     exact = all(array.dtype == mx.float32 for array in arrays)
-    return routing_shape(model) if setting == "on" or staleness > 0 or not exact else None
+    differs = staleness > 0 or rounded or not exact
+    return routing_shape(model) if setting == "on" or differs else None
 
 
 _FAULTS = (ValueError, TypeError, AttributeError, IndexError, RuntimeError, StopIteration)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config.data import PAIRED, REWARD_MODEL, DataConfig
+from mlx_parallm.environments.row_images import has_images, refuse_images, with_row_images
 from mlx_parallm.environments.rows import prompt_key, read_splits, rows_of
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.chat_messages import read_messages, read_tools
@@ -72,6 +73,7 @@ def _read(config: DataConfig, algorithm: str, file: str, split: str) -> list[Exa
     examples = []
     for where, row in rows_of(file, config.subset, split, SECTION):
         columns = _form(row, forms, algorithm, where)
+        row = _with_images(row, file, algorithm, chat=chat, where=where)
         tools = _tools(row.get("tools"), where)
         if "chosen" in columns:
             prompt, chosen, rejected = _pair(row, chat=chat, where=where)
@@ -93,6 +95,31 @@ def _read(config: DataConfig, algorithm: str, file: str, split: str) -> list[Exa
         key = prompt_key(prompt or _opening(completion))
         examples.append(Example(where, prompt, (completion,), key, label, tools))
     return examples
+
+
+def _with_images(
+    row: dict[str, Any], file: str, algorithm: str, *, chat: bool, where: str
+) -> dict[str, Any]:
+    """Return a row whose messages name its images, stored. Raises ConfigError."""
+    names = ("prompt",) if row.get("prompt") is not None else ("messages", "chosen", "rejected")
+    read = {
+        name: [{"role": "user", "content": value}]
+        if isinstance(value, str)
+        else [*_messages(value, name, where)]
+        for name in names
+        if isinstance(value := row.get(name), str | list | tuple)
+    }
+    if not any(has_images(row, messages) for messages in read.values()):
+        return row
+    place = f"{SECTION}: {where}"
+    if not chat:
+        refuse_images(row, next(iter(read.values())), place)
+    if algorithm == REWARD_MODEL:
+        raise ConfigError(f"{place}: a reward model reads no images")
+    return {
+        **row,
+        **{name: with_row_images(each, row, place, file) for name, each in read.items()},
+    }
 
 
 def _form(
@@ -233,7 +260,7 @@ def _messages(value: Any, name: str, where: str) -> tuple[Mapping[str, Any], ...
     if not isinstance(value, list | tuple) or not value:
         raise _bad(where, f"{name} is {value!r}; expected a string or a list of messages")
     try:
-        return tuple(read_messages(value, name))
+        return tuple(read_messages(value, name, images=True))
     except RequestError as error:
         raise _bad(where, str(error)) from error
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.environments.state import shown_text
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.user_code import shown
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
@@ -140,6 +141,7 @@ def _fingerprint(units: list[Unit]) -> str:
             digest.update(len(sequence.tokens).to_bytes(4, "little"))
             digest.update(sequence.tokens.tobytes())
             digest.update(sequence.mask.tobytes())
+            digest.update("".join(sequence.images).encode())
     return digest.hexdigest()
 
 
@@ -147,7 +149,7 @@ def _prompt_text(prompt: Any) -> str:
     return (
         (prompt or ("Hello!"))
         if isinstance(prompt, str)
-        else str(prompt[-1]["content"])
+        else shown_text(prompt[-1]["content"])
         if prompt
         else "Hello!"
     )

@@ -21,6 +21,7 @@ import numpy as np
 
 from mlx_parallm.config.data import REWARD_MODEL, DataConfig
 from mlx_parallm.errors import ConfigError, RequestError
+from mlx_parallm.execution.prompt_images import image_refs
 from mlx_parallm.models.scoring.conversation import conversation_tokens, without_tail
 from mlx_parallm.rl_training.data.rows import SECTION, Example, Text
 from mlx_parallm.system.log import get_logger
@@ -39,6 +40,7 @@ class Encoded:
 
     tokens: np.ndarray  # [T] int32
     mask: np.ndarray  # [T] bool, trained on
+    images: tuple[str, ...] = ()  # names of the stored images in it, in order
 
     @property
     def prompt_length(self) -> int:
@@ -56,6 +58,7 @@ class Encoded:
             policy_versions=(UNKNOWN_VERSION,) * length,
             temperature=1.0,
             scores={},
+            images=self.images,
         )
 
 
@@ -210,6 +213,7 @@ def _turns(
     encode = tokenizer.encode_after
     messages = [*prompt, *completion]
     sequences: list[list[tuple[list[int], bool]]] = []
+    images: list[tuple[str, ...]] = []  # of each sequence
     shown: str | None = None
     for number in range(len(prompt), len(messages)):
         if messages[number]["role"] != "assistant":
@@ -230,13 +234,16 @@ def _turns(
             sequences[-1].append((encode(shown, before[len(shown) :]), False))
         else:
             sequences.append([(encode("", before), False)])
+            images.append(())
+        images[-1] = image_refs(messages[:number])
         sequences[-1].append(
             (encode(before, answer) + closing, messages[number].get("weight") != 0)
         )
         # the template's next turn does not show that end
         shown = before + answer if closed else None
-    learned = [spans for spans in sequences if any(trained for _, trained in spans)]
-    return [_joined(spans, example) for spans in learned or sequences]
+    both = [*zip(sequences, images, strict=True)]
+    learned = [each for each in both if any(trained for _, trained in each[0])]
+    return [_joined(spans, example, names) for spans, names in learned or both]
 
 
 def _end_token(tokenizer: ChatTokenizer, example: Example, *, of_tokenizer: bool) -> list[int]:
@@ -250,9 +257,11 @@ def _end_token(tokenizer: ChatTokenizer, example: Example, *, of_tokenizer: bool
     return [min(tokenizer.eos_token_ids)]
 
 
-def _joined(spans: Sequence[tuple[list[int], bool]], example: Example) -> Encoded:
+def _joined(
+    spans: Sequence[tuple[list[int], bool]], example: Example, images: tuple[str, ...] = ()
+) -> Encoded:
     tokens = np.array([token for ids, _ in spans for token in ids], np.int32)
     mask = np.array([trained for ids, trained in spans for _ in ids], bool)
     if not mask[1:].any():
         raise ConfigError(f"{SECTION}: {example.where}: there is no token to learn in it")
-    return Encoded(tokens, mask)
+    return Encoded(tokens, mask, images)

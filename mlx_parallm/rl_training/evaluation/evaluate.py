@@ -21,6 +21,7 @@ from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
 from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.environments.state import shown_text
 from mlx_parallm.execution.user_code import is_reference, user_code
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import TrainingProgress
@@ -292,7 +293,11 @@ async def evaluate(
         answers, task = await asyncio.gather(*first, *others), environment.tasks[number]
         likeliest = answers.pop(0) if settings.greedy else None
         return EvaluatedProblem(
-            task.key, task.messages[-1]["content"], task.answer, likeliest, tuple(answers)
+            task.key,
+            shown_text(task.messages[-1]["content"]),
+            task.answer,
+            likeliest,
+            tuple(answers),
         )
 
     async def evaluate_environment(environment: ProblemSet) -> Evaluation:
@@ -303,7 +308,7 @@ async def evaluate(
 
 
 def _opening(task: Task) -> object:
-    return tuple((turn["role"], turn["content"]) for turn in task.messages)
+    return tuple((turn["role"], shown_text(turn["content"])) for turn in task.messages)
 
 
 def _answer(result: GroupResult) -> EvaluatedAnswer:

@@ -96,7 +96,12 @@ class TrainedPolicy:
         )
         self.lora = config.lora.enabled
         setting = "off" if config.algorithm in DATA_ALGORITHMS else config.router_replay
-        self.replayed_experts = replayed_experts(model, setting, staleness=config.max_staleness)
+        self.replayed_experts = replayed_experts(
+            model,
+            setting,
+            staleness=config.max_staleness,
+            rounded=config.lora.qat_bits is not None,
+        )
         self._adalora = (
             config.lora.adalora.model_dump() | {"total_step": config.total_steps}
             if config.lora.use_adalora

@@ -55,6 +55,7 @@ from mlx_parallm.rl_training.step.collate import (
     collate,
     epoch_order,
 )
+from mlx_parallm.rl_training.step.images import StepImages
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, Update, learning_rate_at
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import (
@@ -113,7 +114,7 @@ class Trainer:
     """Owns the optimizer. Used by one thread, the one that owns the policy's tree.
 
     `between_blocks` is called after each evaluation of a few blocks (the serving thread's turn).
-    `ranks`: the processes that share this training.
+    `ranks`: the processes that share this training. `images`: None: sequences are texts alone.
     """
 
     def __init__(
@@ -124,7 +125,9 @@ class Trainer:
         *,
         between_blocks: Callable[[], None] = lambda: None,
         ranks: Ranks = ALONE,
+        images: StepImages | None = None,
     ) -> None:
+        self.images = images
         self.policy, self.algorithm, self.config = policy, algorithm, config
         self.ranks = ranks
         self.model = BlockwiseModel(
@@ -244,7 +247,8 @@ class Trainer:
         by_row: dict[int, np.ndarray] = {}
         for micro_batch in self.collate(sequences, range(len(sequences)), together=1).micro_batches:
             ends = np.cumsum(micro_batch.mask.sum(axis=1))[:-1]
-            scores = np.stack(self._scores_of(micro_batch, self._replays))
+            with self._seeing(micro_batch):
+                scores = np.stack(self._scores_of(micro_batch, self._replays))
             by_row |= dict(zip(micro_batch.rows, np.split(scores, ends, axis=1), strict=True))
         return [by_row[row] for row in range(len(sequences))]
 
@@ -264,11 +268,11 @@ class Trainer:
         for micro_batch in mini_batch.micro_batches:
             if not len(micro_batch.positions):
                 continue
-            value, (numbers, *_) = loss.objective(micro_batch)(
-                *self.model.score(
+            with self._seeing(micro_batch):
+                scored = self.model.score(
                     micro_batch.token_batch(measure=loss.measure(micro_batch), replay=self._replays)
                 )
-            )
+            value, (numbers, *_) = loss.objective(micro_batch)(*scored)
             total += scalar(value)
             named = zip(loss.metric_names, np.array(numbers).tolist(), strict=True)
             metrics = {name: metrics.get(name, 0.0) + number for name, number in named}
@@ -293,6 +297,8 @@ class Trainer:
                 "rl_training.distillation names teachers, and none was built here: this needs"
                 " mlx_parallm.rl_training.distillation, or leave them out"
             )
+        if any(sequence.rollout.images for sequence in batch.sequences):
+            raise ConfigError("rl_training.distillation: teachers read no images")
         scores = self.teachers.score(batch, should_stop)
         return None if scores is None else replace(at, scores={**at.scores, **scores})
 
@@ -313,6 +319,8 @@ class Trainer:
         at = position or StepPosition()
         self.drop()
         self.model.experts_forced = self.model.experts_differing = 0
+        if self.images is not None:
+            self.images.begin_step()
 
         def stopping() -> bool:
             return should_stop() or bool(self.ranks.lost)
@@ -416,7 +424,7 @@ class Trainer:
                 measure=loss.measure(micro_batch),
                 replay=self._replays,
             )
-            with self._dropout(micro_batch):
+            with self._dropout(micro_batch), self._seeing(micro_batch):
                 value, (*extras, logprobs, entropy), self.gradients = self.model.loss_and_gradients(
                     tokens, loss.objective(micro_batch), self.gradients, fuse=loss.fuse
                 )
@@ -453,6 +461,10 @@ class Trainer:
         return self.policy.dropout.drawn_from(
             [self.config.seed, self.optimizer.updates, *micro_batch.rows]
         )
+
+    def _seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Images' positions in a forward or backward pass, where they have some of their own."""
+        return nullcontext() if self.images is None else self.images.seen(micro_batch.inputs)
 
     def apply(self, learning_rate: float, step: int | None = None) -> Update | None:
         """One optimizer update with the accumulated gradients of all ranks, which are used up.
@@ -528,14 +540,18 @@ class Trainer:
             budget: tokens of a micro-batch; default: the largest allowed now.
             together: rows of an example, which stay in one micro-batch; default: the algorithm's.
         """
+        plain = False
+        if self.images is not None:
+            sequences = self.images.admit(sequences)
+            plain = self.images.has_positions(sequences[row] for row in rows)
         return collate(
             sequences,
             rows,
             token_budget=budget or self._budget.tokens,
             together=together or self.algorithm.rows_per_example,
-            share_prompts=self.model.shares_prompts,
-            merging=self.model.merges_rows,
-            packing=self.config.packing and self.model.packs_rows,
+            share_prompts=self.model.shares_prompts and not plain,
+            merging=self.model.merges_rows and not plain,
+            packing=self.config.packing and self.model.packs_rows and not plain,
         )
 
     def _score(
@@ -595,7 +611,8 @@ class Trainer:
         for micro_batch in self.ranks.share(parts, lambda part: part.tokens):
             if stopped := should_stop():
                 break
-            scores = self._scores_of(micro_batch, replay)
+            with self._seeing(micro_batch):
+                scores = self._scores_of(micro_batch, replay)
             columns[:, micro_batch.columns] = np.stack(scores[: len(columns)])
         everyone = self.ranks.exchange(columns, stop=stopped)
         return None if everyone is None else np.sum(everyone, axis=0)

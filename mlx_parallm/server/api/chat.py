@@ -15,9 +15,10 @@ from mlx_parallm.server.generation import (
     EncodedPrompt,
     ResponseBuilder,
     build_requests,
+    encode_conversation,
+    images_of,
     new_id,
     observer_of,
-    render_conversation,
     resolve_model,
     respond,
 )
@@ -70,10 +71,13 @@ async def answer_chat(
 ) -> Response:
     """Answer a chat. `form`: the words of another API. Raises as `generation.run` does."""
     model = resolve_model(context, body.model)
-    tokens = body.prompt_tokens or render_conversation(context, body)
-    prompt = EncodedPrompt(tokens, opens_text=not body.continues_final_message).last(
-        body.truncate_prompt_tokens
-    )
+    if tokens := body.prompt_tokens:
+        opens_text = not body.continues_final_message
+        images = await images_of(context, body)
+        prompt = EncodedPrompt(tokens, opens_text=opens_text, images=images)
+    else:
+        prompt = await encode_conversation(context, body)
+    prompt = prompt.last(body.truncate_prompt_tokens)
     plan, params = plan_answer(context, body, prompt.token_ids), body.to_params()
     skips = params.skip_special_tokens and not plan.answer_format.needs_special_tokens
     params = replace(params, skip_special_tokens=skips, structure=plan.structure)
@@ -196,7 +200,8 @@ def _thinking(
     # continued.
     tail = tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     if body.continues_final_message:
-        tail = str(body.template_messages()[-1]["content"])
+        messages = body.template_messages(images=context.images is not None)
+        tail = str(messages[-1]["content"])
         return (
             Thinking(markers, opened=True)
             if tail.rfind(markers[0]) > tail.rfind(markers[1])

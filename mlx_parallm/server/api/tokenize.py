@@ -4,7 +4,7 @@ from fastapi.responses import JSONResponse, Response
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.context import Context
-from mlx_parallm.server.generation import check_size, check_text, render_conversation, resolve_model
+from mlx_parallm.server.generation import check_size, check_text, encode_conversation, resolve_model
 from mlx_parallm.server.protocol.openai import DetokenizeBody, TokenizeBody
 from mlx_parallm.server.protocol.strict_json import json_router
 
@@ -16,7 +16,7 @@ router = json_router("tokens")
 async def tokenize(body: TokenizeBody, context: Context) -> Response:
     resolve_model(context, body.model)
     if body.prompt is None:
-        token_ids = list(render_conversation(context, body))
+        token_ids = list((await encode_conversation(context, body)).token_ids)
     else:
         check_text(body.prompt, "prompt")
         check_size(context, body.prompt, "prompt")

@@ -6,6 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.chat_messages import add_text, is_image
+from mlx_parallm.execution.prompt_images import text_of
 from mlx_parallm.server.protocol.fields import Body, ListOf, QueueFields, SamplingFields
 from mlx_parallm.server.protocol.openai import LONGEST_WORD, MAX_MESSAGES, MAX_TOOLS, ChatBody
 from mlx_parallm.server.protocol.to_chat import (
@@ -111,11 +113,12 @@ class CountTokensBody(Body):
                 )
         return self
 
-    def to_chat(self) -> ChatBody:
-        """Raises RequestError, which names this body's field."""
-        return chat_body(self.chat_fields(), IN_CHAT)
+    def to_chat(self, *, images: bool = False) -> ChatBody:
+        """Return the chat. `images`: the model reads them. Raises RequestError, which names this
+        body's field."""
+        return chat_body(self.chat_fields(images), IN_CHAT)
 
-    def chat_fields(self) -> dict[str, Any]:
+    def chat_fields(self, images: bool) -> dict[str, Any]:
         messages: list[dict[str, Any]] = []
         if self.system is not None:
             messages.append(
@@ -130,7 +133,7 @@ class CountTokensBody(Body):
                 and self.messages[position - 1].role != "assistant"
             ):
                 _check_answered(unanswered, where)
-            chat = _chat_turn(turn, where, unanswered)
+            chat = _chat_turn(turn, where, unanswered, images)
             if turn.role == "assistant":
                 unanswered |= {call["id"] for call in chat[0].get("tool_calls", ())}
             messages += chat
@@ -174,10 +177,10 @@ class MessagesBody(CountTokensBody, QueueFields, SamplingFields):
         refuse_choices(self)
         return self
 
-    def chat_fields(self) -> dict[str, Any]:
+    def chat_fields(self, images: bool) -> dict[str, Any]:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         counted = {"include_usage": True, "continuous_usage_stats": True}
-        return super().chat_fields() | {
+        return super().chat_fields(images) | {
             "max_completion_tokens": self.max_tokens,
             "stop": [*self.stop_sequences, *stop],
             "stream": self.stream,
@@ -186,7 +189,9 @@ class MessagesBody(CountTokensBody, QueueFields, SamplingFields):
         }
 
 
-def _chat_turn(turn: ConversationTurn, where: str, unanswered: set[str]) -> list[dict[str, Any]]:
+def _chat_turn(
+    turn: ConversationTurn, where: str, unanswered: set[str], images: bool
+) -> list[dict[str, Any]]:
     """The messages of a chat: an assistant's blocks are one, a tool's result is one of its own.
 
     `unanswered`: ids of the calls in the assistant's turn before; those that are answered are
@@ -204,12 +209,31 @@ def _chat_turn(turn: ConversationTurn, where: str, unanswered: set[str]) -> list
         if turn.role == "user" and block.get("type") == "tool_result":
             messages.append(_chat_result(block, place, unanswered))
             continue
-        text = _text(block, place)
-        if messages and messages[-1]["role"] == turn.role:
-            messages[-1]["content"] += text
+        if not messages or messages[-1]["role"] != turn.role:
+            messages.append({"role": turn.role, "content": []})
+        if images and turn.role == "user" and block.get("type") == "image":
+            messages[-1]["content"].append(_image(block, place))
         else:
-            messages.append({"role": turn.role, "content": text})
+            add_text(messages[-1]["content"], _text(block, place))
+    for message in messages:
+        if isinstance(message["content"], list) and not any(map(is_image, message["content"])):
+            message["content"] = text_of(message["content"])
     return messages
+
+
+def _image(block: Block, place: str) -> dict[str, Any]:
+    """Return an image as a part of a chat. Raises RequestError: a source of another kind."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if isinstance(source, dict) and kind == "base64":
+        kind_of = _string(source, "media_type", f"{place}.source")
+        url = f"data:{kind_of};base64,{_string(source, 'data', f'{place}.source')}"
+    elif isinstance(source, dict) and kind == "url":
+        url = _string(source, "url", f"{place}.source")
+    else:
+        reason = f"{place}.source: expected type base64 or url, got {kind!r}"
+        raise RequestError(reason, param=f"{place}.source", code="unsupported_content")
+    return {"type": "image", "image": url, "place": place}
 
 
 def _check_answered(unanswered: set[str], where: str) -> None:

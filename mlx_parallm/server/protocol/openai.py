@@ -225,9 +225,11 @@ class Conversation(Body):
         words |= {"enable_thinking": thinks, "thinking": thinks}
         return {name: value for name, value in words.items() if value is not None}
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        """Messages as the tokenizer takes them. Raises RequestError."""
-        return read_messages(message.model_dump(exclude_unset=True) for message in self.messages)
+    def template_messages(self, *, images: bool = False) -> list[dict[str, Any]]:
+        """Messages as the tokenizer takes them, with the images of users or without. Raises
+        RequestError."""
+        messages = (message.model_dump(exclude_unset=True) for message in self.messages)
+        return read_messages(messages, images=images)
 
 
 class ChatBody(Conversation, GenerationBody):

@@ -201,13 +201,16 @@ class ResponsesBody(QueueFields, SamplingFields):
     def wants_logprobs(self) -> bool:
         return LOGPROBS in self.include or self.top_logprobs > 0
 
-    def to_chat(self, items: Sequence[Item], *, first: int = 0) -> tuple[ChatBody, ToolNames]:
-        """The chat with these items (the earlier ones too; `first`: where this request's begin).
+    def to_chat(
+        self, items: Sequence[Item], *, first: int = 0, images: bool = False
+    ) -> tuple[ChatBody, ToolNames]:
+        """The chat with these items (the earlier ones too; `first`: where this request's begin;
+        `images`: the model reads them).
 
         Raises RequestError, which names this body's field.
         """
         tools, names = chat_tools(self.offered_tools)
-        messages = chat_messages(items, first=first)
+        messages = chat_messages(items, first=first, images=images)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         chat = shared_fields(self) | {

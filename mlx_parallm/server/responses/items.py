@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.execution.chat_messages import CUSTOM_ARGUMENT, content_text
+from mlx_parallm.execution.chat_messages import CUSTOM_ARGUMENT, content_text, is_image, parts_of
 
 Item = dict[str, Any]
 _CALLS = ("function_call", "custom_tool_call")
@@ -23,9 +23,11 @@ def flat_name(name: str, namespace: str | None) -> str:
     return name if not namespace else f"{namespace}__{name}"
 
 
-def chat_messages(items: Sequence[Mapping[str, Any]], *, first: int = 0) -> list[dict[str, Any]]:
+def chat_messages(
+    items: Sequence[Mapping[str, Any]], *, first: int = 0, images: bool = False
+) -> list[dict[str, Any]]:
     """Messages of a chat. `first`: position in `items` of the request's own first one, for error
-    texts.
+    texts; `images`: the model reads them.
 
     Raises RequestError: an item of another kind, content that is not text, a field that is missing,
     an output of no call.
@@ -35,7 +37,7 @@ def chat_messages(items: Sequence[Mapping[str, Any]], *, first: int = 0) -> list
         where = f"input.{position - first}" if position >= first else "previous_response_id"
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
-            _add_message(turns, item, where)
+            _add_message(turns, item, where, images)
         elif kind in _CALLS:
             call = _chat_call(item, kind, where)
             called.add(call["id"])
@@ -92,14 +94,22 @@ class _Turns:
         return last
 
 
-def _add_message(turns: _Turns, item: Mapping[str, Any], where: str) -> None:
+def _add_message(turns: _Turns, item: Mapping[str, Any], where: str, images: bool) -> None:
     role = item.get("role")
     if role not in _ROLES:
         raise RequestError(
             f"{where}.role: must be one of {', '.join(_ROLES)}, not {role!r}",
             param=f"{where}.role",
         )
-    text = content_text(item.get("content"), f"{where}.content")
+    content = item.get("content")
+    if images and role == "user" and isinstance(content, list):
+        placed = [
+            {**part, "place": f"{where}.content.{index}"} if is_image(part) else part
+            for index, part in enumerate(content)
+        ]
+        turns.add({"role": role, "content": parts_of(placed, f"{where}.content")})
+        return
+    text = content_text(content, f"{where}.content")
     if role == "assistant":
         turns.say(text)
     else:

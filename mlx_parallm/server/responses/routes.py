@@ -11,7 +11,7 @@ from mlx_parallm.errors import RefusedError, RequestError
 from mlx_parallm.server.api.chat import answer_chat
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.errors import ERROR_CONTENT
-from mlx_parallm.server.generation import render_conversation, resolve_model
+from mlx_parallm.server.generation import encode_conversation, resolve_model
 from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.protocol.to_chat import renamed
@@ -51,7 +51,7 @@ async def count_input_tokens(body: ResponsesBody, context: Context) -> Response:
     """Count the tokens of the prompt of this request."""
     resolve_model(context, body.model)
     chat = _chat_of(body, context)[2]
-    count = len(render_conversation(context, chat))
+    count = len((await encode_conversation(context, chat)).token_ids)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -121,5 +121,9 @@ def _chat_of(
     """The items of earlier responses, those of this request, and the chat that they make."""
     earlier = context.responses.conversation(body.previous_response_id)
     new_items = context.responses.resolve(body.items)
-    chat, names = body.to_chat([*(item.load() for item in earlier), *new_items], first=len(earlier))
+    chat, names = body.to_chat(
+        [*(item.load() for item in earlier), *new_items],
+        first=len(earlier),
+        images=context.images is not None,
+    )
     return earlier, new_items, chat, names

@@ -1,6 +1,7 @@
 """Text policies in gymnasium's environments."""
 
 import asyncio
+import json
 import string
 import threading
 
@@ -236,6 +237,23 @@ def test_games_of_toy_text_are_played_with_options_alone(options, answers, rewar
     assert shown in (None, state.prompt[-2]["content"])
 
 
+async def test_answers_are_held_to_the_actions_from_the_first_one_on(tokenizer):
+    config = EnvironmentConfig(kind="own", name="own")
+    for options, choice in (
+        (LAKE, LAKE["action_names"]),
+        ({"id": "CliffWalking-v1"}, ["0", "1", "2", "3"]),
+    ):
+        options = {**options, "constrained": True, "max_steps": 2}
+        source = StateSource(config, lambda o=options: GymnasiumEnvironment(**o), seed=0)
+        client = ScriptedClient(tokenizer, lambda *_, answer=choice[1]: answer)
+        policy = EpisodePolicy(client, tokenizer, temperature=1, max_token_length=256)
+        [result] = await EpisodeRunner(policy).run([GroupPlan("g", source, 0, 2, seed=0)])
+        assert result.failure is None, result.failure
+        [structure] = {request.params.structure for request in client.requests}
+        assert (structure.kind, json.loads(structure.source)) == ("choice", choice)
+        assert [request.params.n for request in client.requests] == [2, 1, 1]  # opened together
+
+
 @pytest.mark.parametrize(("kind", "action"), [("Dict", {"a": 1}), ("Tuple", (1, 0))])
 def test_actions_of_any_space_are_played_where_it_is_said_what_an_answer_means(kind, action):
     environment = GymnasiumEnvironment(
@@ -256,6 +274,7 @@ def test_actions_of_any_space_are_played_where_it_is_said_what_an_answer_means(k
         ({**LAKE, "action_names": ["left"]}, "1 action_names do not fit"),
         ({**LAKE, "make": {"colour": "blue"}}, "colour"),
         ({**LAKE, "max_steps": 0}, "at least 1"),
+        ({"id": "Pendulum-v1", "constrained": True}, "actions that can be listed"),
         ({**LAKE, "observation_text": "on {field}"}, r"neither a template with \{observation\}"),
         ({**LAKE, "observation_text": "lake.py:where"}, "nor a reference"),
         ({**LAKE, "observation_text": "on {"}, "stand for braces"),

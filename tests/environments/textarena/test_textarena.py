@@ -13,7 +13,7 @@ from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.registry import build_sources, create_environment
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.errors import AdapterError, ConfigError, RolloutRejectedError
-from mlx_parallm.types import UNSCORED
+from mlx_parallm.types import UNSCORED, Structure
 from tests.environments.scripted_client import ScriptedClient
 
 textarena = pytest.importorskip("textarena")
@@ -120,7 +120,7 @@ def test_nothing_is_downloaded(monkeypatch):
 
 
 async def test_one_player_reads_what_is_new_and_is_rewarded_by_the_game(tokenizer):
-    built = source("GuessTheNumber-v0", action_of=r"\d+")
+    built = source("GuessTheNumber-v0", action_of=r"\d+", regex=r"[^\[]+")
     game = deal("GuessTheNumber-v0", built.task(0).columns["seed"])
     secret = game._base.state.game_state["game_number"]
     wrong = secret - 1 if secret > 1 else 2
@@ -128,6 +128,8 @@ async def test_one_player_reads_what_is_new_and_is_rewarded_by_the_game(tokenize
     result = await played(tokenizer, client, built, size=2)
     assert result.failure is None, result.failure
     assert client.requests[0].params.n == 2 and len(client.requests) == 3  # one opens the group
+    held = {request.params.structure for request in client.requests}
+    assert held == {Structure("regex", r"[^\[]+")}
     assert rewards(result) == [1.0, 1.0]
     assert facts(result, "player", "turns", "played", "invalid_move") == [(0, 2, True, False)] * 2
     [first, second] = result.trajectories[0].history

@@ -29,9 +29,10 @@ from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import collate
 from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.rollout_store.completions import _rollout
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
 from mlx_parallm.types import Rollout, RolloutGroup, RoutedExperts, joined_experts
-from tests.engine.helpers import VOCAB, request, run, serve
+from tests.engine.helpers import VOCAB, collect_deltas, request, run, serve
 from tests.engine.test_architectures import BATCHED, GATED_DELTA, model_of
 from tests.tiny_models import EXPERTS, QWEN3, lora_config, make_model
 
@@ -107,6 +108,7 @@ def test_what_cannot_be_repeated_says_why():
 
 
 def test_auto_repeats_where_engine_and_trainer_may_differ():
+    assert replayed_experts(experts_of("qwen3_moe"), "auto", staleness=0, rounded=True) == (2, 2, 4)
     assert replayed_experts(experts_of("qwen3_moe"), "auto", staleness=0) is None
     assert replayed_experts(experts_of("qwen3_moe"), "auto", staleness=1) == (2, 2, 4)
     assert replayed_experts(experts_of("qwen3_moe"), "on", staleness=0) == (2, 2, 4)
@@ -185,6 +187,24 @@ def test_scores_and_gradients_of_every_layout_are_those_of_the_whole_graph(name,
     assert plain.experts is not None
     # two layers; a score and a loss of each layout
     assert whole.experts_forced == 2 * 2 * len(positions) * len(layouts)
+
+
+def test_a_token_of_several_rows_goes_where_the_first_that_knows_says():
+    """The prompt's last token, which predicts the first one of each answer, is computed once."""
+    model = experts_of("qwen3_moe")
+    prepare_routing(model)
+    inject_lora(model, lora_config(rank=2, alpha=4.0))
+    mx.eval(model.parameters())
+    tokens = np.array([[5, 9, 2, 1, 1], [5, 9, 2, 3, 3], [5, 9, 2, 7, 4]], np.int32)
+    positions = np.array([2, 7, 12], np.int32)
+    experts = np.array([[-1, -1], [2, 0], [3, 1]], np.int32)[:, None].repeat(2, 1)
+    computed = BlockwiseModel(model, blocks_per_eval=1)
+    assert computed.shares_prompts and computed.merges_rows
+    alike = np.broadcast_to(experts[1], experts.shape).copy()
+    wanted = np.array(computed.score(token_batch(tokens, positions, alike))[0])
+    for compact in (share_prompts(tokens, positions), merge_rows(tokens, positions)):
+        batch = token_batch(tokens, positions, experts, compact)
+        np.testing.assert_allclose(np.array(computed.score(batch)[0]), wanted, atol=1e-4)
 
 
 def reference(model, tokens, positions, forced):
@@ -297,6 +317,11 @@ def test_the_engine_records_what_its_forwards_took_by_whatever_way():
     for one, other in zip(*ways, strict=True):
         assert one.routed_experts == other.routed_experts
         assert len(one.routed_experts) == len(one.token_ids)
+    streamed = request("s", [6] * 8, temperature=0.0, max_tokens=6, stream=True)
+    served.engine.add(streamed)
+    deltas = collect_deltas(served.engine)["s"]
+    assert {len(delta.token_ids) for delta in deltas} >= {1}, "in parts"
+    assert _rollout(streamed, deltas).routed_experts == ways[0][2].routed_experts
     tokens = [*[6] * 8, *ways[0][2].token_ids]
     routing = ForwardRouting()
     with routed(routing):

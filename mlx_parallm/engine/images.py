@@ -1,0 +1,156 @@
+"""Images in prompts: their features, computed once each, and the ids under which the engine knows
+their positions.
+
+An image token of a prompt is replaced by a number of its own, negative, made of the image's digest
+and of the feature that stands there. So equal prompts have equal images: the prefix cache, shared
+prompts and the scheduler need not know of them. A forward gets the ids that `models/images/
+embedding.py` reads, and the features of its positions alone.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.models.images.embedding import ImageTable
+from mlx_parallm.models.images.encoder import ImageEncoder
+from mlx_parallm.models.images.positions import image_positions
+from mlx_parallm.types import PromptImage
+
+_FEATURES = 1 << 24  # more than an image can have
+_DIGEST = 32  # hexadecimal digits of the digest that a position's number keeps: 128 bits
+
+
+def image_ids(
+    prompt: tuple[int, ...], images: SequenceOf[PromptImage], token_id: int
+) -> tuple[int, ...]:
+    """Return the prompt with a negative number of its own for each position of an image. The number
+    of image tokens is that of the images' features (`validation.check_request`)."""
+    numbers = (
+        -1 - (_base(image.digest) * _FEATURES + index)
+        for image in images
+        for index in range(image.tokens)
+    )
+    return tuple([next(numbers) if token == token_id else token for token in prompt])
+
+
+def _base(digest: str) -> int:
+    return int(digest[:_DIGEST], 16)
+
+
+class ImageFeatures:
+    """Features by digest, least recently used first; at most `encoder.cache_bytes`, and those of
+    the prompts that `prepare` was last called for.
+
+    Args:
+        encoder: of the model that is served.
+        table: of its embedding.
+    """
+
+    def __init__(self, encoder: ImageEncoder, table: ImageTable) -> None:
+        self.table = table
+        self.encoded = 0  # images, since the start
+        self._encoder = encoder
+        self._kept: OrderedDict[int, mx.array] = OrderedDict()
+
+    @property
+    def token_id(self) -> int:
+        return self._encoder.token_id
+
+    @property
+    def nbytes(self) -> int:
+        return sum(features.nbytes for features in self._kept.values())
+
+    def prepare(
+        self, pieces: Iterable[tuple[SequenceOf[int], SequenceOf[PromptImage]]]
+    ) -> Mapping[int, mx.array]:
+        """Return the features of the images that pieces of prompts touch, with the prompts' images,
+        evaluated. Raises what the tower raises."""
+        needed: dict[int, mx.array] = {}
+        for tokens, images in pieces:
+            if not images:
+                continue
+            bases = {(-1 - token) // _FEATURES for token in tokens if token < 0}
+            for image in images:
+                base = _base(image.digest)
+                if base not in bases or base in needed:
+                    continue
+                if (features := self._kept.pop(base, None)) is None:
+                    features = self._encoder.encode(image)
+                    mx.eval(features)
+                    self.encoded += 1
+                needed[base] = features
+        self._kept.update(needed)
+        while self.nbytes > self._encoder.cache_bytes and len(self._kept) > len(needed):
+            self._kept.popitem(last=False)
+        return needed
+
+    def inputs(
+        self, rows: SequenceOf[SequenceOf[int]], width: int, features: Mapping[int, mx.array]
+    ) -> tuple[mx.array, mx.array | None]:
+        """Return rows as a forward takes them: ids [rows, width], padded with 0, and the features
+        [N, D] that they mean. `features`: by `prepare`, for at least these positions."""
+        ids = np.zeros((len(rows), width), np.int32)
+        runs: list[tuple[int, int, int]] = []  # (base, first, stop) of the features in a row
+        count = 0
+        for number, row in enumerate(rows):
+            if min(row, default=0) >= 0:
+                ids[number, : len(row)] = row
+                continue
+            for place, token in enumerate(row):
+                if token >= 0:
+                    ids[number, place] = token
+                    continue
+                base, index = divmod(-1 - token, _FEATURES)
+                if runs and runs[-1][0] == base and runs[-1][2] == index:
+                    runs[-1] = (base, runs[-1][1], index + 1)
+                else:
+                    runs.append((base, index, index + 1))
+                ids[number, place] = self.table.vocabulary + count
+                count += 1
+        if not runs:
+            return mx.array(ids), None
+        parts = [features[base][first:stop] for base, first, stop in runs]
+        return mx.array(ids), parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def positions_of(
+        self, prompt: SequenceOf[int], images: SequenceOf[PromptImage]
+    ) -> tuple[np.ndarray | None, int]:
+        """Return the positions [3, prompt] of a prompt with images, and the shift behind it; None
+        where places are all there is to them."""
+        if self.table.rope is None:
+            return None, 0
+        places = (place for place, token in enumerate(prompt) if token == self.token_id)
+        starts = []
+        for image in images:
+            assert image.grid is not None, "its family has given it a grid"
+            starts.append((next(places), image.grid))
+            for _ in range(image.tokens - 1):
+                next(places)
+        return image_positions(len(prompt), starts)
+
+    def positions(self, sequences: SequenceOf[Sequence], start: int, width: int) -> mx.array | None:
+        """Return the positions [3, rows, width] of rows from the place `start` on; None where these
+        are their places."""
+        if all(sequence.positions is None for sequence in sequences):
+            return None
+        positions = np.empty((3, len(sequences), width), np.int32)
+        for row, sequence in enumerate(sequences):
+            behind = np.arange(start, start + width) + sequence.shift
+            positions[:, row] = behind
+            if sequence.positions is not None:
+                part = sequence.positions[:, start : start + width]
+                positions[:, row, : part.shape[1]] = part
+        return mx.array(positions)
+
+    def shifts(self, sequences: SequenceOf[Sequence]) -> mx.array | None:
+        """Return the rows' shifts [rows] in a decode step; None where there is none."""
+        if not any(sequence.shift for sequence in sequences):
+            return None
+        return mx.array([sequence.shift for sequence in sequences], dtype=mx.int32)
+
+    def clear(self) -> None:
+        self._kept.clear()

@@ -1,0 +1,143 @@
+"""Images of data sets' rows: the columns `images` and `image` of TRL's formats, and those that
+stand in messages → parts of the prompt that name a stored image. No picture is opened here.
+
+Images lie in the user's cache, named by the SHA-256 of their bytes (`IMAGES`), before a row is
+used: rollouts and messages hold the names alone. A row's paths are relative to its file.
+"""
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.config.server import cache_directory
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.prompt_images import STORED, data_url_bytes
+from mlx_parallm.system.files import local_path, write_atomically
+
+IMAGES = "images"  # of the user's cache
+COLUMNS = ("images", "image")
+_SOURCES = ("image", "url", "image_url")
+
+
+def has_images(row: Mapping[str, Any], messages: Any = "") -> bool:
+    """Whether a row has images, in its columns or in messages of `read_messages`."""
+    return any(row.get(name) is not None for name in COLUMNS) or (
+        not isinstance(messages, str)
+        and any(not isinstance(message["content"], str) for message in messages)
+    )
+
+
+def with_row_images(
+    messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], where: str, data: str
+) -> list[dict[str, Any]]:
+    """Return a prompt's messages with the row's images, stored.
+
+    As many as its messages have places for them ({"type": "image"}) go there; where there is no
+    place, all stand before the text of the first user's message, as in TRL.
+
+    Raises ConfigError: an image that cannot be read, or not as many as places.
+    """
+    folder = local_path(data).parent if not data.startswith("hf:") else Path()
+    values = _values(row, where)
+    places = [
+        part
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part["type"] == "image" and not any(name in part for name in _SOURCES)
+    ]
+    if places and len(places) != len(values):
+        raise ConfigError(
+            f"{where}: the messages have {len(places)} places for images, and the row has"
+            f" {len(values)}"
+        )
+    left = iter(values)
+
+    def part_of(part: Mapping[str, Any]) -> dict[str, Any]:
+        if part["type"] != "image":
+            return dict(part)
+        name = next((name for name in _SOURCES if name in part), None)
+        value = next(left) if name is None else part[name]
+        if isinstance(value, Mapping) and "url" in value:
+            value = value["url"]
+        return {"type": "image", "image": stored(value, folder, where)}
+
+    read = [
+        {
+            **message,
+            "content": message["content"]
+            if isinstance(message["content"], str)
+            else [part_of(part) for part in message["content"]],
+        }
+        for message in messages
+    ]
+    if values and not places:
+        user = next((message for message in read if message["role"] == "user"), None)
+        if user is None:
+            raise ConfigError(f"{where}: the row has images, and no user's message to show them in")
+        text = user["content"]
+        parts = [{"type": "text", "text": text}] if isinstance(text, str) else text
+        user["content"] = [
+            *({"type": "image", "image": stored(value, folder, where)} for value in values),
+            *parts,
+        ]
+    return read
+
+
+def refuse_images(row: Mapping[str, Any], messages: Any, where: str) -> None:
+    """Raises ConfigError: images beside a prompt that is a plain text."""
+    if has_images(row, messages):
+        raise ConfigError(f'{where}: images need the chat template: set prompt_format = "chat"')
+
+
+def stored(value: Any, folder: Path, where: str) -> str:
+    """Put an image into the cache, and return the name by which messages hold it. Raises
+    ConfigError."""
+    data = _bytes(value, folder, where)
+    digest = hashlib.sha256(data).hexdigest()
+    file = cache_directory(IMAGES) / digest
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, data)
+    return f"{STORED}{digest}"
+
+
+def _values(row: Mapping[str, Any], where: str) -> list[Any]:
+    present = [name for name in COLUMNS if row.get(name) is not None]
+    if len(present) > 1:
+        raise ConfigError(f"{where}: the row has both 'images' and 'image': keep one of them")
+    if not present:
+        return []
+    value = row[present[0]]
+    if value == []:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _bytes(value: Any, folder: Path, where: str) -> bytes:
+    if isinstance(value, Mapping):  # an image of Hugging Face's `datasets`, not decoded
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes | bytearray) and value:
+        return bytes(value)
+    if isinstance(value, str) and value.startswith("data:"):
+        try:
+            return data_url_bytes(value)
+        except ValueError as error:
+            raise ConfigError(f"{where}: an image: {error}") from error
+    if isinstance(value, str | os.PathLike) and str(value):
+        path = local_path(str(value).removeprefix("file://"))
+        try:
+            return (folder / path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{where}: the image {value} cannot be read: {error}") from error
+    if callable(save := getattr(value, "save", None)) and hasattr(value, "mode"):  # Pillow's
+        file = io.BytesIO()
+        save(file, "PNG")
+        return file.getvalue()
+    raise ConfigError(
+        f"{where}: an image is {type(value).__name__}; expected a path, a data: URL, bytes, or a"
+        " picture of Pillow's"
+    )

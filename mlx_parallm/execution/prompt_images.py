@@ -1,0 +1,162 @@
+"""Images in chats: where they stand in messages, and what stands for them in a prompt's text. No
+MLX, no picture is opened here.
+
+    messages (`read_messages` with images) → image_sources → ImageReader.read → PromptImage
+    rendered text, a placeholder for each  → with_images   → text with each image's own tokens
+"""
+
+import base64
+import binascii
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.types import PromptImage
+
+STORED = "sha256:"  # begins the name of an image that this process has stored
+_SHOWN = 60  # characters of what a client wrote, in an error
+_SOURCES = ("image_url", "image", "url", "source")
+_IGNORED = frozenset({"type", "cache_control", "prompt_cache_breakpoint", "place"})
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image as a client wrote it: a URL, or any value that a reader takes. `where` is the
+    place that errors name."""
+
+    where: str
+    value: Any
+    detail: str | None = None  # OpenAI's: "low", "high", "auto", "original"
+
+
+class ImageReader(Protocol):
+    """Turns sources into what the model of this process reads."""
+
+    @property
+    def placeholder(self) -> str:
+        """The text that the model's chat template writes for an image."""
+
+    async def read(self, sources: Sequence[ImageSource]) -> list[PromptImage]:
+        """Return the images in order. Raises RequestError: one that is not there, is no image, or
+        is too large; which and why."""
+
+    def stored(self, name: str) -> PromptImage:
+        """Return the image of a name that `STORED` begins: a data set's row has it. Any thread.
+        Raises RequestError."""
+
+
+def image_sources(
+    messages: Iterable[Mapping[str, Any]], where: str = "messages"
+) -> list[ImageSource]:
+    """Return the images of messages, in the order in which they stand. `place` of a part is its
+    place in the body of another API. Raises RequestError."""
+    return [
+        _source(part, str(part.get("place") or f"{where}.{position}.content.{index}"))
+        for position, message in enumerate(messages)
+        if not isinstance(message["content"], str)
+        for index, part in enumerate(message["content"])
+        if part["type"] == "image"
+    ]
+
+
+def image_refs(messages: str | Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the names of stored images in a prompt, in order."""
+    if isinstance(messages, str):
+        return ()
+    return tuple(
+        part["image"]
+        for message in messages
+        if isinstance(message.get("content"), list | tuple)
+        for part in message["content"]
+        if isinstance(part, Mapping) and part.get("type") == "image"
+    )
+
+
+def data_url_bytes(url: str, most: int | None = None) -> bytes:
+    """Return what a data URL of an image holds. Raises ValueError: it is no such; or larger than
+    `most` bytes."""
+    head, comma, body = url.partition(",")
+    kind, *options = head.removeprefix("data:").split(";")
+    if not comma or "base64" not in (option.strip().lower() for option in options):
+        raise ValueError("a data URL is read as data:image/…;base64,…")
+    if kind.strip() and not kind.strip().lower().startswith("image/"):
+        raise ValueError(f"the data URL says {kind.strip()[:_SHOWN]!r}, which is no image")
+    if most is not None and len(body) // 4 * 3 > most + 3:
+        raise ValueError(f"it has {len(body) // 4 * 3} bytes, and at most {most} are read")
+    try:
+        return base64.b64decode("".join(body.split()), validate=True)
+    except binascii.Error:
+        raise ValueError("the data URL is not base64") from None
+
+
+def without_sources(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as a chat template gets them: it sees where images stand, and not the
+    megabytes that they are written in."""
+    return [
+        {
+            **message,
+            "content": message["content"]
+            if isinstance(message["content"], str)
+            else [
+                {"type": "image"} if part["type"] == "image" else part
+                for part in message["content"]
+            ],
+        }
+        for message in messages
+    ]
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a content of `read_messages`, without its images."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def check_places(text: str, placeholder: str, images: int) -> None:
+    """Raises RequestError: a rendered text has not as many placeholders as images."""
+    if (places := text.count(placeholder)) != images:
+        reason = (
+            f"the chat template made {places} places of these {images} images: a text beside images"
+            f" must not hold {placeholder!r}, and the model's template must show them"
+        )
+        raise RequestError(reason, param="messages")
+
+
+def with_images(text: str, placeholder: str, images: Sequence[PromptImage]) -> str:
+    """Return a rendered text in which each placeholder has become its image's own text. Raises
+    RequestError: there are more placeholders, or fewer."""
+    check_places(text, placeholder, len(images))
+    pieces = text.split(placeholder)
+    return pieces[0] + "".join(
+        image.text + piece for image, piece in zip(images, pieces[1:], strict=True)
+    )
+
+
+def _source(part: Mapping[str, Any], where: str) -> ImageSource:
+    written = {key: value for key, value in part.items() if value is not None}
+    if "file_id" in written:
+        raise RequestError(
+            f"{where}.file_id: this server keeps no files: send the image as a data: URL",
+            param=f"{where}.file_id",
+            code="unsupported_content",
+        )
+    keys = [key for key in _SOURCES if key in written]
+    unknown = sorted(written.keys() - {*_SOURCES, "detail"} - _IGNORED)
+    if len(keys) != 1 or unknown:
+        reason = (
+            f"has no field {unknown[0]!r}" if unknown else f"needs one of {', '.join(_SOURCES)}"
+        )
+        raise RequestError(f"{where}: an image {reason}", param=where)
+    [key] = keys
+    value, detail = written[key], written.get("detail")
+    if isinstance(value, Mapping) and isinstance(value.get("url"), str):  # OpenAI's chat
+        detail = value.get("detail", detail)
+        value = value["url"]
+    if detail not in (None, "auto", "low", "high", "original"):
+        raise RequestError(
+            f"{where}.detail: expected auto, low, high or original, got {detail!r}",
+            param=f"{where}.detail",
+        )
+    return ImageSource(where, value, detail)

@@ -1,0 +1,30 @@
+"""[vision]: images in requests, for models that read them."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from mlx_parallm.config.environment import Section
+
+
+class VisionConfig(Section):
+    enabled: Literal["auto"] | bool = "auto"
+    """Read images (docs/vision.md). "auto": where the model has a tower that is known here and the
+    extra `vision` is installed; true: it is an error where not; false: only the model's text part
+    is loaded."""
+    max_images: int = Field(16, ge=1)
+    """Images of one request."""
+    max_image_bytes: int = Field(20 << 20, ge=1)
+    """Bytes of one image as it is sent."""
+    max_pixels: int = Field(40_000_000, ge=1)
+    """Pixels of one image, as its file says: a picture of 40 megapixels takes 120 MB while it is
+    read."""
+    hosts: tuple[str, ...] = ()
+    """Hosts from which images are fetched by http and https, by their exact names. None: a request
+    makes the server ask nobody."""
+    directories: tuple[str, ...] = ()
+    """Directories from which images are read by file URLs. None: a request reads no file."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Time for fetching one image."""
+    feature_cache_bytes: int = Field(512 << 20, ge=0)
+    """Memory for features of images that later prompts may have again."""

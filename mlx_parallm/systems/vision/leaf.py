@@ -1,0 +1,69 @@
+"""Vision-language models, plugged in: their towers are loaded where a checkpoint has one that is
+known and the extra `vision` is there."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_parallm.config.leaves import Leaf
+from mlx_parallm.errors import ConfigError, ModelError
+from mlx_parallm.system.packages import is_installed, needs
+
+if TYPE_CHECKING:
+    from mlx_parallm.config.load import Config
+    from mlx_parallm.systems.vision.reader import FamilySupport
+
+LEAF = Leaf(
+    "vision",
+    section="mlx_parallm.systems.vision.config:VisionConfig",
+    images="mlx_parallm.systems.vision.leaf:image_support",
+)
+FAMILIES = {
+    "idefics3": "mlx_parallm.systems.vision.idefics3",
+    "smolvlm": "mlx_parallm.systems.vision.idefics3",
+    "qwen2_vl": "mlx_parallm.systems.vision.qwen_vl",
+    "qwen2_5_vl": "mlx_parallm.systems.vision.qwen_vl",
+    "qwen3_5": "mlx_parallm.systems.vision.qwen_vl",
+}
+"""`model_type` → the module with its `load`."""
+PACKAGES = ("mlx_vlm", "PIL")
+
+
+def image_support(
+    config: "Config", path: Path, model_config: Mapping[str, Any]
+) -> "FamilySupport | None":
+    """Return what reads images for a model; None: it reads text alone.
+
+    Raises ConfigError: `vision.enabled = true`, and a package is missing; ModelError: and the model
+    has no tower that is known; the checkpoint has no processor of images.
+    """
+    from mlx_parallm.system.log import get_logger
+    from mlx_parallm.systems.vision.config import VisionConfig
+    from mlx_parallm.systems.vision.reader import FamilySupport
+
+    settings = config.section(VisionConfig)
+    if settings.enabled is False:
+        return None
+    if reason := why_blind(model_config):
+        if settings.enabled is True:
+            raise ModelError(f"vision.enabled = true, but {reason}")
+        return None
+    absent = next((module for module in PACKAGES if not is_installed(module)), None)
+    if absent is not None:
+        line = needs("reading images", absent)
+        if settings.enabled is True:
+            raise ConfigError(line)
+        get_logger(__name__).info("only the model's text part is used", images=line)
+        return None
+    family: Any = import_module(FAMILIES[model_config["model_type"]])
+    return FamilySupport(settings, family, family.processor(path))
+
+
+def why_blind(config: Mapping[str, Any]) -> str:
+    """Return why a model's images cannot be read, by its config.json; "" when they can."""
+    if not isinstance(config.get("vision_config"), dict):
+        return "the model has no part that sees (config.json has no vision_config)"
+    if (name := config.get("model_type")) not in FAMILIES:
+        return f"the part of {name!r} that sees is not known here: {', '.join(sorted(FAMILIES))}"
+    return ""

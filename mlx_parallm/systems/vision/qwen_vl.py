@@ -1,0 +1,119 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3.5: a picture in its own proportions, cut into patches of which a
+square becomes one token; tokens have positions of three axes (models/images/positions.py).
+
+The pixels are transformers' own (its processor for Pillow), up to the division by 255 and the
+normalisation, which the encoder does.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from PIL import Image
+from transformers import AutoConfig, AutoImageProcessor
+
+from mlx_parallm.errors import ModelError
+from mlx_parallm.models.images.positions import chunked_axes, interleaved_axes
+from mlx_parallm.models.loading import LoadedModel
+from mlx_parallm.systems.vision.tower import load_tower
+from mlx_parallm.types import PromptImage
+
+IMAGE = "<|image_pad|>"
+LOW_PIXELS = 512 * 512  # of a picture with detail = "low", as OpenAI's
+
+
+class PatchProcessor:
+    """
+    Args:
+        path: the checkpoint's directory.
+        config: its configuration, by transformers.
+    """
+
+    placeholder = IMAGE
+
+    def __init__(self, path: Path, config: Any) -> None:
+        self._patches: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
+        self._merge: int = config.vision_config.spatial_merge_size
+
+    @property
+    def pixels(self) -> tuple[float, list[float], list[float]]:
+        """How 0 … 255 become numbers: the factor, and the mean and deviation of each colour."""
+        patches = self._patches
+        return patches.rescale_factor, [*patches.image_mean], [*patches.image_std]
+
+    def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
+        size = dict(self._patches.size)
+        if low:
+            size["longest_edge"] = max(min(size["longest_edge"], LOW_PIXELS), size["shortest_edge"])
+        read = self._patches([picture], do_rescale=False, do_normalize=False, size=size)
+        patches = np.asarray(read["pixel_values"]).astype(np.uint8)  # [N, 3 · frames · side²]
+        frames, rows, columns = (int(side) for side in read["image_grid_thw"][0])
+        grid = (frames, rows // self._merge, columns // self._merge)
+        tokens = int(np.prod(grid))
+        digest = hashlib.sha256(f"{frames} {rows} {columns} ".encode() + patches.tobytes())
+        arrays = {"patches": patches, "grid": np.array([[frames, rows, columns]])}
+        return PromptImage(digest.hexdigest(), IMAGE * tokens, tokens, grid, arrays)
+
+
+class PatchEncoder:
+    """The tower, which ends with the projector."""
+
+    def __init__(
+        self, model: Any, config: Any, patches: PatchProcessor, dtype: mx.Dtype, cache_bytes: int
+    ) -> None:
+        self.token_id: int = config.image_token_id
+        self.cache_bytes = cache_bytes
+        self.rope_axes: np.ndarray = rope_axes(config)
+        self._model, self._dtype = model, dtype
+        factor, mean, deviation = patches.pixels
+        self._scale = np.array(factor / np.array(deviation), np.float32)[:, None]
+        self._shift = np.array(np.array(mean) / np.array(deviation), np.float32)[:, None]
+
+    def encode(self, image: PromptImage) -> mx.array:
+        patches = mx.array(image.arrays["patches"])
+        colours = patches.reshape(len(patches), 3, -1).astype(mx.float32)
+        pixels = (colours * mx.array(self._scale) - mx.array(self._shift)).reshape(patches.shape)
+        grid = mx.array(image.arrays["grid"].astype(np.int32))
+        output = self._model.vision_tower(pixels.astype(self._dtype), grid)
+        features: mx.array = output[0] if isinstance(output, tuple) else output
+        if len(features) != image.tokens:
+            raise ValueError(f"{len(features)} features for {image.tokens} tokens of an image")
+        return features
+
+
+def rope_axes(config: Any) -> np.ndarray:
+    """Return which position turns each frequency, by the text part's configuration. Raises
+    ModelError: it does not say."""
+    text = config.text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    sections = rope.get("mrope_section")
+    if not sections or len(sections) != 3:
+        raise ModelError(
+            "config.json has no mrope_section of three numbers: no positions of images"
+        )
+    interleaved = bool(rope.get("mrope_interleaved")) or config.model_type.startswith("qwen3")
+    return interleaved_axes(sections) if interleaved else chunked_axes(sections)
+
+
+def processor(path: Path) -> PatchProcessor:
+    """Return the checkpoint's processor. Raises ModelError: it has none."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+        patches = PatchProcessor(path, config)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        raise ModelError(f"{path}: no processor of images: {error}") from error
+    rope_axes(config)
+    return patches
+
+
+def encoder(loaded: LoadedModel, patches: PatchProcessor, cache_bytes: int) -> PatchEncoder:
+    """Load the tower. Raises ModelError: it does not load, or gives blocks of the language part
+    features too."""
+    model, config, dtype = load_tower(loaded)
+    if getattr(config.vision_config, "deepstack_visual_indexes", None):
+        raise ModelError(
+            f"{loaded.path}: features for several blocks (deepstack_visual_indexes) are not read"
+        )
+    return PatchEncoder(model, config, patches, dtype, cache_bytes)

@@ -1,0 +1,135 @@
+"""Images of requests: from what a client wrote to what the model's tower reads, beside the event
+loop.
+
+    ImageSource → bytes (sources.py) → a picture (pictures.py) → Processor → PromptImage
+
+Pictures are opened in two threads of their own, so memory holds two decoded ones at a time. What
+was read is kept for the next turn of a conversation, which sends it again.
+"""
+
+import asyncio
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from PIL import Image
+
+from mlx_parallm.config.server import cache_directory
+from mlx_parallm.environments.row_images import IMAGES
+from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.prompt_images import STORED, ImageSource
+from mlx_parallm.systems.vision.config import VisionConfig
+from mlx_parallm.systems.vision.pictures import PictureError, as_rgb, open_picture
+from mlx_parallm.systems.vision.sources import fetched_bytes, file_bytes, inline_bytes
+from mlx_parallm.types import PromptImage
+
+THREADS = 2
+KEPT_BYTES = 128 << 20  # of pictures that were read
+
+
+class Processor(Protocol):
+    """A family's way from a picture to what its tower reads. Threads may share it."""
+
+    placeholder: str
+
+    def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
+        """Take a picture in RGB. `low`: with as few tokens as the family can."""
+
+
+class PictureReader:
+    """`ImageReader` of a model: limits from [vision], pictures by its family's processor."""
+
+    def __init__(self, settings: VisionConfig, processor: Processor) -> None:
+        self.placeholder = processor.placeholder
+        self._settings = settings
+        self._processor = processor
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="pictures")
+        self._lock = threading.Lock()  # requests' threads, environments and the trainer read
+        self._kept: OrderedDict[tuple[str, bool], PromptImage] = OrderedDict()
+
+    async def read(self, sources: Sequence[ImageSource]) -> list[PromptImage]:
+        most = self._settings.max_images
+        if len(sources) > most:
+            where = sources[most].where
+            reason = f"{where}: {len(sources)} images, and a request may have {most}"
+            raise RequestError(f"{reason} (vision.max_images)", param=where, code="invalid_image")
+        return [await self._read(source) for source in sources]
+
+    async def _read(self, source: ImageSource) -> PromptImage:
+        loop = asyncio.get_running_loop()
+        try:
+            value = source.value
+            if isinstance(value, str) and value.lower().startswith(("http://", "https://")):
+                value = await fetched_bytes(value, self._settings)
+            return await loop.run_in_executor(self._threads, self.image_of, value, source.detail)
+        except PictureError as error:
+            raise RequestError(
+                f"{source.where}: {error}", param=source.where, code="invalid_image"
+            ) from error
+
+    def image_of(self, value: object, detail: str | None = None) -> PromptImage:
+        """Read bytes, a data or file URL, or Pillow's picture, in the caller's thread. Raises
+        PictureError."""
+        low = detail == "low"
+        if isinstance(value, Image.Image):
+            return self._processor.process(as_rgb(value), low=low)
+        if isinstance(value, str):
+            scheme = value[:8].lower()
+            if scheme.startswith("data:"):
+                value = inline_bytes(value, self._settings)
+            elif scheme.startswith("file:"):
+                value = file_bytes(value, self._settings)
+        if not isinstance(value, bytes):
+            raise PictureError("expected a data: URL, or an http or file URL that [vision] allows")
+        key = (hashlib.sha256(value).hexdigest(), low)
+        with self._lock:
+            image = self._kept.get(key)
+        if image is None:
+            picture = open_picture(value, self._settings.max_pixels)
+            image = self._processor.process(picture, low=low)
+        self._keep(key, image)
+        return image
+
+    def stored(self, name: str) -> PromptImage:
+        digest = name.removeprefix(STORED)
+        with self._lock:
+            if (image := self._kept.get((digest, False))) is not None:
+                return image
+        try:
+            return self.image_of((cache_directory(IMAGES) / digest).read_bytes())
+        except (OSError, PictureError) as error:
+            raise RequestError(f"the image {name}: {error}", param="images") from error
+
+    def _keep(self, key: tuple[str, bool], image: PromptImage) -> None:
+        kept = self._kept
+        with self._lock:
+            kept[key] = image
+            kept.move_to_end(key)
+            while sum(map(_size, kept.values())) > KEPT_BYTES and len(kept) > 1:
+                kept.popitem(last=False)
+
+    def __deepcopy__(self, _memo: object) -> "PictureReader":
+        return self  # tokenizers are copied for other threads, which share it
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _size(image: PromptImage) -> int:
+    return sum(array.nbytes for array in image.arrays.values())
+
+
+class FamilySupport:
+    """`ImageSupport` of a family: a module with `encoder(loaded, processor, cache_bytes)`."""
+
+    def __init__(self, settings: VisionConfig, family: Any, processor: Processor) -> None:
+        self.reader = PictureReader(settings, processor)
+        self._settings, self._family, self._processor = settings, family, processor
+
+    def encoder(self, loaded: Any) -> Any:
+        """Load the tower. Raises ModelError."""
+        return self._family.encoder(loaded, self._processor, self._settings.feature_cache_bytes)

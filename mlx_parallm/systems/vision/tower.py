@@ -1,0 +1,105 @@
+"""A checkpoint's tower and projector, as mlx-vlm's modules. The language part stays mlx-lm's: the
+one that is served and trained."""
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from transformers import AutoConfig
+
+from mlx_parallm.errors import ModelError
+from mlx_parallm.models.loading import LoadedModel, evaluate_module
+
+_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    ArithmeticError,
+)
+
+
+def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
+    """Return mlx-vlm's model without its language part, frozen and evaluated, the checkpoint's
+    configuration with all of transformers' defaults, and the type in which both parts compute.
+
+    Raises ModelError: it cannot be built, or arrays of it are missing.
+    """
+    path = loaded.path
+    arrays = (array for _, array in tree_flatten(loaded.model.parameters()))
+    dtype = next(array.dtype for array in arrays if mx.issubdtype(array.dtype, mx.floating))
+    try:
+        config = AutoConfig.from_pretrained(path)
+        settings = config.to_dict()
+        architecture = import_module(f"mlx_vlm.models.{config.model_type}")
+        arguments = architecture.ModelConfig.from_dict(dict(settings))
+        arguments.text_config = architecture.TextConfig.from_dict(settings["text_config"])
+        vision = dict(settings["vision_config"])
+        # the name by which mlx-vlm knows the tower, where transformers has another one
+        default = getattr(architecture.VisionConfig, "model_type", vision["model_type"])
+        vision["model_type"] = default
+        arguments.vision_config = architecture.VisionConfig.from_dict(vision)
+        model = architecture.Model(arguments)
+        weights = _weights(path)
+        tower = architecture.VisionModel
+        weights = model.sanitize(weights)
+        if hasattr(tower, "sanitize"):
+            weights = tower(arguments.vision_config).sanitize(weights)
+        model.pop("language_model")
+        weights = _of_parts(weights, [f"{part}." for part in model])
+        _quantize_like(model, loaded.config.get("quantization") or {}, weights)
+        model.load_weights([*weights.items()])
+        model.set_dtype(dtype)
+        model.freeze()
+        model.eval()
+        evaluate_module(model)
+    except _ERRORS as error:
+        raise ModelError(f"{path}: the part that sees cannot be loaded: {error}") from error
+    return model, config, dtype
+
+
+def _weights(path: Path) -> dict[str, mx.array]:
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError("there are no *.safetensors")
+    weights: dict[str, mx.array] = {}
+    for file in files:
+        weights |= cast("dict[str, mx.array]", mx.load(str(file)))
+    return weights
+
+
+def _of_parts(weights: Mapping[str, mx.array], parts: Sequence[str]) -> dict[str, mx.array]:
+    """Return the arrays of these parts. A part may stand behind others: mlx-vlm's names take some
+    newer checkpoints' towers for something of the language part."""
+    places = {
+        name: min((at for part in parts if (at := f".{name}".find(f".{part}")) >= 0), default=-1)
+        for name in weights
+    }
+    return {name[at:]: weights[name] for name, at in places.items() if at >= 0}
+
+
+def _quantize_like(
+    model: nn.Module, quantization: Mapping[str, Any], weights: Mapping[str, mx.array]
+) -> None:
+    """Quantise the layers of which the checkpoint has scales."""
+
+    def chosen(name: str, module: nn.Module) -> Any:
+        if not hasattr(module, "to_quantized") or f"{name}.scales" not in weights:
+            return False
+        return quantization.get(name) or True
+
+    if any(name.endswith(".scales") for name in weights):
+        nn.quantize(
+            model,
+            group_size=quantization["group_size"],
+            bits=quantization["bits"],
+            mode=quantization.get("mode", "affine"),
+            class_predicate=chosen,
+        )

@@ -1,0 +1,128 @@
+"""Logits of tiny random models that see, against transformers' own in float32: pictures at ragged places.
+
+    .venv/bin/python scripts/bench/vision_parity.py --python /path/of/a/python/with/torch
+
+One process computes ours, another (torch, transformers, Pillow) its. Prints the largest difference and the largest logit of
+each family; exits with 1 where the difference is above 1e-4 of that.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+MOST = 1e-4
+SIZES = ((80, 50), (30, 90), (24, 24))
+MAKE = """
+import sys, torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+kind, path = sys.argv[1], sys.argv[2]
+rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+text |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 324, "max_position_embeddings": 2048}
+text |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+text |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "rope_parameters": rope}
+text |= {"layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2}
+vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
+vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64}
+vision |= {"num_position_embeddings": 64}
+ids = {"vision_start_token_id": 320, "vision_end_token_id": 321, "image_token_id": 322}
+config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, video_token_id=323, **ids)
+torch.manual_seed(0)
+model = AutoModelForImageTextToText.from_config(config).float()
+with torch.no_grad():
+    for name, array in model.named_parameters():
+        if array.ndim > 1:
+            array.normal_(0, 1.0 if "embed_tokens" in name else 1.2 / array.shape[-1] ** 0.5)
+model.save_pretrained(path)
+"""
+THEIRS = """
+import sys, numpy as np, torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+path, work, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+pictures = [Image.open(f"{work}/{i}.png") for i in range(count)]
+read = AutoImageProcessor.from_pretrained(path, backend="pil")([pictures], return_tensors="pt")
+names = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+given = {name: read[name] for name in names if name in read}
+ids = torch.tensor(np.load(f"{work}/ids.npy"))[None]
+if "image_grid_thw" in given:
+    given["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+with torch.no_grad():
+    np.save(f"{work}/theirs.npy", model(input_ids=ids, **given).logits[0].numpy())
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compares logits with transformers'.")
+    parser.add_argument("--python", default=sys.executable, help="has torch and transformers")
+    arguments = parser.parse_args()
+    worst = 0.0
+    for family in ("smolvlm", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_5"):
+        with tempfile.TemporaryDirectory() as work:
+            if family == "qwen3_5":
+                made = [arguments.python, "-c", MAKE, family, f"{work}/model"]
+                subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
+            ours, ids = our_logits(Path(work), family)
+            np.save(f"{work}/ids.npy", ids)
+            command = [arguments.python, "-c", THEIRS, f"{work}/model", work, str(len(SIZES))]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            theirs = np.load(f"{work}/theirs.npy")
+        difference, largest = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
+        print(json.dumps({"family": family, "difference": difference, "largest": largest}))
+        worst = max(worst, difference / largest)
+    return int(worst > MOST)
+
+
+def our_logits(work: Path, family: str) -> tuple[np.ndarray, np.ndarray]:
+    """[T, V] by the engine's way: ids of images, rows of the embedding's table."""
+    import mlx.core as mx
+
+    from mlx_parallm.config.load import Config
+    from mlx_parallm.engine.images import ImageFeatures, image_ids
+    from mlx_parallm.models.images.embedding import admit_images
+    from mlx_parallm.models.loading import load_model, load_tokenizer
+    from mlx_parallm.systems.vision.leaf import image_support
+    from tests.images.checkpoints import add_processor, save_qwen_vl, save_smolvlm
+    from tests.vision.drawn import noise
+
+    save = save_qwen_vl if family.startswith("qwen2") else save_smolvlm
+    path = work / "model"
+    if path.exists():
+        add_processor(path)
+    else:
+        save(path, model_type=family)
+    config = Config.model_validate({"model": {"base_path": str(path)}, "vision": {"enabled": True}})
+    loaded = load_model(config.model)
+    support = image_support(config, path, loaded.config)
+    encoder = support.encoder(loaded)
+    pictures = [noise(*size, seed=seed) for seed, size in enumerate(SIZES)]
+    for index, picture in enumerate(pictures):
+        picture.save(work / f"{index}.png")
+    images = [support.reader.image_of(picture) for picture in pictures]
+    begin, end = ("<|vision_start|>", "<|vision_end|>") if family.startswith("qwen") else ("", "")
+    text = (
+        "".join(f"Picture {i}: {begin}{image.text}{end}, " for i, image in enumerate(images))
+        + "which?"
+    )
+    ids = tuple(load_tokenizer(path, config.model).encode(text))
+    features = ImageFeatures(encoder, admit_images(loaded.model, encoder.rope_axes))
+    numbers = image_ids(ids, images, encoder.token_id)
+    inputs, table = features.inputs([numbers], len(ids), features.prepare([(numbers, images)]))
+    positions = features.positions_of(ids, images)[0]
+    turned = None if positions is None else mx.array(positions[:, None])
+    with features.table.using(table, turned):
+        return np.array(loaded.model(inputs)[0]), np.array(ids)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
