@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scripts.bench.qat import adapter_scores, train
 
-RATES = {"lora": (5e-3,), "adalora": (1e-2, 2e-2)}
+RATES = {"lora": (5e-3, 1e-2), "adalora": (1e-2, 2e-2)}
 
 
 def main() -> None:
