@@ -77,6 +77,20 @@ def test_what_never_ends_is_ended(sandbox, program):
     assert bench.left_over() == 0
 
 
+@pytest.mark.skipif(
+    os.name != "posix" or os.getuid() != 0, reason="the code has no user of its own"
+)
+def test_a_bomb_whose_launcher_had_no_time_left_is_ended_by_its_user(sandbox, monkeypatch):
+    """As on a machine so busy that the launcher is killed before it has ended the bomb."""
+    monkeypatch.setattr(module, "GRACE_S", 0.0)
+    monkeypatch.setattr(module, "LAST_S", 0.0)
+    Sandbox(timeout_s=TIMEOUT_S).run(bench.FORK_BOMB)
+    users = range(launcher.FIRST_UID, launcher.FIRST_UID + launcher.UIDS)
+    left = [p for p in psutil.process_iter(["uids", "status"]) if p.info["uids"].real in users]
+    gone, alive = psutil.wait_procs(left, timeout=5)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
 def test_a_launcher_that_is_late_is_not_killed_before_what_it_has_to_end(sandbox, monkeypatch):
     """The code leads a session of its own: of a launcher that is killed a fork bomb would be
     left."""

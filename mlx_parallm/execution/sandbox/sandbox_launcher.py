@@ -153,7 +153,7 @@ def main() -> None:
     os.umask(0o022)
     signal.signal(signal.SIGTERM, _stop)
     # RLIMIT_NPROC counts its processes alone
-    uid = FIRST_UID + os.getpid() % UIDS if os.getuid() == 0 else None
+    uid = user_of(os.getpid()) if os.getuid() == 0 else None
     way = {"namespaces": in_namespaces, "landlock": in_landlock, "seatbelt": in_seatbelt}[
         specification[("way")]
     ]
@@ -163,6 +163,11 @@ def main() -> None:
         report(status, error=str(error))
     except StopRequest as stop:
         report(status, limit=stop.args[0])
+
+
+def user_of(launcher: int) -> int:
+    """Return the user of the code that the launcher with this pid runs, where it is root's."""
+    return FIRST_UID + launcher % UIDS
 
 
 def _stop(_number: int, _frame: Any) -> NoReturn:
