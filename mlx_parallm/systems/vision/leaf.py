@@ -24,6 +24,7 @@ FAMILIES = {
     "smolvlm": "mlx_parallm.systems.vision.idefics3",
     "qwen2_vl": "mlx_parallm.systems.vision.qwen_vl",
     "qwen2_5_vl": "mlx_parallm.systems.vision.qwen_vl",
+    "qwen3_vl": "mlx_parallm.systems.vision.qwen_vl",
     "qwen3_5": "mlx_parallm.systems.vision.qwen_vl",
 }
 """`model_type` → the module with its `load`."""
