@@ -476,6 +476,7 @@ class Serving:
         main_adapter: str | None,
         trains_base: bool = False,
         adapter_roots: Sequence[Path] = (),
+        record_experts: bool = False,
     ) -> None:
         """Start the engine on the loaded tree and let every route answer.
 
@@ -485,6 +486,7 @@ class Serving:
                 fit.
             main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
             adapter_roots: beside server.adapter_roots.
+            record_experts: see `start_engine`.
         """
         self._load_scorer(loaded)
         engine = start_engine(
@@ -497,6 +499,7 @@ class Serving:
             trains_base=trains_base,
             turns=self.turns,
             processes=self._processes,
+            record_experts=record_experts,
         )
         self._engine = engine.thread
         roots = (*self.config.server.adapter_roots, *adapter_roots)

@@ -13,10 +13,14 @@ Where any of those was active, `processed_logprobs` holds the log-probability un
 that was really sampled from.
 """
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BETWEEN = "⟦{}⟧"
 """Around what an environment answered between two turns, where people read both."""
@@ -24,6 +28,9 @@ BETWEEN = "⟦{}⟧"
 MAX_REWARD = 1e9
 """The largest size of a reward, a score or an advantage. Beyond it means, squares and float32
 lose their digits or overflow; every way in refuses it."""
+
+NARROW_IDS = 256
+"""Up to so many experts an id takes one byte."""
 
 UNSCORED = "unscored"
 """A score of this name marks a trajectory that nothing could score: it gets no advantage. Its
@@ -146,8 +153,74 @@ class CompletionDelta:
     stop_reason: str | int | None = None
     error: str | None = None
     processed_logprobs: tuple[float, ...] | None = None  # as Completion's
+    routed_experts: "RoutedExperts | None" = None  # as Completion's, of these tokens
     cached_tokens: int = 0  # in choice 0's first: tokens of the prompt that the prefix cache held
     rejected_tokens: int = 0  # in choice 0's first, as RequestOutput's
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts to which a mixture of experts sent each sampled token (vLLM's
+    `routed_experts`): those of the forward that predicted it.
+
+    `ids`: [tokens, layers, each], row after row, little-endian; one byte an id where `wide` is
+    False, else two. A layer counts where it has experts.
+    """
+
+    layers: int
+    each: int  # experts a token, in a layer
+    ids: bytes
+    wide: bool = False
+
+    def __post_init__(self) -> None:
+        if self.token_bytes <= 0 or len(self.ids) % self.token_bytes:
+            raise ValueError(
+                f"{len(self.ids)} bytes are no whole number of tokens with {self.layers} layers of"
+                f" {self.each} experts, {1 + self.wide} bytes an id"
+            )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        return self.layers * self.each * (1 + self.wide)
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.ids) // self.token_bytes
+
+    def array(self) -> "np.ndarray":
+        """Return the ids as an array [tokens, layers, each], uint8 or uint16."""
+        import numpy as np
+
+        kind = np.dtype("<u2" if self.wide else "u1")
+        return np.frombuffer(self.ids, kind).reshape(-1, self.layers, self.each)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object from which `from_json` makes an equal one."""
+        ids = base64.b64encode(self.ids).decode()
+        return {"layers": self.layers, "each": self.each, "ids": ids, "wide": self.wide}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "RoutedExperts":
+        """Read what `to_json` wrote. Raises ValueError: a key is unknown or missing, the ids are no
+        base64 or no whole number of tokens."""
+        values = _checked_keys(cls, data)
+        return cls(**values | {"ids": base64.b64decode(values["ids"], validate=True)})
+
+
+def joined_experts(
+    parts: Sequence["RoutedExperts | None"],
+) -> "RoutedExperts | None":
+    """Return the experts of several stretches of sampled tokens, end to end. None: one of them has
+    recorded none, or was recorded for another shape."""
+    first = parts[0] if parts else None
+    if first is None:
+        return None
+    shape = (first.layers, first.each, first.wide)
+    alike = [part for part in parts if part and (part.layers, part.each, part.wide) == shape]
+    if len(alike) < len(parts):
+        return None
+    return RoutedExperts(first.layers, first.each, b"".join(p.ids for p in alike), first.wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +240,7 @@ class Completion:
     stop_reason: str | int | None = None  # the stop string or token id that ended it; None for EOS
     error: str | None = None
     prompt_version: int = -1  # policy version under which the prompt was read; -1 = unknown
+    routed_experts: RoutedExperts | None = None  # of T tokens, where the engine records them
     cached_tokens: int = 0  # tokens of the prompt that the prefix cache held
 
 
@@ -286,6 +360,8 @@ class Rollout:
     zero_advantage: bool = False
     # segments, oldest first; no scores and no `earlier` of their own
     earlier: tuple["Rollout", ...] = ()
+    # of the tokens that the policy sampled, in their order; None: nobody recorded them
+    routed_experts: RoutedExperts | None = None
     # of the whole episode, oldest turn first; segments in `earlier` have none of their own
     turn_rewards: tuple[float, ...] = ()
     # sampled tokens of each turn of this sequence; empty: each run of sampled tokens is a turn
@@ -309,6 +385,9 @@ class Rollout:
             "error": self.error,
             "zero_advantage": self.zero_advantage,
             "earlier": [segment.to_json() for segment in self.earlier],
+            "routed_experts": None
+            if self.routed_experts is None
+            else self.routed_experts.to_json(),
             "turn_rewards": list(self.turn_rewards),
             "turn_lengths": list(self.turn_lengths),
             "images": list(self.images),
@@ -321,6 +400,8 @@ class Rollout:
             key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
         }
         values["earlier"] = tuple(cls.from_json(segment) for segment in data.get("earlier", ()))
+        if experts := data.get("routed_experts"):
+            values["routed_experts"] = RoutedExperts.from_json(experts)
         return cls(**_checked_keys(cls, values))
 
     @property

@@ -24,7 +24,6 @@ BEGINNINGS = ("Of ", "What ", "From ", "As ", "On ")
 PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
-    "environments.kinds.dataset": "a kind of environment is a file",
     "rl_training.distillation.dataset_completions": "answers that nobody sampled are no matter of teachers",
     "rl_training.monitor.teacher_signs": "the rules of one subject, for the list in health",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
@@ -46,6 +45,7 @@ VARIABLE_ATTRIBUTES: dict[
     " table",
     "execution.user_code:reference_to": "an object of the user's program, by its name",
     "execution.user_code:load": "a function that the configuration names",
+    "faces.trl.environments:methods": "the methods of an environment of the user's are tools",
     "models.adapters.served:ServedLinear.__getattr__": "a wrapper hands on what it does not know",
     "models.adapters.served:ServedLinear.__setattr__": "a wrapper hands on what it does not know",
     "models.cpu_kernels:FastMLP.__init__": "the layers of an mlx-lm module, by the names that it"
@@ -88,6 +88,8 @@ SECOND_DEFAULTS: dict[str, str] = {
     "losses.types.LossInputs.kl_beta": "docs/stability.md promises this constructor; 0 = no KL",
     "models.lora.adapter_config.dropout": "0 = none",
     "models.lora.save_adapter.dropout": "0 = none",
+    "faces.tinker.bodies.AdamBody.beta1": "Adam's, the SDK's own default; AdaLoRA's is another",
+    "faces.tinker.bodies.AdamBody.beta2": "Adam's, the SDK's own default; AdaLoRA's is another",
     "faces.tinker.bodies.AdamBody.learning_rate": "the SDK's own default, for a field that it"
     " always sends",
     "faces.tinker.bodies.AdamBody.weight_decay": "the SDK's own default, for a field that it"

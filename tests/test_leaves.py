@@ -14,6 +14,7 @@ from mlx_parallm.config import leaves as registry
 from mlx_parallm.config.environment import Section
 from mlx_parallm.config.leaves import LEAVES, Command, Leaf, imported, leaves
 from mlx_parallm.config.load import Config, CoreConfig
+from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.state import BaseEnvironment
 from tests.docs.docs_blocks import blocks
 from tests.test_architecture import CORE_UNITS, PACKAGE, ROOT, sources
@@ -84,7 +85,10 @@ def test_what_a_leaf_names_is_there_and_takes_what_it_gets(leaf: Leaf) -> None:
     for hook, count in ((leaf.source, 1), (leaf.routes, 2), (leaf.part, 1), (leaf.page, 3)):
         if hook is not None:
             inspect.signature(imported(hook)).bind(*[None] * count)
-    assert all(issubclass(imported(place), BaseEnvironment) for place in leaf.environments.values())
+    assert all(
+        issubclass(imported(place), BaseEnvironment | EnvironmentSource)
+        for place in leaf.environments.values()
+    )
     assert all(
         isinstance(command, Command) and callable(imported(command.function))
         for command in leaf.commands

@@ -32,6 +32,7 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.daemon import Serving
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.errors import ConfigError, ModelError, ParallmError
+from mlx_parallm.models.adapters.linear import SVDLinear
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.lora import trainer_lora_layers
 from mlx_parallm.models.support import layer_without_gradient
@@ -177,6 +178,8 @@ def _policy(config: Config, loaded: LoadedModel) -> tuple[TrainedPolicy | None, 
         return None, reason
     for layer in trainer_lora_layers(policy.model).values():  # B = 0 changes nothing: too easy
         layer.lora_b = mx.random.normal(layer.lora_b.shape) * ADAPTER_SIZE
+        if isinstance(layer, SVDLinear):
+            layer.lora_e = mx.ones(layer.lora_e.shape)
     mx.eval(policy.slots.read())
     return policy, ""
 

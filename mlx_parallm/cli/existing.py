@@ -395,6 +395,12 @@ def merge_lora(parser: ArgumentParser) -> Run:
         ),
     )
     parser.add_argument(
+        "--q-bits",
+        type=int,
+        choices=[4, 8],
+        help="quantise the sum, as `mlx_lm.convert -q` does; always with mlx-lm's names",
+    )
+    parser.add_argument(
         "--push-to-hub", metavar="ID", help="also upload the result to this hub repository"
     )
 
@@ -409,6 +415,7 @@ def merge_lora(parser: ArgumentParser) -> Run:
             args.lora_path,
             args.output_path,
             layout=args.format,
+            bits=args.q_bits,
             push_to_hub=args.push_to_hub,
         )
         origin = ", from a dequantised base" if report.dequantized else ""
@@ -434,7 +441,7 @@ def convert(parser: ArgumentParser) -> Run:
         metavar="FORMAT",
         help="of an adapter; npz: mlx-lm's arrays for numpy; mlx-lm: what training writes; peft:"
         " for transformers,"
-        " vLLM, SGLang",
+        " vLLM, SGLang; peft-adalora: an AdaLoRA adapter's, with its singular values",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an adapter that is at DST"
@@ -461,8 +468,8 @@ def convert(parser: ArgumentParser) -> Run:
             )
         if not from_gguf and (args.dtype or args.keep_quantization or not args.format):
             parser.error(
-                "an adapter needs --format npz|mlx-lm|peft; --dtype and --keep-quantization"
-                " are for a GGUF file"
+                "an adapter needs --format npz|mlx-lm|peft|peft-adalora; --dtype and"
+                " --keep-quantization are for a GGUF file"
             )
         if from_gguf:
             require("reading GGUF", "gguf")

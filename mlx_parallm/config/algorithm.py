@@ -238,6 +238,9 @@ class PrepareConfig(Section):
     tokens, 3 for sequences, 5 with "icepop"."""
     sampler_correction_floor: float | None = Field(None, ge=0)
     """"mis", "icepop": smaller weights are dropped; default: 1 / cap, 0.5 with "icepop"."""
+    router_replay: Literal["off", "on", "auto"] = "auto"
+    """Mixtures of experts: the trainer sends each sampled token to the experts that the engine took
+    (R3); "auto": where the two may differ (docs/router_replay.md)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where kl_beta's KL goes: a term of the loss, or -kl_beta · log(policy / reference) in each
     token's reward."""

@@ -37,8 +37,8 @@ class Section(BaseModel):
 
 class EnvironmentConfig(Section):
     kind: str
-    """"dataset" (your rows and reward functions), "tasks" (built in), "reasoning_gym",
-    "simple_text", "conversation", "svrl", "gymnasium", "tools", or "python:file.py:Class"."""
+    """"dataset" (your rows and reward functions), "tasks" (built in), another kind of
+    docs/environments.md, or "python:file.py:Class"."""
     name: str
     """The task's or data set's name; default for "dataset" the file's, for a class its own."""
     weight: float = Field(1.0, gt=0)

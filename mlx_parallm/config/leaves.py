@@ -31,6 +31,8 @@ LEAVES = (
     "mlx_parallm.systems.pipeline.leaf",
     "mlx_parallm.systems.vision.leaf",
     "mlx_parallm.rl_training.distillation.leaf",
+    "mlx_parallm.environments.textarena.leaf",
+    "mlx_parallm.environments.openenv.leaf",
 )
 """Every leaf, one line each, in the order of their sections and commands."""
 
@@ -81,7 +83,8 @@ class Leaf:
             `models.images.encoder.ImageSupport` or None: what reads images for that model.
         teachers: (factory.TeacherContext) → `step.teaching.TeacherSignal`: the teachers of
             [rl_training.distillation].
-        environments: kinds of environments, each the "module:name" of its class.
+        environments: kinds of environments, each the "module:name" of its class, a
+            `BaseEnvironment` or an `EnvironmentSource`.
         commands: further commands of `mlx_parallm`.
     """
 

@@ -21,7 +21,31 @@ from mlx_parallm.config.data import (
 from mlx_parallm.config.distillation import DistillationConfig
 from mlx_parallm.config.environment import Section
 
-PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
+ADAM = ("adamw", "adamw_8bit", "muon")
+"""Optimizers that read AdamW's numbers."""
+PEFT_NAMES = {"r": "rank", "init_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
+
+
+OF_ADAPTERS = ("use_rslora", "use_dora", "use_adalora", "loraplus_ratio", "qat_bits")
+
+
+class AdaLoraConfig(Section):
+    """The names are PEFT's; a step is a training step, total_step is `total_steps`."""
+
+    target_r: int = Field(8, ge=1)
+    """Rank of a layer at the end, on average over the layers."""
+    tinit: int = Field(0, ge=0)
+    """Steps before the first triplet is pruned."""
+    tfinal: int = Field(0, ge=0)
+    """Last steps, in which the ranks stay as they are."""
+    deltaT: int = Field(1, ge=1)
+    """Steps between two allocations of the ranks."""
+    beta1: float = Field(0.85, gt=0, lt=1)
+    """Decay of the sensitivity's moving average."""
+    beta2: float = Field(0.85, gt=0, lt=1)
+    """Decay of the uncertainty's moving average."""
+    orth_reg_weight: float = Field(0.5, ge=0)
+    """Weight of ‖AᵀA - 1‖ and ‖BBᵀ - 1‖ in the loss, on average over the matrices."""
 
 
 class LoraConfig(Section):
@@ -47,12 +71,19 @@ class LoraConfig(Section):
     use_dora: bool = False
     """Train each output's magnitude too (DoRA, arXiv:2402.09353); its adapters are served like
     any other."""
+    use_adalora: bool = False
+    """Give ranks to the layers where they matter (AdaLoRA, arXiv:2303.10512): all begin with
+    `rank`, PEFT's init_r."""
     loraplus_ratio: float = Field(1.0, gt=0)
     """Learning rate of B in units of A's (LoRA+, arXiv:2402.12354, which suggests 16); 1 = the
     same."""
+    qat_bits: Literal[8, 4] | None = None
+    """Train the model that `mlx_parallm merge --q-bits` writes: base and adapter are added and
+    rounded to so many bits in every forward pass of the trainer."""
     layers: tuple[int, int] | str = "all"
     """Transformer blocks that get an adapter: "all", "last 8", or [start, end) counted from 0,
     e.g. [4, 12]."""
+    adalora: AdaLoraConfig = AdaLoraConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -62,11 +93,15 @@ class LoraConfig(Section):
         for name, key in PEFT_NAMES.items():
             if name in data and key in data:
                 raise ValueError(f"{name} is PEFT's name of {key}: set one of them")
+        if "r" in data and "init_r" in data:
+            raise ValueError("AdaLoRA reads init_r and not r: set one of them")
         return {PEFT_NAMES.get(name, name): value for name, value in data.items()}
 
     @property
     def scale(self) -> float:
         """The factor of the update B·A."""
+        if self.use_adalora:
+            return self.alpha / (self.rank + 1e-5)  # as PEFT has it
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
     @field_validator("layers")
@@ -82,15 +117,26 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _used(self) -> "LoraConfig":
-        unused = [
-            key
-            for key in self.changed()
-            if key in ("use_rslora", "use_dora", "loraplus_ratio", "layers")
-        ]
+        unused = [key for key in self.changed() if key in (*OF_ADAPTERS, "layers")]
         if not self.enabled and unused:
             raise ValueError(
                 f"{unused[0]} is set, but enabled = false trains all weights, not an adapter"
             )
+        if self.qat_bits is not None:
+            for key in ("use_dora", "quantize_base", "dropout"):
+                if key in self.changed():
+                    raise ValueError(f"{key} and qat_bits are not combined")
+        if not self.use_adalora and self.adalora.changed():
+            raise ValueError(f"adalora.{self.adalora.changed()[0]} is read with use_adalora only")
+        if self.use_adalora:
+            for key in ("use_dora", "use_rslora", "loraplus_ratio"):
+                if key in self.changed():
+                    raise ValueError(f"{key} and use_adalora are not combined")
+            if self.adalora.target_r > self.rank:
+                raise ValueError(
+                    f"adalora.target_r ({self.adalora.target_r}) is above rank ({self.rank}), from"
+                    " which the ranks go down"
+                )
         return self
 
 
@@ -193,9 +239,9 @@ class WeightUpdateConfig(Section):
 class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""
-    optimizer: Literal["adamw", "muon", "lion", "adafactor"] = "adamw"
-    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest
-    (docs/parameters.md)."""
+    optimizer: Literal["adamw", "muon", "lion", "adafactor", "adamw_8bit", "lion_8bit"] = "adamw"
+    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest; "_8bit": its state
+    takes a quarter of the memory (docs/parameters.md)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after warm-up, to `lr_final` one step after total_steps, so that the last step still
     learns."""
@@ -296,7 +342,23 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         if self.deterministic and self.max_staleness != 0:
             raise ValueError("deterministic = true needs max_staleness = 0")
         self._check_read()
+        adalora = self.lora.adalora
+        if self.lora.use_adalora and adalora.tinit >= self.total_steps - adalora.tfinal:
+            raise ValueError(
+                f"lora.adalora.tinit ({adalora.tinit}) and tfinal ({adalora.tfinal}) leave none of"
+                f" {self.total_steps} steps for the ranks to go down"
+            )
         check_prepared(self, self.kl_beta)
+        if (
+            self.lora.qat_bits is not None
+            and self.algorithm not in DATA_ALGORITHMS
+            and self.sampler_correction not in ("tis", "mis", "icepop")
+        ):
+            raise ValueError(
+                "lora.qat_bits: rollouts are drawn from base and adapter as they are, so by another"
+                ' policy than the rounded one that is trained: set sampler_correction = "tis" (or'
+                ' "mis")'
+            )
         self.ppo.check(self.algorithm)
         self.weight_updates.check(max_staleness=self.max_staleness, lora=self.lora.enabled)
         self.distillation.check(
@@ -318,8 +380,8 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         """Raises ValueError: a key is set that the chosen optimizer, reference or KL does not
         read."""
         readers = {
-            'optimizer = "adamw" or "muon"': (
-                self.optimizer in ("adamw", "muon"),
+            'optimizer = "adamw", "adamw_8bit" or "muon"': (
+                self.optimizer in ADAM,
                 ("adam_beta1", "adam_beta2", "adam_eps"),
             ),
             'reference = "ema"': (

@@ -3,10 +3,12 @@
     mlx-lm  adapters.safetensors, adapter_config.json       what training writes
     peft    adapter_model.safetensors, adapter_config.json  transformers, vLLM, SGLang
     npz     adapters.npz, adapter_config.json               mlx-lm's first versions; numpy
+    peft-adalora  as peft, with singular values             PEFT, to go on with AdaLoRA
 
 It reads each of them. A new format is a function and a line in `FORMATS`. mlx-lm's format has one
 rank and one scale for all layers, PEFT's one `use_rslora`: an adapter that does not fit is refused.
-npz has no bfloat16: such arrays become float32, without loss.
+npz has no bfloat16: such arrays become float32, without loss. An AdaLoRA adapter is a LoRA adapter
+in the others, in PEFT's without the triplets that are pruned.
 """
 
 import json
@@ -18,8 +20,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.errors import AdapterError, CheckpointError
-from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.adapters.adalora import PARAMETERS, pruned, save_adalora
+from mlx_parallm.models.adapters.adapter import ADALORA_FILE, LoraPair
 from mlx_parallm.models.adapters.peft import save_peft
+from mlx_parallm.models.adapters.settings import ADALORA_SCHEDULE
 from mlx_parallm.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -32,7 +36,7 @@ from mlx_parallm.models.lora import (
 )
 from mlx_parallm.system.files import write_directory
 
-OWN_FILES = {ADAPTER_CONFIG, ADAPTER_FILE, NPZ_FILE, PEFT_FILE}
+OWN_FILES = {ADAPTER_CONFIG, ADAPTER_FILE, ADALORA_FILE, NPZ_FILE, PEFT_FILE}
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class StoredAdapter:
     num_layers: int  # -1: all; layers without arrays stay as they are
     dropout: float
     base: str  # the model that it adapts; "" = its configuration does not say
+    adalora: Mapping[str, Any]  # how a training pruned its ranks; empty = not known
 
 
 def _write_npz(directory: Path, adapter: StoredAdapter) -> None:
@@ -68,17 +73,30 @@ def _write_mlx_lm(directory: Path, adapter: StoredAdapter) -> None:
         num_layers=adapter.num_layers,
         dropout=adapter.dropout,
         base=adapter.base,
+        adalora=adapter.adalora,
     )
 
 
 def _write_peft(directory: Path, adapter: StoredAdapter) -> None:
-    save_peft(directory, adapter.layers, dropout=adapter.dropout, base=adapter.base)
+    layers = {path: pair for path, pair in pruned(adapter.layers).items() if pair.b.size}
+    save_peft(directory, layers, dropout=adapter.dropout, base=adapter.base)
+
+
+def _write_adalora(directory: Path, adapter: StoredAdapter) -> None:
+    save_adalora(
+        directory,
+        adapter.layers,
+        dropout=adapter.dropout,
+        base=adapter.base,
+        schedule=adapter.adalora,
+    )
 
 
 FORMATS: dict[str, Callable[[Path, StoredAdapter], None]] = {
     "npz": _write_npz,
     "mlx-lm": _write_mlx_lm,
     "peft": _write_peft,
+    "peft-adalora": _write_adalora,
 }
 
 
@@ -105,6 +123,7 @@ def convert(
         num_layers if isinstance(num_layers, int) else -1,
         _dropout(loaded.config),
         _base(loaded.config),
+        _adalora(loaded.config),
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -141,9 +160,17 @@ def _base(config: Mapping[str, Any]) -> str:
     return str(config.get("base_model_name_or_path") or config.get("model") or "")
 
 
+def _adalora(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schedule in PEFT's configuration, or that of a training here."""
+    settings = config if config.get("peft_type") == "ADALORA" else config.get(PARAMETERS) or {}
+    return {name: settings[name] for name in ADALORA_SCHEDULE if name in settings}
+
+
 def _for_numpy(array: mx.array) -> mx.array:
     return array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
 
 
 def _kind(layers: Mapping[str, LoraPair]) -> str:
+    if any(pair.svd is not None for pair in layers.values()):
+        return "AdaLoRA"
     return "DoRA" if any(pair.magnitude is not None for pair in layers.values()) else "LoRA"

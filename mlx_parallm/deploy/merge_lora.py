@@ -35,6 +35,7 @@ from mlx_parallm.models.mlx_lm_api import (
     load_hf_model,
     save_model,
 )
+from mlx_parallm.models.quantize import quantize_layers
 from mlx_parallm.system.files import write_directory
 
 Layout = Literal["safetensors", "mlx"]
@@ -63,9 +64,13 @@ def merge(
     output_path: Path,
     *,
     layout: Layout = "safetensors",
+    bits: int | None = None,
     push_to_hub: str | None = None,
 ) -> MergeReport:
     """Write base + adapter to `output_path`, a new directory, and upload it on request.
+
+    Args:
+        bits: quantise the sum to so many, as `mlx_lm.convert -q` does; always in mlx-lm's layout.
 
     Raises ModelError: the output exists; the base cannot be read, or has no tensor of an adapted
     layer's name; the upload failed; AdapterError: the adapter cannot be read or does not fit the
@@ -84,15 +89,21 @@ def merge(
         model = _dequantize(model, base)
 
     def fill(directory: Path) -> None:
-        if layout == "mlx" or dequantized:
+        entry: dict[str, Any] = {}
+        if bits is not None:
+            model.update(tree_unflatten([(f"{p}.weight", w) for p, w in merged.items()]))
+            entry = quantize_layers(model, bits)
+            save_model(directory, model)
+        elif layout == "mlx" or dequantized:
             _save_from_model(model, merged, directory, layout)
         else:
             _save_from_checkpoint(base, model, merged, directory)
-        _copy_companions(base, directory)
+        _copy_companions(base, directory, entry)
         _check_absent(output_path)  # again: writing a large model takes minutes
 
     write_directory(output_path, fill)
     dtype = str(next(iter(merged.values())).dtype).removeprefix("mlx.core.")
+    dtype += f", {bits} bits" if bits is not None else ""
     url = _upload(output_path, push_to_hub) if push_to_hub is not None else None
     return MergeReport(output_path, len(merged), dtype, dequantized, url)
 
@@ -207,13 +218,15 @@ def _save(file: Path, tensors: dict[str, mx.array]) -> None:
     unfinished.rename(file)
 
 
-def _copy_companions(base: Path, directory: Path) -> None:
-    """Copy config.json without quantisation, and tokenizer, chat template, generation_config,
-    code and licence."""
+def _copy_companions(base: Path, directory: Path, quantization: Mapping[str, Any]) -> None:
+    """Copy config.json with this quantisation or none, and tokenizer, chat template,
+    generation_config, code and licence."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     for section in (config, config.get("text_config", {})):
         for key in QUANTIZATION_KEYS:
             section.pop(key, None)
+    if quantization:
+        config |= dict.fromkeys(QUANTIZATION_KEYS, quantization)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for file in sorted(base.iterdir()):
         wanted = file.suffix in COMPANION_SUFFIXES and not file.name.endswith(".index.json")

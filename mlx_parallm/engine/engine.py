@@ -73,6 +73,8 @@ class EngineOptions:
     async_scheduling: bool = False  # see ModelRunner.launch_after
     # 8 or 4: keys and values are quantised, by tokens; see cache/kv_format.py
     kv_bits: int | None = None
+    # (layers, experts a token, experts): those of each sampled token are recorded
+    experts: tuple[int, int, int] | None = None
 
 
 class Engine:
@@ -144,6 +146,7 @@ class Engine:
             self.cache,
             prefill_chunk=options.prefill_chunk,
             processed_alternatives=options.processed_alternatives,
+            experts=options.experts,
             images=images,
         )
         self._tokenizer = tokenizer
@@ -418,6 +421,7 @@ class Engine:
                 shift=places[1],
                 params=params,
                 adapter=adapter,
+                routing=self.options.experts,
                 max_tokens=longest if params.max_tokens is None else params.max_tokens,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
@@ -487,6 +491,7 @@ class Engine:
             sequence.processed_logprobs.append(sampled.processed_logprob)
         if sequence.top_logprobs is not None:
             sequence.top_logprobs.append(sampled.top_logprobs or ())
+        sequence.experts += sampled.experts
         self.counters.generation_tokens += 1
         with own_failure(sequence):
             self._decide(sequence, sampled.token)

@@ -182,6 +182,7 @@ class LiveRequests:
             stop_reason=sequence.stop_reason,
             error=sequence.error,
             processed_logprobs=None if processed is None else tuple(processed[since:]),
+            routed_experts=sequence.experts_since(since),
             cached_tokens=0 if since or sequence.index else sequence.cached_prompt_tokens,
         )
         self._events.append(StreamDelta(live.request.request_id, delta))

@@ -33,7 +33,8 @@ from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternati
 from mlx_parallm.engine.scheduler import PrefillChunk, PrefixSave, SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.adapters.served import LoraContext
-from mlx_parallm.types import TopLogprob
+from mlx_parallm.models.experts.routing import ForwardRouting, routed
+from mlx_parallm.types import NARROW_IDS, TopLogprob
 from mlx_parallm.weights import SharedWeights, WeightsView
 
 
@@ -48,6 +49,7 @@ class LaunchedStep:
     sampled: Sampled | None
     pending: list[mx.array]
     prefilled_tokens: int = 0  # of prompts that it completes
+    experts: mx.array | None = None  # [rows, layers, k] uint8 or uint16, where they are recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class SampledToken:
     logprob: float
     processed_logprob: float | None
     top_logprobs: tuple[TopLogprob, ...] | None
+    experts: bytes = b""  # as in `types.RoutedExperts.ids`
 
 
 class ModelRunner:
@@ -68,6 +71,8 @@ class ModelRunner:
         cache: keys, values and states of the running rows.
         prefill_chunk: tokens of one forward, for `rebuild`.
         processed_alternatives: see SamplingBatch.
+        experts: (layers, experts a token, experts) of a model whose choice of experts is recorded,
+            and which `models.experts.routing.prepare_routing` has prepared.
         images: what stands in prompts beside text; None: nothing does.
     """
 
@@ -80,8 +85,10 @@ class ModelRunner:
         *,
         prefill_chunk: int,
         processed_alternatives: bool,
+        experts: tuple[int, int, int] | None = None,
         images: ImageFeatures | None = None,
     ) -> None:
+        self._experts = experts
         self._images = images
         self._features: Mapping[int, mx.array] = {}  # of the last plan's prompts
         self._processed_alternatives = processed_alternatives
@@ -139,10 +146,10 @@ class ModelRunner:
             return LaunchedStep((), view.policy_version, None, None, pending, plan.prefilled_tokens)
         rows = self._begin(plan.rows, 0)
         tokens = mx.array([sequence.next_token for sequence in rows], dtype=mx.int32)
-        batch, sampled = self._sample(rows, tokens, 0)
-        pending += sampled.arrays + self._cache.unread
+        batch, sampled, experts = self._sample(rows, tokens, 0)
+        pending += sampled.arrays + self._cache.unread + present([experts])
         return LaunchedStep(
-            rows, view.policy_version, batch, sampled, pending, plan.prefilled_tokens
+            rows, view.policy_version, batch, sampled, pending, plan.prefilled_tokens, experts
         )
 
     def make_room_after(self, step: LaunchedStep) -> None:
@@ -151,7 +158,7 @@ class ModelRunner:
         assert step.sampled is not None
         mx.async_eval(step.pending)
         # keys and values that somebody else holds would be copied when written
-        step.pending[:] = step.sampled.arrays
+        step.pending[:] = step.sampled.arrays + present([step.experts])
         self._cache.reserve(
             [sequence.cached + 1 for sequence in _by_row(step)], self._max_row_tokens
         )
@@ -170,9 +177,10 @@ class ModelRunner:
         if rows != step.rows:
             place = {id(sequence): index for index, sequence in enumerate(step.rows)}
             tokens = mx.take(tokens, mx.array([place[id(sequence)] for sequence in rows]))
-        batch, sampled = self._sample(rows, tokens, 1)
+        batch, sampled, experts = self._sample(rows, tokens, 1)
+        pending = sampled.arrays + self._cache.unread + present([experts])
         following = LaunchedStep(
-            rows, view.policy_version, batch, sampled, sampled.arrays + self._cache.unread
+            rows, view.policy_version, batch, sampled, pending, experts=experts
         )
         mx.async_eval(following.pending)
         return following
@@ -197,8 +205,16 @@ class ModelRunner:
             ordered = ordered_alternatives(step.sampled.top_tokens, step.sampled.top_logprobs)
             for row, alternatives in zip(step.batch.wants_top, ordered, strict=True):
                 top[row] = alternatives[: step.rows[row].params.logprobs]
+        experts = None if step.experts is None else np.array(step.experts)
         return [
-            SampledToken(sequence, tokens[row], logprobs[row], processed.get(row), top.get(row))
+            SampledToken(
+                sequence,
+                tokens[row],
+                logprobs[row],
+                processed.get(row),
+                top.get(row),
+                b"" if experts is None else experts[row].tobytes(),
+            )
             for row, sequence in enumerate(step.rows)
         ]
 
@@ -217,22 +233,31 @@ class ModelRunner:
 
     def _sample(
         self, rows: tuple[Sequence, ...], tokens: mx.array, ahead: int
-    ) -> tuple[SamplingBatch, Sampled]:
-        """Feeds each row its token, and draws the next one."""
+    ) -> tuple[SamplingBatch, Sampled, mx.array | None]:
+        """Feeds each row its token, and draws the next one. The last array: the experts of the
+        forward."""
         batch = self._sampling_batch(rows)
-        logits = self._decode(rows, tokens)
+        logits, experts = self._decode(rows, tokens)
         if batch.matchers:
             mx.async_eval(logits)  # the model computes while the grammars' masks are made
-        return batch, sample(logits, batch, [len(sequence.tokens) + ahead for sequence in rows])
+        sampled = sample(logits, batch, [len(sequence.tokens) + ahead for sequence in rows])
+        return batch, sampled, experts
 
-    def _decode(self, rows: tuple[Sequence, ...], tokens: mx.array) -> mx.array:
-        """Feeds each row its next token, tokens [n]; returns logits [n, V]."""
-        logits = []
+    def _decode(
+        self, rows: tuple[Sequence, ...], tokens: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        """Feeds each row its next token, tokens [n]; returns logits [n, V] and, where they are
+        recorded, the experts [n, layers, k]."""
+        logits, experts = [], []
         for start, stop, caches in self._cache.batches():
             self._lora.activate([sequence.adapter for sequence in rows[start:stop]])
-            with self._shifted(rows[start:stop]):
+            routing = None if self._experts is None else ForwardRouting()
+            with routed(routing), self._shifted(rows[start:stop]):
                 logits.append(self._model(tokens[start:stop, None], cache=caches)[:, -1])
-        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+            if routing is not None and self._experts is not None:
+                kind = mx.uint16 if self._experts[2] > NARROW_IDS else mx.uint8
+                experts.append(routing.by_token().astype(kind))
+        return _joined(logits), _joined(experts) if experts else None
 
     def _shifted(self, rows: SequenceOf[Sequence]) -> AbstractContextManager[None]:
         """Let rows behind images decode at their own positions."""
@@ -344,6 +369,10 @@ class ModelRunner:
             self._batch = SamplingBatch(rows, processed_alternatives=self._processed_alternatives)
             self._rows = rows
         return self._batch
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 def _by_row(step: LaunchedStep) -> list[Sequence]:

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from mlx_parallm.engine.grammar import Matcher, OnlyTokens
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
-from mlx_parallm.types import Completion, FinishReason, PromptImage, SamplingParams, TopLogprob
+from mlx_parallm.types import (
+    NARROW_IDS,
+    Completion,
+    FinishReason,
+    PromptImage,
+    RoutedExperts,
+    SamplingParams,
+    TopLogprob,
+)
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.cache.prefix import PrefixChunk
@@ -72,6 +80,9 @@ class Sequence:
     processed_logprobs: list[float] | None = None
     top_logprobs: list[tuple[TopLogprob, ...]] | None = None
     versions: list[int] = field(default_factory=list)
+    # (layers, experts a token, experts) where they are recorded, and the ids so far
+    routing: tuple[int, int, int] | None = None
+    experts: bytearray = field(default_factory=bytearray)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -127,7 +138,17 @@ class Sequence:
             if self.pinned_version is None
             else self.pinned_version,
             cached_tokens=self.cached_prompt_tokens,
+            routed_experts=self.experts_since(0),
         )
+
+    def experts_since(self, start: int) -> RoutedExperts | None:
+        """The experts of the sampled tokens from `start` on; None: none were recorded."""
+        if self.routing is None or start >= len(self.tokens):
+            return None
+        layers, each, number = self.routing
+        wide = number > NARROW_IDS
+        ids = bytes(self.experts[start * layers * each * (1 + wide) :])
+        return RoutedExperts(layers, each, ids, wide)
 
 
 def random_stream(seed: int, index: int) -> int:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx.utils import tree_flatten
 
@@ -15,6 +15,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
+from mlx_parallm.models.experts.routing import prepare_routing, routing_shape
 from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_serving
@@ -50,6 +51,7 @@ def start_engine(
     trains_base: bool = False,
     turns: Turns | None = None,
     processes: int = 1,
+    record_experts: bool = False,
 ) -> StartedEngine:
     """Wraps the tree of `loaded` for serving, and starts the thread.
 
@@ -59,11 +61,16 @@ def start_engine(
         adapters: name → layers, served beside the base.
         main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
         processes: share this machine's memory, each with such an engine.
+        record_experts: record to which experts each sampled token went
+            (`Completion.routed_experts`); the model can be recorded (`why_not_routed`).
 
     Raises AdapterError: one does not fit; ConfigError; ModelError: the engine cannot decode the
     architecture.
     """
     options = engine_options(config, loaded, processes)
+    if record_experts:
+        prepare_routing(loaded.model)
+        options = replace(options, experts=routing_shape(loaded.model))
     if advice := wire_memory(
         sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     ):

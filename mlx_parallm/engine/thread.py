@@ -40,6 +40,11 @@ from mlx_parallm.types import EngineStats, Request
 
 IDLE_TURN_S = 1.0  # an idle thread shows that it lives this often
 IDLE_TURNS_BEFORE_RELEASE = 5  # idle turns after which the KV cache is given back
+SILENT_START_S = 5.0
+SLOW_START = (
+    "MLX compiles its kernels when a machine computes with them for the first time; with CUDA this"
+    " takes about a minute, and as long again in the first step"
+)
 MAX_FAILED_STEPS = 3  # in a row
 
 
@@ -73,6 +78,8 @@ class EngineThread:
     def start(self) -> None:
         """Starts the thread and waits until the engine is built. Raises what `build` raised."""
         self._thread.start()
+        if not self._started.wait(SILENT_START_S):
+            get_logger(__name__).info("preparing the model", hint=SLOW_START)
         self._started.wait()
         if self._build_error is not None:
             self._thread.join()

@@ -28,7 +28,7 @@ from mlx_parallm.execution.user_code import user_code
 from mlx_parallm.rewards.base import GroupReward
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import ChatTokenizer, PolicyClient, RolloutGroup, Trajectory
+from mlx_parallm.types import ChatTokenizer, PolicyClient, RolloutGroup, Structure, Trajectory
 
 Messages = tuple[Mapping[str, str], ...]
 Split = Literal["train", "heldout"]
@@ -160,6 +160,8 @@ class EnvironmentSource(ABC):
     """Whether every episode of a group begins with `task.opening`: then one request opens all of
     them."""
 
+    structure: Structure | None = None
+    """What the text of every answer is held to while it is sampled."""
     keeps_rows = False
     """Whether the store keeps each group's row and messages, which teachers are asked with."""
 

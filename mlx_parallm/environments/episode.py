@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Any, Protocol, SupportsFloat
 
 from mlx_parallm.config.environment import EnvironmentConfig
@@ -41,6 +42,7 @@ from mlx_parallm.types import (
     Request,
     Rollout,
     SamplingParams,
+    Structure,
     Trajectory,
     Turn,
 )
@@ -109,6 +111,9 @@ class TurnPolicy(Protocol):
 
     def with_sampling(self, temperature: float, top_p: float) -> "TurnPolicy": ...
 
+    def with_adapter(self, adapter: str | None) -> "TurnPolicy":
+        """Return the policy with other weights. Raises RolloutRejectedError: it has no others."""
+
     def open_group(self, turn: TurnRequest, n: int) -> Request | None:
         """Return one request for the first turn of n episodes; None: each of them asks for its
         first turn."""
@@ -165,6 +170,9 @@ class EpisodePolicy:
 
     def with_sampling(self, temperature: float, top_p: float) -> "EpisodePolicy":
         return dataclasses.replace(self, temperature=temperature, top_p=top_p)
+
+    def with_adapter(self, adapter: str | None) -> "EpisodePolicy":
+        return dataclasses.replace(self, adapter=adapter)
 
     def open_group(self, turn: TurnRequest, n: int) -> Request:
         """Raises RolloutRejectedError: the prompt leaves no room."""
@@ -354,6 +362,7 @@ class Episode:
         group_id: str,
         seed: int,
         number: int,
+        group_size: int,
         opening: Opening | None = None,
         format_prompt: Callable[[Prompt], Prompt] = lambda prompt: prompt,
         bounded: bool = False,
@@ -362,14 +371,14 @@ class Episode:
         """
         Args:
             seed: of the group.
-            number: place in the group.
+            number: place in the group, which has `group_size` episodes.
             bounded: whoever plays it has set a number of steps after which it is cut.
             format_prompt: makes an environment's prompt what the policy is asked
             (`EnvironmentSource.format_prompt`).
             tools: what the policy may call.
         """
         self.name = f"{group_id}/{number}"
-        self.group_id = group_id
+        self.group_id, self.number, self.group_size = group_id, number, group_size
         self.cut = False  # a limit has ended it
         self._bounded = bounded
         self.played: Played | None = None
@@ -385,7 +394,7 @@ class Episode:
         self._answer_text: str | None = None
         # the conversation as the environment knows it, and as it went
         self._seen: tuple[Prompt, Prompt] | None = None
-        self._seed, self._number = seed, number
+        self._seed = seed
         self._sequences: list[SequenceRecorder] = []
         self._turns: list[Turn] = []
         self._turn_rewards: list[float] = []  # of the turns so far; empty: none has one
@@ -464,6 +473,25 @@ class Episode:
             prompt, **{name: value for name, value in params.items() if value is not None}
         )
 
+    def beside(self, name: str, adapter: str | EllipsisType | None = ...) -> "Episode":
+        """Return an episode of another player of the same game, which nobody trains on.
+
+        Args:
+            name: of the player, unique in this episode.
+            adapter: its weights, None for the base; default: the policy's.
+
+        Raises RolloutRejectedError: there is no way to other weights.
+        """
+        return Episode(
+            self._policy if adapter is ... else self._policy.with_adapter(adapter),
+            self._config,
+            group_id=f"{self.name}/{name}",
+            seed=derive_seed(name, self._seed, self.number),
+            number=0,
+            group_size=self.group_size,
+            format_prompt=self._format_prompt,
+        )
+
     # --- turns
 
     async def turn(
@@ -473,10 +501,11 @@ class Episode:
         max_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
         skip_special_tokens: bool = True,
+        structure: Structure | None = None,
         **options: Any,
     ) -> Completion:
-        """Ask the policy and record its answer. `options` are the template's. Raises as
-        `agenerate`."""
+        """Ask the policy and record its answer, which matches `structure`. `options` are the
+        template's. Raises as `agenerate`."""
         async with self._one_at_a_time:
             if not self._open:
                 raise EpisodeOver
@@ -486,6 +515,8 @@ class Episode:
             )
             if max_tokens is not None:
                 overrides["max_tokens"] = max_tokens
+            if structure is not None:
+                overrides["structure"] = structure
             if stop is not None:
                 overrides["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
             has_own_tools = "tools" in options  # whoever asks makes the calls
@@ -517,6 +548,8 @@ class Episode:
             self._notes += notes
             self._note_calls(None)
             prompt = self._policy.after_calls(prompt, completion, notes, tools)
+            if not self._open:  # a call has ended the episode
+                break
         went = prompt if self._answer_text is None else _followed(prompt, completion.text)
         self._seen = _followed(requested, completion.text), went
         return completion
@@ -561,7 +594,7 @@ class Episode:
     ) -> Completion:
         """Sample one answer and record it."""
         number = len(self._turns)
-        seed = derive_seed("turn", self._seed, self._number, number)
+        seed = derive_seed("turn", self._seed, self.number, number)
         turn = TurnRequest(f"{self.name}/{number}", prompt, self._config, seed, overrides, options)
         completion = self._take_opening(turn) or await self._sample(turn)
         self._sequences[-1].images = image_refs(prompt)

@@ -35,7 +35,8 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
         **{kind: place for leaf in leaves() for kind, place in leaf.environments.items()},
     }
 )
-"""Kinds that are a `BaseEnvironment`, imported on demand: some need further packages."""
+"""Kinds imported on demand, since some need further packages: each a `BaseEnvironment`, or, in a
+leaf, an `EnvironmentSource`."""
 SEPARATE_PROCESS = "verifiers"
 """A name that people try as a kind; such an environment runs in a process of its own."""
 
@@ -85,19 +86,32 @@ def create_environment(kind: str, **options: Any) -> BaseEnvironment:
 
 def _builtin(kind: str) -> Callable[..., EnvironmentSource]:
     if kind in ENVIRONMENTS:
-        return functools.partial(_state_source, _environment(kind))
+        cls = _class(kind)
+        if issubclass(cls, EnvironmentSource):
+            return cls
+        return functools.partial(_state_source, cls)
     if kind not in KINDS:
         raise _unknown(kind, [*KINDS, *ENVIRONMENTS])
     return KINDS[kind]
 
 
+def _class(kind: str) -> type[BaseEnvironment] | type[EnvironmentSource]:
+    place = ENVIRONMENTS[kind]
+    whole = place if place.startswith("mlx_parallm.") else f"{__package__}.kinds.{place}"
+    cls: type[BaseEnvironment] | type[EnvironmentSource] = imported(whole)
+    return cls
+
+
 def _environment(kind: str) -> type[BaseEnvironment]:
     if kind not in ENVIRONMENTS:
         raise _unknown(kind, list(ENVIRONMENTS))
-    place = ENVIRONMENTS[kind]
-    whole = place if place.startswith("mlx_parallm.") else f"{__package__}.kinds.{place}"
-    environment: type[BaseEnvironment] = imported(whole)
-    return environment
+    cls = _class(kind)
+    if issubclass(cls, EnvironmentSource):
+        raise ConfigError(
+            f"create_environment({kind!r}): an episode of this kind is played with an engine; put"
+            " it into [[environments]]"
+        )
+    return cls
 
 
 def _unknown(kind: str, kinds: Sequence[str]) -> ConfigError:

@@ -131,11 +131,14 @@ class EpisodeRunner:
                 raise RolloutRejectedError(
                     f"{type(source).__name__}.task returned {task!r}, not a Task"
                 )
-            opening = TurnRequest(plan.group_id, task.opening, config, plan.seed, {}, task.options)
+            held = {} if source.structure is None else {"structure": source.structure}
+            opening = TurnRequest(
+                plan.group_id, task.opening, config, plan.seed, held, task.options
+            )
             if (tools := source.tools_of(task)) is not None:
                 prompt, overrides, options = self._policy.with_tools(task.opening, tools)
                 opening = dataclasses.replace(
-                    opening, prompt=prompt, overrides=overrides, options=options
+                    opening, prompt=prompt, overrides=held | overrides, options=options
                 )
             request = self._policy.open_group(opening, plan.size) if source.opens_together else None
         if outcome.failure is not None:
@@ -212,6 +215,7 @@ class EpisodeRunner:
             group_id=plan.group_id,
             seed=plan.seed,
             number=number,
+            group_size=plan.size,
             opening=opening,
             format_prompt=plan.source.format_prompt,
             bounded=plan.max_steps is not None,

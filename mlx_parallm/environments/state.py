@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import BETWEEN, Trajectory
+from mlx_parallm.types import BETWEEN, Structure, Trajectory
 
 log = get_logger("environments")
 
@@ -95,6 +95,9 @@ class BaseEnvironment(ABC):
     episode_tools: EpisodeTools | None = None
     """What the policy may call in the episodes; None: the tools of the configuration."""
 
+    structure: Structure | None = None
+    """What the text of every answer is held to while it is sampled; a `step` of its own passes
+    none."""
     learner: Any = None
     """A `base.Learner` that learns beside the policy from the groups of this environment."""
     _next_index = 0

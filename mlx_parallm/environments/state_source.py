@@ -67,7 +67,7 @@ class StateSource(EnvironmentSource):
         """
         super().__init__(config, seed=seed, name=name)
         self.template, self.rewards, self._make = make(), rewards, make
-        self.learner = self.template.learner
+        self.learner, self.structure = self.template.learner, self.template.structure
         self.tools = self.policy_tools(None)
         check_environment(type(self.template), f"environments: {config.kind}")
         self._reset_keywords = _reset_keywords(type(self.template), f"environments: {config.kind}")
@@ -276,7 +276,7 @@ def _step_of(environment: BaseEnvironment, episode: Episode, thread: "StepThread
         async def ask(state: State) -> State:
             with _called(environment, "build_prompt"):
                 prompt = environment.build_prompt(state)
-            answer = (await episode.turn(prompt)).text
+            answer = (await episode.turn(prompt, structure=environment.structure)).text
             with _called(environment, "update_state"):
                 if environment.blocking:
                     return await thread.run(environment.advance, state, prompt, answer)

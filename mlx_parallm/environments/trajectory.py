@@ -2,7 +2,14 @@
 
 from collections.abc import Sequence
 
-from mlx_parallm.types import ChatTokenizer, Completion, Rollout, sampled_runs
+from mlx_parallm.types import (
+    ChatTokenizer,
+    Completion,
+    Rollout,
+    RoutedExperts,
+    joined_experts,
+    sampled_runs,
+)
 
 UNKNOWN_VERSION = -1
 
@@ -17,6 +24,7 @@ class SequenceRecorder:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._turns: list[int] = []  # sampled tokens of each
+        self._experts: list[RoutedExperts | None] = []  # of each turn
         self.images: tuple[str, ...] = ()  # names of those in its prompts so far
         self.add_prompt(prompt_ids)
 
@@ -48,6 +56,8 @@ class SequenceRecorder:
         self._logprobs += completion.logprobs
         self._versions += completion.policy_versions
         self._turns.append(len(completion.token_ids))
+        if completion.token_ids:
+            self._experts.append(completion.routed_experts)
 
     def rollout(
         self, *, temperature: float, stop_reason: str | None, error: str | None = None
@@ -64,6 +74,7 @@ class SequenceRecorder:
             images=self.images,
             stop_reason=stop_reason,
             error=error,
+            routed_experts=joined_experts(self._experts),
             # nothing was asked between two turns: the mask does not tell them apart
             turn_lengths=() if turns == sampled_runs(self._mask) else turns,
         )

@@ -9,6 +9,7 @@ A relative file is looked for beside the configuration file, then in the working
 (`absolute`, called when a configuration is read, so that a saved one does not depend on either).
 """
 
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -18,11 +19,11 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.system.files import is_file, local_path
@@ -35,6 +36,8 @@ process could load."""
 # with the separator: not mlx_parallm_rewards/
 PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+T = TypeVar("T")
 
 
 def is_reference(text: str) -> bool:
@@ -157,6 +160,23 @@ def check_call(
         raise ConfigError(
             f"{what} takes {signature}, but it is called with ({called}): {error}"
         ) from error
+
+
+def read_options(cls: type[T], options: Mapping[str, Any], what: str) -> T:
+    """Return `options` as an object of the dataclass. Raises ConfigError: an option that it does
+    not have, or one that is missing."""
+    fields = {entry.name: entry for entry in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name in options:
+        if name not in fields:
+            raise ConfigError(
+                f"{what} has no option {name!r}{did_you_mean(name, list(fields))}"
+                f" There are: {', '.join(fields)}"
+            )
+    for name, entry in fields.items():
+        required = entry.default is entry.default_factory is dataclasses.MISSING
+        if required and name not in options:
+            raise ConfigError(f"{what} needs the option {name!r}")
+    return cls(**options)
 
 
 @contextmanager

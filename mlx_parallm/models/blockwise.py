@@ -25,15 +25,19 @@ compares does not depend on the numbers in the weights, and each of its ten pass
 would take a minute at 14 B parameters on a CPU.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_parallm.models.cpu_kernels import fused, unpacks
+from mlx_parallm.models.experts.routing import UNFORCED, ForwardRouting, counted, current, routed
 from mlx_parallm.models.layer_stack import (
     ROUNDED,
     BlockCall,
@@ -43,10 +47,12 @@ from mlx_parallm.models.layer_stack import (
     check_stack,
     distance,
     hidden_of,
+    norm,
     outputs_in,
     resolved,
 )
 from mlx_parallm.models.layouts.layout import (
+    CompactRows,
     Layout,
     PackedRows,
     PlainRows,
@@ -64,6 +70,8 @@ WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 
 HEAD_PIECE = 1 << 20  # logits of one piece of the head where it is not …
 # … and the least number of scored tokens in one, for the speed of the product
 FEWEST_HEAD_ROWS = 32
+ROUNDING_OF_ALL = 1e-6
+"""How far rounding puts one gradient off, in norms of all gradients together."""
 UNPACKED_HEAD = 2  # times as many where each piece unpacks the head's weights …
 TRAINED_HEAD = 4  # … and where each adds to their gradient
 
@@ -82,7 +90,9 @@ class BlockwiseModel:
     all at once).
 
     `between_blocks` is called after each evaluation: the place to give the serving thread a turn.
-    `longest_eval_ms`: of all evaluations since it was last set to 0.
+    `longest_eval_ms`: of all evaluations since it was last set to 0. `experts_forced`: pairs of a
+    token and a layer whose experts were repeated; `experts_differing`: those of them for which the
+    router would have chosen others.
     `fallback`: why the model is differentiated as one graph; `unshared`, `unpacked`, `unmerged`:
     why prompts are not shared, sequences not packed, and rows no tree; else "". Gradients are lists
     in the order of `slots.names`. Every array that leaves a method is evaluated.
@@ -99,6 +109,7 @@ class BlockwiseModel:
         self.slots = ParameterSlots(model)
         self._between_blocks = between_blocks
         self.longest_eval_ms = 0.0
+        self.experts_forced = self.experts_differing = 0
         self._blocks_per_eval = blocks_per_eval
         self._stack: LayerStack | None = None
         self.fallback = self.unshared = self.unpacked = self.unmerged = ""
@@ -162,12 +173,14 @@ class BlockwiseModel:
     def score(self, batch: TokenBatch) -> Scores:
         """Log-probabilities, entropies and (with a value head) values of the scored tokens, [N]
         float32 each."""
-        if self._stack is None:
-            results = self._plain_scores(batch)
-            self._evaluate(*results)
-            return results
-        rows = self._forward(batch, self._layout(batch), keep_last_group=False).rows
-        return self._score_pieces(rows, batch, self._chunks(batch))
+        with routed(self._routing(batch)):
+            if self._stack is None:
+                with self._counting() as differing:
+                    results = self._plain_scores(batch)
+                    self._evaluate(*results, *differing)
+                return results
+            rows = self._forward(batch, self._layout(batch), keep_last_group=False).rows
+            return self._score_pieces(rows, batch, self._chunks(batch))
 
     def _score_pieces(self, rows: mx.array, batch: TokenBatch, chunks: list[slice]) -> Scores:
         parts = []
@@ -217,14 +230,15 @@ class BlockwiseModel:
         gradients: list[mx.array | None] = (
             list(sums) if sums is not None else [None] * len(self.slots)
         )
-        if self._stack is None:
-            loss, extras = self._whole(batch, objective, gradients)
-        elif len(chunks := self._chunks(batch)) == 1 or (
-            len(self._groups) == 1 and self._known_slopes(batch)
-        ):
-            loss, extras = self._backward_at_once(batch, objective, gradients, chunks, fuse)
-        else:
-            loss, extras = self._backward_chunked(batch, objective, gradients, chunks)
+        with routed(self._routing(batch)):
+            if self._stack is None:
+                loss, extras = self._whole(batch, objective, gradients)
+            elif len(chunks := self._chunks(batch)) == 1 or (
+                len(self._groups) == 1 and self._known_slopes(batch)
+            ):
+                loss, extras = self._backward_at_once(batch, objective, gradients, chunks, fuse)
+            else:
+                loss, extras = self._backward_chunked(batch, objective, gradients, chunks)
         complete = [
             g if g is not None else mx.zeros(p.shape)
             for g, p in zip(gradients, self.slots.read(), strict=True)
@@ -234,12 +248,14 @@ class BlockwiseModel:
     def _whole(
         self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None]
     ) -> Any:
-        def loss(parameters: list[mx.array]) -> tuple[mx.array, tuple[mx.array, ...]]:
-            with self.slots.bound(parameters):
-                return objective(*self._plain_scores(batch))
+        def loss(parameters: list[mx.array]) -> tuple[mx.array, list[mx.array], Any]:
+            with self.slots.bound(parameters), counted(current()) as differing:
+                value, extras = objective(*self._plain_scores(batch))
+                return value, differing, extras
 
-        (value, extras), new = mx.value_and_grad(loss)(self.slots.read())
-        self._add(gradients, range(len(self.slots)), new, value, *extras)
+        (value, differing, extras), new = mx.value_and_grad(loss)(self.slots.read())
+        self._add(gradients, range(len(self.slots)), new, value, *extras, *differing)
+        self._note(differing)
         return value, extras
 
     def _known_slopes(self, batch: TokenBatch) -> bool:
@@ -265,15 +281,17 @@ class BlockwiseModel:
 
         def loss(
             hidden: mx.array, before: list[mx.array], parameters: list[mx.array]
-        ) -> tuple[mx.array, tuple[mx.array, ...]]:
-            with self.slots.bound(parameters, slots):
+        ) -> tuple[mx.array, list[mx.array], Any]:
+            with self.slots.bound(parameters, slots), counted(current()) as differing:
                 carried = passed.carried | _refilled(reads, passed.carried, before)
                 rows = self._rows_at(
                     self._run(last, hidden, layout, passed.calls, carried), layout.positions
                 )
                 if len(chunks) == 1:
-                    return objective(*self._scores(rows, batch, slice(None)))
-                return objective(*scores_in_pieces(self._head, rows, batch, chunks))
+                    value, extras = objective(*self._scores(rows, batch, slice(None)))
+                else:
+                    value, extras = objective(*scores_in_pieces(self._head, rows, batch, chunks))
+                return value, differing, extras
 
         below = self._trainable_below(last)
         hidden = passed.starts.pop()
@@ -285,11 +303,12 @@ class BlockwiseModel:
         slopes = mx.value_and_grad(loss, argnums=(0, 1, 2) if below else 2)
         # What is compiled is never kept: a trace goes with its function, in the thread that dropped
         # it.
-        (value, extras), results = (self._fused(slopes, hidden.size) if fuse else slopes)(
-            *arguments
-        )
+        (value, differing, extras), results = (
+            self._fused(slopes, hidden.size) if fuse else slopes
+        )(*arguments)
         cotangent, of_reads, new = results if below else (None, [], results)
-        self._add(gradients, slots, new, value, *extras, cotangent, *of_reads)
+        self._add(gradients, slots, new, value, *extras, cotangent, *of_reads, *differing)
+        self._note(differing)
         if below:
             self._pull_back(reads, passed, of_reads)
         self._backward_groups(layout, passed, cotangent, gradients)
@@ -460,15 +479,49 @@ class BlockwiseModel:
 
     # ------------------------------------------------------------------ parts
 
+    def _routing(self, batch: TokenBatch) -> ForwardRouting | None:
+        """Return the choice of experts that the batch asks for."""
+        if batch.experts is None:
+            return None
+        compact = None if self._stack is None else self._compact(batch)
+        size = batch.inputs.size if compact is None else compact.tokens
+        forced = mx.full((size, *batch.experts.shape[1:]), UNFORCED, mx.int32)
+        if compact is None:
+            forced[batch.positions] = batch.experts
+        else:
+            # a token of several rows is computed once: the first row that knows its experts counts
+            unknown = np.array(batch.experts[:, 0, 0]) == UNFORCED
+            order = np.argsort(unknown, kind="stable")
+            places, firsts = np.unique(compact.positions[order], return_index=True)
+            forced[mx.array(places)] = batch.experts[mx.array(order[firsts])]
+        return ForwardRouting(forced)
+
+    @contextmanager
+    def _counting(self) -> Iterator[list[mx.array]]:
+        """Add to `experts_forced` and `experts_differing` what the block computes; it evaluates
+        the counts."""
+        with counted(current()) as differing:
+            yield differing
+        self._note(differing)
+
+    def _note(self, differing: list[mx.array]) -> None:
+        for counts in differing:
+            forced, other = cast("list[int]", counts.tolist())
+            self.experts_forced += forced
+            self.experts_differing += other
+
     def _layout(self, batch: TokenBatch) -> Layout:
+        compact = self._compact(batch)
+        return PlainRows(batch.inputs, batch.positions) if compact is None else layout_of(compact)
+
+    def _compact(self, batch: TokenBatch) -> CompactRows | None:
+        """Return the batch's compact rows where this model can compute them."""
         used = {
             SharedRows: self.shares_prompts,
             PackedRows: self.packs_rows,
             TreeRows: self.merges_rows,
         }
-        if batch.compact is not None and used[type(batch.compact)]:
-            return layout_of(batch.compact)
-        return PlainRows(batch.inputs, batch.positions)
+        return batch.compact if batch.compact is not None and used[type(batch.compact)] else None
 
     def _embed(self, layout: Layout) -> tuple[mx.array, list[Any], dict[BlockOutput, Any]]:
         """The first block's input, the blocks' other arguments, and what of these is
@@ -504,14 +557,15 @@ class BlockwiseModel:
         hidden, calls, carried = self._embed(layout)
         self._evaluate(hidden, *arrays_in(calls), *arrays_in(list(carried.values())))
         passed = _Passed([hidden], calls, carried, hidden)
-        for group in range(len(self._groups) - 1):
-            hidden = self._run(group, hidden, layout, calls, carried)
-            self._evaluate(hidden, *arrays_in(list(carried.values())))
-            passed.starts.append(hidden)
-        if not keep_last_group:
-            hidden = self._run(len(self._groups) - 1, hidden, layout, calls, dict(carried))
-            passed.rows = self._rows_at(hidden, layout.positions)
-            self._evaluate(passed.rows)
+        with self._counting() as differing:
+            for group in range(len(self._groups) - 1):
+                hidden = self._run(group, hidden, layout, calls, carried)
+                self._evaluate(hidden, *arrays_in(list(carried.values())), *differing)
+                passed.starts.append(hidden)
+            if not keep_last_group:
+                hidden = self._run(len(self._groups) - 1, hidden, layout, calls, dict(carried))
+                passed.rows = self._rows_at(hidden, layout.positions)
+                self._evaluate(passed.rows, *differing)
         return passed
 
     def _rows_at(self, hidden: mx.array, positions: mx.array) -> mx.array:
@@ -611,7 +665,13 @@ class BlockwiseModel:
         value, _, gradients = self.loss_and_gradients(batch, objective)
         expected: list[mx.array | None] = [None] * len(self.slots)
         whole, _ = self._whole(batch, objective, expected)
-        worst = max((distance(g, e) for g, e in zip(gradients, expected, strict=True)), default=0.0)
+        pairs = [(g, e) for g, e in zip(gradients, expected, strict=True) if e is not None]
+        size = math.hypot(*(norm(e) for _, e in pairs))
+        # a gradient that is 0 but for rounding (of a scalar in front of a norm) tells nothing
+        worst = max(
+            (distance(g, e) for g, e in pairs if norm(g - e) > ROUNDING_OF_ALL * size),
+            default=0.0,
+        )
         if max(worst, distance(value, whole)) > ROUNDED:
             raise ValueError(
                 f"block-by-block gradients of this architecture are off by {worst:.2g} (relative)"

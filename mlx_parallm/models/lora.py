@@ -7,14 +7,14 @@
     prepare_for_serving   server: wraps every linear layer (served_lora.py)
 
 The update is y = Wx + scale · (xA)B with scale = alpha / rank (Hu et al. 2021, arXiv:2106.09685),
-or alpha / √rank (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732); dora.py adds a magnitude. Shapes
-are mlx-lm's: A [in, r], B [r, out].
+or alpha / √rank (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732); DoRA adds a magnitude, AdaLoRA
+singular values (adapters/linear.py). Shapes are mlx-lm's: A [in, r], B [r, out].
 """
 
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,15 @@ from mlx.utils import tree_unflatten
 
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError
-from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, PEFT_FILE, LoraPair
-from mlx_parallm.models.adapters.linear import AdapterDropout, DoRALinear, LoRALinear
+from mlx_parallm.models.adapters.adalora import (
+    PARAMETERS,
+    product,
+    read_adalora,
+    read_factors,
+    write_factors,
+)
+from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, PEFT_FILE, LoraPair, SvdFactors
+from mlx_parallm.models.adapters.linear import AdapterDropout, DoRALinear, LoRALinear, SVDLinear
 from mlx_parallm.models.adapters.peft import is_peft, read_peft
 from mlx_parallm.models.adapters.served import LoraContext, ServedLinear
 from mlx_parallm.models.adapters.settings import check_mlx_lm
@@ -89,8 +96,8 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
 def inject_lora(
     model: nn.Module, config: LoraConfig, dropout: AdapterDropout | None = None
 ) -> list[str]:
-    """Freezes the model and puts a LoRALinear or DoRALinear around the targets. Uses this thread's
-    MLX random state.
+    """Freezes the model and puts a LoRALinear, DoRALinear or SVDLinear around the targets. Uses
+    this thread's MLX random state.
 
     Args:
         dropout: what switches the layers' dropout on; default: none has any.
@@ -102,7 +109,7 @@ def inject_lora(
     paths = _in_range(model, _target_paths(model, config.target_modules), config.layers)
     layers = linear_layers(model)
 
-    kind = DoRALinear if config.use_dora else LoRALinear
+    kind = DoRALinear if config.use_dora else SVDLinear if config.use_adalora else LoRALinear
     adapted = [
         (path, kind(layers[path], linear_shape(layers[path]), config.rank, config.scale, dropout))
         for path in paths
@@ -122,6 +129,9 @@ def load_into_trainer(model: nn.Module, layers: Mapping[str, LoraPair]) -> None:
         )
     for path, layer in targets.items():
         pair = layers[path]
+        if isinstance(layer, SVDLinear):
+            _load_factors(layer, pair, path)
+            continue
         if pair.a.shape != layer.lora_a.shape or pair.b.shape != layer.lora_b.shape:
             raise AdapterError(
                 f"{path}: the adapter has A {pair.a.shape} B {pair.b.shape}, the configuration"
@@ -143,19 +153,53 @@ def load_into_trainer(model: nn.Module, layers: Mapping[str, LoraPair]) -> None:
     mx.eval(model.trainable_parameters())
 
 
+def _load_factors(layer: SVDLinear, pair: LoraPair, path: str) -> None:
+    """Puts a layer's triplets first; those that it has beyond them stay as a training begins.
+    Raises AdapterError: it has no factors, or too many."""
+    svd, rank = pair.svd, layer.lora_e.size
+    if svd is None:
+        raise AdapterError(
+            "the adapter has no singular values, the configuration asks for AdaLoRA"
+            " (lora.use_adalora)"
+        )
+    count = svd.e.size
+    if (
+        pair.a.shape != (layer.lora_a.shape[0], count)
+        or svd.left.shape != (count, layer.lora_b.shape[1])
+        or count > rank
+    ):
+        raise AdapterError(
+            f"{path}: the adapter has A {pair.a.shape} B {svd.left.shape}, the configuration asks"
+            f" for A {layer.lora_a.shape} B {layer.lora_b.shape}"
+        )
+    if count < rank and not svd.left.any().item():
+        return  # of rank 0: it begins anew
+    factor = pair.scale / layer.scale
+    e = svd.e.astype(mx.float32) if factor == 1.0 else svd.e.astype(mx.float32) * factor
+    if count == rank:
+        layer.lora_a = pair.a.astype(mx.float32)
+        layer.lora_b, layer.lora_e = svd.left.astype(mx.float32), e
+        return
+    layer.lora_a = mx.concatenate([pair.a.astype(mx.float32), layer.lora_a[:, count:]], axis=1)
+    layer.lora_b = mx.concatenate([svd.left.astype(mx.float32), layer.lora_b[count:]])
+    layer.lora_e = mx.concatenate([e, mx.zeros((rank - count,))])
+
+
 def trainer_lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
     return {
         path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)
     }
 
 
-def adapter_layers(model: nn.Module) -> dict[str, LoraPair]:
-    """The trainer's adapter as it is now; shares the arrays. Gains of DoRA layers are not
-    evaluated."""
+def adapter_layers(model: nn.Module, *, factors: bool = False) -> dict[str, LoraPair]:
+    """The trainer's adapter as it is now; shares the arrays. Gains of DoRA layers and the products
+    of AdaLoRA's are not evaluated. `factors`: with those of AdaLoRA's layers, to be saved."""
     layers = {}
     for path, layer in trainer_lora_layers(model).items():
-        dora = (layer.m, layer.gain()) if isinstance(layer, DoRALinear) else (None, None)
-        layers[path] = LoraPair(layer.lora_a, layer.lora_b, float(layer.scale), *dora)
+        layers[path] = layer.pair()
+        if factors and isinstance(layer, SVDLinear):
+            svd = SvdFactors(layer.lora_e, layer.lora_b, (True,) * layer.lora_e.size)
+            layers[path] = replace(layers[path], svd=svd)
     return layers
 
 
@@ -217,11 +261,12 @@ def load_adapter(path: str | Path, *, as_stored: bool = False) -> AdapterFile:
     file = find_adapter_file(path)
     config, tensors = _read(file)
     try:
-        layers = (
-            read_peft(tensors, config, file)
-            if is_peft(tensors, config)
-            else _from_mlx_lm(tensors, config, file)
-        )
+        if config.get("peft_type") == "ADALORA":
+            layers = read_adalora(tensors, config, file)
+        elif is_peft(tensors, config):
+            layers = read_peft(tensors, config, file)
+        else:
+            layers = read_factors(file.parent, _from_mlx_lm(tensors, config, file))
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise AdapterError(
             f"{file.parent / ADAPTER_CONFIG} does not fit {file.name}: {error!r}"
@@ -273,6 +318,7 @@ def _evaluate(layers: Mapping[str, LoraPair], file: Path) -> None:
     """Raises AdapterError: the file was cut while it was read, or a number is not finite."""
     try:
         mx.eval([pair.arrays for pair in layers.values()])
+        mx.eval([[pair.svd.e, pair.svd.left] for pair in layers.values() if pair.svd])
     except RuntimeError as error:
         raise AdapterError(f"{file} cannot be read: {error}") from error
     for path, pair in layers.items():
@@ -289,10 +335,13 @@ def save_adapter(
     num_layers: int,
     dropout: float = 0.0,
     base: str = "",
+    adalora: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes `adapters.safetensors` and `adapter_config.json` in mlx-lm's format into an
-    existing directory."""
+    existing directory, and the factors of AdaLoRA's layers beside them. `adalora`: its settings."""
     config = adapter_config(layers, num_layers=num_layers, dropout=dropout, base=base)
+    config |= {PARAMETERS: dict(adalora)} if adalora else {}
+    write_factors(directory, layers)
     mx.save_safetensors(
         str(directory / ADAPTER_FILE), adapter_tensors(layers), metadata={"format": "mlx"}
     )
@@ -467,4 +516,8 @@ def _from_mlx_lm(
 
 def _wide(pair: LoraPair) -> LoraPair:
     magnitude = None if pair.magnitude is None else pair.magnitude.astype(mx.float32)
-    return LoraPair(pair.a.astype(mx.float32), pair.b.astype(mx.float32), pair.scale, magnitude)
+    a, svd = pair.a.astype(mx.float32), pair.svd
+    if svd is None:
+        return LoraPair(a, pair.b.astype(mx.float32), pair.scale, magnitude)
+    svd = replace(svd, e=svd.e.astype(mx.float32), left=svd.left.astype(mx.float32))
+    return LoraPair(a, product(svd.e, svd.left), pair.scale, svd=svd)

@@ -20,7 +20,12 @@ with file_limit_kept():
         RotatingKVCache,
         make_prompt_cache,
     )
-    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+    from mlx_lm.models.switch_layers import (
+        QuantizedSwitchLinear,
+        SwitchGLU,
+        SwitchLinear,
+        SwitchMLP,
+    )
     from mlx_lm.tokenizer_utils import TokenizerWrapper
     from mlx_lm.tokenizer_utils import load as load_hf_tokenizer
     from mlx_lm.utils import (
@@ -60,7 +65,9 @@ __all__ = [
     "KVCache",
     "QuantizedSwitchLinear",
     "RotatingKVCache",
+    "SwitchGLU",
     "SwitchLinear",
+    "SwitchMLP",
     "TokenizerWrapper",
     "chunked_simple_decay",
     "dequantize_model",

@@ -61,26 +61,35 @@ def load_quantized(
     return model, config
 
 
-def quantize_layers(model: nn.Module) -> dict[str, Any]:
+def quantizable(model: nn.Module, bits: int = BITS) -> dict[str, dict[str, Any]]:
+    """The layers that `quantize_layers` quantises, by path, and how: arguments of
+    `to_quantized`."""
+    predicate, chosen = getattr(model, "quant_predicate", None), {}
+    for path, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+        if hasattr(layer, "to_quantized") and layer.weight.shape[-1] % GROUP_SIZE == 0:
+            choice = True if predicate is None else predicate(path, layer)
+            if choice:
+                chosen[path] = choice if isinstance(choice, dict) else DEFAULTS | {"bits": bits}
+    return chosen
+
+
+def quantize_layers(model: nn.Module, bits: int = BITS) -> dict[str, Any]:
     """Quantises in place what mlx-lm would; each layer is evaluated, and its old weights freed,
     before the next.
 
     Returns config.json's `quantization` entry. Raises ModelError if no layer allows it.
     """
-    predicate = getattr(model, "quant_predicate", None)
-    entry: dict[str, Any] = dict(DEFAULTS)
+    chosen, defaults = quantizable(model, bits), DEFAULTS | {"bits": bits}
+    entry: dict[str, Any] = dict(defaults)
     layers = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)[::-1]
     count = 0
     while layers:
         path, layer = layers.pop()
-        if not hasattr(layer, "to_quantized") or layer.weight.shape[-1] % GROUP_SIZE:
+        if path not in chosen:
             continue
-        choice = True if predicate is None else predicate(path, layer)
-        if not choice:
-            continue
-        if isinstance(choice, dict):
-            entry[path] = choice
-        quantized = layer.to_quantized(**(choice if isinstance(choice, dict) else DEFAULTS))
+        if chosen[path] != defaults:
+            entry[path] = chosen[path]
+        quantized = layer.to_quantized(**chosen[path])
         mx.eval(quantized.parameters())
         model.update_modules(tree_unflatten([(path, quantized)]))
         del layer

@@ -24,6 +24,7 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
 from mlx_parallm.models.mlx_lm_api import make_prompt_cache, model_classes
 
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 BUILD_ERRORS = (
     ValueError,
     TypeError,
@@ -67,6 +68,13 @@ def blueprint(config: Mapping[str, Any]) -> nn.Module:
     finally:
         # as it was: what is drawn later does not depend on the lazy initial weights
         mx.random.seed(high << 32 | low)
+
+
+def stored_dtype(config: Mapping[str, Any]) -> mx.Dtype:
+    """The dtype of a checkpoint's arrays, by its config.json; bfloat16 where that does not say."""
+    text = config.get("text_config", config)
+    name = config.get("dtype") or config.get("torch_dtype") or text.get("torch_dtype")
+    return DTYPES.get(str(name).removeprefix("torch."), mx.bfloat16)
 
 
 def check_config(config: Mapping[str, Any], *, train: bool) -> None:

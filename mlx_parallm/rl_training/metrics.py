@@ -125,6 +125,9 @@ tokens that are the teacher's best; `teacher_reward_r`: `step.teaching.teacher_n
 `given_sequences`: answers in the place of groups (lmbda);
 `teacher_seconds`: how long that took, a part of time_train_s; `distill_loss`: the divergence, with
 mode = "loss".
+With router_replay (docs/router_replay.md): `experts_differing`: share of the pairs of a sampled
+token and a layer for which the trainer's router would have chosen other experts than the engine
+took; null where none was counted. `expert_load_max`, `experts_unused`: `models.experts.routing`.
 `time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by
 the guard.
 `publish_kl`: `publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`:

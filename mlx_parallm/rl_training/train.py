@@ -69,7 +69,7 @@ from mlx_parallm.rl_training.monitor.samples import (
 from mlx_parallm.rl_training.monitor.spans import SpanLog
 from mlx_parallm.rl_training.monitor.tokens import TokenLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
-from mlx_parallm.rl_training.plan.preflight import MemoryWatch
+from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory, moment
@@ -132,6 +132,7 @@ class PolicyServer(Served, Protocol):
         main_adapter: str | None,
         trains_base: bool,
         adapter_roots: Sequence[Path],
+        record_experts: bool,
     ) -> None: ...
     def observe_publish(self, report: PublishReport) -> None: ...
     def watch_tools(self, counts: Callable[[], Mapping[str, float]]) -> None: ...
@@ -751,6 +752,7 @@ def open_serving(
         main_adapter=main_adapter,
         trains_base=not policy.lora,
         adapter_roots=adapter_roots,
+        record_experts=policy.replayed_experts is not None,
     )
     return weights
 

@@ -105,6 +105,10 @@ def _check_lengths(rollout: Rollout, max_token_length: int) -> None:
     for name, column in columns.items():
         if len(column) != length:
             raise RolloutRejectedError(f"{len(column)} {name} for {length} tokens")
+    if (experts := rollout.routed_experts) is not None and len(experts) != sum(rollout.mask):
+        raise RolloutRejectedError(
+            f"experts of {len(experts)} tokens for {sum(rollout.mask)} sampled ones"
+        )
     if length > max_token_length:
         raise RolloutRejectedError(
             f"{length} tokens are more than max_token_length = {max_token_length}"

@@ -20,7 +20,14 @@ from mlx_parallm.errors import RefusedError, RequestError, RolloutRejectedError
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.types import Completion, CompletionDelta, Request, Rollout, RolloutGroup
+from mlx_parallm.types import (
+    Completion,
+    CompletionDelta,
+    Request,
+    Rollout,
+    RolloutGroup,
+    joined_experts,
+)
 
 SOURCE = "rewards"  # in the store
 GONE_IDS = 20_000  # of which it is still known why they cannot be rewarded
@@ -227,6 +234,7 @@ def _rollout(request: Request, parts: Choice) -> Rollout:
         scores={},
         stop_reason=parts[-1].finish_reason,
         processed_logprobs=processed,
+        routed_experts=joined_experts([part.routed_experts for part in parts if part.token_ids]),
     )
 
 

@@ -4,10 +4,10 @@ nothing is rounded.
 `store.py` is the only user. Layout before zlib: 4 bytes header length (little-endian) · header
 (JSON) · columns. The header holds everything that is not per token, and for each column its `array`
 type code and length. Columns come in a fixed order: for each rollout tokens, mask, logprobs (when
-there are any), policy_versions, processed_logprobs (when there are any), then the same of its
-earlier segments; then the advantages, row by row. Log-probabilities are float32 values in Python
-floats: a column whose values survive float32 is stored in 4 bytes a token, any other in 8. All
-platforms of MLX are little-endian.
+there are any), policy_versions, processed_logprobs and routed experts (when there are any), then
+the same of its earlier segments; then the advantages, row by row. Log-probabilities are float32
+values in Python floats: a column whose values survive float32 is stored in 4 bytes a token, any
+other in 8. All platforms of MLX are little-endian.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.types import Rollout, RolloutGroup, RoutedExperts
 
 _LENGTH_BYTES = 4
 MAX_REJECT_BYTES = 1 << 20  # compressed; a larger reject keeps its reason only
@@ -43,6 +43,8 @@ def encode_group(group: RolloutGroup) -> bytes:
             columns.integers(segment.policy_versions)
             if segment.processed_logprobs is not None:
                 columns.floats(segment.processed_logprobs)
+            if segment.routed_experts is not None:
+                columns.bytes(segment.routed_experts.ids)
     per_token = bool(group.advantages) and isinstance(
         cast(tuple[Any, ...], group.advantages)[0], tuple
     )
@@ -137,6 +139,8 @@ def _rollout_header(rollout: Rollout) -> dict[str, Any]:
     }
     if rollout.logprobs is None:
         header["logprobs"] = False
+    if (experts := rollout.routed_experts) is not None:
+        header["routed_experts"] = [experts.layers, experts.each, experts.wide]
     if rollout.turn_rewards:
         header["turn_rewards"] = list(rollout.turn_rewards)
     if rollout.turn_lengths:
@@ -155,6 +159,9 @@ def _rollout(entry: dict[str, Any], columns: "_ColumnReader") -> Rollout:
         logprobs=columns.next() if entry.get("logprobs", True) else None,
         policy_versions=columns.next(),
         processed_logprobs=columns.next() if entry["processed"] else None,
+        routed_experts=_experts(entry["routed_experts"], columns)
+        if "routed_experts" in entry
+        else None,
         temperature=entry["temperature"],
         scores=entry["scores"],
         stop_reason=entry["stop_reason"],
@@ -165,6 +172,11 @@ def _rollout(entry: dict[str, Any], columns: "_ColumnReader") -> Rollout:
         turn_lengths=tuple(entry.get("turn_lengths", ())),
         images=tuple(entry.get("images", ())),
     )
+
+
+def _experts(shape: list[Any], columns: "_ColumnReader") -> RoutedExperts:
+    layers, each, wide = shape
+    return RoutedExperts(layers, each, columns.next_bytes(), wide)
 
 
 class _ColumnWriter:
@@ -185,6 +197,9 @@ class _ColumnWriter:
         single = array("f", values)
         self._append(single if single.tolist() == list(values) else array("d", values))
 
+    def bytes(self, values: bytes) -> None:
+        self._append(array("B", values))
+
     def _append(self, column: array) -> None:
         self.data += column.tobytes()
         self.description.append((column.typecode, len(column)))
@@ -197,6 +212,12 @@ class _ColumnReader:
         self._position = 0
 
     def next(self) -> tuple[Any, ...]:
+        return tuple(self._column())
+
+    def next_bytes(self) -> bytes:
+        return self._column().tobytes()
+
+    def _column(self) -> array:
         code, length = next(self._description)
         column = array(code)
         size = length * column.itemsize
@@ -204,4 +225,4 @@ class _ColumnReader:
         if len(column) != length:
             raise ValueError("the payload is cut short")
         self._position += size
-        return tuple(column)
+        return column

@@ -26,7 +26,12 @@ from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.room import PROMPTS, check_room
 from mlx_parallm.environments.state import Prompt
 from mlx_parallm.environments.trajectory import UNKNOWN_VERSION, SequenceRecorder
-from mlx_parallm.errors import ConfigError, EndpointError, EnvironmentFailedError
+from mlx_parallm.errors import (
+    ConfigError,
+    EndpointError,
+    EnvironmentFailedError,
+    RolloutRejectedError,
+)
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.execution.tool_calls import ParsedCalls, parse_tool_calls, with_instructions
 from mlx_parallm.faces.inference.module import InferenceModule
@@ -106,6 +111,12 @@ class EndpointPolicy:
     def with_sampling(self, temperature: float, top_p: float) -> "EndpointPolicy":
         return replace(self, temperature=temperature, top_p=top_p)
 
+    def with_adapter(self, adapter: str | None) -> "EndpointPolicy":
+        raise RolloutRejectedError(
+            f"an endpoint plays the policy alone: other weights ({adapter or 'the base'}) need the"
+            " engine in this process"
+        )
+
     def open_group(self, turn: TurnRequest, n: int) -> None:
         """Not every endpoint takes `n`."""
 
@@ -173,6 +184,10 @@ class EndpointPolicy:
             **turn.overrides,
             "max_tokens": min(turn.config.max_tokens, turn.overrides.get("max_tokens", UNBOUNDED)),
         }
+        structure = params.pop("structure", None)
+        if structure is not None:
+            schema = {"name": "answer", "schema": json.loads(structure.source)}
+            params["response_format"] = {"type": "json_schema", "json_schema": schema}
         tools = turn.options.get("tools")
         if isinstance(tools, EpisodeTools):
             return await self._with_tools(turn.prompt, tools.definitions, params, sequences)

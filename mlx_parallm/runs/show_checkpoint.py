@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import AdapterError, CheckpointError
-from mlx_parallm.models.adapters.settings import check_peft
+from mlx_parallm.models.adapters.settings import check_adalora, check_peft
 from mlx_parallm.models.formats import numbers_in, safetensors_header
 from mlx_parallm.rl_training.checkpoints.checksums import damaged_files
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
@@ -117,19 +117,23 @@ def _peft(directory: Path) -> dict[str, Any]:
             else " ".join(sorted({name.rpartition(".")[2] for name in modules}))
         )
         base = config.get("base_model_name_or_path") or "unknown"
+        adaptive = config.get("peft_type") == "ADALORA"
         settings = {
-            "rank": config["r"],
+            "rank": config["init_r" if adaptive else "r"],
             "alpha": config["lora_alpha"],
             "modules": last,
             "base": base,
         }
-        kind = "DoRA" if config.get("use_dora") else "LoRA"
-        check_peft(config, directory / ADAPTER_CONFIG)
+        kind = "AdaLoRA" if adaptive else "DoRA" if config.get("use_dora") else "LoRA"
+        (check_adalora if adaptive else check_peft)(config, directory / ADAPTER_CONFIG)
+        if adaptive:
+            triplets = [entry["shape"][0] for name, entry in header.items() if ".lora_E" in name]
+            settings["left"] = f"{sum(triplets)} of {config['init_r'] * len(triplets)} triplets"
     except AdapterError as error:
         problems.append(str(error))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problems.append(f"{ADAPTER_CONFIG} cannot be read: {error!r}")
-    settings["layers"] = sum(".lora_A." in name for name in header)
+    settings["layers"] = sum(".lora_A" in name for name in header)
     files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
     facts: dict[str, Any] = dict.fromkeys(
         ("step", "mini_batches", "policy_version", "unpublished", "score", "optimizer", "checksums")
@@ -215,6 +219,7 @@ def _weights(
             config = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
             settings = {key: config["lora_parameters"][key] for key in ("rank", "scale")}
             kind = {"lora": "LoRA", "dora": "DoRA"}[config["fine_tune_type"]]
+            kind = "AdaLoRA" if "adalora_parameters" in config else kind
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"{ADAPTER_CONFIG} cannot be read: {error!r}")
             kind = "adapter"

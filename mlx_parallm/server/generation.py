@@ -432,6 +432,7 @@ def _delta_of(completion: Completion, output: RequestOutput) -> CompletionDelta:
         stop_reason=completion.stop_reason,
         error=completion.error,
         processed_logprobs=completion.processed_logprobs,
+        routed_experts=completion.routed_experts,
         cached_tokens=completion.cached_tokens if completion.index == 0 else 0,
         rejected_tokens=output.rejected_tokens if completion.index == 0 else 0,
     )

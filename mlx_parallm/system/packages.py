@@ -19,6 +19,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "reasoning-gym": ("reasoning_gym",),
     "rewards": ("math_verify", "jsonschema"),
     "gymnasium": ("gymnasium",),
+    "textarena": ("textarena",),
+    "openenv": ("websockets",),
     "mcp": ("mcp", "mcp_types", "httpx2"),
     "datasets": ("datasets",),
     "traces": ("datasketch", "sklearn"),

@@ -330,8 +330,27 @@ print("twenty")
 @pytest.mark.slow
 def test_twenty_starts_and_stops_leave_with_0():
     # the abort at exit that a forgotten clear_streams brings is a matter of chance
-    for _ in range(2):
-        result = subprocess.run(
-            [sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=120, check=False
-        )
-        assert (result.returncode, result.stdout) == (0, "twenty\n"), result.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, "twenty\n"), result.stderr
+
+
+def test_a_start_that_takes_long_says_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with CUDA, where MLX compiles its kernels first."""
+    said = threading.Event()
+
+    class Log:
+        def info(self, event: str, hint: str) -> None:
+            assert event == "preparing the model" and "CUDA" in hint
+            said.set()
+
+    def build() -> Engine:
+        assert said.wait(10), "nothing was said while the engine was built"
+        return served.engine
+
+    monkeypatch.setattr("mlx_parallm.engine.thread.SILENT_START_S", 0.0)
+    monkeypatch.setattr("mlx_parallm.engine.thread.get_logger", lambda _: Log())
+    thread = EngineThread(build, MODELS)
+    thread.start()
+    thread.stop()

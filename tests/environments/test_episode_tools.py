@@ -10,7 +10,7 @@ import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.tools import ToolsConfig
-from mlx_parallm.environments.episode import EpisodePolicy
+from mlx_parallm.environments.episode import CURRENT, EpisodePolicy
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.kinds.tools import ToolsEnvironment
 from mlx_parallm.environments.registry import build_sources, create_environment
@@ -409,3 +409,21 @@ async def test_kind_tools_is_questions_and_nothing_else(tokenizer, tools):
     assert (
         trajectory.metadata["answer_text"] == "done" and trajectory.metadata["answer"].isdecimal()
     )
+
+
+async def test_a_call_may_end_the_episode(tokenizer, rows):
+    """Its result is recorded, and the policy is not asked again."""
+
+    class Ends(ToolClient):
+        async def acall(self, name, arguments=None):
+            CURRENT.get().close()
+            return await super().acall(name, arguments)
+
+    client = answering(tokenizer, ADD, "not asked")
+    with Ends(functions=[add]) as functions:
+        tools = EpisodeTools.of(functions)
+        result = await played(tokenizer, client, kinds(rows)["dataset"], tools)
+    [trajectory] = result.trajectories
+    assert [turn.response for turn in trajectory.history] == [ADD]
+    assert [note["text"] for note in trajectory.metadata["tool_calls"]] == ["5"]
+    assert trajectory.metadata["answer_text"] is None

@@ -12,6 +12,7 @@ from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.errors import EngineUnavailableError, RolloutRejectedError
 from mlx_parallm.rewards.base import exact_match
 from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.types import Structure
 from tests.environments.scripted_client import ScriptedClient, finished
 from tests.environments.templates import QWEN3, with_template
 
@@ -353,3 +354,37 @@ async def test_groups_are_submitted_atomically_in_order(tokenizer):
     results = await runner(tokenizer, client).run([plan(source(), task=task) for task in (5, 3, 4)])
     assert client.calls == [["echo-0-5", "echo-0-3", "echo-0-4"]]
     assert [result.plan.task_index for result in results] == [5, 3, 4]
+
+
+class Against(Echo):
+    """Each episode asks an older policy and the base, then its own, for a number of two digits."""
+
+    opens_together = False
+
+    async def play(self, episode, task, max_steps):
+        for name, adapter in (("older", ("policy@3",)), ("base", (None,)), ("same", ())):
+            await episode.beside(name, *adapter).turn(task.opening)
+        structure = Structure("regex", "[0-9]{2}")
+        await episode.turn(task.opening, structure=structure)
+        self.seats = {*getattr(self, "seats", ()), (episode.number, episode.group_size)}
+
+
+async def test_other_players_of_a_game_are_asked_and_not_recorded(tokenizer):
+    client = ScriptedClient(tokenizer, lambda request, choice: "3" if request.adapter else "base")
+    built = source(Against)
+    [result] = await runner(tokenizer, client, adapter="policy").run([plan(built)])
+    assert result.failure is None and built.seats == {(0, 2), (1, 2)}
+    asked = sorted((r.request_id, r.adapter, r.params.structure) for r in client.requests)
+    pattern = Structure("regex", "[0-9]{2}")
+    assert asked == [
+        ("echo-0-3/0/0", "policy", pattern),
+        ("echo-0-3/0/base/0/0", None, None),
+        ("echo-0-3/0/older/0/0", "policy@3", None),
+        ("echo-0-3/0/same/0/0", "policy", None),
+        ("echo-0-3/1/0", "policy", pattern),
+        ("echo-0-3/1/base/0/0", None, None),
+        ("echo-0-3/1/older/0/0", "policy@3", None),
+        ("echo-0-3/1/same/0/0", "policy", None),
+    ]
+    assert len({request.params.seed for request in client.requests}) == 8
+    assert [[turn.response for turn in t.history] for t in result.trajectories] == [["3"], ["3"]]

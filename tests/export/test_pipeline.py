@@ -121,13 +121,17 @@ def without_template(path: Path) -> None:
         pytest.param(
             "no pre", "texts have other token ids", marks=[pytest.mark.slow, pytest.mark.long]
         ),
-        pytest.param("template", "the chat template makes another prompt", marks=pytest.mark.slow),
+        pytest.param(
+            "template",
+            "the chat template makes another prompt",
+            marks=[pytest.mark.slow, pytest.mark.long],
+        ),
         pytest.param("rope base", OTHER, marks=pytest.mark.slow),
         pytest.param("rope base q4_k_m", OTHER, marks=[pytest.mark.slow, pytest.mark.long]),
-        pytest.param("rope order q8_0", OTHER, marks=pytest.mark.slow),
+        pytest.param("rope order q8_0", OTHER, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param("rope order q2_k", OTHER, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param("one tensor q8_0", OTHER, marks=[pytest.mark.slow, pytest.mark.long]),
-        pytest.param("one tensor q4_k_m", OTHER, marks=pytest.mark.slow),
+        pytest.param("one tensor q4_k_m", OTHER, marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )
 def test_a_file_that_is_not_as_here_is_not_kept(

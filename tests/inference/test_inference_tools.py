@@ -124,7 +124,7 @@ async def test_an_episodes_turn_shows_the_marks_of_calls_that_are_special_tokens
     engine.texts = (call,)
     config = EnvironmentConfig(kind="svrl", name="own")
     policy = EpisodePolicy(engine, hermes, temperature=1.0, max_token_length=2000)  # type: ignore[arg-type]
-    turns = Episode(policy, config, group_id="group", seed=0, number=0)  # type: ignore[arg-type]
+    turns = Episode(policy, config, group_id="group", seed=0, number=0, group_size=1)  # type: ignore[arg-type]
     token = CURRENT.set(turns)
     try:
         with InferenceModule.over(engine, hermes) as inference:  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def lost(run: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("mode", ["skip", "wait"])
+@pytest.mark.parametrize("mode", [pytest.param("skip", marks=pytest.mark.long), "wait"])
 def test_a_teacher_is_killed_in_mid_run(tmp_path: Path, mode: str) -> None:
     port = free_port()
     config = write_config(tmp_path, steps=500, interval=50)

@@ -37,27 +37,36 @@ def sample(requests: list[Request], thread: EngineThread) -> list[RequestOutput]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("blocks_per_eval", "dora", "by_tokens"),
-    [(0, False, True), (1, False, True), (1, True, True), (1, False, False)],
+    ("blocks_per_eval", "kind", "by_tokens"),
+    [
+        (0, "lora", True),
+        (1, "lora", True),
+        (1, "use_dora", True),
+        (1, "use_adalora", True),
+        (1, "lora", False),
+    ],
 )
 def test_64_ragged_sequences_agree_to_1e_4(
-    blocks_per_eval: int, dora: bool, by_tokens: bool
+    blocks_per_eval: int, kind: str, by_tokens: bool
 ) -> None:
     with short_segments():
-        agree(blocks_per_eval, dora, by_tokens)
+        agree(blocks_per_eval, kind, by_tokens)
 
 
-def agree(blocks_per_eval: int, dora: bool, by_tokens: bool) -> None:
+def agree(blocks_per_eval: int, kind: str, by_tokens: bool) -> None:
     loaded = load_model(ModelConfig())
     values = {"blocks_per_eval": blocks_per_eval, "batch_size": SEQUENCES, "token_budget": 1024}
-    training = parse_config({"rl_training": values | {"lora": {"use_dora": dora}}}).rl_training
+    lora_keys = {} if kind == "lora" else {kind: True}
+    training = parse_config({"rl_training": values | {"lora": lora_keys}}).rl_training
     policy = TrainedPolicy(
         copy.deepcopy(loaded.model), training, source=loaded.path, model_config=loaded.config
     )
     mx.random.seed(3)
     for layer in trainer_lora_layers(policy.model).values():
         layer.lora_b = mx.random.normal(layer.lora_b.shape) * 0.02
-        if dora:
+        if kind == "use_adalora":
+            layer.lora_e = mx.maximum(mx.random.normal(layer.lora_e.shape), 0.0)  # half are pruned
+        if kind == "use_dora":
             layer.m = layer.m * (1.0 + 0.1 * mx.random.normal(layer.m.shape))
     mx.eval(policy.model.parameters())
     trainer = Trainer(policy, training, make_algorithm(training))

@@ -62,7 +62,7 @@ def start(config: Config, run: Path, stop: threading.Event) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAST_LINE)
+@pytest.mark.parametrize("name", ["run_0_1", pytest.param("run_schema_1", marks=pytest.mark.long)])
 def test_an_old_run_goes_on(tmp_path: Path, name: str) -> None:
     run, last = tmp_path / name, LAST_LINE[name]
     shutil.copytree(DATA / name, run, symlinks=True)

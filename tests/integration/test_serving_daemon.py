@@ -19,7 +19,7 @@ from tests.tiny_models import lora_config
 pytestmark = pytest.mark.slow
 # those above and every training daemon of these tests, which has the same threads, must end with 0
 # as well
-STARTS = 3
+STARTS = 2
 
 
 def serve(*arguments: str) -> Daemon:
@@ -90,11 +90,19 @@ def test_an_unnamed_adapter_is_the_served_model_and_the_base_stays_reachable(ada
     ("arguments", "message"),
     [
         (["--lora-path", "/nowhere"], "no adapter at /nowhere"),
-        (["--lora-path", "default={adapter}"], "cannot be named 'default'"),
-        (["--lora-path", "{adapter}", "loud={adapter}"], "two adapters are named 'loud'"),
+        pytest.param(
+            ["--lora-path", "default={adapter}"],
+            "cannot be named 'default'",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ["--lora-path", "{adapter}", "loud={adapter}"],
+            "two adapters are named 'loud'",
+            marks=pytest.mark.long,
+        ),
         (["--host", "0.0.0.0"], "API key"),
         (["--set", "server.prot=1"], "server.port"),
-        (["--model-path", "/nowhere"], "/nowhere"),
+        pytest.param(["--model-path", "/nowhere"], "/nowhere", marks=pytest.mark.long),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_exit_code_2(

@@ -124,10 +124,12 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over_with_its_groups(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("model.base_path=/nowhere", "/nowhere"),
+        pytest.param("model.base_path=/nowhere", "/nowhere", marks=pytest.mark.long),
         ('rl_training.lora.target_modules=["qproj"]', "matches no linear layer"),
         ("model.lora_path={tmp}/adapter", "the adapter has A"),
-        ("rl_training.atropos.rollout_batch_size=36", "group sizes are 8"),
+        pytest.param(
+            "rl_training.atropos.rollout_batch_size=36", "group sizes are 8", marks=pytest.mark.long
+        ),
         ("rl_training.atropos.api_url=localhost:8001", "begins with http://"),
     ],
 )

@@ -86,7 +86,6 @@ OTHER_KINDS = (
     "OFT",
     "BOFT",
     "VERA",
-    "ADALORA",
     "PREFIX_TUNING",
     "TRAINABLE_TOKENS",
     None,
@@ -440,7 +439,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         "ensure_weight_tying": True,
         "tomorrow": 1,
     }
-    for name, value in (CHANGING | others | {"peft_type": "ADALORA"}).items():
+    for name, value in (CHANGING | others | {"peft_type": "LOHA"}).items():
         with pytest.raises(ConfigError, match=f"peft_config: {name}="):
             check_trained(plain | {name: value})
     for start in (False, None, "gaussian", "eva"):

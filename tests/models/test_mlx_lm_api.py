@@ -12,6 +12,7 @@ API = "mlx_parallm/models/mlx_lm_api.py"
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_nothing_has_disappeared_and_the_package_takes_it_from_one_module() -> None:
     used = CHECK["used"]()
     assert CHECK["report"](used) == []

@@ -20,7 +20,7 @@ def test_the_sum_of_squares_of_a_large_gradient(size: int) -> None:
     values = RNG.standard_normal(size).astype(np.float32)
     exact = np.square(values.astype(np.float64)).sum()
     assert total(mx.square(mx.array(values))).item() == pytest.approx(exact, rel=2e-6)
-    group = ParameterGroup("adamw", 1.0, 0.0, [0], [mx.zeros((1,))], make_config())
+    group = ParameterGroup("adamw", 1.0, 0.0, [0], [mx.zeros((size,))], make_config())
     squares, _ = group.square_sum([mx.array(values)])
     assert squares.item() == pytest.approx(exact, rel=2e-6)
 

@@ -328,9 +328,9 @@ def test_no_request_makes_it_fail() -> None:
     """Right and wrong requests made from the OpenAPI document: no 500, nothing that the document
     does not declare."""
     with policy_server() as url:
-        findings = fuzz(url, 150)
+        findings = fuzz(url, 80)
     assert findings.problems == {}
-    assert findings.cases >= 150 and 200 in findings.statuses["POST /store_experience"]
+    assert findings.cases >= 80 and 200 in findings.statuses["POST /store_experience"]
 
 
 def test_an_api_key_guards_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

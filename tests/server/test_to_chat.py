@@ -190,7 +190,7 @@ def ids_of(context, chat):
 
 
 @pytest.mark.slow
-@settings(max_examples=500, derandomize=True)
+@settings(max_examples=120, derandomize=True)
 @given(conversation=conversations())
 def test_three_apis_one_prompt(server, conversation):
     context = server.app.state.context

@@ -125,6 +125,7 @@ def test_what_is_not_offered_is_named(name: str, config: dict[str, float | str],
 
 
 @pytest.mark.slow  # g++ makes the loops
+@pytest.mark.long
 @pytest.mark.skipif(
     not cpu_kernels.available(),
     reason="without MLX on the CPU and a C++ compiler nothing is fused",

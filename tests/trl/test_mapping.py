@@ -370,6 +370,12 @@ def test_a_grpo_configuration() -> None:
         ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}, {"warmup_steps": 9}),
         ({"save_strategy": "no", "max_steps": 33}, {"checkpoint_interval": 33}),
         ({"optim": "lion_32bit"}, {"optimizer": "lion"}),
+        (
+            {"optim": "adamw_8bit", "adam_beta2": 0.9},
+            {"optimizer": "adamw_8bit", "adam_beta2": 0.9},
+        ),
+        ({"optim": "adamw_bnb_8bit"}, {"optimizer": "adamw_8bit"}),
+        ({"optim": "lion_8bit"}, {"optimizer": "lion_8bit"}),
     ],
 )
 def test_arguments_of_the_loss_and_the_schedule(
@@ -377,6 +383,16 @@ def test_arguments_of_the_loss_and_the_schedule(
 ) -> None:
     values = one(GRPOConfig(**options)).rl_training.model_dump()
     assert {key: values[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("optim", "kind"),
+    [("paged_adamw_8bit", "adamw_8bit"), ("paged_adamw_32bit", "adamw"), ("paged_lion", "lion")],
+)
+def test_a_paged_optimizer_is_the_plain_one_with_a_warning(optim: str, kind: str) -> None:
+    with pytest.warns(UserWarning, match=f"the pages of optim='{optim}'"):
+        args = SFTConfig(optim=optim)
+    assert one(args).rl_training.optimizer == kind
 
 
 def test_the_rows_of_eval_dataset_are_an_environment_of_their_own() -> None:
@@ -451,6 +467,8 @@ def test_configurations_of_rows() -> None:
         (GRPOConfig(overrides={"environments.3.weight": 1}), "no entry of 1"),
         (GRPOConfig(report_to="mlflow"), "mlflow"),
         (GRPOConfig(optim="sgd"), "adamw_torch"),
+        (GRPOConfig(optim="adamw_torch_4bit"), "adamw_8bit"),
+        (GRPOConfig(optim="adafactor_8bit"), "adamw_8bit"),
         (GRPOConfig(model_init_kwargs={"quantization_config": 1}), "quantization_config"),
     ],
 )
@@ -460,6 +478,23 @@ def test_values_that_do_not_fit(args: GRPOConfig, words: str) -> None:
 
 
 # ---------------------------------------------------------------------- adapters and rows
+
+
+def test_adalora_is_pefts_with_its_updates_as_steps() -> None:
+    """`init_r` is the rank, `r` means nothing; two updates a step."""
+    settings: dict[str, Any] = {
+        **{"peft_type": "ADALORA", "init_r": 6, "r": 8, "lora_alpha": 8, "total_step": 64},
+        **{"target_r": 4, "tinit": 4, "tfinal": 0, "deltaT": 3, "orth_reg_weight": 0.1},
+        **{"use_rslora": False, "use_dora": False, "lora_dropout": 0.0},
+    }
+    peft = SimpleNamespace(**settings, target_modules=["q_proj"])
+    for lora in (lora_settings(settings), lora_settings(peft)):
+        config = one(GRPOConfig(steps_per_generation=2, gradient_accumulation_steps=1), lora=lora)
+        found = config.rl_training.lora
+        assert (found.use_adalora, found.rank, found.alpha) == (True, 6, 8.0)
+        adalora = found.adalora
+        assert (adalora.target_r, adalora.orth_reg_weight) == (4, 0.1)
+        assert (adalora.tinit, adalora.tfinal, adalora.deltaT) == (2, 0, 2)
 
 
 def test_adapter_settings_come_as_pefts_object_a_dictionary_or_ours() -> None:
@@ -564,6 +599,7 @@ OTHER_VALUES: dict[str, Any] = {
         "steps_per_generation": 2,
         "max_token_length": 5000,
         "num_generations_eval": 3,
+        "max_tool_calling_iterations": 3,
     },
     **{
         "loss_weights": (0.5,),

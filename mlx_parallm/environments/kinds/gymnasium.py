@@ -13,15 +13,16 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any
 
 from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.execution.user_code import load_function_of, user_code
+from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
 from mlx_parallm.system.packages import require
-from mlx_parallm.types import Trajectory
+from mlx_parallm.types import Structure, Trajectory
 
 WHOLE_NUMBER = re.compile(r"-?\d+")
 
@@ -53,6 +54,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         observation_text: Callable[[Any], str] | str | None = None,
         action_of: Callable[[str], Any] | str | None = None,
         action_names: Sequence[str] = (),
+        constrained: bool = False,
         max_steps: int = 100,
         seed: int = 0,
     ) -> None:
@@ -62,12 +64,16 @@ class GymnasiumEnvironment(BaseEnvironment):
                 keywords.
             instructions: stand before the first observation; default: what the actions are, where
                 they are known.
-            observation_text: an observation as text, or a reference to such a function
-                ("python:file.py:name"); default: a string as it is, anything else as JSON.
+            observation_text: makes a text of an observation: a function, a reference to one
+                ("python:file.py:name"), or a template with {observation} and {render}, which is
+                what `render` returns (make = { render_mode = "ansi" }); default: "{observation}",
+                a string as it is, anything else as JSON.
             action_of: returns the action of an answer, None for none; default: for a Discrete space
                 one of `action_names`, else a number in the answer; for a Text space the answer; for
                 others JSON.
             action_names: of a Discrete space, in its order.
+            constrained: hold the sampled text to an action of a Discrete space: a name, or a
+                number.
             max_steps: turns of the policy.
 
         Raises ConfigError: package missing, no such environment, actions that JSON does not hold
@@ -89,8 +95,20 @@ class GymnasiumEnvironment(BaseEnvironment):
         if max_steps < 1:
             raise ConfigError(f"gymnasium: max_steps has to be at least 1, not {max_steps}")
         self._names = tuple(action_names)
+        if constrained and not (discrete and action_of is None):
+            raise ConfigError(
+                "gymnasium: constrained needs actions that can be listed: a Discrete space, and no"
+                " action_of"
+            )
+        if constrained:
+            numbers = range(self._space.start, self._space.start + self._space.n)
+            choice = json.dumps(self._names or [str(number) for number in numbers])
+            self.structure = Structure("choice", choice, "gymnasium: constrained")
+        self._template = _template(observation_text, self._make)
         self._text = (
-            _function(observation_text, ("observation",), "observation_text") or _observation_text
+            None
+            if self._template is not None
+            else _function(observation_text, ("observation",), "observation_text")
         )
         self._action = _function(action_of, ("text",), "action_of") or self._default_action
         self._instructions = instructions or self._default_instructions(discrete)
@@ -104,10 +122,10 @@ class GymnasiumEnvironment(BaseEnvironment):
         metadata |= {"actions": [], "invalid_actions": 0}
         state = SimulationState("", metadata=metadata | {"terminated": False, "truncated": False})
         try:
-            observation = self._begin(state)
+            shown = self._shown(state, self._begin(state))
         finally:
             self.end_episode(state)  # every rollout has a copy, and a simulation of its own
-        opening = f"{self._instructions}\n\n{self._shown(observation)}".strip()
+        opening = f"{self._instructions}\n\n{shown}".strip()
         state.prompt = [{"role": "user", "content": opening}]
         return state
 
@@ -136,7 +154,7 @@ class GymnasiumEnvironment(BaseEnvironment):
             metadata["actions"].append(_plain(action))
             metadata["return"] += float(reward)
             metadata["rewards"].append(float(reward))
-            shown = self._shown(observation)
+            shown = self._shown(state, observation)
         state.done = bool(
             metadata["terminated"] or metadata["truncated"] or state.step_count >= self.max_steps
         )
@@ -186,9 +204,17 @@ class GymnasiumEnvironment(BaseEnvironment):
         with user_code(f"gymnasium: {self._id}", RolloutRejectedError):
             return state.live.step(action)
 
-    def _shown(self, observation: Any) -> str:
-        with user_code("gymnasium: observation_text", RolloutRejectedError):
-            return str(self._text(observation))
+    def _shown(self, state: SimulationState, observation: Any) -> str:
+        if self._text is not None:
+            with user_code("gymnasium: observation_text", RolloutRejectedError):
+                return str(self._text(observation))
+        values = {"observation": _observation_text(observation)}
+        if self._template is None:
+            return values["observation"]
+        if "{render}" in self._template:
+            with user_code(f"gymnasium: {self._id}: render", RolloutRejectedError):
+                values["render"] = str(state.live.render())
+        return self._template.format_map(values)
 
     def _default_action(self, text: str) -> Any:
         spaces = self._gymnasium.spaces
@@ -240,6 +266,25 @@ def _import_gymnasium() -> Any:
     import gymnasium
 
     return gymnasium
+
+
+def _template(option: Callable[..., Any] | str | None, make: Mapping[str, Any]) -> str | None:
+    """Return the option if it is a template. Raises ConfigError: it cannot be filled in."""
+    if not isinstance(option, str) or is_reference(option):
+        return None
+    what = f"gymnasium: observation_text {option!r}"
+    try:
+        names = {name for _, name, _, _ in Formatter().parse(option) if name is not None}
+    except ValueError as error:
+        raise ConfigError(f"{what}: {error}; {{{{ and }}}} stand for braces") from error
+    if not names or names - {"observation", "render"}:
+        raise ConfigError(
+            f"{what} is neither a template with {{observation}} or {{render}} nor a reference"
+            ' ("python:file.py:name")'
+        )
+    if "render" in names and make.get("render_mode") != "ansi":
+        raise ConfigError(f'{what} needs make = {{ render_mode = "ansi" }}, a picture in text')
+    return option
 
 
 def _function(

@@ -20,6 +20,8 @@ from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.errors import ConfigError
 
 Interval = Literal["no", "steps", "epoch"]
+PAGED = "paged_"
+"""Of an optimizer whose states leave the GPU when its memory is full."""
 
 SPEED_ONLY = (
     "accelerator_config",
@@ -131,7 +133,6 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "top_k": ((0, -1), OFF_SAMPLER),
     "min_p": ((0.0,), OFF_SAMPLER),
     "generation_kwargs": (({},), OFF_SAMPLER),
-    "max_tool_calling_iterations": ((), OWN_ENVIRONMENT),
     "logging_strategy": (("steps",), "set logging_steps; metrics.jsonl has every step"),
     "save_only_model": ((False,), "a checkpoint is a whole one, so that a run can go on from it"),
     **dict.fromkeys(
@@ -225,7 +226,8 @@ class TrainerConfig(Options):
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
     """Share of all optimizer updates that warm up."""
     optim: str = "adamw_torch"
-    """An AdamW of any name, "lion_32bit", "adafactor" or "muon": MLX's own."""
+    """An AdamW of any name, "lion_32bit", "adafactor" or "muon": MLX's own; "adamw_8bit",
+    "adamw_bnb_8bit", "lion_8bit": the states in 8 bits. "paged_…" is the same without pages."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay, decoupled."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
@@ -319,6 +321,9 @@ class TrainerConfig(Options):
                     )
             else:
                 kept[name] = value  # Options has no such name, and says which is near
+        if str(optim := kept.get("optim", "")).startswith(PAGED):
+            reason = "its state lies in one memory with the model, there is nothing to page it to"
+            ignored.append(f"the pages of optim={optim!r} ({reason})")
         unset = [
             name
             for name, value in kept.items()
@@ -339,7 +344,7 @@ class TrainerConfig(Options):
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_steps and warmup_ratio contradict each other: set one of them")
         for name in ("adam_beta1", "adam_beta2"):
-            if self.optim.startswith("lion") and name in self.changed():
+            if self.optim.removeprefix(PAGED).startswith("lion") and name in self.changed():
                 raise ValueError(
                     f"{name} is not read with optim={self.optim!r}: MLX's Lion has the betas"
                     " 0.9"
@@ -368,6 +373,9 @@ class SampledConfig(TrainerConfig):
     """Prompts come in a new order each epoch; False is refused."""
     log_completions: bool = False
     """Show sampled completions every logging_steps; otherwise every tenth step."""
+    max_tool_calling_iterations: int | None = Field(None, ge=1)
+    """Rounds of calls in a completion, with tools or environments; default: as many as
+    there are in [tools]."""
     disable_dropout: bool = False
     """Without effect: the adapter's dropout is always off in RL."""
 

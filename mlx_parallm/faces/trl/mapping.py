@@ -16,10 +16,12 @@ from typing import Any
 from mlx_parallm.config.data import REWARD_MODEL
 from mlx_parallm.config.evaluation import ABOUT_TRAINING
 from mlx_parallm.config.load import Config, hardware_defaults, parse_config
-from mlx_parallm.config.training import LoraConfig
+from mlx_parallm.config.training import ADAM, LoraConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.user_code import reference_to
+from mlx_parallm.execution.tool_calls import tool_definition
+from mlx_parallm.execution.user_code import name_of, reference_to
 from mlx_parallm.faces.trl.config import (
+    PAGED,
     DistillationConfig,
     DPOConfig,
     GKDConfig,
@@ -32,8 +34,9 @@ from mlx_parallm.faces.trl.config import (
     TaughtConfig,
     TrainerConfig,
 )
+from mlx_parallm.faces.trl.environments import Factories, with_environments
 from mlx_parallm.faces.trl.rows import DataRows
-from mlx_parallm.models.adapters.settings import NAMES, TRAINED, check_trained
+from mlx_parallm.models.adapters.settings import ADALORA_SCHEDULE, NAMES, TRAINED, check_trained
 from mlx_parallm.system.hardware import detect
 
 TRAIN, EVALUATED_AS = "train", "eval_dataset"  # the environments' names in metrics
@@ -41,6 +44,7 @@ TRAIN, EVALUATED_AS = "train", "eval_dataset"  # the environments' names in metr
 PEFT_DEFAULT_MODULES = ("q_proj", "v_proj")
 NO_BOUND = 1 << 30
 SPARE_TOKENS = 256  # of a chat template around a prompt
+RESET_TOKENS = 1024  # of what an environment's `reset` adds to a prompt
 
 SAME: Mapping[str, str] = {
     "learning_rate": "rl_training.learning_rate",
@@ -72,6 +76,7 @@ SAME: Mapping[str, str] = {
     "max_new_tokens": "environments.0.max_tokens",
     "lmbda": "rl_training.distillation.lmbda",
     "reward_weights": "environments.0.reward_weights",
+    "max_tool_calling_iterations": "tools.max_rounds",
 }
 HOW: Mapping[str, str] = {
     "output_dir": "`rl_training.checkpoint_dir` is its parent, `rl_training.run_name` its last"
@@ -250,21 +255,28 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
     if isinstance(peft_config, Mapping):
         # LoraConfig knows near names
         check_trained(peft_config, accepted={name for name in peft_config if name not in NAMES})
-        return {
+        adaptive = str(peft_config.get("peft_type")) == "ADALORA"
+        settings = {
             name: value
             for name, value in peft_config.items()
-            if name in TRAINED or name not in NAMES
+            if (name in TRAINED or name not in NAMES)
+            and not (adaptive and name in (*ADALORA_SCHEDULE, "r"))
         }
+        if adaptive:
+            settings |= {"use_adalora": True, "adalora": _schedule_of(peft_config)}
+        return settings
     if getattr(peft_config, "peft_type", None) is None or not hasattr(peft_config, "lora_alpha"):
         raise ConfigError(
             f"peft_config: {type(peft_config).__name__} is neither PEFT's LoraConfig, nor a"
             " dictionary"
             " of r, …"
         )
+    adaptive = str(getattr(peft_config.peft_type, "value", peft_config.peft_type)) == "ADALORA"
     check_trained(vars(peft_config))
     modules = peft_config.target_modules
     return {
-        "rank": peft_config.r,
+        **({"use_adalora": True, "adalora": _schedule_of(vars(peft_config))} if adaptive else {}),
+        "rank": peft_config.init_r if adaptive else peft_config.r,
         "alpha": float(peft_config.lora_alpha),
         "dropout": peft_config.lora_dropout,
         "target_modules": modules
@@ -273,6 +285,23 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
         "use_rslora": bool(peft_config.use_rslora),
         "use_dora": bool(peft_config.use_dora),
     }
+
+
+def _schedule_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """AdaLoRA's settings, steps as TRL counts them; total_step is the run's."""
+    names = [name for name in ADALORA_SCHEDULE if name != "total_step"]
+    return {name: settings[name] for name in names if settings.get(name) is not None}
+
+
+def _lora_in_steps(lora: Mapping[str, Any], schedule: UpdateSchedule) -> dict[str, Any]:
+    """[rl_training.lora] with AdaLoRA's updates as steps."""
+    if not lora.get("use_adalora"):
+        return dict(lora)
+    settings = dict(lora.get("adalora") or {})
+    for name in ("tinit", "tfinal", "deltaT"):
+        if settings.get(name):
+            settings[name] = schedule.steps(settings[name])
+    return {**lora, "adalora": settings}
 
 
 def configuration(
@@ -284,6 +313,9 @@ def configuration(
     evaluated: DataRows | None,
     rewards: Sequence[Any] = (),
     names: Iterable[str] = (),
+    tools: Sequence[Any] = (),
+    factories: Factories | None = None,
+    reward_weights: Sequence[float] | None = None,
     loss: Any = None,
     teacher: str | None = None,
     lora: Mapping[str, Any],
@@ -294,6 +326,8 @@ def configuration(
 
     Args:
         rewards: functions or references; `names`: of the functions.
+        tools: functions that the model may call; `factories`: environments that play the rows.
+        reward_weights: of all rewards, in the place of those of `args`.
         teacher: directory, hub id or file of the teacher; None: the base.
 
     Raises ConfigError: values that do not go together.
@@ -315,10 +349,12 @@ def configuration(
             assert isinstance(args, TaughtConfig)
             training |= _taught_keys(args, teacher)
         _add_rollouts(data, args, schedule, train, evaluated, references)
+        if args.max_token_length is None:
+            data["rl_training"]["atropos"]["max_token_length"] += _of_tools(tools, factories)
     else:
         assert isinstance(args, RowsConfig)
         _add_rows(data, args, schedule, train, evaluated)
-    values = args.model_dump()
+    values = args.model_dump() | ({"reward_weights": reward_weights} if reward_weights else {})
     for name, key in SAME.items():
         if (
             name in values
@@ -335,6 +371,7 @@ def configuration(
         data["evaluation"].setdefault(
             "environments", [_evaluation_environment(data["environments"][0], evaluated)]
         )
+    _play_with(data, tools, factories)
     return parse_config(data, type(args).__name__)
 
 
@@ -368,9 +405,9 @@ def _shared(
         "total_steps": schedule.total_steps,
         "checkpoint_interval": interval[args.save_strategy],
         "blocks_per_eval": 1 if args.gradient_checkpointing else 0,
-        "lora": dict(lora),
+        "lora": _lora_in_steps(lora, schedule),
     }
-    if optimizer in ("adamw", "muon"):
+    if optimizer in ADAM:
         training |= {
             "adam_beta1": args.adam_beta1,
             "adam_beta2": args.adam_beta2,
@@ -576,11 +613,44 @@ def _longest(args: SampledConfig, *splits: DataRows | None) -> int:
     return args.longest_completion + longest + SPARE_TOKENS
 
 
+def _play_with(data: dict[str, Any], tools: Sequence[Any], factories: Factories | None) -> None:
+    """Add the functions that the model may call, and let environments play the rows."""
+    if tools:
+        named = zip(tools, map(name_of, tools), strict=True)
+        data.setdefault("tools", {})["functions"] = [reference_to(tool, n) for tool, n in named]
+    if factories is not None:
+        entries = data["environments"]
+        entries[:] = [with_environments(entry, factories) for entry in entries]
+        held_out = data.get("evaluation", {}).get("environments", [])
+        held_out[:] = [
+            with_environments({"heldout_fraction": 1.0, **entry}, factories) for entry in held_out
+        ]
+
+
+def _of_tools(tools: Sequence[Any], factories: Factories | None) -> int:
+    """Return what definitions of tools and the text of `reset` add to a prompt at most, as far as
+    that is known: a token is a byte at least."""
+    definitions = [tool_definition(tool) for tool in tools]
+    added = 0
+    if factories is not None:
+        added = RESET_TOKENS
+        definitions += max(factories.definitions.values(), key=lambda each: len(str(each)))
+    return added + sum(2 * len(str(each).encode(errors="replace")) for each in definitions)
+
+
 def _optimizer(name: str) -> str:
+    """Pages are about where the states lie, so a paged optimizer is the plain one."""
+    plain = name.removeprefix(PAGED)
     for kind in ("adamw", "lion", "adafactor", "muon"):
-        if name.startswith(kind) and "8bit" not in name:
-            return kind
-    raise ConfigError(f'optim={name!r}: choose "adamw_torch", "lion_32bit", "adafactor" or "muon"')
+        if plain.startswith(kind) and "4bit" not in plain:
+            if "8bit" not in plain:
+                return kind
+            if kind in ("adamw", "lion"):
+                return f"{kind}_8bit"
+    raise ConfigError(
+        f'optim={name!r}: choose "adamw_torch", "adamw_8bit", "lion_32bit", "lion_8bit",'
+        ' "adafactor" or "muon"'
+    )
 
 
 def _trackers(report_to: str | Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -39,6 +40,7 @@ from mlx_parallm.faces.trl.config import (
     TaughtConfig,
     TrainerConfig,
 )
+from mlx_parallm.faces.trl.environments import EMPTY, Factories, rewards_of, sees_environments
 from mlx_parallm.faces.trl.mapping import (
     UpdateSchedule,
     configuration,
@@ -49,6 +51,7 @@ from mlx_parallm.faces.trl.mapping import (
 )
 from mlx_parallm.faces.trl.model import module_before_training, with_methods
 from mlx_parallm.faces.trl.rows import DataRows, read_rows, with_completions
+from mlx_parallm.models.adapters.adalora import PARAMETERS, save_adalora
 from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.lora import load_adapter
@@ -102,7 +105,8 @@ NOT_ARGUMENTS: Mapping[str, str] = {
     "optimizers": "optim and learning_rate choose the optimizer",
     "optimizer_cls_and_kwargs": "optim and learning_rate choose the optimizer",
     "quantization_config": "a 4-bit base: peft_config=LoraConfig(quantize_base=True)",
-    **dict.fromkeys(("tools", "rollout_func", "environment_factory"), OWN_ENVIRONMENT),
+    **dict.fromkeys(("tools", "environment_factory"), "GRPOTrainer has it"),
+    "rollout_func": OWN_ENVIRONMENT,
     "data_collator": "batches are made of rows without padding",
     "compute_metrics": "trainer.evaluate() returns the loss and its metrics; a callback's"
     " on_evaluate gets them",
@@ -433,7 +437,12 @@ class GRPOTrainer(TRLTrainer):
 
     Args:
         reward_funcs: one or several functions with TRL's signature, f(completions, **columns) → a
-            number, or None, for each; or references, "builtin:length".
+            number, or None, for each; or references, "builtin:length". With environments whose
+            class has get_reward they may be left out.
+        tools: functions that the model may call.
+        environment_factory: makes an environment with `reset`, whose other methods are tools; or
+            name → such a factory, by the rows' column `environment`. Without train_dataset the
+            prompt is what `reset` returns, and max_steps says how long.
         loss: not TRL's: a loss of your own, LossInputs → LossOutputs, in the place of loss_type
             (docs/trl.md).
     """
@@ -445,27 +454,73 @@ class GRPOTrainer(TRLTrainer):
         model: str | Path,
         reward_funcs: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None = None,
         args: GRPOConfig | None = None,
+        train_dataset: Any = None,
         *,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
         loss: Callable[..., Any] | str | None = None,
         **others: Any,
     ) -> None:
         self.reward_funcs = _reward_functions(reward_funcs)
-        if not self.reward_funcs:
-            raise ConfigError("GRPOTrainer: reward_funcs is missing: a function, or a list of them")
+        self._tools = list(tools or ())
+        self._factories = None if environment_factory is None else Factories(environment_factory)
+        self._own_rewards: tuple[list[Any], list[str]] = (
+            ([], []) if self._factories is None else rewards_of(self._factories)
+        )
+        if not self.reward_funcs and not self._own_rewards[0]:
+            raise ConfigError(
+                "GRPOTrainer: reward_funcs is missing: a function, or a list of them, or an"
+                " environment with get_reward"
+            )
         self.loss = loss
         if loss is not None and not callable(loss) and not is_reference(str(loss)):
             raise ConfigError(
                 f'GRPOTrainer: loss is {loss!r}, neither a function nor "python:file.py:function"'
             )
-        super().__init__(model, args, **others)
+        super().__init__(model, args, train_dataset, **others)
+
+    def _read(self, train: Any, evaluated: Any) -> tuple[DataRows, DataRows | None]:
+        factories = self._factories
+        if factories is None:
+            return super()._read(train, evaluated)
+        if train is None:
+            if factories.several or self.args.max_steps <= 0:
+                raise ConfigError(
+                    "GRPOTrainer: without train_dataset there has to be one environment_factory,"
+                    " and GRPOConfig(max_steps=…)"
+                )
+            train = [EMPTY]
+        read = super()._read(train, evaluated)
+        for rows, what in zip(read, ("train_dataset", "eval_dataset"), strict=True):
+            for number, row in enumerate(() if rows is None else rows.rows):
+                row.setdefault("prompt", EMPTY["prompt"])
+                factories.check(row, f"{what}, row {number}")
+                if isinstance(row["prompt"], str):
+                    raise ConfigError(
+                        f"{what}, row {number}: with environment_factory a prompt is a list of"
+                        " messages"
+                    )
+        return tuple(  # type: ignore[return-value]
+            None if rows is None else replace(rows, conversational=True) for rows in read
+        )
 
     def _schedule(self) -> UpdateSchedule:
         assert isinstance(self.args, GRPOConfig)
         return grpo_schedule(self.args, len(self._rows.rows))
 
     def _objects(self) -> dict[str, Any]:
-        names = _unique_names(self.reward_funcs)
-        return {"rewards": self.reward_funcs, "names": names, "loss": self.loss}
+        assert isinstance(self.args, GRPOConfig)
+        names, functions = _unique_names(self.reward_funcs), list(self.reward_funcs)
+        objects: dict[str, Any] = {"tools": self._tools, "factories": self._factories}
+        if self._factories is not None:
+            added, added_names = self._own_rewards
+            functions = [*map(sees_environments, functions), *added]
+            names = [*names, *added_names]
+            if self.args.reward_weights is not None and len(self.args.reward_weights) == len(
+                self.reward_funcs
+            ):
+                objects["reward_weights"] = (*self.args.reward_weights, *[1.0] * len(added))
+        return {"rewards": functions, "names": names, "loss": self.loss, **objects}
 
 
 class TaughtTrainer(TRLTrainer):
@@ -611,10 +666,16 @@ def _chat_template(tokenizer: Any, model: str) -> str | None:
 
 def _save(checkpoint: Path, target: Path, *, lora: LoraConfig, base: str) -> None:
     if lora.enabled:
-        layers = load_adapter(checkpoint).layers
+        adapter = load_adapter(checkpoint)
 
         def write(directory: Path) -> None:
-            save_peft(directory, layers, dropout=lora.dropout, base=base)
+            if lora.use_adalora:
+                schedule = adapter.config[PARAMETERS]
+                save_adalora(
+                    directory, adapter.layers, dropout=lora.dropout, base=base, schedule=schedule
+                )
+            else:
+                save_peft(directory, adapter.layers, dropout=lora.dropout, base=base)
             if (checkpoint / CARD_FILE).is_file():  # a reward model is more than its adapter
                 for name in (CARD_FILE, VALUE_HEAD_FILE):
                     shutil.copyfile(checkpoint / name, directory / name)

@@ -8,19 +8,31 @@ import mlx.core as mx
 
 ADAPTER_CONFIG = "adapter_config.json"  # mlx-lm's and PEFT's
 PEFT_FILE = "adapter_model.safetensors"
+ADALORA_FILE = "adalora.safetensors"
+
+
+@dataclass(frozen=True)
+class SvdFactors:
+    """AdaLoRA's factors of a pair: its b is e[:, None] · left. e [r], left [r, out]. `pattern`:
+    which of the init_r triplets that a training began with these r are."""
+
+    e: mx.array
+    left: mx.array
+    pattern: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class LoraPair:
     """One layer's update: a [in, r] and b [r, out], both float32, and its factor. With DoRA also
     the magnitude m [out], and in serving `gain` = m / ‖W + scale · (AB)ᵀ‖ [out] over the base
-    that it was loaded beside."""
+    that it was loaded beside. With AdaLoRA, on disk and in the trainer, the factors of b."""
 
     a: mx.array
     b: mx.array
     scale: float
     magnitude: mx.array | None = None
     gain: mx.array | None = None
+    svd: SvdFactors | None = None
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -8,14 +8,17 @@ half a second of a start. DoRA:
     y = g ⊙ (Wx + s · (xA)B) + bias     g = m / ‖W + s · (AB)ᵀ‖, one number an output
 
 m [out] is trained beside A [in, r] and B [r, out] and starts as ‖W‖, so that g = 1. The norm is a
-constant of the gradient (the paper's section 4.3, as in PEFT and mlx-lm).
+constant of the gradient (the paper's section 4.3, as in PEFT and mlx-lm). AdaLoRA (Zhang et al.
+2023, arXiv:2303.10512) has a singular value E [r] for each of the r triplets of A and B:
+
+    y = Wx + bias + s · ((xA) ⊙ E) B     s = alpha / (r + 1e-5), PEFT's
 
 The rows' norms need neither W + s(AB)ᵀ nor a dequantised W: ‖w + sAb‖² = ‖w‖² + 2s · b·(Aᵀw) + s² ·
 b·(AᵀA)b, where Aᵀw of all rows is the layer applied to r inputs.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +26,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.models.adapters.adalora import product
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.sums import row_sums
+
+SVD_STD = 0.02
+"""Of A and B of AdaLoRA as a training begins, PEFT's."""
 
 
 class AdapterDropout:
@@ -84,6 +91,8 @@ class LoRALinear(nn.Module):
         self.scale = scale
         self._dropout = dropout
         self._number = dropout.next_layer() if dropout else 0
+        # the product with the rounded sum of base and update, in its place (fake_quantized.py)
+        self._rounding: Callable[[LoRALinear, mx.array], mx.array] | None = None
         # mlx-lm's draws a layer first that it throws away: a seed gives the adapter it gave there
         mx.random.uniform()
         bound = 1 / math.sqrt(shape[0])
@@ -91,12 +100,44 @@ class LoRALinear(nn.Module):
         self.lora_b = mx.zeros((rank, shape[1]))
 
     def __call__(self, x: mx.array) -> mx.array:
+        if self._rounding is not None:
+            return self._rounding(self, x)
         return self.linear(x) + self.update_of(x).astype(x.dtype)
+
+    def pair(self) -> LoraPair:
+        """The layer's update; shares the arrays that there are. Lazy."""
+        return LoraPair(self.lora_a, self.lora_b, float(self.scale))
 
     def update_of(self, x: mx.array) -> mx.array:
         """(s · xA) B, of what dropout leaves of x."""
         read = x if self._dropout is None else self._dropout(x, self._number)
         return (self.scale * (read @ self.lora_a)) @ self.lora_b
+
+
+class SVDLinear(LoRALinear):
+    """AdaLoRA's layer. A and B ~ N(0, 0.02), E = 0: float32."""
+
+    def __init__(
+        self,
+        linear: nn.Module,
+        shape: tuple[int, int],
+        rank: int,
+        scale: float,
+        dropout: AdapterDropout | None = None,
+    ) -> None:
+        super().__init__(linear, shape, rank, scale, dropout)
+        self.lora_a = mx.random.normal((shape[0], rank), scale=SVD_STD)
+        self.lora_b = mx.random.normal((rank, shape[1]), scale=SVD_STD)
+        self.lora_e = mx.zeros((rank,))
+
+    def update_of(self, x: mx.array) -> mx.array:
+        """((s · xA) ⊙ E) B, of what dropout leaves of x."""
+        read = x if self._dropout is None else self._dropout(x, self._number)
+        return ((self.scale * (read @ self.lora_a)) * self.lora_e) @ self.lora_b
+
+    def pair(self) -> LoraPair:
+        b = product(self.lora_e, self.lora_b)
+        return LoraPair(self.lora_a, b, float(self.scale))
 
 
 class DoRALinear(LoRALinear):
@@ -122,6 +163,9 @@ class DoRALinear(LoRALinear):
             y = y - bias
         out = (self.gain() * (y + self.update_of(x))).astype(x.dtype)
         return out if bias is None else out + bias
+
+    def pair(self) -> LoraPair:
+        return LoraPair(self.lora_a, self.lora_b, float(self.scale), self.m, self.gain())
 
     def gain(self) -> mx.array:
         """g [out] float32, with a gradient by m only."""

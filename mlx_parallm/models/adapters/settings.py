@@ -28,6 +28,19 @@ APPLIED = (
     "use_rslora",
     "use_dora",
 )
+ADALORA = ("peft_type", "init_r", "lora_alpha", "rank_pattern")
+"""The same of PEFT's AdaLoraConfig (`adalora.read_adalora`)."""
+ADALORA_SCHEDULE = (
+    "target_r",
+    "tinit",
+    "tfinal",
+    "deltaT",
+    "beta1",
+    "beta2",
+    "orth_reg_weight",
+    "total_step",
+)
+"""Settings of AdaLoRA's that matter in training only."""
 
 _ABOUT_THE_FILE = "it describes the file"
 _WHICH_LAYERS = "it chose the layers, and the file holds their tensors"
@@ -149,10 +162,11 @@ MLX_LM = frozenset(
         "bits",
         "group_size",
         "cache_prompt",
+        "adalora_parameters",
     )
 )
 """Settings that versions of `mlx_lm.lora` write; of them fine_tune_type, use_dora and
-lora_parameters are read."""
+lora_parameters are read. adalora_parameters is this package's: how a training pruned the ranks."""
 MLX_LM_PARAMETERS = frozenset(("rank", "scale", "dropout", "keys"))
 
 
@@ -161,7 +175,9 @@ def check_peft(config: Mapping[str, Any], file: Path) -> None:
     computed here."""
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        raise AdapterError(f"{file}: peft_type = {kind!r} is not supported, only 'LORA'")
+        raise AdapterError(
+            f"{file}: peft_type = {kind!r} is not supported, only 'LORA' and 'ADALORA'"
+        )
     if "lora_parameters" in config:
         raise AdapterError(
             f"{file}: lora_parameters is mlx-lm's, but the tensors beside it have PEFT's names"
@@ -180,6 +196,24 @@ def check_peft(config: Mapping[str, Any], file: Path) -> None:
         wrong := next((name for name, alpha in alphas.items() if isinstance(alpha, bool)), None)
     ) is not None:
         raise AdapterError(f"{file}: the alpha of {wrong} is {alphas[wrong]}: must be a number")
+
+
+def check_adalora(config: Mapping[str, Any], file: Path) -> None:
+    """Raise AdapterError: a setting of PEFT's AdaLoraConfig under which the tensors mean something
+    else than what is computed here."""
+    free = {*ADALORA, *ADALORA_SCHEDULE, *HARMLESS, "r", "use_rslora"}  # AdaLoRA reads neither
+    if (fault := _fault(config, free, REFUSED)) is not None:
+        raise AdapterError(f"{file}: {fault}")
+    init_r, alpha = config.get("init_r", 12), config.get("lora_alpha", 8)
+    if not isinstance(init_r, int) or isinstance(init_r, bool) or init_r < 1:
+        raise AdapterError(f"{file}: init_r = {init_r!r}: must be a whole number from 1 on")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
+        raise AdapterError(f"{file}: lora_alpha = {alpha!r}: must be a number above 0")
+    pattern = config.get("rank_pattern") or {}
+    if not isinstance(pattern, dict) or not all(
+        isinstance(kept, list) and len(kept) == init_r for kept in pattern.values()
+    ):
+        raise AdapterError(f"{file}: rank_pattern: must be a list of {init_r} for each layer")
 
 
 def check_mlx_lm(config: Mapping[str, Any], file: Path) -> None:
@@ -216,8 +250,13 @@ def check_trained(settings: Mapping[str, Any], accepted: Collection[str] = ()) -
         accepted: further names, which the caller reads itself.
     """
     kind = settings.get("peft_type") or "LORA"
-    if str(getattr(kind, "value", kind)) != "LORA":
-        raise ConfigError(f"peft_config: peft_type={kind!r} is not trained here, only LORA")
+    name = str(getattr(kind, "value", kind))
+    if name not in ("LORA", "ADALORA"):
+        raise ConfigError(
+            f"peft_config: peft_type={kind!r} is not trained here, only LORA and ADALORA"
+        )
+    if name == "ADALORA":
+        accepted = {*accepted, *ADALORA_SCHEDULE, "init_r"}
     free = {name for name, reason in HARMLESS.items() if reason == _ABOUT_THE_FILE} | {
         "fan_in_fan_out",
         "peft_type",

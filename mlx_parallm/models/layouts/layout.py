@@ -26,6 +26,7 @@ layouts once, at start.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ import numpy as np
 
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import on_cpu
+from mlx_parallm.models.experts.routing import routed_tokens
 from mlx_parallm.models.layer_stack import (
     EXACT,
     ROUNDED,
@@ -95,6 +97,9 @@ class TokenBatch:
     temperature: float | mx.array = 1.0  # or [N] float32
     compact: CompactRows | None = None  # the same tokens with less padding, or each prompt once
     entropy_slope: bool = True  # False: the loss does not depend on the entropy
+    # [N, layers, k] int32: the experts that predicted each token when it was sampled, repeated in
+    # this forward; -1: the router's own choice
+    experts: mx.array | None = None
     # further scores [n, …] of the scored tokens, made of their logits [n, V] and differentiated:
     # (logits, this batch, which of the scored tokens they are for)
     measure: "Callable[[mx.array, TokenBatch, slice], tuple[mx.array, ...]] | None" = None
@@ -248,13 +253,15 @@ class SharedPrompts:
         prompts = hidden[:size].reshape(*self._prompts.shape, width)
         state = _recurrent(prompt_call)
         if state is None:
-            prompts = _through(block, prompts, prompt_call)
+            prompts = _through(block, prompts, prompt_call, slice(size))
         else:
             prompts, ends = self._by_length(block, prompts, prompt_call, state)
             _recurrent(rest_call).cache = [
                 None if end is None else _spread(self._owners, end) for end in ends
             ]
-        rests = _through(block, hidden[size:].reshape(*self._rests.shape, width), rest_call)
+        rests = _through(
+            block, hidden[size:].reshape(*self._rests.shape, width), rest_call, slice(size, None)
+        )
         for cache in [*_caches(prompt_call), *_caches(rest_call)]:
             cache.forget()
         return _end_to_end(prompts, rests)
@@ -266,9 +273,11 @@ class SharedPrompts:
         keeps at their ends: padding would go into its state. None: the block passes its input on
         (`LayerStack.only`)."""
         outputs, ends, start = [], [], 0
+        numbers = np.arange(self._prompts.size).reshape(self._prompts.shape)
         for length, count in self._runs:
             state.forget()
-            out = _through(block, prompts[start : start + count, :length], call)
+            rows = slice(start, start + count)
+            out = _through(block, prompts[rows, :length], call, numbers[rows, :length].ravel())
             outputs.append(mx.pad(out, [(0, 0), (0, prompts.shape[1] - length), (0, 0)]))
             ends.append(state.cache)
             start += count
@@ -411,8 +420,12 @@ def _keeps_others(model: nn.Module, kinds: set[type]) -> str:
     return f"its blocks keep {', '.join(others)}" if others else ""
 
 
-def _through(block: nn.Module, hidden: mx.array, call: BlockCall) -> mx.array:
-    out: mx.array = block(hidden, *call.args, **call.kwargs)
+def _through(
+    block: nn.Module, hidden: mx.array, call: BlockCall, tokens: slice | np.ndarray | None = None
+) -> mx.array:
+    """`tokens`: which of the layout's flattened tokens these are; default: all, in their order."""
+    with nullcontext() if tokens is None else routed_tokens(tokens):
+        out: mx.array = block(hidden, *call.args, **call.kwargs)
     return out
 
 

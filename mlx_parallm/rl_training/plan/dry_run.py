@@ -32,6 +32,7 @@ from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResul
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import EnvironmentFailedError, RequestError
 from mlx_parallm.models.loading import read_config
+from mlx_parallm.models.support import DTYPES
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rewards.functions import BUILTIN
 from mlx_parallm.rewards.parts import WEIGHTS
@@ -39,18 +40,14 @@ from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.events import BatchReady
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE
+from mlx_parallm.rl_training.plan.memory_watch import OFF, SMALL, measured_bytes, needed_bytes
 from mlx_parallm.rl_training.plan.preflight import (
-    DTYPES,
-    OFF,
-    SMALL,
     Lengths,
     MemoryEstimate,
     ModelShape,
     checkpoint_bytes,
     in_words,
     longest,
-    measured_bytes,
-    needed_bytes,
     predict_memory,
     too_little_memory,
 )

@@ -12,9 +12,9 @@ one micro-batch, some sixty shapes of Qwen3 with an adapter, hidden 256 to 5,120
 see docs/benchmarks/dry_run.md.
 """
 
-import resource
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,25 +31,24 @@ from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_class, worth_a_segment
 from mlx_parallm.engine.cache.size_classes import SLACK
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
 from mlx_parallm.models.loading import check_model
-from mlx_parallm.models.lora import inject_lora
-from mlx_parallm.models.support import blueprint
-from mlx_parallm.rl_training.events import RunEvents, StepFinished
+from mlx_parallm.models.lora import inject_lora, linear_shape, trainer_lora_layers
+from mlx_parallm.models.quantize import quantizable
+from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
-from mlx_parallm.rl_training.step.optimizer import STATE_BYTES
-from mlx_parallm.system.hardware import GIB, memory_present, prefix_cache_bytes
-from mlx_parallm.system.log import get_logger
-from mlx_parallm.system.terminal import Console
+from mlx_parallm.rl_training.step.optimizer import EIGHT_BIT, state_bytes
+from mlx_parallm.rl_training.step.states_8bit import SMALLEST
+from mlx_parallm.system.hardware import GIB, prefix_cache_bytes
 
 PROCESS_BYTES = 240 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny`
 and served nothing."""
 FLOAT, HALF = 4, 2
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+ADALORA = 2 * FLOAT
+"""AdaLoRA's sensitivity and uncertainty of each trained number."""
 NARROW = 0.82
 """Activations of a half-precision model against float32: adapters and log-probabilities stay
 float32."""
@@ -64,6 +63,8 @@ UNPACKED_AHEAD = 12
 operations that wait."""
 LEAST_SAVING = 0.01
 """Of what is needed: a setting that saves less is not named."""
+ROUNDED_COPIES = 1.5
+"""float32 arrays of a block's adapted weights that rounding them holds beside its result."""
 SAMPLING_COPIES = 6
 """The same for one decode step: logits, noise, log-probabilities."""
 
@@ -87,6 +88,10 @@ class ModelShape:
     by_tokens: bool = False  # keys and values can lie by tokens
     widened: str = ""  # the checkpoint's dtype, where the weights take more than they would in it
     teachers: int = 0  # bytes of other models in this process that score its tokens
+    products: int = 0  # numbers of AdaLoRA's B, saved with and without E
+    adapted: int = 0  # numbers of the layers that have an adapter
+    rounded: int = 0  # qat_bits: numbers of the others, which the trainer holds quantised
+    small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
@@ -114,20 +119,30 @@ class ModelShape:
             sum(array.nbytes for _, array in arrays),
             sum(array.size for _, array in arrays),
         )
+        others = adapted = 0
         if training.lora.enabled:
+            rounded = quantizable(model) if training.lora.qat_bits else {}
             inject_lora(model, training.lora)
-            count = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
+            layers = trainer_lora_layers(model)
+            adapted = sum(math.prod(linear_shape(layer.linear)) for layer in layers.values())
+            modules = dict(model.named_modules())
+            others = sum(modules[path].weight.size for path in rounded if path not in layers)
+            arrays = tree_flatten(model.trainable_parameters())
+            count = sum(array.size for _, array in arrays)
+        sizes = [array.size for _, array in arrays]
         text: Mapping[str, Any] = model_config.get("text_config", model_config)
         heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
         hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
-        count += hidden + 1 if training.algorithm == "ppo" else 0  # the value head
+        head = hidden + 1 if training.algorithm == "ppo" else 0  # of values
         dense = int(text.get("intermediate_size") or 4 * hidden)
-        experts = int(text.get("moe_intermediate_size") or 0) * int(
-            text.get("num_experts_per_tok") or 0
+        # without a size of their own experts have that of the feed-forward (Mixtral, gpt-oss)
+        of_expert = int(
+            text.get("moe_intermediate_size") or (dense if text.get("num_local_experts") else 0)
         )
+        experts = of_expert * int(text.get("num_experts_per_tok") or 0)
         return cls(
             weights=weights,
-            trained=count,
+            trained=count + head,
             layers=len(model.layers),
             hidden=hidden,
             intermediate=experts or dense,
@@ -141,6 +156,11 @@ class ModelShape:
             by_tokens=can_lie_by_tokens(model),
             widened=stored if dtype.size > DTYPES[stored].size else "",
             teachers=sum(map(_teacher_weights(config), training.distillation.teachers)),
+            products=training.lora.use_adalora
+            * sum(array.size for name, array in arrays if name.endswith(".lora_b")),
+            adapted=adapted,
+            rounded=others,
+            small=sum(size for size in sizes if size < SMALLEST) + head,
         )
 
     @property
@@ -236,13 +256,13 @@ def predict_memory(
     # The optimizer's state and the gradients; an adapter's own arrays, and the versions that are
     # kept; a float32 copy of all weights where they are narrower; what a rollback goes back to; the
     # weights that are the KL's reference.
-    state = STATE_BYTES[training.optimizer]
-    kept = (
-        state
-        + FLOAT
-        + ((1 + config.server.keep_versions) * FLOAT if lora else FLOAT * bool(narrow))
-    )
-    kept += training.weight_updates.kept_versions(lora=lora) * (FLOAT + state)
+    versions = training.weight_updates.kept_versions(lora=lora)
+    states = (1 + versions) * state_bytes(training.optimizer, shape.trained, shape.small)
+    kept = FLOAT + ((1 + config.server.keep_versions) * FLOAT if lora else FLOAT * bool(narrow))
+    kept += versions * FLOAT
+    if training.lora.enabled and training.lora.use_adalora:
+        # two moving averages with each version; E · B of the served one, half of the numbers
+        kept += ADALORA * (1 + versions) + FLOAT // 2
     if training.reference == "ema" or (
         _needs_reference(config) and (not lora or training.reference != "base")
     ):
@@ -266,14 +286,28 @@ def predict_memory(
     parts = {
         "weights": shape.weights,
         **({"teachers": teachers} if teachers else {}),
-        "optimizer and gradients": shape.trained * kept,
+        "optimizer and gradients": shape.trained * kept + int(states),
         **engine,
+        **_rounding(config, shape),
         "training: activations": int(activations),
         "training: logits": int(logits),
         "training: update": max(0, int(updating - activations - logits)),
     }
     loading = max(0, shape.weights + shape.loading - sum(parts.values()))
     return MemoryEstimate(parts | {"loading": loading, "process": PROCESS_BYTES})
+
+
+def _rounding(config: Config, shape: ModelShape) -> dict[str, int]:
+    """Bytes of `lora.qat_bits`: layers without an adapter once more, quantised; of the others a
+    block's sums, and what waits of them for the backward pass."""
+    training = config.rl_training
+    if not training.lora.enabled or training.lora.qat_bits is None:
+        return {}
+    # a scale and a bias for 64
+    packed = shape.rounded * (training.lora.qat_bits + 16 * shape.width / 64) / 8
+    blocks, size = training.blocks_per_eval or shape.layers, shape.adapted / shape.layers
+    waiting = size * (blocks * shape.width + ROUNDED_COPIES * FLOAT)
+    return {"training: rounding": int(packed + waiting)}
 
 
 def _teacher_weights(config: Config) -> Callable[[TeacherConfig], int]:
@@ -319,31 +353,61 @@ def what_fits(
     """Settings with which the run needs at most `room` bytes, and what it then needs.
 
     The one that saves most comes first, halved again where it still is; those that change what is
-    learnt come only after all that do not. Where nothing is enough: all that help.
+    learnt come only after all that do not, and after the states of the optimizer in 8 bits. Where
+    it takes one that changes what is learnt, the others are only those that it does not spare.
+    Where nothing is enough: all that help.
     """
-    chosen: dict[str, str] = {}
-    estimate = predict_memory(config, shape, lengths)
-    for costly in (False, True):
-        while estimate.total > room:
-            fitting = []
-            for key, value, smaller, its_shape in _candidates(config, shape, costly=costly):
-                its_lengths = _no_longer(lengths, longest(smaller))
-                fitting.append(
-                    (
-                        predict_memory(smaller, its_shape, its_lengths),
-                        key,
-                        value,
-                        smaller,
-                        its_shape,
-                    )
-                )
-            if not fitting:
-                break
-            best, key, value, smaller, its_shape = min(fitting, key=lambda entry: entry[0].total)
-            if best.total > estimate.total * (1 - LEAST_SAVING):
-                break
-            estimate, config, shape, chosen[key] = best, smaller, its_shape, value
-    return chosen, estimate
+    tried = _Tried({}, config, shape, predict_memory(config, shape, lengths))
+    whole = tried
+    for cost in ("none", "rounding", "learning"):
+        tried = _smaller(tried, cost, room, lengths)
+    costly = _replayed(whole, tried.chosen, lengths)
+    if costly is not whole and tried.estimate.total <= room:
+        tried = costly
+        for cost in ("none", "rounding"):
+            tried = _smaller(tried, cost, room, lengths)
+        cheap = {key: value for key, value in tried.chosen.items() if key not in costly.chosen}
+        return cheap | costly.chosen, tried.estimate
+    return tried.chosen, tried.estimate
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """`config` and `shape` with the settings `chosen`, by key."""
+
+    chosen: dict[str, str]
+    config: Config
+    shape: ModelShape
+    estimate: MemoryEstimate
+
+    def smaller(self, cost: str, lengths: Lengths | None) -> "Iterator[tuple[str, _Tried]]":
+        """Yield (key, these and one setting more)."""
+        for key, value, config, shape in _candidates(self.config, self.shape, cost):
+            estimate = predict_memory(config, shape, _no_longer(lengths, longest(config)))
+            yield key, _Tried(self.chosen | {key: value}, config, shape, estimate)
+
+
+def _smaller(tried: _Tried, cost: str, room: int, lengths: Lengths | None) -> _Tried:
+    """The settings of this cost that save most, one after another, until the run fits."""
+    while tried.estimate.total > room:
+        smaller = [each for _, each in tried.smaller(cost, lengths)]
+        best = min(smaller, key=lambda each: each.estimate.total, default=tried)
+        if best.estimate.total > tried.estimate.total * (1 - LEAST_SAVING):
+            break
+        tried = best
+    return tried
+
+
+def _replayed(tried: _Tried, chosen: Mapping[str, str], lengths: Lengths | None) -> _Tried:
+    """Those of the chosen settings that change what is learnt, and no others."""
+    while True:
+        smaller = tried.smaller("learning", lengths)
+        wanted = (
+            each for key, each in smaller if key in chosen and tried.chosen.get(key) != chosen[key]
+        )
+        if (step := next(wanted, None)) is None:
+            return tried
+        tried = step
 
 
 def too_little_memory(
@@ -384,11 +448,14 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     """One checkpoint without the tokenizer's files: trained weights, the optimizer's state,
     masters where they differ, the reference where nothing else knows it."""
     training = config.rl_training
-    state, ema = STATE_BYTES[training.optimizer], training.reference == "ema"
+    state = int(state_bytes(training.optimizer, shape.trained, shape.small))
+    ema = training.reference == "ema"
     if not training.lora.enabled:
-        return shape.trained * (shape.width + state + FLOAT * (shape.width != FLOAT) + FLOAT * ema)
+        kept = shape.width + FLOAT * (shape.width != FLOAT) + FLOAT * ema
+        return shape.trained * kept + state
     reference = ema or (training.reference == "initial" and _needs_reference(config))
-    return shape.trained * (FLOAT + state + FLOAT * reference)
+    state += shape.products * FLOAT + ADALORA * shape.trained * training.lora.use_adalora
+    return shape.trained * (FLOAT + FLOAT * reference) + state
 
 
 # ---------------------------------------------------------------------- parts
@@ -520,16 +587,20 @@ def _rows(config: Config) -> int:
 
 
 def _candidates(
-    config: Config, shape: ModelShape, *, costly: bool
+    config: Config, shape: ModelShape, cost: str
 ) -> Iterator[tuple[str, str, Config, ModelShape]]:
-    """(key, smaller value, configuration with it, its model). `costly`: those that change what
-    is learnt."""
+    """(key, smaller value, configuration with it, its model). `cost`: "learning" for those that
+    change what is learnt."""
     training, server = config.rl_training, config.server
 
     def with_training(**changes: Any) -> Config:
         return config.model_copy(update={"rl_training": training.model_copy(update=changes)})
 
-    if not costly:
+    if cost == "rounding":
+        if (narrow := f"{training.optimizer}_8bit") in EIGHT_BIT:
+            yield "rl_training.optimizer", narrow, with_training(optimizer=narrow), shape
+        return
+    if cost == "none":
         if training.blocks_per_eval != 1:
             yield "rl_training.blocks_per_eval", "1", with_training(blocks_per_eval=1), shape
         budget, rows = max(1, training.token_budget // 2), max(1, server.batch_size // 2)
@@ -556,14 +627,21 @@ def _candidates(
             "rl_training.lora.enabled",
             "true",
             with_training(lora=lora),
-            replace(shape, trained=shape.trained // 100),
+            replace(shape, trained=shape.trained // 100, small=shape.small // 100),
         )
         return
-    if training.lora.rank > 1:
+    if training.lora.rank > 1 and not (
+        training.lora.use_adalora and training.lora.rank // 2 < training.lora.adalora.target_r
+    ):
         half = training.lora.model_copy(update={"rank": training.lora.rank // 2})
-        fewer = replace(shape, trained=shape.trained // 2)
+        fewer = replace(
+            shape,
+            trained=shape.trained // 2,
+            small=shape.small // 2,
+            products=shape.products // 2,
+        )
         yield "rl_training.lora.rank", str(half.rank), with_training(lora=half), fewer
-    if not shape.quantized:
+    if not shape.quantized and training.lora.qat_bits is None:
         # with a scale and a bias for 64
         packed = int(shape.weights * (4 + 16 * shape.width / 64) / 8 / shape.width)
         fewer = replace(shape, weights=packed, quantized=True)
@@ -581,18 +659,11 @@ def _no_longer(lengths: Lengths | None, limit: Lengths) -> Lengths | None:
 
 def _dtypes(config: Config, model_config: Mapping[str, Any]) -> tuple[mx.Dtype, str]:
     """The dtype of the weights as `models.loading` chooses it, and the name of the checkpoint's."""
-    text = model_config.get("text_config", model_config)
-    name = str(
-        model_config.get("dtype")
-        or model_config.get("torch_dtype")
-        or text.get("torch_dtype")
-        or ("bfloat16")
-    )
-    stored = name.removeprefix("torch.")
-    stored = stored if stored in DTYPES else "bfloat16"
+    dtype = stored_dtype(model_config)
+    stored = str(dtype).removeprefix("mlx.core.")
     if config.model.dtype != "auto":
         return DTYPES[config.model.dtype], stored
-    return (mx.float32 if on_cpu() else DTYPES[stored]), stored
+    return (mx.float32 if on_cpu() else dtype), stored
 
 
 def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quantize: bool) -> None:
@@ -603,6 +674,7 @@ def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quant
             return
         settings = {"group_size": 64, "bits": 4}
     group_size, bits = int(settings.get("group_size", 64)), int(settings.get("bits", 4))
+    mode = str(settings.get("mode", "affine"))
     predicate = getattr(model, "quant_predicate", None)
 
     def choice(path: str, module: nn.Module) -> bool | dict[str, Any]:
@@ -613,106 +685,4 @@ def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quant
             return setting
         return True if predicate is None else bool(predicate(path, module))
 
-    nn.quantize(model, group_size, bits, class_predicate=choice)
-
-
-# ---------------------------------------------------------------------- against the run
-
-log = get_logger("memory")
-
-TIGHT = 0.85
-"""A larger share of the memory is worth a warning: the prediction is good to about 15 %."""
-OFF = 0.15
-SMALL = 64 * 2**20
-"""On top of that, a difference that nobody needs to hear of: that of a small model is made by
-single arrays."""
-
-
-class MemoryWatch:
-    """One run's."""
-
-    def __init__(self, config: Config, shape: ModelShape) -> None:
-        self._config, self._shape = config, shape
-        self._seen = Lengths(0, 0)
-        self._peak = 0
-        # A program, or a notebook, may hold more than a process of the daemon's: torch, the model
-        # of an earlier run.
-        self._others = max(0, measured_bytes([]) - PROCESS_BYTES) if on_cpu() else 0
-
-    @classmethod
-    def checked(
-        cls, config: Config, model_config: Mapping[str, Any], *, processes: int = 1
-    ) -> "MemoryWatch":
-        """Raises ConfigError: the longest sequences that the configuration allows need more than
-        this machine has.
-        ModelError, AdapterError: as `ModelShape.of`."""
-        shape = ModelShape.of(model_config, config)
-        needed, (free, whole) = (
-            processes * needed_bytes(predict_memory(config, shape)),
-            memory_present(),
-        )
-        if needed > whole:
-            raise ConfigError(too_little_memory(config, shape, needed, whole))
-        if needed > min(TIGHT * whole, free):
-            log.warning(
-                "little memory to spare: mlx_parallm train --dry-run measures what the run needs",
-                needed_at_most=in_words(needed),
-                present=in_words(whole),
-                free=in_words(free),
-            )
-        return cls(config, shape)
-
-    def subscribe(self, events: RunEvents) -> None:
-        events.subscribe(StepFinished, self.add)
-
-    def add(self, event: StepFinished) -> None:
-        """The lengths and the peak of one step."""
-        self._seen = self._seen.with_batch(event.batch)
-        self._peak = max(self._peak, measured_bytes([event.line]) - self._others)
-
-    @property
-    def predicted(self) -> int:
-        """Bytes, with the longest sequences that were seen so far."""
-        return needed_bytes(predict_memory(self._config, self._shape, self._seen))
-
-    def health(self) -> str | None:
-        """Return a sentence if more is used than the preflight predicted; else None."""
-        if self._peak <= self.predicted * (1 + OFF) + SMALL:
-            return None
-        peak, predicted = in_words(self._peak), in_words(self.predicted)
-        return (
-            f"memory: {peak} at the peak, {predicted} predicted; rl_training.token_budget lowers it"
-        )
-
-    def tell(self, console: Console) -> None:
-        """Print the comparison, at the end of a run."""
-        if not self._peak:
-            return
-        peak, predicted = in_words(self._peak), in_words(self.predicted)
-        if self.health():
-            log.warning("the preflight predicted too little", peak=peak, predicted=predicted)
-        lengths = (
-            f"the longest prompt ({self._seen.prompt} tokens) and completion"
-            f" ({self._seen.completion}) of the run"
-        )
-        ratio = self.predicted / self._peak
-        text = (
-            f"memory: {peak} at the peak; predicted {predicted}, {ratio:.2f} times that, for"
-            f" {lengths}"
-        )
-        console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
-
-
-def needed_bytes(estimate: MemoryEstimate) -> int:
-    """Return the bytes that must fit into `hardware.memory_present`: a GPU's memory holds MLX's
-    arrays only."""
-    return estimate.total if on_cpu() else estimate.of_mlx
-
-
-def measured_bytes(lines: Sequence[Mapping[str, Any]]) -> int:
-    """The same, measured: the peak so far of this process (resident), or of MLX's arrays in
-    steps with these lines."""
-    if on_cpu():
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    return max([mx.get_peak_memory(), *(int(line["memory_gb"] * 1e9) for line in lines)])
+    nn.quantize(model, group_size, bits, mode=mode, class_predicate=choice)

@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.models.experts.routing import UNFORCED
 from mlx_parallm.models.layouts.layout import CompactRows, TokenBatch, pack_rows
 from mlx_parallm.models.layouts.layout import share_prompts as shared_rows
 from mlx_parallm.models.layouts.padding import padded_length
@@ -74,6 +75,8 @@ class MicroBatch:
     scatter: np.ndarray  # [B, T] int32: which of the N scores belongs here; N where mask is false
     # [N] int64: where the numbers of these tokens stand in the columns of the step (prepare.py)
     columns: np.ndarray
+    # [N, layers, k] int32, see `TokenBatch.experts`; None: no rollout has recorded its experts
+    experts: np.ndarray | None = None
     compact: CompactRows | None = None  # the same tokens, fewer of them computed
 
     @property
@@ -82,10 +85,15 @@ class MicroBatch:
         return self.inputs.size if self.compact is None else self.compact.tokens
 
     def token_batch(
-        self, *, entropy_slope: bool = True, measure: Measure | None = None
+        self,
+        *,
+        entropy_slope: bool = True,
+        measure: Measure | None = None,
+        replay: bool = False,
     ) -> TokenBatch:
         """The part that the model reads. `entropy_slope` False: the loss does not depend on the
-        entropy. `measure`: further scores of the tokens."""
+        entropy. `measure`: further scores of the tokens. `replay`: tokens go to the experts that
+        their rollouts have recorded."""
         temperatures = self.temperatures
         same = (
             float(temperatures[0])
@@ -98,6 +106,7 @@ class MicroBatch:
             targets=mx.array(self.targets),
             temperature=mx.array(temperatures) if same is None else same,
             compact=self.compact,
+            experts=mx.array(self.experts) if replay and self.experts is not None else None,
             entropy_slope=entropy_slope,
             measure=measure,
         )
@@ -211,8 +220,27 @@ def _micro_batch(
         temperatures=temperatures[positions // width],
         scatter=scatter.reshape(shape),
         columns=np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows]),
+        experts=_experts(sequences, rows),
         compact=compact if compact is not None and compact.tokens < inputs.size else None,
     )
+
+
+def _experts(sequences: Sequence[TrainSequence], rows: Sequence[int]) -> np.ndarray | None:
+    """The experts of the trained tokens [N, layers, k] int32, `UNFORCED` where a rollout recorded
+    none; None: no one did, or several tokens are scored at a position."""
+    recorded = [sequences[row].rollout.routed_experts for row in rows]
+    first = next((experts for experts in recorded if experts is not None), None)
+    if first is None or any(sequences[row].targets_each > 1 for row in rows):
+        return None
+    parts = []
+    for row, experts in zip(rows, recorded, strict=True):
+        sequence = sequences[row]
+        if experts is None:
+            parts.append(np.full((sequence.trained, first.layers, first.each), UNFORCED, np.int32))
+        else:
+            # the first token of a sequence is never trained on
+            parts.append(experts.array()[len(experts) - sequence.trained :].astype(np.int32))
+    return np.concatenate(parts)
 
 
 def _targets(

@@ -9,7 +9,8 @@ schedules.
 
 Small arrays are laid end to end in bundles, so that an adapter of hundreds of arrays costs a dozen
 operations and not thousands; AdamW and Lion are elementwise, so this changes no number. Muon and
-Adafactor look at whole matrices: there each array stands alone.
+Adafactor look at whole matrices: there each array stands alone. States in 8 bits have blocks: there
+each array begins one (states_8bit.py).
 """
 
 import math
@@ -31,15 +32,30 @@ from mlx_parallm.models.cpu_kernels import fused
 from mlx_parallm.models.parameters import ParameterSlots, scalar
 from mlx_parallm.models.sums import total
 from mlx_parallm.models.value_head import is_value_head
+from mlx_parallm.rl_training.step import states_8bit
+from mlx_parallm.rl_training.step.adaptive_ranks import AdaptiveRanks
+from mlx_parallm.rl_training.step.states_8bit import AdamW8bit, Lion8bit
 
 MEASURED_ELEMENTS = 1 << 20
 """The most weights that `Movement` is measured on: all of a small adapter, an even sample of
 anything larger."""
 BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
-ELEMENTWISE = ("adamw", "lion")
-STATE_BYTES = {"adamw": 8, "muon": 4, "lion": 4, "adafactor": 0}
+EIGHT_BIT = {"adamw_8bit": AdamW8bit, "lion_8bit": Lion8bit}
+ELEMENTWISE = ("adamw", "lion", *EIGHT_BIT)
+STATE_BYTES = {"adamw": 8.0, "muon": 4.0, "lion": 4.0, "adafactor": 0.0} | {
+    "adamw_8bit": 2 * states_8bit.STATE_BYTES,
+    "lion_8bit": states_8bit.STATE_BYTES,
+}
 """Bytes of the optimizer's state for each trained number, without masters (Adafactor: a row and
 a column a matrix)."""
+
+
+def state_bytes(kind: str, numbers: int, small: int) -> float:
+    """Bytes of the optimizer's state for so many trained numbers, `small` of which are in arrays
+    whose states are never quantised."""
+    return small * STATE_BYTES[kind.removesuffix("_8bit")] + (numbers - small) * STATE_BYTES[kind]
+
+
 KINDS = {
     optimizers.Adam: "adamw",
     optimizers.AdamW: "adamw",
@@ -93,6 +109,8 @@ class PolicyOptimizer:
         self._dtypes = [array.dtype for array in arrays]
         self._stride = -(-sum(array.size for array in arrays) // MEASURED_ELEMENTS)
         self._groups = make_groups(slots.names, arrays, config)
+        adaptive = config.lora.enabled and config.lora.use_adalora
+        self._adaptive = AdaptiveRanks(slots.names, arrays, config) if adaptive else None
         self._write()
 
     def reload(self) -> None:
@@ -110,8 +128,17 @@ class PolicyOptimizer:
         for group in self._groups:
             group.use_adamw(settings)
 
-    def update(self, gradients: Sequence[mx.array], learning_rate: float) -> Update:
-        """One step on float32 gradients in slot order; everything is evaluated."""
+    def update(
+        self, gradients: Sequence[mx.array], learning_rate: float, step: int | None = None
+    ) -> Update:
+        """One update with float32 gradients in slot order; everything is evaluated.
+
+        Args:
+            step: of the training, for AdaLoRA's schedule; default: the number of this update.
+        """
+        if self._adaptive is not None:
+            gradients = self._adaptive.regularised(gradients, self._masters())
+            mx.eval(gradients)
         sums = [
             group.square_sum([gradients[slot] for slot in group.slots]) for group in self._groups
         ]
@@ -126,6 +153,13 @@ class PolicyOptimizer:
         before = self._sample()
         for group, part in zip(self._groups, packed, strict=True):
             group.apply(part, learning_rate, factor)
+        if self._adaptive is not None:
+            masters = self._masters()
+            masked = self._adaptive.after_update(
+                step or self.updates, masters, gradients, factor or 1.0
+            )
+            if masked:
+                self._set_masters([masked.get(slot, each) for slot, each in enumerate(masters)])
         self._write()
         return Update(size, applied=True, moved=self._movement(before))
 
@@ -176,7 +210,7 @@ class PolicyOptimizer:
     def state(self) -> dict[str, mx.array]:
         """Return the tensors for `optimizer.safetensors`: `step`, `<parameter>.<kind>` for each
         kind of state (AdamW: m, v), and `<parameter>.master` where the tree is narrower than
-        float32."""
+        float32. With AdaLoRA also the importances."""
         tensors: dict[str, mx.array] = {"step": mx.array(self.updates, mx.uint64)}
         for group in self._groups:
             for kind, arrays in group.state().items():
@@ -184,6 +218,7 @@ class PolicyOptimizer:
                 tensors |= {
                     f"{name}.{kind}": a for name, a in zip(names, arrays, strict=True) if a.size
                 }
+        tensors |= {} if self._adaptive is None else self._adaptive.state()
         masters = zip(self._slots.names, self._masters(), self._dtypes, strict=True)
         return tensors | {
             f"{name}.master": array for name, array, dtype in masters if dtype != mx.float32
@@ -193,6 +228,8 @@ class PolicyOptimizer:
         """Load what `state()` returned. The tree's own arrays must have been loaded. Raises
         CheckpointError."""
         for name, array in self.state().items():
+            if name.endswith(".kept"):
+                continue  # there are some or none
             if name not in tensors or tensors[name].shape != array.shape:
                 shape = tensors[name].shape if name in tensors else "nothing"
                 raise CheckpointError(
@@ -209,6 +246,8 @@ class PolicyOptimizer:
                 for kind in group.state()
             }
             group.restore(tensors["step"], state)
+        if self._adaptive is not None:
+            self._adaptive.restore(tensors)
         self._write()
 
 
@@ -229,12 +268,13 @@ class ParameterGroup:
         config: RLTrainingConfig,
     ) -> None:
         self.slots, self._rate, self._flat = list(slots), rate, kind in ELEMENTWISE
+        self._in_blocks = kind in EIGHT_BIT
         self._shapes = [array.shape for array in arrays]
-        self._bundles = (
-            bundles([array.size for array in arrays])
-            if self._flat
-            else [[i] for i in range(len(arrays))]
-        )
+        # as they lie in a bundle
+        self._sizes = [
+            states_8bit.padded(array.size) if self._in_blocks else array.size for array in arrays
+        ]
+        self._bundles = bundles(self._sizes) if self._flat else [[i] for i in range(len(arrays))]
         self._optimizer = make_optimizer(kind, config, decay)
         self._settings: AdamWSettings | None = None
         # since the last update: it is not compiled, since they would be part of its loops
@@ -279,20 +319,31 @@ class ParameterGroup:
                 gradients = {name: array * factor for name, array in gradients.items()}
             return optimizer.apply_gradients(gradients, masters), optimizer.state
 
-        numbers = 0 if self._new_settings else sum(array.size for array in self.masters.values())
-        # MLX writes into the dictionaries that it is given
-        previous = tree_map(lambda array: array, state)
-        try:
+        def update(gradients: Any, masters: Any, state: Any) -> Any:
+            numbers = 0 if self._new_settings else sum(array.size for array in masters.values())
+            # MLX writes into the dictionaries that it is given
+            previous = tree_map(lambda array: array, state)
             results = fused(updated, numbers)(
-                gradients, self.masters, previous, None if factor is None else mx.array(factor)
+                gradients, masters, previous, None if factor is None else mx.array(factor)
             )
             mx.eval(results)
+            return results
+
+        try:
+            if self._in_blocks:
+                results = states_8bit.in_pieces(update, gradients, self.masters, state)
+            else:
+                results = update(gradients, self.masters, state)
             self.masters, state = results
         finally:
             optimizer.state = state
 
     def sample(self, stride: int) -> Iterator[tuple[int, mx.array]]:
         """(first slot of a bundle, every n-th of its numbers), bundle by bundle. Lazy copies."""
+        if self._in_blocks:  # without what fills up the last block of an array
+            for slot, array in zip(self.slots, self.arrays, strict=True):
+                yield slot, array.reshape(-1)[::stride]
+            return
         for bundle, array in zip(self._bundles, self.masters.values(), strict=True):
             yield self.slots[bundle[0]], array.reshape(-1)[::stride]
 
@@ -305,7 +356,9 @@ class ParameterGroup:
         kinds = sorted({kind for entry in kept for kind in entry})
         if self._flat:
             return {
-                kind: self._unpack({n: self._optimizer.state[n][kind] for n in self.masters})
+                kind: (self._unpack_blocks if kind.endswith(states_8bit.ABSMAX) else self._unpack)(
+                    {n: self._optimizer.state[n][kind] for n in self.masters}
+                )
                 for kind in kinds
             }
         return {kind: [entry.get(kind, mx.zeros((0,))) for entry in kept] for kind in kinds}
@@ -313,7 +366,8 @@ class ParameterGroup:
     def restore(self, step: mx.array, state: Mapping[str, Sequence[mx.array]]) -> None:
         """The counterpart of `state`, evaluated."""
         for kind, arrays in state.items():
-            packed = self.pack(arrays)
+            of_blocks = kind.endswith(states_8bit.ABSMAX)
+            packed = self._laid_out(arrays) if of_blocks else self.pack(arrays)
             for name, before in ((name, self._optimizer.state[name]) for name in self.masters):
                 if kind in before:
                     before[kind] = packed[name]
@@ -326,24 +380,43 @@ class ParameterGroup:
         """Arrays in the order of `slots` as masters, gradients and state are kept. Lazy."""
         if not self._flat:
             return {f"bundle{i}": array for i, array in enumerate(arrays)}
+        flat = [array.reshape(-1) for array in arrays]
+        return self._laid_out(
+            [
+                array if array.size == size else mx.pad(array, (0, size - array.size))
+                for array, size in zip(flat, self._sizes, strict=True)
+            ]
+        )
+
+    def _laid_out(self, arrays: Sequence[mx.array]) -> dict[str, mx.array]:
         return {
-            f"bundle{i}": arrays[bundle[0]].reshape(-1)
+            f"bundle{i}": arrays[bundle[0]]
             if len(bundle) == 1
-            else mx.concatenate([arrays[slot].reshape(-1) for slot in bundle])
+            else mx.concatenate([arrays[slot] for slot in bundle])
             for i, bundle in enumerate(self._bundles)
         }
 
     def _unpack(self, packed: Mapping[str, mx.array]) -> list[mx.array]:
         if not self._flat:
             return list(packed.values())
-        arrays: list[mx.array] = [None] * len(self._shapes)  # type: ignore[list-item]
+        return [
+            flat[: math.prod(shape)].reshape(shape)
+            for flat, shape in zip(self._parts(packed, 1), self._shapes, strict=True)
+        ]
+
+    def _unpack_blocks(self, packed: Mapping[str, mx.array]) -> list[mx.array]:
+        """The same of arrays with one number a block: [blocks] each."""
+        return self._parts(packed, states_8bit.BLOCK)
+
+    def _parts(self, packed: Mapping[str, mx.array], unit: int) -> list[mx.array]:
+        """Cut the bundles at the slots; `unit`: numbers of a slot for each number in them."""
+        parts: list[mx.array] = [None] * len(self._shapes)  # type: ignore[list-item]
         for i, bundle in enumerate(self._bundles):
             start, flat = 0, packed[f"bundle{i}"]
             for slot in bundle:
-                size = math.prod(self._shapes[slot])
-                arrays[slot] = flat[start : start + size].reshape(self._shapes[slot])
-                start += size
-        return arrays
+                parts[slot] = flat[start : start + self._sizes[slot] // unit]
+                start += self._sizes[slot] // unit
+        return parts
 
 
 def make_groups(
@@ -370,7 +443,10 @@ def make_groups(
 
 def optimizer_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> str:
     """Muon is for the matrices of the blocks (and of adapters): embedding, head, norms,
-    magnitudes and stacked experts are AdamW's (https://kellerjordan.github.io/posts/muon/)."""
+    magnitudes and stacked experts are AdamW's (https://kellerjordan.github.io/posts/muon/). The
+    states of small arrays are not quantised."""
+    if config.optimizer in EIGHT_BIT and math.prod(shape) < states_8bit.SMALLEST:
+        return config.optimizer.removesuffix("_8bit")
     is_matrix = len(shape) == 2 and (
         name.endswith((".lora_a", ".lora_b")) or re.search(r"\.\d+\.", name)
     )
@@ -390,26 +466,26 @@ def rate_of(name: str, config: RLTrainingConfig) -> float:
 
 def decay_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> float:
     """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer
-    off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude, which is no
-    norm's, is decayed there and here."""
-    left_out = len(shape) < 2 and not name.endswith(".m")
+    off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude and
+    AdaLoRA's singular values, which are no norm's, are decayed there and here."""
+    left_out = len(shape) < 2 and not name.endswith((".m", ".lora_e"))
     return 0.0 if left_out and not config.decay_norms_and_biases else config.weight_decay
 
 
 def make_optimizer(kind: str, config: RLTrainingConfig, decay: float) -> optimizers.Optimizer:
     """MLX's; the learning rate is set at each update."""
     rate = config.learning_rate
-    if kind == "adamw":
+    if kind in ("adamw", "adamw_8bit"):
         betas = [config.adam_beta1, config.adam_beta2]
-        return optimizers.AdamW(
+        return EIGHT_BIT.get(kind, optimizers.AdamW)(
             learning_rate=rate,
             betas=betas,
             eps=config.adam_eps,
             weight_decay=decay,
             bias_correction=True,
         )
-    if kind == "lion":
-        return optimizers.Lion(learning_rate=rate, weight_decay=decay)
+    if kind in ("lion", "lion_8bit"):
+        return EIGHT_BIT.get(kind, optimizers.Lion)(learning_rate=rate, weight_decay=decay)
     if kind == "muon":
         return optimizers.Muon(learning_rate=rate, weight_decay=decay)
     # the learning rate is the configuration's, not the paper's own schedule

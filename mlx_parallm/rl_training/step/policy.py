@@ -23,12 +23,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.adapters.fake_quantized import rounded_layers, use_fake_quantization
 from mlx_parallm.models.adapters.linear import AdapterDropout
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_swiglu
+from mlx_parallm.models.experts.routing import replayed_experts
 from mlx_parallm.models.lora import (
     adapter_layers,
     inject_lora,
@@ -39,6 +42,7 @@ from mlx_parallm.models.lora import (
 )
 from mlx_parallm.models.mlx_lm_api import save_config, save_model
 from mlx_parallm.models.parameters import ParameterSlots
+from mlx_parallm.models.support import stored_dtype
 from mlx_parallm.models.value_head import (
     VALUE_HEAD_FILE,
     attach_value_head,
@@ -64,7 +68,11 @@ class TrainedPolicy:
         needs_values: whether the tree gets a value head (models/value_head.py), trained beside the
             rest.
 
-    Raises ConfigError: full-weight training of a quantised base, no hidden state for a value head.
+    `replayed_experts`: (layers, experts a token, experts) where the trainer's forward takes the
+    experts that rollouts have recorded.
+
+    Raises ConfigError: full-weight training or `qat_bits` on a quantised base, no hidden state for
+    a value head, router_replay = "on" for a model without it.
     AdapterError: targets or shapes that do not fit.
     """
 
@@ -87,12 +95,27 @@ class TrainedPolicy:
             base,
         )
         self.lora = config.lora.enabled
+        setting = "off" if config.algorithm in DATA_ALGORITHMS else config.router_replay
+        self.replayed_experts = replayed_experts(
+            model,
+            setting,
+            staleness=config.max_staleness,
+            rounded=config.lora.qat_bits is not None,
+        )
+        self._adalora = (
+            config.lora.adalora.model_dump() | {"total_step": config.total_steps}
+            if config.lora.use_adalora
+            else None
+        )
         self.dropout = AdapterDropout(config.lora.dropout)
         use_fast_swiglu(model)
         route_attention(model)
         if self.lora:
             mx.random.seed(config.seed)
+            rounded = rounded_layers(model, config.lora.qat_bits)
             inject_lora(model, config.lora, self.dropout)
+            if config.lora.qat_bits is not None:
+                use_fake_quantization(model, rounded, stored_dtype(model_config))
             for layer in trainer_lora_layers(model).values():
                 mx.eval(layer)  # one by one: DoRA's norms unpack a quantised layer
             if initial_adapter is not None:
@@ -269,7 +292,8 @@ class TrainedPolicy:
     # ------------------------------------------------------------------ arrays and files
 
     def adapter(self) -> dict[str, LoraPair]:
-        """The adapter as it is now; shares the arrays. All are evaluated but the gains of DoRA."""
+        """The adapter as it is now; shares the arrays. All are evaluated but the gains of DoRA and
+        the products of AdaLoRA."""
         return adapter_layers(self.model)
 
     def served_arrays(self) -> list[mx.array]:
@@ -295,6 +319,9 @@ class TrainedPolicy:
     def saved_bytes(self) -> int:
         """Bytes that `save` writes, without its configuration file."""
         arrays = [*self.slots.read(), *self._saved_reference]
+        if self._adalora is not None:  # the product of E and B too
+            layers = trainer_lora_layers(self.model).values()
+            arrays += [layer.lora_b for layer in layers]
         copied = (
             []
             if self.lora
@@ -307,7 +334,11 @@ class TrainedPolicy:
         existing directory."""
         if self.lora:
             save_adapter(
-                directory, self.adapter(), num_layers=len(self.model.layers), base=self._base
+                directory,
+                adapter_layers(self.model, factors=True),
+                num_layers=len(self.model.layers),
+                base=self._base,
+                adalora=self._adalora,
             )
         else:
             with without_value_head(self.model):

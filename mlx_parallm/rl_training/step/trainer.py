@@ -43,6 +43,7 @@ import structlog
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import BlockwiseModel
+from mlx_parallm.models.experts.routing import expert_load
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.support import layers_by_token
 from mlx_parallm.rl_training.step.algorithms import Algorithm
@@ -247,8 +248,7 @@ class Trainer:
         for micro_batch in self.collate(sequences, range(len(sequences)), together=1).micro_batches:
             ends = np.cumsum(micro_batch.mask.sum(axis=1))[:-1]
             with self._seeing(micro_batch):
-                parts = self.model.score(micro_batch.token_batch())
-            scores = np.stack([np.array(part) for part in parts])
+                scores = np.stack(self._scores_of(micro_batch, self._replays))
             by_row |= dict(zip(micro_batch.rows, np.split(scores, ends, axis=1), strict=True))
         return [by_row[row] for row in range(len(sequences))]
 
@@ -270,7 +270,7 @@ class Trainer:
                 continue
             with self._seeing(micro_batch):
                 scored = self.model.score(
-                    micro_batch.token_batch(measure=loss.measure(micro_batch))
+                    micro_batch.token_batch(measure=loss.measure(micro_batch), replay=self._replays)
                 )
             value, (numbers, *_) = loss.objective(micro_batch)(*scored)
             total += scalar(value)
@@ -318,6 +318,7 @@ class Trainer:
         started = time.perf_counter()
         at = position or StepPosition()
         self.drop()
+        self.model.experts_forced = self.model.experts_differing = 0
         if self.images is not None:
             self.images.begin_step()
 
@@ -342,6 +343,10 @@ class Trainer:
                 at = replace(after, next_mini_batch=number + 1)
             at = replace(at, epoch=epoch + 1, order=(), next_mini_batch=0)
         result = self._result(at, prepared, learning_rate, started, finished=True)
+        if self.policy.replayed_experts is not None:
+            recorded = (sequence.rollout.routed_experts for sequence in batch.sequences)
+            present = [experts for experts in recorded if experts is not None]
+            result.metrics.update(expert_load(present, self.policy.replayed_experts[2]))
         self._finish_step(batch.step, prepared)
         return result
 
@@ -376,7 +381,7 @@ class Trainer:
             return replace(
                 at, left_out=1, stopped_at_kl=kl, mismatch=sums.mismatch if first else at.mismatch
             )
-        update = self.apply(learning_rate)
+        update = self.apply(learning_rate, batch.step)
         if update is None:
             return None
         if not update.applied:
@@ -415,7 +420,9 @@ class Trainer:
                 continue
             self.model.longest_eval_ms = 0.0
             tokens = micro_batch.token_batch(
-                entropy_slope=self.algorithm.entropy_slope, measure=loss.measure(micro_batch)
+                entropy_slope=self.algorithm.entropy_slope,
+                measure=loss.measure(micro_batch),
+                replay=self._replays,
             )
             with self._dropout(micro_batch), self._seeing(micro_batch):
                 value, (*extras, logprobs, entropy), self.gradients = self.model.loss_and_gradients(
@@ -459,13 +466,13 @@ class Trainer:
         """Images' positions in a forward or backward pass, where they have some of their own."""
         return nullcontext() if self.images is None else self.images.seen(micro_batch.inputs)
 
-    def apply(self, learning_rate: float) -> Update | None:
+    def apply(self, learning_rate: float, step: int | None = None) -> Update | None:
         """One optimizer update with the accumulated gradients of all ranks, which are used up.
-        None: a rank is gone."""
+        None: a rank is gone. `step`: `PolicyOptimizer.update`."""
         gradients = self.gradients or [mx.zeros(array.shape) for array in self.policy.slots.read()]
         self.drop()
         summed = self.ranks.sum(gradients)
-        return None if summed is None else self.optimizer.update(summed, learning_rate)
+        return None if summed is None else self.optimizer.update(summed, learning_rate, step)
 
     def drop(self) -> None:
         """Forget what was accumulated."""
@@ -566,7 +573,7 @@ class Trainer:
                     "scored after updates of the same step: the configuration was changed",
                     step=batch.step,
                 )
-            columns = self._score_rows(batch, scored, should_stop)
+            columns = self._score_rows(batch, scored, should_stop, self._replays)
             if columns is None:
                 return None
             scores |= {name: columns[0]} | ({"old_values": columns[2]} if needs_values else {})
@@ -579,9 +586,14 @@ class Trainer:
         return scores
 
     def _score_rows(
-        self, batch: TrainBatch, rows: set[int], should_stop: Callable[[], bool]
+        self,
+        batch: TrainBatch,
+        rows: set[int],
+        should_stop: Callable[[], bool],
+        replay: bool = False,
     ) -> np.ndarray | None:
-        """Columns of the model's scores of each token; 0 outside of `rows`.
+        """Columns of the model's scores of each token; 0 outside of `rows`. `replay`: by the
+        experts that the rollouts have recorded.
 
         The micro-batches are those of the first epoch, so that rounding is the same as in the pass
         that learns.
@@ -600,10 +612,23 @@ class Trainer:
             if stopped := should_stop():
                 break
             with self._seeing(micro_batch):
-                scores = [np.array(part) for part in self.model.score(micro_batch.token_batch())]
+                scores = self._scores_of(micro_batch, replay)
             columns[:, micro_batch.columns] = np.stack(scores[: len(columns)])
         everyone = self.ranks.exchange(columns, stop=stopped)
         return None if everyone is None else np.sum(everyone, axis=0)
+
+    def _scores_of(self, micro_batch: MicroBatch, replay: bool) -> list[np.ndarray]:
+        return [np.array(part) for part in self.model.score(micro_batch.token_batch(replay=replay))]
+
+    def _routing_metrics(self) -> dict[str, float | None]:
+        """How many of the experts that this process repeated its own router would not have
+        chosen."""
+        forced = self.model.experts_forced
+        return {"experts_differing": self.model.experts_differing / forced if forced else None}
+
+    @property
+    def _replays(self) -> bool:
+        return self.policy.replayed_experts is not None
 
     def _prepare(self, batch: TrainBatch, scores: Scores) -> PreparedBatch:
         return prepare(
@@ -656,6 +681,8 @@ class Trainer:
             "optimizer_updates": at.updates,
             "skipped_steps": at.skipped,
         }
+        if self.policy.replayed_experts is not None:
+            metrics |= self._routing_metrics()
         if self.algorithm.stop_kl is not None:
             metrics |= {"mini_batches_left_out": at.left_out, "stopped_at_kl": at.stopped_at_kl}
         return StepResult(finished, at, metrics, time.perf_counter() - started)

@@ -1,6 +1,7 @@
 """Text policies in gymnasium's environments."""
 
 import asyncio
+import json
 import string
 import threading
 
@@ -190,6 +191,69 @@ def test_observation_and_action_may_be_functions_of_the_users(tmp_path):
     assert state.prompt[2]["content"] == "row 1, column 0"
 
 
+def test_a_template_shows_the_observation_and_the_picture():
+    environment = GymnasiumEnvironment(
+        Says("right"),
+        **LAKE | {"make": {"is_slippery": False, "render_mode": "ansi"}},
+        observation_text="{render}field {observation}",
+        max_steps=2,
+    )
+    state = environment.step(environment.reset(index=0))
+    lines = "FFF\nFHFH\nFFFH\nHFFG\nfield 0"
+    assert state.prompt[0]["content"].endswith(f"\x1b[41mS\x1b[0m{lines}")
+    assert "(Right)\nS\x1b[41mF\x1b[0mFF\n" in state.prompt[2]["content"]
+    assert state.prompt[2]["content"].endswith("field 1")
+
+
+@pytest.mark.parametrize(
+    ("options", "answers", "rewards", "shown"),
+    [
+        (LAKE, TO_THE_GOAL, [0, 0, 0, 0, 0, 1], "14"),
+        ({"id": "CliffWalking-v1"}, ["0", *"1" * 11, "2"], [-1] * 13, "35"),
+        (
+            {"id": "Blackjack-v1", "action_names": ["stick", "hit"]},
+            ["I hit", "hit", "hit", "hit", "hit"],
+            [0, -1],  # 13, then more than 21
+            "[13, 6, 0]",
+        ),
+        (
+            {
+                "id": "Taxi-v4",
+                "action_names": ["south", "north", "east", "west", "pick up", "drop off"],
+            },
+            ["drop off", "south"],
+            [-10, -1],  # nobody is in it
+            None,
+        ),
+    ],
+    ids=lambda value: value.get("id") if isinstance(value, dict) else None,
+)
+def test_games_of_toy_text_are_played_with_options_alone(options, answers, rewards, shown):
+    environment = GymnasiumEnvironment(Says(*answers), **options, max_steps=len(answers), seed=1)
+    state = play(environment)
+    assert state.metadata["rewards"] == rewards
+    assert state.metadata["return"] == sum(rewards)
+    assert state.metadata["invalid_actions"] == 0
+    assert shown in (None, state.prompt[-2]["content"])
+
+
+async def test_answers_are_held_to_the_actions_from_the_first_one_on(tokenizer):
+    config = EnvironmentConfig(kind="own", name="own")
+    for options, choice in (
+        (LAKE, LAKE["action_names"]),
+        ({"id": "CliffWalking-v1"}, ["0", "1", "2", "3"]),
+    ):
+        options = {**options, "constrained": True, "max_steps": 2}
+        source = StateSource(config, lambda o=options: GymnasiumEnvironment(**o), seed=0)
+        client = ScriptedClient(tokenizer, lambda *_, answer=choice[1]: answer)
+        policy = EpisodePolicy(client, tokenizer, temperature=1, max_token_length=256)
+        [result] = await EpisodeRunner(policy).run([GroupPlan("g", source, 0, 2, seed=0)])
+        assert result.failure is None, result.failure
+        [structure] = {request.params.structure for request in client.requests}
+        assert (structure.kind, json.loads(structure.source)) == ("choice", choice)
+        assert [request.params.n for request in client.requests] == [2, 1, 1]  # opened together
+
+
 @pytest.mark.parametrize(("kind", "action"), [("Dict", {"a": 1}), ("Tuple", (1, 0))])
 def test_actions_of_any_space_are_played_where_it_is_said_what_an_answer_means(kind, action):
     environment = GymnasiumEnvironment(
@@ -210,6 +274,11 @@ def test_actions_of_any_space_are_played_where_it_is_said_what_an_answer_means(k
         ({**LAKE, "action_names": ["left"]}, "1 action_names do not fit"),
         ({**LAKE, "make": {"colour": "blue"}}, "colour"),
         ({**LAKE, "max_steps": 0}, "at least 1"),
+        ({"id": "Pendulum-v1", "constrained": True}, "actions that can be listed"),
+        ({**LAKE, "observation_text": "on {field}"}, r"neither a template with \{observation\}"),
+        ({**LAKE, "observation_text": "lake.py:where"}, "nor a reference"),
+        ({**LAKE, "observation_text": "on {"}, "stand for braces"),
+        ({**LAKE, "observation_text": "{render}"}, 'needs make = { render_mode = "ansi" }'),
         (
             {"id": "Pairs-v0", "make": {"kind": "Dict"}},
             r"Pairs-v0 has the actions Dict\(.*action_of.*wrap it",

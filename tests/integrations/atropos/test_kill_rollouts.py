@@ -10,8 +10,8 @@ from scripts.soak.kill_rollouts import run_kills
 
 @pytest.mark.slow
 def test_every_received_group_is_trained_once_or_accounted_for(tmp_path: Path) -> None:
-    kills, sent, audit = run_kills(tmp_path, 2, seed=3)
-    assert len(kills) == 2 and any(kill.received for kill in kills)
+    kills, sent, audit = run_kills(tmp_path, 1, seed=3)
+    assert len(kills) == 1 and any(kill.received for kill in kills)
     assert audit.faults == []
     assert len(sent.received) == sum(audit.states.values()) >= 8 and not sent.refused
     assert audit.states["taken"]

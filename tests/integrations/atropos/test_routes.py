@@ -340,5 +340,5 @@ def test_a_body_over_the_limit_lies_in_quarantine(app, store, announced):
 def test_made_up_requests_are_never_a_500_and_never_surprise():
     """The short form of scripts/soak/fuzz_openapi.py, for these routes."""
     with tiny_server(added=atropos) as serving:
-        findings = fuzz(serving.url, cases=60, prefix="/atropos")
-    assert findings.problems == {} and findings.cases >= 60
+        findings = fuzz(serving.url, cases=30, prefix="/atropos")
+    assert findings.problems == {} and findings.cases >= 30

@@ -136,9 +136,9 @@ def test_how_a_step_is_cut_changes_no_gradient(algorithm: str, tmp_path: Path) -
         perturb_adapter(trainer.policy)
         gradients: list[list[mx.array]] = []
         update = trainer.optimizer.update
-        trainer.optimizer.update = lambda given, rate, update=update, kept=gradients: (
+        trainer.optimizer.update = lambda given, *others, update=update, kept=gradients: (
             kept.append(given),
-            update(given, rate),
+            update(given, *others),
         )[1]
         result = trainer.train_step(source.batches(trainer).collect(1))
         assert (result.position.updates, result.position.skipped) == (1, 0)

@@ -21,8 +21,7 @@ from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from mlx_parallm.models import loading
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.plan import dry_run
-from mlx_parallm.rl_training.plan import preflight as memory_watch
+from mlx_parallm.rl_training.plan import dry_run, memory_watch, preflight
 from mlx_parallm.rl_training.plan.dry_run import (
     OTHER_FILES,
     DryRun,
@@ -450,7 +449,7 @@ def test_one_number_of_a_dry_run_is_called_at_most() -> None:
 def test_weights_that_become_float32_are_named(
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool, settings: dict[str, str], words: str | None
 ) -> None:
-    monkeypatch.setattr(memory_watch, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(preflight, "on_cpu", lambda: on_cpu)
     narrow = QWEN3_06B | {"torch_dtype": "bfloat16"}
     shape = ModelShape.of(narrow, parse_config({"model": settings}))
     note = float32_note(shape)

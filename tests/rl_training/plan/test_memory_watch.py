@@ -18,14 +18,9 @@ from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
-from mlx_parallm.rl_training.plan import preflight as memory_watch
-from mlx_parallm.rl_training.plan.preflight import (
-    Lengths,
-    MemoryWatch,
-    ModelShape,
-    measured_bytes,
-    predict_memory,
-)
+from mlx_parallm.rl_training.plan import memory_watch, preflight
+from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch, measured_bytes
+from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape, predict_memory
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import padded_length
 from mlx_parallm.system.hardware import GIB
@@ -163,7 +158,8 @@ def batch(prompt: int, completion: int, *, rows: bool = False) -> TrainBatch:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There MLX's arrays count, which a test can make up, and not the process."""
-    monkeypatch.setattr(memory_watch, "on_cpu", lambda: False)
+    for module in (memory_watch, preflight):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
 
 
 def watched(*peaks: float, prompt: int = 64, completion: int = 128) -> MemoryWatch:

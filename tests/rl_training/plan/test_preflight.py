@@ -14,7 +14,7 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
-from mlx_parallm.models.lora import inject_lora
+from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from mlx_parallm.rl_training.plan import preflight
 from mlx_parallm.rl_training.plan.preflight import (
     Lengths,
@@ -271,6 +271,23 @@ def test_full_weights_count_masters_moments_and_gradients() -> None:
     assert checkpoint_bytes(config, wide_shape) == (4 + 8) * wide_shape.trained
 
 
+def test_states_in_8_bits_are_counted_and_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "on_cpu", lambda: False)
+    config = load_config("qwen3_0.6b_dataset", [*GPU, "rl_training.lora.enabled=false"])
+    shape = ModelShape.of(QWEN3_06B, config)
+    narrow = load_config(
+        "qwen3_0.6b_dataset",
+        [*GPU, "rl_training.lora.enabled=false", "rl_training.optimizer=adamw_8bit"],
+    )
+    saved = predict_memory(config, shape).total - predict_memory(narrow, shape).total
+    assert saved == pytest.approx((8 - 2 - 8 / 256) * (shape.trained - shape.small), abs=2)
+    assert 0 < shape.small < shape.trained / 1000, "gains of norms"
+    chosen, then = what_fits(config, shape, predict_memory(config, shape).total - saved // 2)
+    assert chosen["rl_training.optimizer"] == "adamw_8bit"
+    assert then.total <= predict_memory(config, shape).total - saved // 2
+    assert "rl_training.lora.enabled" not in chosen, "what changes less comes first"
+
+
 def test_what_fits_is_in_order_of_effect_and_true(monkeypatch: pytest.MonkeyPatch) -> None:
     # there 4-bit weights are unpacked: nothing is won
     monkeypatch.setattr(preflight, "on_cpu", lambda: False)
@@ -292,12 +309,45 @@ def test_what_fits_is_in_order_of_effect_and_true(monkeypatch: pytest.MonkeyPatc
     assert "rl_training.lora.quantize_base" in what_fits(wide, ModelShape.of(QWEN3_06B, wide), 0)[0]
 
 
+def test_a_costly_setting_spares_cheap_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4-bit weights neither micro-batches nor decoded batches have to be smaller."""
+    monkeypatch.setattr(preflight, "on_cpu", lambda: False)
+    model = {name: value for name, value in QWEN3_4B.items() if name != "quantization"}
+    small = [*GPU, "rl_training.token_budget=1024", "server.batch_size=8"]
+    config = load_config("qwen3_4b_dataset", small)
+    shape = ModelShape.of(model, config)
+    packed = load_config("qwen3_4b_dataset", [*small, "rl_training.lora.quantize_base=true"])
+    room = predict_memory(packed, ModelShape.of(model, packed)).total
+    chosen, then = what_fits(config, shape, room + 2**28)
+    assert chosen == {"rl_training.lora.quantize_base": "true"}
+    assert then.total <= room + 2**28
+
+
+def test_experts_and_formats_of_a_mixture_count() -> None:
+    """Mixtral's and gpt-oss's experts have the feed-forward's size; MXFP4 has 4.25 bits a number."""
+    config = load_config(None, ["model.dtype=bfloat16"])
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    gpt_oss = sizes | heads | experts | {"model_type": "gpt_oss", "sliding_window": 8}
+    assert ModelShape.of(gpt_oss, config).intermediate == 2 * 96
+    shape = ModelShape.of(gpt_oss | {"quantization": {"group_size": 32, "bits": 4}}, config)
+    mxfp4 = {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}
+    matrices = 2 * (8 * 3 * 64 * 96 + 4 * 64 * 64 + 8 * 64) + 2 * 64 * 64
+    saved = shape.weights - ModelShape.of(gpt_oss | mxfp4, config).weights
+    assert saved == matrices * (4 + 32 / 32 - 4.25) / 8
+
+
 @pytest.mark.parametrize(
     "training",
     [
         {},
         {"optimizer": "lion"},
         {"optimizer": "muon"},
+        {"optimizer": "adamw_8bit"},
+        {"optimizer": "adamw_8bit", "lora": {"enabled": False}},
+        {"optimizer": "lion_8bit"},
+        {"lora": {"use_adalora": True}},
         {"algorithm": "ppo"},
         {"algorithm": "ppo", "lora": {"enabled": False}},
         {"reference": "ema"},
@@ -324,7 +374,9 @@ def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[s
     held = [*policy.slots.read(), *(policy.reference_arrays or [])]
     state = PolicyOptimizer(policy.slots, config.rl_training).state()
     held += [array for name, array in state.items() if name != "step"]
-    assert checkpoint_bytes(config, shape) == sum(array.size * 4 for array in held)
+    if config.rl_training.lora.use_adalora:  # with E and without
+        held += [layer.lora_b for layer in trainer_lora_layers(policy.model).values()]
+    assert checkpoint_bytes(config, shape) == sum(array.nbytes for array in held)
 
 
 def test_the_memory_of_teachers_is_counted(tmp_path: Path) -> None:
@@ -362,3 +414,21 @@ def test_the_memory_of_teachers_is_counted(tmp_path: Path) -> None:
     assert whole == parts(old)["teachers"] + 16 * 8 * VOCAB_SIZE * 4 * 2
     smaller = parts(large | {"quantize": True})["teachers"]
     assert scores < smaller < sum(arrays) / 2 + scores
+
+
+def test_rounding_in_training_is_counted() -> None:
+    """Embedding and head in 4 bits beside their own arrays, and two and a half copies of a block's
+    weights."""
+    config = small(lora={"qat_bits": 4}, sampler_correction="tis")
+    untied = QWEN3_06B | {"tie_word_embeddings": False}
+    shape = ModelShape.of(untied, config)
+    block = 1024 * (2 * 2048 + 2 * 1024) + 3 * 1024 * 3072
+    assert shape.adapted == 28 * block
+    assert shape.rounded == 2 * 1024 * 151936
+    added = predict_memory(config, shape).total - predict_memory(small(), shape).total
+    width = shape.width
+    assert added == pytest.approx(
+        shape.rounded * (4 + 16 * width / 64) / 8 + block * (width + 1.5 * 4), abs=2
+    )
+    assert predict_memory(config, shape).parts["training: rounding"] == added
+    assert not any("quantize_base" in key for key in what_fits(config, shape, 0)[0]), "not combined"

@@ -199,6 +199,7 @@ EACH_ONCE_AND_ALL = [
 
 
 @pytest.mark.slow  # g++ makes the loops
+@pytest.mark.long
 @pytest.mark.skipif(
     not cpu_kernels.available(),
     reason="without MLX on the CPU and a C++ compiler nothing is fused",

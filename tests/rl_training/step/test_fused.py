@@ -62,7 +62,12 @@ def counted(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "values", [{"algorithm": "grpo", "kl_beta": 0.1}, {"algorithm": "ppo"}, {"algorithm": "kto"}]
+    "values",
+    [
+        {"algorithm": "grpo", "kl_beta": 0.1},
+        pytest.param({"algorithm": "ppo"}, marks=pytest.mark.long),
+        pytest.param({"algorithm": "kto"}, marks=pytest.mark.long),
+    ],
 )
 def test_steps_with_other_numbers_take_the_same_loops(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -83,9 +83,9 @@ def train(ranks: Ranks, config: RLTrainingConfig, batch: TrainBatch, **step: Any
     gradients, update = [], trainer.optimizer.update
     backward, passes = trainer.model.loss_and_gradients, []
 
-    def watched_update(found: list[mx.array], rate: float) -> Any:
+    def watched_update(found: list[mx.array], *others: Any) -> Any:
         gradients.append([np.array(gradient) for gradient in found])
-        return update(found, rate)
+        return update(found, *others)
 
     def watched_backward(*arguments: Any, **options: Any) -> Any:
         passes.append(1)

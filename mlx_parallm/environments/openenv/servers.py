@@ -1,0 +1,304 @@
+"""The servers of one [[environments]] entry: which of them gets the next episode, and what becomes
+of one that is full, does not answer, or has ended.
+
+    `open`: the server with the fewest sessions → connect → reset → (Session, first StepResult)
+
+A session that cannot be opened is tried again, on another server where there is one; after the
+first action an episode that is lost stays lost. Of several servers each gets a few sessions first,
+and one more with each episode that it plays to the end, so that one that hangs holds few episodes
+up. A server that failed is left alone for a while, longer each time. One that is started by a
+command is started again when it has ended.
+"""
+
+import asyncio
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+import httpx
+
+from mlx_parallm.environments.openenv.session import NoCapacityError, Session, StepResult
+from mlx_parallm.errors import ConfigError, EndpointError
+from mlx_parallm.system.log import get_logger
+
+log = get_logger("environments")
+
+PORT = "{port}"
+POLL_S, START_POLL_S = 0.02, 0.1
+PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0  # after a failure; doubled each time
+FULL_S = 0.05  # before a server is asked again that is full without a session of ours
+TRUST = 4  # sessions of a server, one of several, before it has played an episode
+FORGET_S = 30.0  # before a server that was full with ours is asked for more than it took
+LAST_WORDS = 300  # characters of what a server that ended has written
+
+
+@dataclass
+class Server:
+    """A server, and how it is doing. `command` starts it, where it is ours."""
+
+    url: str
+    command: tuple[str, ...] = ()
+    sessions: int = 0
+    failures: int = 0  # since the last episode that it played to the end
+    rests_until: float = 0.0
+    trust: int = TRUST  # sessions that it gets, one more after each episode
+    most: int | None = None  # sessions of ours that it took when it was full
+    most_until: float = 0.0
+    process: subprocess.Popen[bytes] | None = None
+    output: IO[bytes] | None = None
+
+    def leave(self) -> None:
+        self.sessions -= 1
+
+    def note_full(self) -> None:
+        """Remember how many sessions it takes: those that it has, or, if none is ours, none for a
+        while."""
+        now = time.monotonic()
+        if self.sessions > 0:
+            self.most, self.most_until = self.sessions, now + FORGET_S
+        else:
+            self.rests_until = now + FULL_S
+
+    def has_room(self, limit: int | None) -> bool:
+        """Whether it may take one more session."""
+        limits = [] if limit is None else [limit]
+        if self.most is not None and time.monotonic() < self.most_until:
+            limits.append(self.most)
+        return all(self.sessions < each for each in limits)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.command) and (self.process is None or self.process.poll() is not None)
+
+
+class Servers:
+    """Any number of episodes share it, on one loop or several."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        commands: Sequence[tuple[str, ...]],
+        *,
+        max_sessions: int | None,
+        connect_timeout_s: float,
+        message_timeout_s: float,
+        ready_timeout_s: float,
+        wait_s: float,
+        retries: int,
+    ) -> None:
+        """Start the commands, and wait until each server answers.
+
+        Args:
+            commands: each starts a server; `{port}` in one stands for its port.
+            max_sessions: of one server at once; None: as many as it takes.
+            wait_s: longest wait for a free session.
+            retries: of opening a session.
+
+        Raises ConfigError: a server does not answer.
+        """
+        self._max_sessions, self._wait_s, self._retries = max_sessions, wait_s, retries
+        self._connect_timeout_s, self._message_timeout_s = connect_timeout_s, message_timeout_s
+        self._ready_timeout_s = ready_timeout_s
+        self.servers = [Server(url) for url in urls]
+        self.servers += [Server("", command) for command in commands]
+        self._finalizer = weakref.finalize(self, _stop, self.servers)  # at exit, too
+        try:
+            for server in self.servers:
+                if server.command:
+                    _start(server)
+            for server in self.servers:
+                _wait_for(server, self._ready_timeout_s)
+        except EndpointError as error:
+            self.close()
+            raise ConfigError(f"openenv: {error}") from error
+
+    def schemas(self) -> Mapping[str, Any]:
+        """Return the JSON schemas of "action", "observation" and "state". Raises ConfigError."""
+        url = f"{self.servers[0].url}/schema"
+        try:
+            answer = httpx.get(url, timeout=self._connect_timeout_s)
+            answer.raise_for_status()
+            schemas: Mapping[str, Any] = answer.json()
+            if not isinstance(schemas["action"], Mapping):
+                raise TypeError("its action is no schema")
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"openenv: {url}: no schema of the actions: {error or type(error).__name__}"
+            ) from error
+        return schemas
+
+    def close(self) -> None:
+        """End the servers that were started here."""
+        self._finalizer()
+
+    @asynccontextmanager
+    async def open(self, reset: Mapping[str, Any]) -> AsyncIterator[tuple[Session, StepResult]]:
+        """Hold a session in which an episode has begun. Raises EndpointError: none could be
+        opened; RolloutRejectedError: the environment has failed."""
+        server, session, first = await self._opened(reset)
+        try:
+            yield session, first
+            server.failures, server.trust = 0, server.trust + 1
+        except EndpointError:
+            self._note_failure(server)
+            raise
+        finally:
+            server.leave()
+            await session.close()
+
+    async def _opened(self, reset: Mapping[str, Any]) -> tuple[Server, Session, StepResult]:
+        failures, until = 0, time.monotonic() + self._wait_s
+        full: EndpointError | None = None
+        while True:
+            if time.monotonic() > until:
+                raise EndpointError(
+                    f"{self.servers[0].url}: no session was free within {self._wait_s:g} s"
+                    f" ({full or f'max_sessions = {self._max_sessions}'})"
+                )
+            server = self._pick()
+            if server is None:
+                await asyncio.sleep(POLL_S)
+                continue
+            try:
+                session, first = await self._begin(server, reset)
+            except NoCapacityError as error:
+                full = error
+                server.note_full()
+            except EndpointError:
+                self._note_failure(server)
+                failures += 1
+                if failures > self._retries:
+                    raise
+            else:
+                return server, session, first
+
+    async def _begin(self, server: Server, reset: Mapping[str, Any]) -> tuple[Session, StepResult]:
+        async with AsyncExitStack() as unused:
+            server.sessions += 1
+            unused.callback(server.leave)
+            if server.ended:
+                await asyncio.to_thread(self._start_again, server)
+            session = await Session.connect(
+                server.url,
+                connect_timeout_s=self._connect_timeout_s,
+                timeout_s=self._message_timeout_s,
+            )
+            unused.push_async_callback(session.close)
+            first = await session.reset(reset)
+            unused.pop_all()
+        return session, first
+
+    def _pick(self) -> Server | None:
+        """Return the server with the fewest sessions that is neither full nor resting."""
+        now = time.monotonic()
+        awake = [
+            server
+            for server in self.servers
+            if server.rests_until <= now
+            and server.has_room(self._max_sessions)
+            and (server.sessions < server.trust or len(self.servers) == 1)
+        ]
+        return min(awake, key=lambda server: server.sessions, default=None)
+
+    def _note_failure(self, server: Server) -> None:
+        pause = min(PAUSE_S * 2**server.failures, LONGEST_PAUSE_S)
+        server.failures, server.trust = server.failures + 1, 1
+        server.rests_until = time.monotonic() + pause
+
+    def _start_again(self, server: Server) -> None:
+        with _STARTING:
+            if server.ended:
+                log.warning("an OpenEnv server has ended; it is started again", url=server.url)
+                _start(server)
+        _wait_for(server, self._ready_timeout_s)
+
+
+_STARTING = threading.Lock()
+
+
+def command_of(option: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the words of a command. Raises ConfigError: it does not say where the port goes."""
+    words = tuple(shlex.split(option)) if isinstance(option, str) else tuple(map(str, option))
+    if not any(PORT in word for word in words):
+        raise ConfigError(
+            f"openenv: command {' '.join(words)!r} has to say where the port goes: {PORT}"
+        )
+    return words
+
+
+def _start(server: Server) -> None:
+    """Raises EndpointError: the command cannot be run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server.url = f"http://127.0.0.1:{port}"
+    if server.output is not None:
+        server.output.close()
+    server.output = tempfile.TemporaryFile()  # noqa: SIM115  its life is the server's
+    words = [word.replace(PORT, str(port)) for word in server.command]
+    try:
+        server.process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=server.output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in the terminal must not end it before its episodes
+        )
+    except OSError as error:
+        raise EndpointError(f"command {words[0]!r}: {error}") from error
+
+
+def _wait_for(server: Server, timeout_s: float) -> None:
+    """Raises EndpointError: the server does not answer in time, or has ended."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            answer = httpx.get(f"{server.url}/health", timeout=max(POLL_S, timeout_s / 4))
+            if answer.status_code < 400:
+                return
+            why = f"/health answers {answer.status_code}"
+        except httpx.HTTPError as error:
+            why = str(error) or type(error).__name__
+        if server.ended:
+            code = server.process.returncode if server.process is not None else None
+            raise EndpointError(
+                f"{' '.join(server.command)!r} has ended with {code}: {_last_words(server)}"
+            )
+        if time.monotonic() > until:
+            raise EndpointError(f"{server.url}: no OpenEnv server answers: {why}")
+        time.sleep(START_POLL_S)
+
+
+def _last_words(server: Server) -> str:
+    if server.output is None:
+        return ""
+    server.output.seek(0, os.SEEK_END)
+    server.output.seek(max(0, server.output.tell() - LAST_WORDS))
+    return " ".join(server.output.read().decode(errors="replace").split())
+
+
+def _stop(servers: Sequence[Server]) -> None:
+    for server in servers:
+        if server.process is not None and server.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(server.process.pid, signal.SIGTERM)
+    for server in servers:
+        if server.process is not None:
+            try:
+                server.process.wait(timeout=2.0)
+            except subprocess.TimeoutExpired:
+                with suppress(ProcessLookupError):
+                    os.killpg(server.process.pid, signal.SIGKILL)
+                server.process.wait()
+        if server.output is not None:
+            server.output.close()

@@ -1,0 +1,187 @@
+"""One session of an OpenEnv server: a WebSocket, and the environment that the server made for it.
+
+The protocol is that of openenv-core 0.3 (`openenv.core.env_client`): JSON texts {"type", "data"},
+one answer to each. Its own client is not used: importing it takes 2.8 s and 180 MB, because its
+package brings the web interface of the servers along (gradio, fastmcp, pandas), and it tells an
+error of the server from a lost connection by the words alone.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from mlx_parallm.errors import EndpointError, RolloutRejectedError
+from mlx_parallm.system.packages import require
+
+CLOSE_TIMEOUT_S = 1.0
+LARGEST_MESSAGE = 100 << 20  # bytes, as the client of openenv-core
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
+
+
+class NoCapacityError(EndpointError):
+    """The server has as many sessions as it allows."""
+
+
+class ActionRefusedError(RolloutRejectedError):
+    """The server does not understand an action; the session goes on."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The answer of an environment: `reward` 0 where it gave none."""
+
+    observation: Mapping[str, Any]
+    reward: float
+    done: bool
+
+
+class Session:
+    """Made by `connect`. One message at a time; any error but ActionRefusedError ends it."""
+
+    def __init__(self, url: str, socket: Any, timeout_s: float) -> None:
+        self.url, self._socket, self._timeout_s = url, socket, timeout_s
+        self._one_at_a_time = asyncio.Lock()
+
+    @classmethod
+    async def connect(cls, url: str, *, connect_timeout_s: float, timeout_s: float) -> Self:
+        """Open a session at a server's http(s) URL. Raises EndpointError.
+
+        Args:
+            timeout_s: longest wait for an answer.
+        """
+        from websockets.asyncio.client import connect
+        from websockets.exceptions import WebSocketException
+
+        target = f"ws{url.removeprefix('http')}/ws"
+        try:
+            socket = await connect(
+                target,
+                open_timeout=connect_timeout_s,
+                close_timeout=CLOSE_TIMEOUT_S,
+                ping_interval=None,  # an environment that computes may not answer for long
+                max_size=LARGEST_MESSAGE,
+                proxy=None if any(f"//{host}" in target for host in LOCAL) else True,
+            )
+        except (OSError, WebSocketException) as error:  # a TimeoutError is an OSError
+            raise EndpointError(f"{target}: no connection: {_words(error)}") from error
+        return cls(url, socket, timeout_s)
+
+    async def reset(self, values: Mapping[str, Any]) -> StepResult:
+        """Begin an episode. Raises NoCapacityError, EndpointError, RolloutRejectedError: the
+        environment has failed."""
+        return _step_result(await self._ask("reset", dict(values)), self.url)
+
+    async def step(self, action: Mapping[str, Any]) -> StepResult:
+        """Take an action. Raises ActionRefusedError, EndpointError, RolloutRejectedError."""
+        return _step_result(await self._ask("step", dict(action)), self.url)
+
+    async def state(self) -> Mapping[str, Any]:
+        """Return the state that the server tells of the episode. Raises as `step`."""
+        return dict(await self._ask("state", None))
+
+    async def close(self) -> None:
+        """End the session; the server closes its environment."""
+        from websockets.exceptions import WebSocketException
+
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._socket.send(json.dumps({"type": "close"}))
+                await self._socket.close()
+        except (OSError, WebSocketException):
+            self._socket.transport.abort()
+
+    async def _ask(self, kind: str, data: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        from websockets.exceptions import WebSocketException
+
+        message = {"type": kind} if data is None else {"type": kind, "data": data}
+        async with self._one_at_a_time:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    text = await self._exchange(json.dumps(message))
+            except TimeoutError as error:
+                raise EndpointError(
+                    f"{self.url}: no answer to {kind} within {self._timeout_s:g} s"
+                ) from error
+            except (OSError, WebSocketException) as error:
+                raise EndpointError(
+                    f"{self.url}: the connection was lost in {kind}: {_words(error)}"
+                ) from error
+        return self._read(kind, text)
+
+    async def _exchange(self, message: str) -> str | bytes:
+        from websockets.exceptions import ConnectionClosed
+
+        try:
+            await self._socket.send(message)
+        except ConnectionClosed:
+            # the server may have said why before it closed
+            answer: str | bytes = await self._socket.recv()
+            return answer
+        answer = await self._socket.recv()
+        return answer
+
+    def _read(self, kind: str, text: str | bytes) -> Mapping[str, Any]:
+        try:
+            answer = json.loads(text)
+            data = answer["data"]
+            if not isinstance(data, Mapping):
+                raise TypeError("data is no object")
+        except (ValueError, LookupError, TypeError) as error:
+            raise EndpointError(
+                f"{self.url}: the answer to {kind} is not OpenEnv's: {str(text)[:80]}"
+            ) from error
+        if answer.get("type") != "error":
+            return data
+        code, why = data.get("code"), str(data.get("message", "no reason"))
+        if code == "CAPACITY_REACHED":
+            raise NoCapacityError(f"{self.url}: {why}", status=503)
+        if code == "VALIDATION_ERROR" and kind == "step":
+            raise ActionRefusedError(_of_validation(data) or why)
+        raise RolloutRejectedError(f"{self.url}: {kind}: {why} ({code})")
+
+
+async def list_tools(url: str, *, timeout_s: float) -> list[dict[str, Any]]:
+    """Return name, description and parameters of the tools of an MCP environment. Raises
+    EndpointError, RolloutRejectedError."""
+    session = await Session.connect(url, connect_timeout_s=timeout_s, timeout_s=timeout_s)
+    try:
+        listed = (await session.step({"type": "list_tools"})).observation.get("tools", ())
+    finally:
+        await session.close()
+    return [
+        {
+            "name": str(tool["name"]),
+            "description": str(tool.get("description") or ""),
+            "parameters": tool.get("input_schema") or tool.get("inputSchema") or {},
+        }
+        for tool in listed
+    ]
+
+
+def require_client() -> None:
+    """Raises ConfigError: the WebSocket library is not installed."""
+    require('environments: kind = "openenv"', "websockets")
+
+
+def _step_result(data: Mapping[str, Any], url: str) -> StepResult:
+    observation, reward = data.get("observation"), data.get("reward")
+    if not isinstance(observation, Mapping):
+        raise EndpointError(f"{url}: the answer has no observation: {str(data)[:80]}")
+    if reward is not None and not isinstance(reward, int | float):
+        raise EndpointError(f"{url}: the reward is {reward!r}, not a number")
+    return StepResult(observation, float(reward or 0.0), bool(data.get("done", False)))
+
+
+def _of_validation(data: Mapping[str, Any]) -> str:
+    """Return what is wrong with an action, as pydantic says it."""
+    errors = [error for error in data.get("errors") or () if isinstance(error, Mapping)]
+    places = (".".join(map(str, error.get("loc", ()))) for error in errors)
+    return "; ".join(
+        f"{place}: {error.get('msg')}" for place, error in zip(places, errors, strict=True)
+    )
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,371 @@
+"""Which experts a token goes to: recorded in one forward, repeated in another ("rollout routing
+replay", R3, arXiv:2510.11370).
+
+A router takes the k experts with the largest scores. Two forwards whose numbers differ in the last
+digits (other kernels, bfloat16, a quantised base, newer weights) take other experts for some
+tokens, and the log-probability of such a token jumps. So the engine records the experts of each
+token that it samples, and the trainer's forward takes the same ones. Their weights come from the
+trainer's own router, and the gradient flows through it as usual.
+
+mlx-lm's blocks of experts choose by `mx.argpartition` over the last axis, and give what they chose
+to a `SwitchGLU` or `SwitchMLP`. `prepare_routing` numbers these blocks, and lets the name `mx` of
+their modules lead here: inside of a block of a prepared model, in a thread that records or repeats,
+the choice is noted or replaced; everything else goes to MLX as before. A block that chooses in
+another way (a compiled function, a choice of groups first) is found by `why_not_routed`, which
+forces experts on it and looks.
+"""
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Literal, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.mlx_lm_api import (
+    QuantizedSwitchLinear,
+    SwitchGLU,
+    SwitchLinear,
+    SwitchMLP,
+)
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import RoutedExperts
+
+log = get_logger("trainer")
+UNFORCED = -1
+"""In the place of an expert's id: the router chooses."""
+
+_OTHERWISE = "its experts are chosen in a compiled function, or in another way"
+_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+_thread = threading.local()
+_NAME = "mx"
+_kinds: dict[type, type] = {}
+
+
+class ForwardRouting:
+    """The choice of experts in the forwards of one thread while a block runs.
+
+    Args:
+        forced: [tokens, layers, k] int32, the experts to take; `UNFORCED`: the router's own. None:
+            all are the router's own, and they are noted.
+    """
+
+    def __init__(self, forced: mx.array | None = None) -> None:
+        self.forced = forced
+        self.chosen: dict[int, mx.array] = {}
+        """Layer → [tokens, k], of the newest forward; filled only where nothing is forced."""
+        self.differing: list[mx.array] | None = None
+        """[2] int32 of each block: tokens that are forced, and those of them for which the router
+        would have chosen another set. None: not counted."""
+        self._tokens: slice | np.ndarray = slice(None)
+        self._layer: int | None = None
+
+    def choose(self, kth: int, partition: mx.array) -> mx.array:
+        """Return k expert ids [..., k] in the place of `argpartition(scores, kth)`.
+
+        Whoever called takes the last k of it (kth = -k) or the first k (kth = k - 1), and gets
+        these.
+        """
+        chosen = partition[..., kth:] if kth < 0 else partition[..., : kth + 1]
+        if self._layer is None:
+            return partition
+        if self.forced is None:
+            self.chosen[self._layer] = chosen.reshape(-1, chosen.shape[-1])
+            return partition
+        tokens = self._tokens if isinstance(self._tokens, slice) else mx.array(self._tokens)
+        forced = self.forced[tokens][:, self._layer]
+        if forced.size != chosen.size:
+            raise ValueError(
+                f"{forced.shape[0]} tokens have {forced.shape[1]} recorded experts each; layer"
+                f" {self._layer} of the model routes {chosen.size // chosen.shape[-1]} tokens to"
+                f" {chosen.shape[-1]} experts"
+            )
+        forced = forced.reshape(chosen.shape).astype(chosen.dtype)
+        is_forced = forced != mx.array(UNFORCED).astype(chosen.dtype)
+        if self.differing is not None:
+            whole = is_forced.all(axis=-1)
+            same = (mx.sort(forced, axis=-1) == mx.sort(chosen, axis=-1)).all(axis=-1)
+            counts = mx.stack([whole.sum(), (whole & ~same).sum()])
+            self.differing.append(mx.stop_gradient(counts))
+        return mx.where(is_forced, forced, chosen)
+
+    def by_token(self) -> mx.array:
+        """Return what was chosen, [tokens, layers, k]."""
+        return mx.stack([self.chosen[number] for number in sorted(self.chosen)], axis=1)
+
+    @contextmanager
+    def layer(self, number: int) -> Iterator[None]:
+        """Run a numbered block of experts."""
+        before, self._layer = self._layer, number
+        try:
+            yield
+        finally:
+            self._layer = before
+
+    @contextmanager
+    def tokens(self, chosen: slice | np.ndarray) -> Iterator[None]:
+        """Forwards see these of the tokens only."""
+        before, self._tokens = self._tokens, chosen
+        try:
+            yield
+        finally:
+            self._tokens = before
+
+
+class _RoutedBlock:
+    """A block of experts of a prepared model. `_routing_number`: its place among them."""
+
+    _routing_number: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        routing = current()
+        if routing is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with routing.layer(self._routing_number):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+def _argpartition(a: mx.array, kth: int, axis: int | None = -1, **others: Any) -> mx.array:
+    """Call `mlx.core.argpartition`, and let this thread's routing note or replace its choice."""
+    partition = mx.argpartition(a, kth, axis, **others)
+    routing = current()
+    if routing is None or axis not in (-1, a.ndim - 1):
+        return partition
+    return routing.choose(kth, partition)
+
+
+_names = ModuleType("mlx.core")
+"""mlx.core, with a choice of experts that can be noted and replaced."""
+vars(_names).update(vars(mx), argpartition=_argpartition)
+
+
+def current() -> ForwardRouting | None:
+    """Return this thread's routing."""
+    return getattr(_thread, "routing", None)
+
+
+@contextmanager
+def routed(routing: ForwardRouting | None) -> Iterator[None]:
+    """Let this thread's forwards of prepared models go by `routing`; None: by their routers."""
+    before = current()
+    _thread.routing = routing
+    try:
+        yield
+    finally:
+        _thread.routing = before
+
+
+@contextmanager
+def counted(routing: ForwardRouting | None) -> Iterator[list[mx.array]]:
+    """Count in how many places the router would have chosen other experts; see
+    `ForwardRouting.differing`. The counts may be evaluated with what the blocks return."""
+    counts: list[mx.array] = []
+    if routing is not None:
+        routing.differing = counts
+    try:
+        yield counts
+    finally:
+        if routing is not None:
+            routing.differing = None
+
+
+@contextmanager
+def routed_tokens(chosen: slice | np.ndarray) -> Iterator[None]:
+    """Forwards of this thread see these of the tokens of its routing only."""
+    routing = current()
+    if routing is None:
+        yield
+        return
+    with routing.tokens(chosen):
+        yield
+
+
+def blocks_of_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules with a switch of experts as a child, in the model's order."""
+    return [
+        module
+        for _, module in sorted(model.named_modules(), key=lambda entry: _order(entry[0]))
+        if any(isinstance(child, SwitchGLU | SwitchMLP) for child in module.children().values())
+    ]
+
+
+def prepare_routing(model: nn.Module) -> int:
+    """Number the model's blocks of experts, and let their choice come here; return how many there
+    are. A second call changes nothing."""
+    blocks = blocks_of_experts(model)
+    for number, block in enumerate(blocks):
+        kind = type(block)
+        if not isinstance(block, _RoutedBlock):
+            for base in kind.__mro__:
+                names = vars(sys.modules[base.__module__])
+                if names.get(_NAME) is mx:
+                    names[_NAME] = _names
+            block.__class__ = _kinds.setdefault(
+                kind, type(kind.__name__, (_RoutedBlock, kind), {"__module__": kind.__module__})
+            )
+        cast(_RoutedBlock, block)._routing_number = number
+    return len(blocks)
+
+
+def routing_shape(model: nn.Module) -> tuple[int, int, int] | None:
+    """Return (layers, experts a token, experts) of a prepared model, which computes two tokens for
+    it. None: it has no experts, or `why_not_routed` says why."""
+    try:
+        chosen = _choices(model)
+    except _FAULTS:
+        return None
+    if not chosen:
+        return None
+    [(_, k)] = {array.shape for array in chosen}
+    projections = _switch(blocks_of_experts(model)[0]).children()
+    number = next(p.num_experts for p in projections.values() if isinstance(p, _EXPERTS))
+    return len(chosen), k, int(number)
+
+
+def why_not_routed(model: nn.Module) -> str:
+    """Return why the experts of a prepared model cannot be recorded and repeated; "" when they can.
+    It computes two tokens three times."""
+    count = len(blocks_of_experts(model))
+    if not count:
+        return "the model has no experts"
+    try:
+        chosen = _choices(model)
+        if len(chosen) != count or len({array.shape for array in chosen}) != 1:
+            return _OTHERWISE
+        experts = routing_shape(model)
+        assert experts is not None
+        _, k, number = experts
+        if number == k:
+            return "every token goes to all of its experts"
+        ids = np.stack([np.array(array) for array in chosen], axis=1)  # [2, layers, k]
+        _, probe = _outputs(model, ForwardRouting(mx.array(ids.astype(np.int32))))
+        _, free = _outputs(model, None)
+        # what the router left out: a set that it would not choose
+        others = np.array(
+            [
+                [
+                    [e for e in range(number) if e not in row][: max(1, min(k, number - k))]
+                    for row in token
+                ]
+                for token in ids
+            ],
+            np.int32,
+        )
+        wrong = ids.astype(np.int32).copy()
+        wrong[:, :, : others.shape[-1]] = others
+        seen, moved = _outputs(model, ForwardRouting(mx.array(wrong)), watch=True)
+    except _FAULTS as error:
+        of_a_trace = "compile" in str(error)
+        return _OTHERWISE if of_a_trace else f"a forward of two tokens fails: {error}"
+    if not np.array_equal(np.sort(np.stack(seen, axis=1), axis=-1), np.sort(wrong, axis=-1)):
+        return "its blocks do not take the experts that they are told to take"
+    if not mx.allclose(probe, free, rtol=1e-5, atol=1e-5).item():
+        return "its own choice, repeated, gives other logits"
+    return "" if not mx.array_equal(moved, free).item() else "other experts give the same logits"
+
+
+def replayed_experts(
+    model: nn.Module,
+    setting: Literal["off", "on", "auto"],
+    *,
+    staleness: int,
+    rounded: bool = False,
+) -> tuple[int, int, int] | None:
+    """Return `routing_shape` where the trainer repeats the engine's experts, and prepare the model
+    for it; None: each router chooses.
+
+    "auto": where the two may choose differently, because the weights are no float32 or rollouts may
+    be older than the weights by `staleness` steps, or because the trainer's weights are `rounded`,
+    and where the architecture allows it. Raises ConfigError: "on", and it does not.
+    """
+    if setting == "off" or not (blocks_of_experts(model) or setting == "on"):
+        return None
+    prepare_routing(model)
+    if reason := why_not_routed(model):
+        if setting == "on":
+            raise ConfigError(
+                f'rl_training.router_replay = "on", but {reason}; leave it out or set it to "off"'
+            )
+        log.warning("the router of the trainer chooses its own experts", reason=reason)
+        return None
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    exact = all(array.dtype == mx.float32 for array in arrays)
+    differs = staleness > 0 or rounded or not exact
+    return routing_shape(model) if setting == "on" or differs else None
+
+
+_FAULTS = (ValueError, TypeError, AttributeError, IndexError, RuntimeError, StopIteration)
+
+
+def _choices(model: nn.Module) -> list[mx.array]:
+    """Return what each block chooses for two tokens, [2, k] each."""
+    routing = ForwardRouting()
+    _outputs(model, routing)
+    chosen = [routing.chosen[number] for number in sorted(routing.chosen)]
+    mx.eval(chosen)
+    return chosen
+
+
+def _outputs(
+    model: nn.Module, routing: ForwardRouting | None, *, watch: bool = False
+) -> tuple[list[np.ndarray], mx.array]:
+    """Return what the switches got for two tokens (with `watch`), and the logits."""
+    seen: list[mx.array] = []
+
+    class Watched:
+        def __call__(self, x: mx.array, indices: mx.array) -> Any:
+            seen.append(indices.reshape(2, -1))
+            return super().__call__(x, indices)  # type: ignore[misc]
+
+    switches = [_switch(block) for block in blocks_of_experts(model)] if watch else []
+    kinds = [type(switch) for switch in switches]
+    try:
+        for switch, kind in zip(switches, kinds, strict=True):
+            switch.__class__ = type(kind.__name__, (Watched, kind), {})
+        with routed(routing):
+            logits = model(mx.array([[0, 1]], dtype=mx.int32)).astype(mx.float32)
+        mx.eval(logits, seen)
+    finally:
+        for switch, kind in zip(switches, kinds, strict=True):
+            switch.__class__ = kind
+    return [np.array(array).astype(np.int32) for array in seen], logits
+
+
+def _switch(block: nn.Module) -> nn.Module:
+    return next(
+        child for child in block.children().values() if isinstance(child, SwitchGLU | SwitchMLP)
+    )
+
+
+def _order(path: str) -> list[tuple[int, str]]:
+    """Sort "layers.10" behind "layers.9"."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
+
+
+def expert_load(recorded: Iterable[RoutedExperts], experts: int) -> dict[str, float]:
+    """Return, over all layers of a model with so many `experts` in each:
+
+    `expert_load_max`: tokens of a layer's busiest expert ÷ those of the average expert, the mean
+    over layers; 1 = all are used alike, experts ÷ (experts a token) = always the same ones.
+    `experts_unused`: share of the experts to which no token went.
+
+    Empty without a recorded token.
+    """
+    counts: np.ndarray | None = None
+    for rollout in recorded:
+        ids = rollout.array()
+        layers = np.arange(ids.shape[1])[:, None]
+        counts = np.zeros((ids.shape[1], experts), np.int64) if counts is None else counts
+        np.add.at(counts, (np.broadcast_to(layers, ids.shape), ids), 1)
+    if counts is None or not counts.any():
+        return {}
+    return {
+        "expert_load_max": float((counts.max(axis=1) / counts.mean(axis=1)).mean()),
+        "experts_unused": float((counts == 0).mean()),
+    }

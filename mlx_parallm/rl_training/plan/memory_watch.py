@@ -1,0 +1,124 @@
+"""The preflight's memory against the machine before a run, and against the run meanwhile."""
+
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_parallm.config.load import Config
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.cpu_kernels import on_cpu
+from mlx_parallm.rl_training.events import RunEvents, StepFinished
+from mlx_parallm.rl_training.plan.preflight import (
+    PROCESS_BYTES,
+    Lengths,
+    MemoryEstimate,
+    ModelShape,
+    in_words,
+    predict_memory,
+    too_little_memory,
+)
+from mlx_parallm.system.hardware import memory_present
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.terminal import Console
+
+log = get_logger("memory")
+
+TIGHT = 0.85
+"""A larger share of the memory is worth a warning: the prediction is good to about 15 %."""
+OFF = 0.15
+SMALL = 64 * 2**20
+"""On top of that, a difference that nobody needs to hear of: that of a small model is made by
+single arrays."""
+
+
+class MemoryWatch:
+    """One run's."""
+
+    def __init__(self, config: Config, shape: ModelShape) -> None:
+        self._config, self._shape = config, shape
+        self._seen = Lengths(0, 0)
+        self._peak = 0
+        # A program, or a notebook, may hold more than a process of the daemon's: torch, the model
+        # of an earlier run.
+        self._others = max(0, measured_bytes([]) - PROCESS_BYTES) if on_cpu() else 0
+
+    @classmethod
+    def checked(
+        cls, config: Config, model_config: Mapping[str, Any], *, processes: int = 1
+    ) -> "MemoryWatch":
+        """Raises ConfigError: the longest sequences that the configuration allows need more than
+        this machine has.
+        ModelError, AdapterError: as `ModelShape.of`."""
+        shape = ModelShape.of(model_config, config)
+        needed, (free, whole) = (
+            processes * needed_bytes(predict_memory(config, shape)),
+            memory_present(),
+        )
+        if needed > whole:
+            raise ConfigError(too_little_memory(config, shape, needed, whole))
+        if needed > min(TIGHT * whole, free):
+            log.warning(
+                "little memory to spare: mlx_parallm train --dry-run measures what the run needs",
+                needed_at_most=in_words(needed),
+                present=in_words(whole),
+                free=in_words(free),
+            )
+        return cls(config, shape)
+
+    def subscribe(self, events: RunEvents) -> None:
+        events.subscribe(StepFinished, self.add)
+
+    def add(self, event: StepFinished) -> None:
+        """The lengths and the peak of one step."""
+        self._seen = self._seen.with_batch(event.batch)
+        self._peak = max(self._peak, measured_bytes([event.line]) - self._others)
+
+    @property
+    def predicted(self) -> int:
+        """Bytes, with the longest sequences that were seen so far."""
+        return needed_bytes(predict_memory(self._config, self._shape, self._seen))
+
+    def health(self) -> str | None:
+        """Return a sentence if more is used than the preflight predicted; else None."""
+        if self._peak <= self.predicted * (1 + OFF) + SMALL:
+            return None
+        peak, predicted = in_words(self._peak), in_words(self.predicted)
+        return (
+            f"memory: {peak} at the peak, {predicted} predicted; rl_training.token_budget lowers it"
+        )
+
+    def tell(self, console: Console) -> None:
+        """Print the comparison, at the end of a run."""
+        if not self._peak:
+            return
+        peak, predicted = in_words(self._peak), in_words(self.predicted)
+        if self.health():
+            log.warning("the preflight predicted too little", peak=peak, predicted=predicted)
+        lengths = (
+            f"the longest prompt ({self._seen.prompt} tokens) and completion"
+            f" ({self._seen.completion}) of the run"
+        )
+        ratio = self.predicted / self._peak
+        text = (
+            f"memory: {peak} at the peak; predicted {predicted}, {ratio:.2f} times that, for"
+            f" {lengths}"
+        )
+        console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
+
+
+def needed_bytes(estimate: MemoryEstimate) -> int:
+    """Return the bytes that must fit into `hardware.memory_present`: a GPU's memory holds MLX's
+    arrays only."""
+    return estimate.total if on_cpu() else estimate.of_mlx
+
+
+def measured_bytes(lines: Sequence[Mapping[str, Any]]) -> int:
+    """The same, measured: the peak so far of this process (resident), or of MLX's arrays in
+    steps with these lines."""
+    if on_cpu():
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return max([mx.get_peak_memory(), *(int(line["memory_gb"] * 1e9) for line in lines)])

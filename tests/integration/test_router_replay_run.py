@@ -1,0 +1,83 @@
+"""A whole run of a mixture of experts: recorded by the engine, kept by the store, repeated by the
+trainer."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.models.loading import resolve_model_path
+from mlx_parallm.rollout_store.store import RolloutStore
+from scripts.bench.router_replay import EACH, EXPERTS, upcycle
+from tests.integration.in_process import train_here
+from tests.integration.processes import metrics
+
+CONFIG = """
+[model]
+base_path = "{model}"
+
+[server]
+port = 0
+batch_size = 32
+
+[rl_training]
+total_steps = 3
+learning_rate = 5e-3
+batch_size = 16
+max_staleness = 1
+dynamic_sampling = false
+kl_beta = 0.01
+run_name = "run"
+
+[rl_training.atropos]
+rollout_batch_size = 16
+max_token_length = 128
+
+[[environments]]
+kind = "tasks"
+name = "sort"
+group_size = 8
+max_tokens = 6
+"""
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("upcycled") / "model"
+    upcycle(resolve_model_path("builtin:tiny"), directory)
+    return directory
+
+
+@pytest.mark.parametrize("replay", ["auto", "off"])
+def test_the_experts_that_sampled_are_the_experts_that_learn(
+    model: Path, tmp_path: Path, replay: str
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(CONFIG.format(model=model))
+    train_here(
+        config,
+        f"rl_training.checkpoint_dir={tmp_path}",
+        f"rl_training.router_replay={replay}",
+    )
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    with closing(RolloutStore(tmp_path / "run" / "rollouts.sqlite")) as store:
+        groups = store.groups(store.known_ids())
+    recorded = [
+        (rollout.routed_experts, sum(rollout.mask))
+        for group in groups
+        for rollout in group.rollouts
+    ]
+    assert len(recorded) >= 48
+    if replay == "off":
+        assert all(experts is None for experts, _ in recorded)
+        assert not any("experts_differing" in line for line in lines)
+        return
+    for experts, sampled in recorded:
+        assert (experts.layers, experts.each, len(experts)) == (LAYERS, EACH, sampled)
+        assert experts.array().max() < EXPERTS
+    assert lines[0]["experts_differing"] == 0.0
+    assert lines[-1]["experts_differing"] > 0.0, "the weights have moved since"
+    assert all(1.0 < line["expert_load_max"] < EXPERTS / EACH for line in lines)
+    assert all(0.0 <= line["experts_unused"] < 0.5 for line in lines)

@@ -1,0 +1,174 @@
+"""Quantisation-aware training: the trainer's forward is the exported model's, its gradients go
+straight through."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.deploy.merge_lora import merge
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.adapters.fake_quantized import Rounding
+from mlx_parallm.models.loading import load_model, read_config
+from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
+from mlx_parallm.models.quantize import quantize_layers
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
+from mlx_parallm.rl_training.step.trainer import Trainer
+from tests.rl_training.making import make_config, make_trainer
+from tests.rl_training.tiny_models import make_model
+from tests.tiny_models import QWEN3, lora_config, save_checkpoint
+
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+SETTINGS = {"group_size": 64, "bits": 4, "mode": "affine"}
+
+
+def grouped(weight: np.ndarray, bits: int) -> np.ndarray:
+    """MLX's affine mode in float64: the group's range in 2^bits - 1 steps, its end of the larger
+    absolute value (mlx/backend/cpu/quantized.cpp, `quantize`) exact, 0 on a step."""
+    groups, steps = weight.reshape(-1, 64), 2**bits - 1
+    result = np.empty_like(groups)
+    for row, out in zip(groups, result, strict=True):
+        low, high = row.min(), row.max()
+        scale = max((high - low) / steps, 1e-7)
+        edge = low if abs(low) > abs(high) else high
+        scale = scale if abs(low) > abs(high) else -scale
+        zero = np.rint(edge / scale)
+        scale, edge = (edge / zero, edge) if zero else (scale, 0.0)
+        out[:] = np.clip(np.rint((row - edge) / scale), 0, steps) * scale + edge
+    return result.reshape(weight.shape)
+
+
+def adapted_layer(bits: int = 4, **kind: Any) -> Any:
+    """One layer [128 → 64] with an adapter that does something."""
+    model = make_model(hidden_size=128, intermediate_size=64)
+    mx.random.seed(1)
+    inject_lora(model, lora_config(4, 8.0).model_copy(update=kind))
+    layer = trainer_lora_layers(model)["model.layers.0.mlp.up_proj"]
+    layer.lora_b = 0.1 * mx.random.normal(layer.lora_b.shape)
+    if "use_adalora" in kind:
+        layer.lora_e = mx.random.normal(layer.lora_e.shape)
+    layer._rounding = Rounding(mx.float32, SETTINGS | {"bits": bits})
+    return layer
+
+
+@pytest.mark.parametrize("kind", [{}, {"use_adalora": True}], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_forward_is_rounded_and_the_gradient_is_not(bits: int, kind: dict[str, Any]) -> None:
+    layer = adapted_layer(bits, **kind)
+    x, slope = mx.random.normal((5, 128)), mx.random.normal((5, 64))
+    pair = layer.pair()
+    w, a, b = (np.array(array, np.float64) for array in (layer.linear.weight, pair.a, pair.b))
+    rounded = grouped(w + pair.scale * (a @ b).T, bits)
+    assert np.abs(rounded - w - pair.scale * (a @ b).T).max() > 1e-3 / bits
+    np.testing.assert_allclose(
+        np.array(layer(x)), np.array(x, np.float64) @ rounded.T, rtol=1e-4, atol=1e-4
+    )
+
+    def loss(x: mx.array, arrays: dict[str, mx.array]) -> mx.array:
+        before = {name: layer[name] for name in arrays}
+        for name, array in arrays.items():
+            layer[name] = array
+        result = (layer(x) * slope).sum()
+        for name, array in before.items():
+            layer[name] = array
+        return result
+
+    names = [name for name in ("lora_a", "lora_b", "lora_e") if name in layer]
+    arrays = {name: layer[name] for name in names}
+    of_x, of_adapter = mx.grad(loss, argnums=(0, 1))(x, arrays)
+    rounding, layer._rounding = layer._rounding, None
+    plain = mx.grad(loss, argnums=1)(x, arrays)
+    layer._rounding = rounding
+    for name in names:
+        assert np.abs(np.array(plain[name])).max() > 0.1
+        np.testing.assert_allclose(of_adapter[name], plain[name], rtol=1e-4, atol=1e-4)
+    expected = np.array(slope, np.float64) @ rounded
+    np.testing.assert_allclose(np.array(of_x), expected, rtol=1e-4, atol=1e-4)
+
+
+def policy_of(directory: Path, **lora: Any) -> tuple[TrainedPolicy, Any]:
+    loaded = load_model(ModelConfig(base_path=str(directory)))
+    config = make_config(algorithm="sft", lora=lora)
+    policy = TrainedPolicy(
+        loaded.model, config, source=loaded.path, model_config=read_config(directory)
+    )
+    mx.random.seed(2)
+    for layer in trainer_lora_layers(policy.model).values():
+        layer.lora_b = 0.05 * mx.random.normal(layer.lora_b.shape)
+    mx.eval(policy.model.parameters())
+    return policy, config
+
+
+@pytest.mark.parametrize(
+    ("targets", "changes"),
+    [("all-linear", {}), (["q_proj", "down_proj"], {}), ("all-linear", MIXTURE)],
+    ids=str,
+)
+def test_the_trained_model_is_the_exported_one(
+    targets: Any, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of a bfloat16 checkpoint, with layers that have no adapter, a tied embedding, and experts
+    whose router mlx-lm rounds to 8 bits."""
+    shape = QWEN3 | {"hidden_size": 128, "intermediate_size": 192} | changes
+    save_checkpoint(tmp_path / "base", shape, dtype=mx.bfloat16)
+    policy, _ = policy_of(tmp_path / "base", qat_bits=4, target_modules=targets)
+    (tmp_path / "adapter").mkdir()
+    policy.save(tmp_path / "adapter")
+    report = merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "q4", bits=4)
+    assert report.dtype == "bfloat16, 4 bits"
+    assert SETTINGS.items() <= read_config(tmp_path / "q4")["quantization"].items()
+    exported = load_model(ModelConfig(base_path=str(tmp_path / "q4"))).model
+    tokens = mx.array([[3, 5, 7, 11, 13, 17]])
+    trained = policy.model(tokens)
+    unrounded, _ = policy_of(tmp_path / "base", target_modules=targets)
+    assert mx.abs(trained - exported(tokens)).max().item() < 1e-4
+    assert mx.abs(unrounded.model(tokens) - exported(tokens)).max().item() > 1e-2
+
+
+def test_blocks_have_the_whole_graphs_gradients_and_only_the_adapter_is_trained() -> None:
+    from tests.rl_training.rollouts import make_batch, random_groups
+
+    def trained(blocks: int) -> Trainer:
+        config = make_config(lora={"qat_bits": 4}, blocks_per_eval=blocks, sampler_correction="tis")
+        trainer = make_trainer(config)
+        trainer.train_step(make_batch(random_groups(4), step=1))
+        return trainer
+
+    whole, blocks = trained(0), trained(1)
+    assert {name.rsplit(".", 1)[-1] for name in whole.policy.slots.names} == {"lora_a", "lora_b"}
+    for a, b in zip(whole.policy.slots.read(), blocks.policy.slots.read(), strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"lora": {"qat_bits": 4, "use_dora": True}}, "use_dora and qat_bits are not combined"),
+        ({"lora": {"qat_bits": 4, "quantize_base": True}}, "quantize_base and qat_bits"),
+        ({"lora": {"qat_bits": 4, "enabled": False}}, "qat_bits is set, but enabled = false"),
+        ({"lora": {"qat_bits": 4}}, 'set sampler_correction = "tis"'),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_each_other(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_config(**values)
+
+
+def test_a_quantised_base_is_refused() -> None:
+    model = make_model(hidden_size=128, intermediate_size=64)
+    quantize_layers(model)
+    config = make_config(algorithm="sft", lora={"qat_bits": 4})
+    with pytest.raises(ConfigError, match="name the checkpoint that it was made from"):
+        TrainedPolicy(model, config, source=Path(), model_config={"model_type": "qwen3"})
