@@ -551,6 +551,8 @@ class Serving:
                 if self._scorer is not None:
                     self._base.cancel()
                     stack.callback(self._scorer.close)
+                if (support := vars(self).get("image_support")) is not None:
+                    stack.callback(support.reader.close)
                 for added in self._added:
                     if added.close is not None:
                         stack.callback(added.close)

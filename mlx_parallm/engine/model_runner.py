@@ -343,7 +343,7 @@ class ModelRunner:
         if self._images is not None:
             ids, features = self._images.inputs(rows, width, self._features)
             positions = self._images.positions(sequences, start, width)
-            with self._images.table.using(features, positions):
+            with self._images.table.using(features, ids, positions):
                 return self._model(ids, cache=caches)
         tokens = np.zeros((len(rows), width), np.int32)
         for index, row in enumerate(rows):

@@ -98,9 +98,9 @@ def start_engine(
     route_attention(loaded.model)
     images = None
     if loaded.images is not None:
-        images = ImageFeatures(
-            loaded.images.encoder, admit_images(loaded.model, loaded.images.encoder.rope_axes)
-        )
+        encoder = loaded.images.encoder
+        table = admit_images(loaded.model, encoder.rope_axes, encoder.levels)
+        images = ImageFeatures(encoder, table)
     lora = prepare_for_serving(loaded.model)
     engine_tokenizer = tokenizer()
     thread = EngineThread(

@@ -45,6 +45,9 @@ class ImageReader(Protocol):
         """Return the image of a name that `STORED` begins: a data set's row has it. Any thread.
         Raises RequestError."""
 
+    def close(self) -> None:
+        """End its threads."""
+
 
 def image_sources(
     messages: Iterable[Mapping[str, Any]], where: str = "messages"

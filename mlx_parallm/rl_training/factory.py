@@ -77,9 +77,9 @@ def build_trainer(
     policy = build_policy(loaded, training, algorithm, initial_adapter=initial_adapter)
     images = None
     if loaded.images is not None:
-        images = StepImages(
-            loaded.images, admit_images(policy.model, loaded.images.encoder.rope_axes)
-        )
+        encoder = loaded.images.encoder
+        table = admit_images(policy.model, encoder.rope_axes, encoder.levels)
+        images = StepImages(loaded.images, table)
     return Trainer(
         policy, training, algorithm, between_blocks=between_blocks, ranks=ranks, images=images
     )

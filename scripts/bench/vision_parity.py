@@ -18,22 +18,30 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+FAMILIES = ("smolvlm", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 MOST = 1e-4
 SIZES = ((80, 50), (30, 90), (24, 24))
 MAKE = """
-import sys, torch
+import json, sys, torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 kind, path = sys.argv[1], sys.argv[2]
 rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
-rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+hybrid = kind == "qwen3_5"
+rope |= {"mrope_section": [2, 1, 1] if hybrid else [6, 5, 5]}
+rope |= {"partial_rotary_factor": 0.25} if hybrid else {}
 text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 text |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 324, "max_position_embeddings": 2048}
-text |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
-text |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "rope_parameters": rope}
-text |= {"layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2}
+text |= {"rope_parameters": rope}
+if hybrid:
+    text |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+    text |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
+    text |= {"layer_types": ["linear_attention", "full_attention"] * 2}
+    text |= {"full_attention_interval": 2}
 vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
 vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64}
 vision |= {"num_position_embeddings": 64}
+if not hybrid:
+    vision |= {"deepstack_visual_indexes": [0, 1]}
 ids = {"vision_start_token_id": 320, "vision_end_token_id": 321, "image_token_id": 322}
 config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, video_token_id=323, **ids)
 torch.manual_seed(0)
@@ -43,6 +51,9 @@ with torch.no_grad():
         if array.ndim > 1:
             array.normal_(0, 1.0 if "embed_tokens" in name else 1.2 / array.shape[-1] ** 0.5)
 model.save_pretrained(path)
+written = json.load(open(f"{path}/config.json"))
+written["text_config"]["tie_word_embeddings"] = False  # the hub's checkpoints say it there too
+json.dump(written, open(f"{path}/config.json", "w"))
 """
 THEIRS = """
 import sys, numpy as np, torch
@@ -65,11 +76,12 @@ with torch.no_grad():
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compares logits with transformers'.")
     parser.add_argument("--python", default=sys.executable, help="has torch and transformers")
+    parser.add_argument("families", nargs="*", default=FAMILIES)
     arguments = parser.parse_args()
     worst = 0.0
-    for family in ("smolvlm", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_5"):
+    for family in arguments.families:
         with tempfile.TemporaryDirectory() as work:
-            if family == "qwen3_5":
+            if family.startswith("qwen3"):
                 made = [arguments.python, "-c", MAKE, family, f"{work}/model"]
                 subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
             ours, ids = our_logits(Path(work), family)
@@ -115,12 +127,12 @@ def our_logits(work: Path, family: str) -> tuple[np.ndarray, np.ndarray]:
         + "which?"
     )
     ids = tuple(load_tokenizer(path, config.model).encode(text))
-    features = ImageFeatures(encoder, admit_images(loaded.model, encoder.rope_axes))
+    features = ImageFeatures(encoder, admit_images(loaded.model, encoder.rope_axes, encoder.levels))
     numbers = image_ids(ids, images, encoder.token_id)
     inputs, table = features.inputs([numbers], len(ids), features.prepare([(numbers, images)]))
     positions = features.positions_of(ids, images)[0]
     turned = None if positions is None else mx.array(positions[:, None])
-    with features.table.using(table, turned):
+    with features.table.using(table, inputs, turned):
         return np.array(loaded.model(inputs)[0]), np.array(ids)
 
 

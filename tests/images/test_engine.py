@@ -30,6 +30,7 @@ class Encoder:
 
     token_id = IMAGE
     rope_axes: np.ndarray | None = None
+    levels = 0
 
     def __init__(self, cache_bytes: int = 1 << 20, *, turns: bool = False) -> None:
         self.cache_bytes = cache_bytes
@@ -59,7 +60,7 @@ class Parts:
         model = qwen3_model()
         weights = SharedWeights(model, keep_versions=1)
         axes = self.encoder.rope_axes
-        self.features = ImageFeatures(self.encoder, admit_images(model, axes))
+        self.features = ImageFeatures(self.encoder, admit_images(model, axes, self.encoder.levels))
         self.table = None if axes is None else admit_images(self.plain, axes)
         lora = prepare_for_serving(model)
         self.engine = Engine(
@@ -81,7 +82,7 @@ class Parts:
         )
         if self.table is not None:
             places = mx.array(turning_places(tokens, len(prompt), images))
-            with self.table.using(None, places[:, None]):
+            with self.table.at(places[:, None]):
                 logits = self.plain(mx.array([tokens]), input_embeddings=embedded[None])[0]
         else:
             logits = self.plain(mx.array([tokens]), input_embeddings=embedded[None])[0]
@@ -283,14 +284,56 @@ def test_the_embedding_stays_the_layer_that_it_was() -> None:
     assert admit_images(model) is table and {path for path, _ in model.named_modules()} == names
     assert mx.array_equal(model(mx.array([[1, 2, 3]])), before).item()
     cache = make_prompt_cache(model)
-    with table.using(model.model.embed_tokens.weight[5:8]):
-        shown = model(mx.array([[1, 300, 302]]), cache=cache)
+    ids = mx.array([[1, 300, 302]])
+    with table.using(model.model.embed_tokens.weight[5:8], ids):
+        shown = model(ids, cache=cache)
     assert mx.abs(shown - model(mx.array([[1, 5, 7]]))).max().item() < 1e-4
     quantised = qwen3_model(tie_word_embeddings=True)
     nn.quantize(quantised, group_size=32)
     row = quantised.model.embed_tokens(mx.array([5]))
-    with admit_images(quantised).using(row):
-        shown = quantised(mx.array([[1, 300]]))
+    ids = mx.array([[1, 300]])
+    with admit_images(quantised).using(row, ids):
+        shown = quantised(ids)
     assert mx.abs(shown - quantised(mx.array([[1, 5]]))).max().item() < 1e-4
     with pytest.raises(ModelError, match="0 layers named embed_tokens"):
         admit_images(nn.Linear(2, 2))
+
+
+class WideEncoder(Encoder):
+    """Features for the embedding, and others that the first block adds."""
+
+    levels = 1
+
+    def encode(self, image: PromptImage) -> mx.array:
+        first = super().encode(image)
+        return mx.concatenate([first, 0.5 * first[::-1]], axis=-1)
+
+
+def test_blocks_that_add_features_of_their_own() -> None:
+    prompt, images = PROMPTS["three"]
+    parts = Parts(WideEncoder())
+    outputs = run(
+        parts.engine,
+        [
+            request("seen", prompt, images, max_tokens=6, temperature=0.0, ignore_eos=True),
+            request("text", *PROMPTS["text"], max_tokens=6, temperature=0.0, ignore_eos=True),
+        ],
+    )
+    [completion] = outputs["seen"].completions
+    answer = list(completion.token_ids)
+    features = iter(mx.concatenate([WideEncoder().encode(image) for image in images]))
+    model, hidden, added = parts.plain.model, [], []
+    for token in prompt:
+        row = next(features) if token == IMAGE else None
+        hidden.append(model.embed_tokens(mx.array(token)) if row is None else row[:WIDTH])
+        added.append(mx.zeros(WIDTH) if row is None else row[WIDTH:])
+    hidden += list(model.embed_tokens(mx.array(answer)))
+    added += [mx.zeros(WIDTH)] * len(answer)
+    state = model.layers[0](mx.stack(hidden)[None], "causal", None) + mx.stack(added)[None]
+    state = model.norm(model.layers[1](state, "causal", None))
+    logits = parts.plain.lm_head(state)[0, len(prompt) - 1 : -1]
+    expected = token_logprobs(logits, mx.array(answer))
+    assert mx.abs(expected - mx.array(completion.logprobs)).max().item() <= 1e-4
+    [text] = outputs["text"].completions
+    alone = answers(Parts(), ["text"], max_tokens=6, temperature=0.0, ignore_eos=True)
+    assert alone["text"].completions[0].token_ids == text.token_ids

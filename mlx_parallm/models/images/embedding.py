@@ -1,16 +1,17 @@
 """Images as further words of the vocabulary: token ids from the embedding's size on are rows of a
 table of features.
 
-    features [N, D] of a forward's images → ImageTable.using(features)
+    features [N, D] of a forward's images → ImageTable.using(features, ids)
     ids, vocabulary + i where feature i stands → the model's own forward
 
 Whatever calls the model (a prefill, a score, a block of a training step, any layout of rows) passes
-ids and knows nothing of images. The layer stays the module that it was, of a subclass: paths,
+ids and knows nothing of images. The layers stay the modules that they were, of subclasses: paths,
 parameters and a tied head do not change.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import mlx.core as mx
@@ -24,36 +25,66 @@ EMBEDDING = "embed_tokens"
 
 
 class ImageTable:
-    """The features that the next forward's ids mean. One for each tree of modules; one thread."""
+    """The features that the next forward's ids mean. One for each tree of modules; one thread.
+
+    Attributes:
+        vocabulary: the first id that means a feature.
+        features: [N, (1 + levels) · D]; None: there are no images.
+        rope: holds positions of images; None: their tokens have places like others.
+        levels: blocks that add further features (`admit_images`).
+    """
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
         self.features: mx.array | None = None
-        self.rope: RopePositions | None = None  # None: an image's tokens have places like others
+        self.rope: RopePositions | None = None
+        self.levels = 0
+        self._added: list[mx.array] = []  # [B, L, D] for each of these blocks
 
     @contextmanager
-    def using(self, features: mx.array | None, positions: mx.array | None = None) -> Iterator[None]:
-        """Build forwards over these features [N, D]; None: there is no image in them. `positions`
-        [3, B, L] of all tokens, for `rope`."""
+    def using(
+        self, features: mx.array | None, ids: mx.array, positions: mx.array | None = None
+    ) -> Iterator[None]:
+        """Build a forward over ids [B, L] of which some mean these features; None: none does.
+        `positions` [3, B, L] of all tokens, for `rope`."""
         self.features = features
         try:
-            with self.at(positions):
+            with self.at(positions, ids=ids):
                 yield
         finally:
             self.features = None
 
     @contextmanager
-    def at(self, positions: mx.array | None, shift: mx.array | None = None) -> Iterator[None]:
-        """Build forwards over tokens at these positions, or a decode step of rows with these
-        shifts [B]."""
-        if self.rope is None:
-            yield
-            return
-        self.rope.use(positions, shift)
+    def at(
+        self,
+        positions: mx.array | None,
+        shift: mx.array | None = None,
+        *,
+        ids: mx.array | None = None,
+    ) -> Iterator[None]:
+        """Build forwards over the tokens `ids` [B, L] at these positions, or a decode step of rows
+        with these shifts [B]."""
+        if self.rope is not None:
+            self.rope.use(positions, shift)
+        if self.levels and ids is not None and self.features is not None:
+            self._added = self._levels_of(ids, self.features)
         try:
             yield
         finally:
-            self.rope.use(None)
+            self._added = []
+            if self.rope is not None:
+                self.rope.use(None)
+
+    def _levels_of(self, ids: mx.array, features: mx.array) -> list[mx.array]:
+        is_text = ids < self.vocabulary
+        rows = features[mx.where(is_text, 0, ids - self.vocabulary)]
+        rows = mx.where(is_text[..., None], mx.zeros_like(rows), rows)
+        _, *levels = mx.split(rows, self.levels + 1, axis=-1)
+        return levels
+
+    def with_level(self, level: int, hidden: mx.array) -> mx.array:
+        """Return what leaves a block, with the features that are added there."""
+        return hidden + self._added[level].astype(hidden.dtype) if self._added else hidden
 
 
 class _ReadsImages:
@@ -69,17 +100,39 @@ class _ReadsImages:
             return embedded
         is_text = ids < size
         text = embed(mx.where(is_text, ids, 0))
-        shown = features[mx.where(is_text, 0, ids - size)].astype(text.dtype)
+        rows = features[mx.where(is_text, 0, ids - size)]
+        shown = rows[..., : text.shape[-1]].astype(text.dtype)
         return mx.where(is_text[..., None], text, shown)
 
 
-def admit_images(model: nn.Module, rope_axes: np.ndarray | None = None) -> ImageTable:
+class _AddsFeatures:
+    """Mixed into a block's class, whose own signature its `__call__` keeps."""
+
+    _images: ImageTable
+    _level: int
+
+
+def _adding(kind: Any) -> Any:
+    """Return a block's class whose output has the features of a level added."""
+
+    @wraps(kind.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        return self._images.with_level(self._level, kind.__call__(self, *args, **kwargs))
+
+    return type(f"{kind.__name__}WithFeatures", (_AddsFeatures, kind), {"__call__": call})
+
+
+def admit_images(
+    model: nn.Module, rope_axes: np.ndarray | None = None, levels: int = 0
+) -> ImageTable:
     """Let the model's embedding read images, in place, and its ropes take their positions; returns
     its table, the same one at each call. Raises ModelError: it is not known which layers these are.
 
     Args:
         rope_axes: which of an image token's three positions turns each frequency of a rope; None:
             it has one.
+        levels: so many blocks, from the first on, add features of their own to what leaves them
+            (DeepStack: Meng et al. 2024, arXiv:2406.04334); a feature's row has them all.
     """
     layers = [
         module
@@ -98,4 +151,9 @@ def admit_images(model: nn.Module, rope_axes: np.ndarray | None = None) -> Image
     table: ImageTable = layer._images
     if rope_axes is not None:
         table.rope = admit_positions(model, rope_axes)
+    table.levels = levels
+    for level, block in enumerate(model.layers[:levels] if levels else ()):
+        if not isinstance(block, _AddsFeatures):
+            block.__class__ = _adding(type(block))
+        block._images, block._level = table, level
     return table

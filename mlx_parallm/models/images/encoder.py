@@ -26,9 +26,13 @@ class ImageEncoder(Protocol):
         """Which of an image token's three positions turns each frequency of a rope
         (`positions.py`); None: its tokens have places like others."""
 
+    @property
+    def levels(self) -> int:
+        """How many blocks add features of their own (`embedding.admit_images`)."""
+
     def encode(self, image: PromptImage) -> mx.array:
-        """Return an image's features [image.tokens, D], as the embedding of its tokens, not
-        evaluated. Raises ValueError: their number is another one."""
+        """Return an image's features [image.tokens, (1 + levels) · D], not evaluated; the first D
+        stand for the embedding of its tokens. Raises ValueError: their number is another one."""
 
 
 class ImageSupport(Protocol):

@@ -72,7 +72,7 @@ class StepImages:
         for ids in (inputs - self._table.vocabulary).tolist():
             starts = [(at, self._grids[each]) for at, each in enumerate(ids) if each in self._grids]
             rows.append(image_positions(len(ids), starts)[0])
-        return self._table.at(mx.array(np.stack(rows, axis=1)))
+        return self._table.at(mx.array(np.stack(rows, axis=1)), ids=mx.array(inputs))
 
     def _encode(self, names: Iterable[str]) -> None:
         rows = 0 if self._table.features is None else len(self._table.features)

@@ -80,6 +80,7 @@ class TileEncoder:
     """SigLIP over tiles, and the connector."""
 
     rope_axes = None
+    levels = 0
 
     def __init__(
         self, model: Any, config: Any, processor: TileProcessor, dtype: mx.Dtype, cache_bytes: int

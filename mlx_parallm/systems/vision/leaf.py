@@ -24,10 +24,12 @@ FAMILIES = {
     "smolvlm": "mlx_parallm.systems.vision.idefics3",
     "qwen2_vl": "mlx_parallm.systems.vision.qwen_vl",
     "qwen2_5_vl": "mlx_parallm.systems.vision.qwen_vl",
+    "qwen3_vl": "mlx_parallm.systems.vision.qwen_vl",
     "qwen3_5": "mlx_parallm.systems.vision.qwen_vl",
 }
 """`model_type` → the module with its `load`."""
 PACKAGES = ("mlx_vlm", "PIL")
+_TOWERS = ("visual.", "vision_tower.", "vision_model.")
 
 
 def image_support(
@@ -45,7 +47,7 @@ def image_support(
     settings = config.section(VisionConfig)
     if settings.enabled is False:
         return None
-    if reason := why_blind(model_config):
+    if reason := why_blind(model_config) or why_without_tower(path):
         if settings.enabled is True:
             raise ModelError(f"vision.enabled = true, but {reason}")
         return None
@@ -67,3 +69,18 @@ def why_blind(config: Mapping[str, Any]) -> str:
     if (name := config.get("model_type")) not in FAMILIES:
         return f"the part of {name!r} that sees is not known here: {', '.join(sorted(FAMILIES))}"
     return ""
+
+
+def why_without_tower(path: Path) -> str:
+    """Return why a checkpoint cannot see, by the names of its arrays; "" when it can: full weights
+    that were trained, and merged adapters, are saved without the part that sees."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy") as arrays:
+                if any(part in name for name in arrays.keys() for part in _TOWERS):  # noqa: SIM118
+                    return ""
+        except (OSError, SafetensorError):
+            return ""  # whoever loads it says what is wrong
+    return f"{path} has no arrays of the part that sees"

@@ -1,5 +1,6 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3.5: a picture in its own proportions, cut into patches of which a
-square becomes one token; tokens have positions of three axes (models/images/positions.py).
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: a picture in its own proportions, cut into patches of
+which a square becomes one token; tokens have positions of three axes (models/images/positions.py).
+Qwen3-VL's first blocks add features of their own.
 
 The pixels are transformers' own (its processor for Pillow), up to the division by 255 and the
 normalisation, which the encoder does.
@@ -66,6 +67,7 @@ class PatchEncoder:
         self.token_id: int = config.image_token_id
         self.cache_bytes = cache_bytes
         self.rope_axes: np.ndarray = rope_axes(config)
+        self.levels = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
         self._model, self._dtype = model, dtype
         factor, mean, deviation = patches.pixels
         self._scale = np.array(factor / np.array(deviation), np.float32)[:, None]
@@ -77,7 +79,9 @@ class PatchEncoder:
         pixels = (colours * mx.array(self._scale) - mx.array(self._shift)).reshape(patches.shape)
         grid = mx.array(image.arrays["grid"].astype(np.int32))
         output = self._model.vision_tower(pixels.astype(self._dtype), grid)
-        features: mx.array = output[0] if isinstance(output, tuple) else output
+        features: mx.array = output
+        if isinstance(output, tuple):
+            features = mx.concatenate([output[0], *output[1]], axis=-1)
         if len(features) != image.tokens:
             raise ValueError(f"{len(features)} features for {image.tokens} tokens of an image")
         return features
@@ -109,11 +113,6 @@ def processor(path: Path) -> PatchProcessor:
 
 
 def encoder(loaded: LoadedModel, patches: PatchProcessor, cache_bytes: int) -> PatchEncoder:
-    """Load the tower. Raises ModelError: it does not load, or gives blocks of the language part
-    features too."""
+    """Load the tower. Raises ModelError."""
     model, config, dtype = load_tower(loaded)
-    if getattr(config.vision_config, "deepstack_visual_indexes", None):
-        raise ModelError(
-            f"{loaded.path}: features for several blocks (deepstack_visual_indexes) are not read"
-        )
     return PatchEncoder(model, config, patches, dtype, cache_bytes)

@@ -40,7 +40,12 @@ def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
         settings = config.to_dict()
         architecture = import_module(f"mlx_vlm.models.{config.model_type}")
         arguments = architecture.ModelConfig.from_dict(dict(settings))
-        arguments.text_config = architecture.TextConfig.from_dict(settings["text_config"])
+        text = dict(settings["text_config"])
+        rope = text.get("rope_parameters") or {}
+        text.setdefault(
+            "rope_theta", rope.get("rope_theta", 10000.0)
+        )  # some of its classes want it
+        arguments.text_config = architecture.TextConfig.from_dict(text)
         vision = dict(settings["vision_config"])
         # the name by which mlx-vlm knows the tower, where transformers has another one
         default = getattr(architecture.VisionConfig, "model_type", vision["model_type"])

@@ -1,0 +1,60 @@
+"""Which models see, and what is said where one does not. None of these needs mlx-vlm."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.config.load import Config
+from mlx_parallm.errors import ConfigError, ModelError
+from mlx_parallm.models.loading import read_config
+from mlx_parallm.systems.vision import leaf
+from mlx_parallm.systems.vision.leaf import image_support
+from tests.images.checkpoints import save_smolvlm
+from tests.tiny_models import TINY_ASSETS
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smolvlm(tmp_path_factory.mktemp("models") / "smolvlm")
+
+
+def support(path: Path, enabled: Any, **changes: Any) -> Any:
+    config = Config.model_validate({"vision": {"enabled": enabled}})
+    return image_support(config, path, read_config(path) | changes)
+
+
+def test_a_model_of_texts_has_none() -> None:
+    assert support(TINY_ASSETS, "auto") is None
+    with pytest.raises(ModelError, match="no part that sees"):
+        support(TINY_ASSETS, True)
+
+
+def test_a_family_that_is_not_known_is_named(checkpoint: Path) -> None:
+    assert support(checkpoint, "auto", model_type="paligemma") is None
+    with pytest.raises(ModelError, match="'paligemma' that sees is not known here: idefics3,"):
+        support(checkpoint, True, model_type="paligemma")
+
+
+def test_without_the_extra_the_text_part_is_used(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaf, "is_installed", lambda module: module != "mlx_vlm")
+    assert support(checkpoint, "auto") is None
+    with pytest.raises(ConfigError, match=r"needs the package mlx-vlm: pip install .*\[vision\]"):
+        support(checkpoint, True)
+
+
+def test_a_checkpoint_without_its_tower_is_its_text_part(checkpoint: Path, tmp_path: Path) -> None:
+    arrays = dict(mx.load(str(checkpoint / "model.safetensors")))
+    kept = {name: array for name, array in arrays.items() if "vision_model" not in name}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), kept)
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    assert support(tmp_path, "auto") is None
+    with pytest.raises(ModelError, match="has no arrays of the part that sees"):
+        support(tmp_path, True)
+
+
+def test_it_is_switched_off(checkpoint: Path) -> None:
+    assert support(checkpoint, False) is None
