@@ -51,7 +51,7 @@ ROLLOUT_KEYS = (
 )
 """Keys of [rl_training] about rollouts and their rewards, besides `algorithm.PRESET_KEYS`."""
 NOT_OF_PAIRS = (
-    *(name for name in PrepareConfig.model_fields if name != "mask_truncated"),
+    *(n for n in PrepareConfig.model_fields if n not in ("mask_truncated", "router_replay")),
     "kl_beta",
     "kl_estimator",
     "entropy_weight",

@@ -351,7 +351,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         check_prepared(self, self.kl_beta)
         if (
             self.lora.qat_bits is not None
-            and self.algorithm not in DATA_ALGORITHMS
+            and self.algorithm not in (*DATA_ALGORITHMS, ONLINE_DPO)
             and self.sampler_correction not in ("tis", "mis", "icepop")
         ):
             raise ValueError(

@@ -73,7 +73,8 @@ def blueprint(config: Mapping[str, Any]) -> nn.Module:
 def stored_dtype(config: Mapping[str, Any]) -> mx.Dtype:
     """The dtype of a checkpoint's arrays, by its config.json; bfloat16 where that does not say."""
     text = config.get("text_config", config)
-    name = config.get("dtype") or config.get("torch_dtype") or text.get("torch_dtype")
+    places = [(each, key) for each in (config, text) for key in ("dtype", "torch_dtype")]
+    name = next((each[key] for each, key in places if each.get(key)), None)
     return DTYPES.get(str(name).removeprefix("torch."), mx.bfloat16)
 
 

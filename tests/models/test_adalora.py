@@ -235,6 +235,19 @@ def test_kinds_are_not_mixed_up(tmp_path: Path) -> None:
         load_adapter(tmp_path)
 
 
+def test_factors_beside_other_numbers_are_refused(tmp_path: Path) -> None:
+    model = model_with_adapter()
+    save_adapter(tmp_path, adapter_layers(model, factors=True), num_layers=3)
+    file = tmp_path / "adapters.safetensors"
+    tensors = mx.load(str(file))
+    mx.eval(tensors)
+    file.unlink()  # a reader may have it mapped
+    moved = {name: a + 1 if name.endswith("lora_b") else a for name, a in tensors.items()}
+    mx.save_safetensors(str(file), moved)
+    with pytest.raises(AdapterError, match="do not give its lora_b"):
+        load_adapter(tmp_path)
+
+
 def make_adaptive() -> Any:
     model = make_model()
     inject_lora(model, CONFIG)

@@ -15,6 +15,7 @@ from mlx_parallm.models.adapters.fake_quantized import Rounding
 from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from mlx_parallm.models.quantize import quantize_layers
+from mlx_parallm.models.support import stored_dtype
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from tests.rl_training.making import make_config, make_trainer
@@ -169,6 +170,13 @@ def test_settings_that_contradict_each_other(values: dict[str, Any], words: str)
 def test_a_quantised_base_is_refused() -> None:
     model = make_model(hidden_size=128, intermediate_size=64)
     quantize_layers(model)
+    assert make_config(algorithm="online_dpo", lora={"qat_bits": 4}).lora.qat_bits == 4
     config = make_config(algorithm="sft", lora={"qat_bits": 4})
     with pytest.raises(ConfigError, match="name the checkpoint that it was made from"):
         TrainedPolicy(model, config, source=Path(), model_config={"model_type": "qwen3"})
+
+
+def test_the_dtype_of_a_checkpoint_may_stand_with_its_text_model():
+    assert stored_dtype({"text_config": {"dtype": "float16"}}) == mx.float16
+    assert stored_dtype({"torch_dtype": "float32", "text_config": {}}) == mx.float32
+    assert stored_dtype({}) == mx.bfloat16

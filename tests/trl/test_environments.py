@@ -1,6 +1,7 @@
 """TRL's `environment_factory` and `tools`: what an instance sees, when it is free again, and what
 becomes of its methods and its reward. The policy is scripted, except in one run."""
 
+import asyncio
 import gc
 import json
 import threading
@@ -14,6 +15,8 @@ from mlx_parallm.environments.episode_tools import open_tools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.faces.trl.environments import Factories, _called
+from tests.engine.helpers import until
 from tests.environments.scripted_client import ScriptedClient
 
 MODEL = "builtin:tiny"
@@ -134,6 +137,28 @@ async def test_an_instance_is_reset_when_nobody_holds_its_rollout(tiny_tokenizer
     await played(tiny_tokenizer, built, "done", size=4)
     assert Guess.made == 4
     assert not built.playing
+
+
+async def test_a_method_that_still_runs_holds_its_instance():
+    started, finish = threading.Event(), threading.Event()
+
+    class Slow(Guess):
+        def wait(self):
+            """Wait."""
+            started.set()
+            finish.wait(10)
+
+    factories = Factories(Slow)
+    instance = factories.take(None)
+    cut = asyncio.create_task(_called(instance, instance.environment.wait, "wait", {}))
+    await asyncio.to_thread(started.wait, 10)
+    cut.cancel()
+    await asyncio.wait([cut])
+    del instance, cut
+    gc.collect()
+    assert not factories._free[None]
+    finish.set()
+    await until(lambda: factories._free[None])
 
 
 async def test_each_row_has_the_environment_that_it_names(tiny_tokenizer):

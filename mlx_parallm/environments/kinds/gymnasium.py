@@ -211,7 +211,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         values = {"observation": _observation_text(observation)}
         if self._template is None:
             return values["observation"]
-        if "{render}" in self._template:
+        if "render" in (name for _, name, _, _ in Formatter().parse(self._template)):
             with user_code(f"gymnasium: {self._id}: render", RolloutRejectedError):
                 values["render"] = str(state.live.render())
         return self._template.format_map(values)

@@ -142,7 +142,7 @@ class Observations:
 def _json(text: str) -> Any:
     try:
         action = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # cut, or sampled without the schema
     return action if isinstance(action, dict) else None
 
@@ -179,5 +179,5 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text  # the server says what is wrong with it

@@ -27,7 +27,12 @@ from typing import IO, Any
 
 import httpx
 
-from mlx_parallm.environments.openenv.session import NoCapacityError, Session, StepResult
+from mlx_parallm.environments.openenv.session import (
+    NoCapacityError,
+    Session,
+    StepResult,
+    is_local,
+)
 from mlx_parallm.errors import ConfigError, EndpointError
 from mlx_parallm.system.log import get_logger
 
@@ -126,12 +131,11 @@ class Servers:
         """Return the JSON schemas of "action", "observation" and "state". Raises ConfigError."""
         url = f"{self.servers[0].url}/schema"
         try:
-            answer = httpx.get(url, timeout=self._connect_timeout_s)
+            answer = _get(url, self._connect_timeout_s)
             answer.raise_for_status()
             schemas: Mapping[str, Any] = answer.json()
-            if not isinstance(schemas["action"], Mapping):
-                raise TypeError("its action is no schema")
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            _check_schema(schemas["action"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"openenv: {url}: no schema of the actions: {error or type(error).__name__}"
             ) from error
@@ -263,7 +267,7 @@ def _wait_for(server: Server, timeout_s: float) -> None:
     until = time.monotonic() + timeout_s
     while True:
         try:
-            answer = httpx.get(f"{server.url}/health", timeout=max(POLL_S, timeout_s / 4))
+            answer = _get(f"{server.url}/health", max(POLL_S, timeout_s / 4))
             if answer.status_code < 400:
                 return
             why = f"/health answers {answer.status_code}"
@@ -277,6 +281,22 @@ def _wait_for(server: Server, timeout_s: float) -> None:
         if time.monotonic() > until:
             raise EndpointError(f"{server.url}: no OpenEnv server answers: {why}")
         time.sleep(START_POLL_S)
+
+
+def _get(url: str, timeout_s: float) -> httpx.Response:
+    """Raises httpx.HTTPError."""
+    return httpx.get(url, timeout=timeout_s, trust_env=not is_local(url))
+
+
+def _check_schema(action: Any) -> None:
+    """Raises TypeError: it is no schema of an object."""
+    if not isinstance(action, Mapping):
+        raise TypeError("its action is no schema")
+    fields, required = action.get("properties", {}), action.get("required", [])
+    if not isinstance(fields, Mapping) or not all(isinstance(f, Mapping) for f in fields.values()):
+        raise TypeError("the properties of its action are no schemas by name")
+    if not isinstance(required, list) or not isinstance(action.get("title", ""), str):
+        raise TypeError("its action's required is no list, or its title no text")
 
 
 def _last_words(server: Server) -> str:

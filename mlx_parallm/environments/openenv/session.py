@@ -11,13 +11,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from mlx_parallm.errors import EndpointError, RolloutRejectedError
 from mlx_parallm.system.packages import require
+from mlx_parallm.types import MAX_REWARD
 
 CLOSE_TIMEOUT_S = 1.0
 LARGEST_MESSAGE = 100 << 20  # bytes, as the client of openenv-core
-LOCAL = ("127.0.0.1", "localhost", "[::1]")
+LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class NoCapacityError(EndpointError):
@@ -62,7 +64,7 @@ class Session:
                 close_timeout=CLOSE_TIMEOUT_S,
                 ping_interval=None,  # an environment that computes may not answer for long
                 max_size=LARGEST_MESSAGE,
-                proxy=None if any(f"//{host}" in target for host in LOCAL) else True,
+                proxy=None if is_local(target) else True,
             )
         except (OSError, WebSocketException) as error:  # a TimeoutError is an OSError
             raise EndpointError(f"{target}: no connection: {_words(error)}") from error
@@ -128,7 +130,7 @@ class Session:
             data = answer["data"]
             if not isinstance(data, Mapping):
                 raise TypeError("data is no object")
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise EndpointError(
                 f"{self.url}: the answer to {kind} is not OpenEnv's: {str(text)[:80]}"
             ) from error
@@ -142,6 +144,11 @@ class Session:
         raise RolloutRejectedError(f"{self.url}: {kind}: {why} ({code})")
 
 
+def is_local(url: str) -> bool:
+    """Whether a server is on this machine, to which no proxy leads."""
+    return urlsplit(url).hostname in LOCAL
+
+
 async def list_tools(url: str, *, timeout_s: float) -> list[dict[str, Any]]:
     """Return name, description and parameters of the tools of an MCP environment. Raises
     EndpointError, RolloutRejectedError."""
@@ -150,14 +157,17 @@ async def list_tools(url: str, *, timeout_s: float) -> list[dict[str, Any]]:
         listed = (await session.step({"type": "list_tools"})).observation.get("tools", ())
     finally:
         await session.close()
-    return [
-        {
-            "name": str(tool["name"]),
-            "description": str(tool.get("description") or ""),
-            "parameters": tool.get("input_schema") or tool.get("inputSchema") or {},
-        }
-        for tool in listed
-    ]
+    try:
+        return [
+            {
+                "name": str(tool["name"]),
+                "description": str(tool.get("description") or ""),
+                "parameters": dict(tool.get("input_schema") or tool.get("inputSchema") or {}),
+            }
+            for tool in listed
+        ]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise EndpointError(f"{url}: its tools are not OpenEnv's: {str(listed)[:80]}") from error
 
 
 def require_client() -> None:
@@ -170,17 +180,24 @@ def _step_result(data: Mapping[str, Any], url: str) -> StepResult:
     if not isinstance(observation, Mapping):
         raise EndpointError(f"{url}: the answer has no observation: {str(data)[:80]}")
     if reward is not None and not isinstance(reward, int | float):
-        raise EndpointError(f"{url}: the reward is {reward!r}, not a number")
+        raise EndpointError(f"{url}: the reward is {str(reward)[:80]!r}, not a number")
+    if reward is not None and not abs(reward) <= MAX_REWARD:
+        raise RolloutRejectedError(
+            f"{url}: the reward is {str(reward)[:20]}, not a number of at most ±{MAX_REWARD:g}"
+        )
     return StepResult(observation, float(reward or 0.0), bool(data.get("done", False)))
 
 
 def _of_validation(data: Mapping[str, Any]) -> str:
     """Return what is wrong with an action, as pydantic says it."""
-    errors = [error for error in data.get("errors") or () if isinstance(error, Mapping)]
-    places = (".".join(map(str, error.get("loc", ()))) for error in errors)
-    return "; ".join(
-        f"{place}: {error.get('msg')}" for place, error in zip(places, errors, strict=True)
-    )
+    listed = data.get("errors")
+    reasons = []
+    for error in listed if isinstance(listed, list) else ():
+        if isinstance(error, Mapping):
+            place = error.get("loc")
+            where = ".".join(map(str, place)) if isinstance(place, list) else place or ""
+            reasons.append(f"{where}: {error.get('msg')}")
+    return "; ".join(reasons)
 
 
 def _words(error: BaseException) -> str:

@@ -365,10 +365,12 @@ def _tool_result(observation: Mapping[str, Any]) -> ToolResult:
     if isinstance(error, Mapping):
         kind = FAILURES.get(str(error.get("error_type")), "tool")
         return ToolResult(str(error.get("message", "")), error=kind)
+    if error:
+        return ToolResult(error if isinstance(error, str) else as_json(error), error="tool")
     result = observation.get("result")
     if isinstance(result, Mapping) and isinstance(result.get("content"), list):
         parts = [part for part in result["content"] if isinstance(part, Mapping)]
-        text = "\n".join(str(part["text"]) for part in parts if part.get("type") == "text")
+        text = "\n".join(str(part.get("text", "")) for part in parts if part.get("type") == "text")
         failed = bool(result.get("is_error"))
         structured = result.get("structured_content")
         return ToolResult(text, structured, "tool" if failed else None)

@@ -217,6 +217,7 @@ class TextArenaSource(EnvironmentSource):
 
     async def _play(self, table: Table, task: Task, max_steps: int) -> None:
         game = self._deal(task.columns["seed"])
+        await self._load(task.columns["opponent"])
         players, label = self._seated(table, task.columns["opponent"])
         talks: dict[int, list[dict[str, str]]] = {seat: [] for seat in players}
         while not game.done:
@@ -283,6 +284,14 @@ class TextArenaSource(EnvironmentSource):
         if self._weights is None:
             raise RolloutRejectedError(f"opponent {opponent!r}: there is no engine in this process")
         return f"{self._weights.policy}@{self._version(version[1])}"
+
+    async def _load(self, opponent: str) -> None:
+        """Read a fixed version that lies on disk, on a thread that may wait and may use MLX."""
+        version = VERSION.fullmatch(opponent)
+        if version is None or version[1].startswith("-") or self._weights is None:
+            return
+        if (load := self._weights.loader(f"{self._weights.policy}@{version[1]}")) is not None:
+            await asyncio.to_thread(load)
 
     def _version(self, wanted: str) -> int:
         """Return the version that "-K" or "VERSION" means now, and keep a fixed one."""

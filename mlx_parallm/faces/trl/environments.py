@@ -144,7 +144,7 @@ class FactoryEnvironments(DatasetSource):
             key: value for key, value in columns.items() if name is None or key != ENVIRONMENT
         }
         episode.played = played = Rollout(columns, instance)
-        shown = await _called(instance.environment.reset, "reset", arguments)
+        shown = await _called(instance, instance.environment.reset, "reset", arguments)
         if shown is not None and not isinstance(shown, str):
             raise RolloutRejectedError(
                 f"{instance!r}.reset returned {type(shown).__name__}: expected a text or None"
@@ -159,7 +159,7 @@ class FactoryEnvironments(DatasetSource):
             del self.playing[episode.name]
         if type(instance.environment) in self.factories.scored:
             played.metadata["get_reward"] = await _called(
-                instance.environment.get_reward, "get_reward", {}
+                instance, instance.environment.get_reward, "get_reward", {}
             )
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -172,7 +172,7 @@ class FactoryEnvironments(DatasetSource):
             return await self._standing.client.acall(name, arguments)
         assert method is not None, "EpisodeTools knows the names"
         try:
-            value = await _called(method, name, arguments)
+            value = await _called(instance, method, name, arguments)
         except RolloutRejectedError as error:
             return ToolResult(str(error), error="tool")
         return bounded(name, ToolResult(value if isinstance(value, str) else as_json(value)))
@@ -259,9 +259,15 @@ def methods(environment: Any) -> dict[str, Callable[..., Any]]:
     }
 
 
-async def _called(method: Callable[..., Any], what: str, arguments: Mapping[str, Any]) -> Any:
-    """Call a method, a plain one on a thread. Raises RolloutRejectedError."""
+async def _called(
+    instance: Instance, method: Callable[..., Any], what: str, arguments: Mapping[str, Any]
+) -> Any:
+    """Call a method of an instance, a plain one on a thread. Raises RolloutRejectedError.
+
+    The thread holds the instance: where the episode is cut off meanwhile, it is not free before the
+    method returns.
+    """
     with user_code(f"environment_factory: {what}", RolloutRejectedError):
         if is_async(method):
             return await method(**arguments)
-        return await asyncio.to_thread(method, **arguments)
+        return await asyncio.to_thread(lambda _held: method(**arguments), instance)

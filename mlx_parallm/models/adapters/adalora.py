@@ -35,6 +35,8 @@ PREFIX = "base_model.model."
 DEFAULT_ALPHA, DEFAULT_RANK = 8, 12  # PEFT's, where the configuration does not say
 RANKNUM_EPS = 1e-5
 """PEFT's, added to init_r."""
+ROUNDED = 2**-6
+"""The largest difference of a product from its rounding to bfloat16, of the largest number."""
 PARAMETERS = "adalora_parameters"
 """The key of adapter_config.json under which the schedule of a training stands."""
 _KEY = re.compile(r"(?P<path>.+)\.(?P<part>lora_[AEB]|ranknum)(?:\.(?P<name>[^.]+))?")
@@ -77,10 +79,25 @@ def read_factors(directory: Path, layers: Mapping[str, LoraPair]) -> dict[str, L
         rank = int(pair.a.shape[1])
         if e is None or left is None or e.shape != (rank,) or left.shape != pair.b.shape:
             raise AdapterError(f"{file}: {path} has no factors of rank {rank}: of another adapter")
+        if not _fits(e, left, pair.b, file):
+            raise AdapterError(
+                f"{file}: the factors of {path} do not give its lora_b: of another adapter (without"
+                " this file it is read as LoRA)"
+            )
         whole[path] = replace(pair, svd=SvdFactors(e, left, (True,) * rank))
     if tensors:
         raise AdapterError(f"{file}: {next(iter(tensors))} is of no layer of the adapter")
     return whole
+
+
+def _fits(e: mx.array, left: mx.array, b: mx.array, file: Path) -> bool:
+    """Whether diag(E) B is lora_b, which may be stored in fewer digits. Raises AdapterError: the
+    file was cut."""
+    try:
+        off = mx.abs(product(e, left) - b.astype(mx.float32)).max()
+        return not (off > ROUNDED * mx.abs(b).max()).item()
+    except RuntimeError as error:
+        raise AdapterError(f"{file} cannot be read: {error}") from error
 
 
 # ---------------------------------------------------------------------- PEFT's
@@ -108,11 +125,20 @@ def read_adalora(
             raise AdapterError(f"{file}: {path} has no {missing[0]}")
         a, e, b = leaves["lora_A"], leaves["lora_E"], leaves["lora_B"]
         rank = int(a.shape[0]) if a.ndim == 2 else -1
-        pattern = tuple(bool(kept) for kept in patterns.get(f"{path}.lora_E", [True] * init_r))
-        if e.shape != (rank, 1) or b.ndim != 2 or b.shape[1] != rank or sum(pattern) != rank:
+        listed = patterns.get(f"{path}.lora_E")
+        pattern = (True,) * rank if listed is None else tuple(map(bool, listed))
+        whole = listed is not None or rank == init_r
+        if (
+            not whole
+            or e.shape != (rank, 1)
+            or b.ndim != 2
+            or b.shape[1] != rank
+            or sum(pattern) != rank
+        ):
             raise AdapterError(
                 f"{file}: {path}: lora_A {a.shape}, lora_E {e.shape} and lora_B {b.shape} are not"
-                f" [r, in], [r, 1] and [out, r] with r = {sum(pattern)} (init_r, rank_pattern)"
+                f" [r, in], [r, 1] and [out, r] with r = {sum(pattern) if listed else init_r}"
+                " (init_r, rank_pattern)"
             )
         if "ranknum" in leaves and not (leaves["ranknum"] == init_r).all().item():
             raise AdapterError(f"{file}: {path}: ranknum is not init_r = {init_r}")

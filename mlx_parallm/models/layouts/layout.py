@@ -97,8 +97,8 @@ class TokenBatch:
     temperature: float | mx.array = 1.0  # or [N] float32
     compact: CompactRows | None = None  # the same tokens with less padding, or each prompt once
     entropy_slope: bool = True  # False: the loss does not depend on the entropy
-    # [N, layers, k] int32: the experts that predicted each token when it was sampled, repeated in
-    # this forward; -1: the router's own choice
+    # [N, layers, k] int16 or int32: the experts that predicted each token when it was sampled,
+    # repeated in this forward; -1: the router's own choice
     experts: mx.array | None = None
     # further scores [n, …] of the scored tokens, made of their logits [n, V] and differentiated:
     # (logits, this batch, which of the scored tokens they are for)

@@ -213,7 +213,7 @@ def _mismatches_waiting(arrivals: Arrivals) -> Sign | None:
     "log-probability-mismatch",
     (
         "send the log-probabilities that the server returned, with the temperature they were"
-        " sampled at"
+        " sampled at; with lora.qat_bits or server.kv_bits a difference is expected"
     ),
 )
 def _logprob_mismatch(evidence: Evidence) -> Sign | None:

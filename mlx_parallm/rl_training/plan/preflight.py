@@ -598,7 +598,7 @@ def _candidates(
 
     if cost == "rounding":
         if (narrow := f"{training.optimizer}_8bit") in EIGHT_BIT:
-            yield "rl_training.optimizer", narrow, with_training(optimizer=narrow), shape
+            yield "rl_training.optimizer", f'"{narrow}"', with_training(optimizer=narrow), shape
         return
     if cost == "none":
         if training.blocks_per_eval != 1:

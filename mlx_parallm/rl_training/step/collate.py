@@ -75,7 +75,8 @@ class MicroBatch:
     scatter: np.ndarray  # [B, T] int32: which of the N scores belongs here; N where mask is false
     # [N] int64: where the numbers of these tokens stand in the columns of the step (prepare.py)
     columns: np.ndarray
-    # [N, layers, k] int32, see `TokenBatch.experts`; None: no rollout has recorded its experts
+    # [N, layers, k] int16, or int32 of more experts than a byte counts, see `TokenBatch.experts`;
+    # None: no rollout has recorded its experts
     experts: np.ndarray | None = None
     compact: CompactRows | None = None  # the same tokens, fewer of them computed
 
@@ -226,20 +227,21 @@ def _micro_batch(
 
 
 def _experts(sequences: Sequence[TrainSequence], rows: Sequence[int]) -> np.ndarray | None:
-    """The experts of the trained tokens [N, layers, k] int32, `UNFORCED` where a rollout recorded
+    """The experts of the trained tokens [N, layers, k], `UNFORCED` where a rollout recorded
     none; None: no one did, or several tokens are scored at a position."""
     recorded = [sequences[row].rollout.routed_experts for row in rows]
     first = next((experts for experts in recorded if experts is not None), None)
     if first is None or any(sequences[row].targets_each > 1 for row in rows):
         return None
+    kind = np.int32 if first.wide else np.int16
     parts = []
     for row, experts in zip(rows, recorded, strict=True):
         sequence = sequences[row]
         if experts is None:
-            parts.append(np.full((sequence.trained, first.layers, first.each), UNFORCED, np.int32))
+            parts.append(np.full((sequence.trained, first.layers, first.each), UNFORCED, kind))
         else:
             # the first token of a sequence is never trained on
-            parts.append(experts.array()[len(experts) - sequence.trained :].astype(np.int32))
+            parts.append(experts.array()[len(experts) - sequence.trained :].astype(kind))
     return np.concatenate(parts)
 
 

@@ -195,7 +195,7 @@ def test_a_template_shows_the_observation_and_the_picture():
     environment = GymnasiumEnvironment(
         Says("right"),
         **LAKE | {"make": {"is_slippery": False, "render_mode": "ansi"}},
-        observation_text="{render}field {observation}",
+        observation_text="{render!s}field {observation}",
         max_steps=2,
     )
     state = environment.step(environment.reset(index=0))

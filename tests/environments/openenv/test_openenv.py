@@ -14,9 +14,13 @@ import pytest
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.openenv.actions import Actions, Observations, text_field
+from mlx_parallm.environments.openenv.servers import _check_schema
+from mlx_parallm.environments.openenv.session import ActionRefusedError, Session, _step_result
+from mlx_parallm.environments.openenv.source import _tool_result
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
-from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
+from mlx_parallm.execution.tool_results import ToolResult
 from tests.environments.scripted_client import ScriptedClient
 
 pytest.importorskip("websockets")
@@ -106,7 +110,11 @@ async def test_actions_are_sampled_by_the_servers_schema(tokenizer, serving):
     assert server.is_left()
 
 
-async def test_an_action_may_be_the_text_of_an_answer(tokenizer, serving):
+async def test_an_action_may_be_the_text_of_an_answer(tokenizer, serving, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy"):  # none leads to this machine
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
     built = source(serving(Words), instructions="Say the number.")
     result, client = await played(tokenizer, built, lambda text, turn: f" {turn}\n", size=1)
     assert result.failure is None, result.failure
@@ -375,6 +383,7 @@ def test_an_answer_as_an_action():
     assert Actions(schema, None).read(" up ") == {"move": "up"}
     assert Actions(schema, "json").read('{"move": "up"}') == {"move": "up"}
     assert Actions(schema, "json").read('{"move": "u') is None
+    assert Actions(schema, "json").read("[" * 100_000) is None
     pattern = r"<(?P<move>\w+)(?: (?P<count>\w+))?>"
     assert Actions(schema, pattern).read("<a 1> <b 2>") == {"move": "b", "count": 2}
     assert Actions(schema, pattern).read("<a>") == {"move": "a"}
@@ -387,6 +396,35 @@ def test_an_answer_as_an_action():
     }.items():
         with pytest.raises(ConfigError, match=message):
             Actions(schema, option)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        [],
+        {"properties": []},
+        {"properties": {"a": True}, "required": ["a"]},
+        {"properties": {}, "required": 3},
+        {"title": 5},
+    ],
+)
+def test_what_is_no_schema_of_actions_is_told_apart(schema):
+    with pytest.raises(TypeError):
+        _check_schema(schema)
+
+
+def test_answers_that_are_not_openenvs_are_errors_of_the_server():
+    session = Session("http://h", None, 1.0)
+    with pytest.raises(EndpointError, match="not OpenEnv's"):
+        session._read("step", "[" * 100_000)
+    fault = {"code": "VALIDATION_ERROR", "message": "no", "errors": [{"loc": 5, "msg": "bad"}]}
+    with pytest.raises(ActionRefusedError, match="5: bad"):
+        session._read("step", json.dumps({"type": "error", "data": fault}))
+    for reward in ("NaN", "1e999", "1" * 30):
+        with pytest.raises(RolloutRejectedError, match="the reward is"):
+            _step_result(json.loads(f'{{"observation": {{}}, "reward": {reward}}}'), "http://h")
+    assert _tool_result({"error": "boom"}) == ToolResult("boom", error="tool")
+    assert _tool_result({"result": {"content": [{"type": "text"}]}}).error is None
 
 
 def test_an_observation_as_text():

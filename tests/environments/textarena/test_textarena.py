@@ -3,6 +3,7 @@ scripted: it sees whose turn it is from its prompt."""
 
 import random
 import re
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,7 +62,7 @@ class Versions:
     policy, version = "policy", 7
 
     def __init__(self):
-        self.history, self.held = self, []
+        self.history, self.held, self.loaded = self, [], []
 
     def versions(self):
         return [0, 4, 5, 6, 7]
@@ -69,9 +70,22 @@ class Versions:
     def in_memory(self, version):
         return version if version in (*self.held, 4, 5, 6, 7) else None
 
+    def loader(self, name):
+        version = int(name.removeprefix("policy@"))
+        if self.in_memory(version) is not None:
+            return None
+        place = threading.get_ident()
+
+        def load():
+            assert threading.get_ident() != place, "MLX on the thread of an environment"
+            self.loaded.append(version)
+
+        return load
+
     def hold(self, version):
         if version != 0:
             raise AdapterError(f"version {version} is not kept")
+        assert 0 in self.loaded, "this would read it from disk here"
         self.held.append(version)
 
 

@@ -283,7 +283,7 @@ def test_states_in_8_bits_are_counted_and_proposed(monkeypatch: pytest.MonkeyPat
     assert saved == pytest.approx((8 - 2 - 8 / 256) * (shape.trained - shape.small), abs=2)
     assert 0 < shape.small < shape.trained / 1000, "gains of norms"
     chosen, then = what_fits(config, shape, predict_memory(config, shape).total - saved // 2)
-    assert chosen["rl_training.optimizer"] == "adamw_8bit"
+    assert chosen["rl_training.optimizer"] == '"adamw_8bit"', "as TOML has it"
     assert then.total <= predict_memory(config, shape).total - saved // 2
     assert "rl_training.lora.enabled" not in chosen, "what changes less comes first"
 
