@@ -87,7 +87,7 @@ def test_a_bomb_whose_launcher_had_no_time_left_is_ended_by_its_user(sandbox, mo
     Sandbox(timeout_s=TIMEOUT_S).run(bench.FORK_BOMB)
     users = range(launcher.FIRST_UID, launcher.FIRST_UID + launcher.UIDS)
     left = [p for p in psutil.process_iter(["uids", "status"]) if p.info["uids"].real in users]
-    gone, alive = psutil.wait_procs(left, timeout=5)
+    _, alive = psutil.wait_procs(left, timeout=5)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
