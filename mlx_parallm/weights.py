@@ -131,6 +131,8 @@ class PolicyHistory:
         self._kept: dict[int, AdapterSlot] = {}  # rebound, never changed: read without a lock
         self._loaded: dict[int, AdapterSlot] = {}
         self._held: dict[int, AdapterSlot] = {}
+        self._holders: dict[int, int] = {}  # how many hold a version
+        self._holding = threading.Lock()
         self._loading = threading.Lock()
 
     def keep(self, adapter: AdapterWeights) -> None:
@@ -146,15 +148,22 @@ class PolicyHistory:
         return self._kept.get(version) or self._loaded.get(version) or self._held.get(version)
 
     def hold(self, version: int) -> None:
-        """Keep a version in memory, however many follow it, until `release`. Raises
-        AdapterError: there is none."""
+        """Keep a version in memory, however many follow it, until `release` was called as often.
+        Raises AdapterError: there is none."""
         slot = self.find(version)
         if slot is None:
             raise AdapterError(f"version {version} is not kept; there are {self.versions()}")
-        self._held = {**self._held, version: slot}
+        with self._holding:
+            self._holders[version] = self._holders.get(version, 0) + 1
+            self._held = {**self._held, version: slot}
 
     def release(self, version: int) -> None:
-        self._held = {held: slot for held, slot in self._held.items() if held != version}
+        with self._holding:
+            left = self._holders.pop(version, 0) - 1
+            if left > 0:
+                self._holders[version] = left
+                return
+            self._held = {each: slot for each, slot in self._held.items() if each != version}
 
     def find(self, version: int) -> AdapterSlot | None:
         """Find a version in memory or on disk; None when there is none."""

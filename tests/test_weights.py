@@ -10,9 +10,9 @@ import mlx.nn as nn
 import pytest
 
 from mlx_parallm.errors import AdapterError, PublishTimeoutError
-from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.adapters.adapter import AdapterWeights, LoraPair
 from mlx_parallm.models.loading import evaluate_module
-from mlx_parallm.weights import SharedWeights
+from mlx_parallm.weights import PolicyHistory, SharedWeights
 
 
 def layers(fill: float, size: int = 8) -> dict[str, LoraPair]:
@@ -136,3 +136,17 @@ def test_the_policy_cannot_be_replaced_or_removed_from_outside() -> None:
     weights.remove_adapter("other")
     with pytest.raises(AdapterError, match="no adapter 'other'"):
         weights.remove_adapter("other")
+
+
+def test_a_version_is_kept_until_the_last_who_holds_it_lets_go() -> None:
+    history = PolicyHistory("policy", 1, None)
+    history.keep(AdapterWeights("policy", 1, {}))
+    history.hold(1)
+    history.hold(1)
+    history.keep(AdapterWeights("policy", 2, {}))
+    history.release(1)
+    assert history.versions() == [1, 2]
+    history.release(1)
+    assert history.versions() == [2] and history.in_memory(1) is None
+    with pytest.raises(AdapterError, match="version 1 is not kept"):
+        history.hold(1)

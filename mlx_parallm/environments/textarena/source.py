@@ -156,6 +156,7 @@ class TextArenaSource(EnvironmentSource):
         self.opens_together = self.players == 1
         self._tables: dict[tuple[str, int], Table] = {}
         self._weights: Any = None
+        self._holding: set[int] = set()  # versions that are played against
 
     def attach(self, inference: PolicyInference) -> None:
         """Raises ConfigError: there are no older weights to play against."""
@@ -298,8 +299,9 @@ class TextArenaSource(EnvironmentSource):
         history = self._weights.history
         if not wanted.startswith("-"):
             try:
-                if history.in_memory(int(wanted)) is None:
+                if int(wanted) not in self._holding:
                     history.hold(int(wanted))
+                    self._holding.add(int(wanted))
             except AdapterError as error:
                 raise RolloutRejectedError(f"opponent 'policy@{wanted}': {error}") from error
             return int(wanted)

@@ -37,7 +37,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.algorithm import sampler_bounds
-from mlx_parallm.config.data import DATA_ALGORITHMS
+from mlx_parallm.config.data import DATA_ALGORITHMS, ONLINE_DPO
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
@@ -531,17 +531,20 @@ def check_kv_bits(config: Config) -> None:
     policy than the one that is trained, and nothing corrects for it."""
     training, bits = config.rl_training, config.server.kv_bits
     corrected = training.sampler_correction in ("tis", "mis", "icepop")
-    if bits is not None and training.algorithm not in DATA_ALGORITHMS and not corrected:
+    reads_none = training.algorithm in (*DATA_ALGORITHMS, ONLINE_DPO)
+    if bits is not None and not reads_none and not corrected:
         raise ConfigError(
             f"server.kv_bits = {bits}: the trainer's keys and values are not quantised, so it is"
             " another policy:"
             ' set rl_training.sampler_correction = "tis" (or "mis"), or leave kv_bits out'
         )
-    if bits is not None and corrected and training.loss is not None and is_reference(training.loss):
+    rounds = "server.kv_bits" if bits is not None else "lora.qat_bits"
+    differs = bits is not None or training.lora.qat_bits is not None
+    if differs and corrected and training.loss is not None and is_reference(training.loss):
         log.warning(
             (
-                "the policy that samples is another one (server.kv_bits): this loss has to"
-                " multiply by inputs.weights"
+                f"the policy that samples is another one ({rounds}): this loss has to multiply by"
+                " inputs.weights"
             ),
             loss=training.loss,
         )

@@ -83,9 +83,9 @@ class Versions:
         return load
 
     def hold(self, version):
-        if version != 0:
+        if version not in self.versions():
             raise AdapterError(f"version {version} is not kept")
-        assert 0 in self.loaded, "this would read it from disk here"
+        assert version or 0 in self.loaded, "this would read it from disk here"
         self.held.append(version)
 
 
@@ -291,6 +291,9 @@ async def test_the_opponent_is_frozen(tokenizer, opponent, adapter, label):
     assert result.failure is None, result.failure
     assert facts(result, "player", "reward", "opponent") == [(0, 1.0, label)] * 2
     assert {r.adapter for r in client.requests} == {"policy", adapter}
+    fixed = re.fullmatch(r"policy@(\d)", opponent)
+    # once, and also while it is among the newest: later it is not
+    assert built._weights.held == ([int(fixed[1])] if fixed else [])
     assert all(t.step_count == 3 for t in result.trajectories)
     second = await played(tokenizer, client, built, size=2, index=1)  # the other seat begins
     assert facts(second, "player", "reward") == [(1, 1.0)] * 2

@@ -268,6 +268,8 @@ def test_a_quantised_sampler_is_allowed_with_a_correction_and_where_nothing_is_s
     data = {"data": {"path": "rows.jsonl"}} if "algorithm" in training else {}
     check_kv_bits(parse_config({"server": {"kv_bits": 8}, "rl_training": training} | data))
     check_kv_bits(parse_config({"rl_training": training} | data))
+    pairs = {"rl_training": {"algorithm": "online_dpo"}}  # its loss reads no rollout_logprobs
+    check_kv_bits(parse_config({"server": {"kv_bits": 8}} | pairs))
 
 
 def test_a_loss_of_ones_own_with_a_quantised_sampler_is_warned_of(
@@ -283,6 +285,8 @@ def test_a_loss_of_ones_own_with_a_quantised_sampler_is_warned_of(
     assert not logs
     check_kv_bits(parse_config({"server": {"kv_bits": 8}, "rl_training": training}))
     assert "has to multiply by inputs.weights" in logs[0]
+    check_kv_bits(parse_config({"rl_training": training | {"lora": {"qat_bits": 4}}}))
+    assert "(lora.qat_bits)" in logs[1]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
