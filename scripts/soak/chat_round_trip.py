@@ -53,7 +53,7 @@ from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import encode_all
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.context import ServerDeps, ServerState
-from mlx_parallm.server.generation import render_conversation
+from mlx_parallm.server.generation import encode_conversation
 from mlx_parallm.server.messages.body import MessagesBody
 from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.server.responses.body import ResponsesBody
@@ -451,7 +451,7 @@ class Trip:
         state.ready(engine, tokenizer, None)
         deps = ServerDeps(state, ServerConfig())
         self.app = create_app(deps)
-        self.context = SimpleNamespace(engine=engine, tokenizer=tokenizer, deps=deps)
+        self.context = SimpleNamespace(engine=engine, tokenizer=tokenizer, deps=deps, images=None)
         client: Any = SimpleNamespace(max_model_len=ROOM)
         self.policy = EpisodePolicy(client, tokenizer, 1.0, ROOM, template_kwargs={})
         self._hf = AutoTokenizer.from_pretrained(path)
@@ -491,12 +491,15 @@ class Trip:
             self._rows(face, [row for row, _ in made], [pair for _, pair in made])
 
     def _chat(self, body: Any, chat: Chat) -> tuple[int, ...]:
-        return render_conversation(self.context, body.model_validate(json.loads(json.dumps(chat))))  # type: ignore[arg-type]
+        return self._tokens(body.model_validate(json.loads(json.dumps(chat))))
 
     def _other(self, body: Any, fields: Chat) -> tuple[int, ...]:
         read = body.model_validate(json.loads(json.dumps(fields)))
         chat = read.to_chat(read.items)[0] if isinstance(read, ResponsesBody) else read.to_chat()
-        return render_conversation(self.context, chat)  # type: ignore[arg-type]
+        return self._tokens(chat)
+
+    def _tokens(self, chat: Any) -> tuple[int, ...]:
+        return asyncio.run(encode_conversation(self.context, chat)).token_ids  # type: ignore[arg-type]
 
     def _on_the_client(self, chat: Chat) -> tuple[int, ...]:
         """Return the tokens that a Tinker client makes with transformers, with arguments in the

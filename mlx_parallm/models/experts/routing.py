@@ -359,10 +359,10 @@ def expert_load(recorded: Iterable[RoutedExperts], experts: int) -> dict[str, fl
     """
     counts: np.ndarray | None = None
     for rollout in recorded:
-        ids = rollout.array()
-        layers = np.arange(ids.shape[1])[:, None]
-        counts = np.zeros((ids.shape[1], experts), np.int64) if counts is None else counts
-        np.add.at(counts, (np.broadcast_to(layers, ids.shape), ids), 1)
+        places = rollout.array() + experts * np.arange(rollout.layers)[:, None]
+        tokens = np.bincount(places.ravel(), minlength=rollout.layers * experts)
+        tokens = tokens.reshape(rollout.layers, experts)
+        counts = tokens if counts is None else counts + tokens
     if counts is None or not counts.any():
         return {}
     return {
