@@ -171,6 +171,7 @@ def user_of(launcher: int) -> int:
 
 
 def _stop(_number: int, _frame: Any) -> NoReturn:
+    _ignore_stops()  # a second one would end what ends the code
     raise StopRequest(None)
 
 
@@ -650,6 +651,7 @@ def watch(seconds: float, over: Callable[[], str | None]) -> None:
         spent = time.process_time()
         limit = "timeout" if time.monotonic() >= ends else over()
         if limit is not None:
+            _ignore_stops()
             raise StopRequest(limit)
         # to look costs a tenth of a core at most
         pause = max(WATCH_S, 10 * (time.process_time() - spent))
