@@ -360,6 +360,7 @@ class TrainingRun:
             initial_adapter=initial,
             between_blocks=self.serving.turns.after_evaluation,
             ranks=self._ranks,
+            kv_bits=self.config.server.kv_bits,
         )
         policy = trainer.policy
         policy.described = self._described()
@@ -752,7 +753,7 @@ def open_serving(
         main_adapter=main_adapter,
         trains_base=not policy.lora,
         adapter_roots=adapter_roots,
-        record_experts=policy.replayed_experts is not None,
+        record_experts=policy.replays_experts,
     )
     return weights
 
