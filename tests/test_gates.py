@@ -47,8 +47,8 @@ VARIABLE_ATTRIBUTES: dict[
     "execution.user_code:reference_to": "an object of the user's program, by its name",
     "execution.user_code:load": "a function that the configuration names",
     "faces.trl.environments:methods": "the methods of an environment of the user's are tools",
-    "models.adapters.served:ServedLinear.__getattr__": "a wrapper hands on what it does not know",
-    "models.adapters.served:ServedLinear.__setattr__": "a wrapper hands on what it does not know",
+    "models.adapters.served:_Served.__getattr__": "a wrapper hands on what it does not know",
+    "models.adapters.served:_Served.__setattr__": "a wrapper hands on what it does not know",
     "models.cpu_kernels:FastMLP.__init__": "the layers of an mlx-lm module, by the names that it"
     " has",
     "models.recurrent.layers:_replace": "a method of an mlx-lm class, by its name",

@@ -33,11 +33,11 @@ from mlx_parallm.weights import SharedWeights
 
 @dataclass(frozen=True)
 class StartedEngine:
-    """`names`: under which it answers; `shapes`: (in, out) of every linear layer, by path."""
+    """`names`: under which it answers; `shapes`: `linear_shapes` of the model."""
 
     thread: EngineThread
     names: ServedModels
-    shapes: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 def start_engine(

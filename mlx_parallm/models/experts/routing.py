@@ -239,8 +239,9 @@ def routing_shape(model: nn.Module) -> tuple[int, int, int] | None:
     if not chosen:
         return None
     [(_, k)] = {array.shape for array in chosen}
-    projections = _switch(blocks_of_experts(model)[0]).children()
-    number = next(p.num_experts for p in projections.values() if isinstance(p, _EXPERTS))
+    projections = cast("dict[str, Any]", _switch(blocks_of_experts(model)[0]).children()).values()
+    inside = (projection.get("linear", projection) for projection in projections)
+    number = next(layer.num_experts for layer in inside if isinstance(layer, _EXPERTS))
     return len(chosen), k, int(number)
 
 
