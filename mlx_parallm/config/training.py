@@ -21,7 +21,7 @@ from mlx_parallm.config.data import (
 from mlx_parallm.config.distillation import DistillationConfig
 from mlx_parallm.config.environment import Section
 
-ADAM = ("adamw", "adamw_8bit", "muon")
+ADAM = ("adamw", "adamw_8bit", "adamw_4bit", "muon")
 """Optimizers that read AdamW's numbers."""
 PEFT_NAMES = {"r": "rank", "init_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
 
@@ -252,9 +252,11 @@ class WeightUpdateConfig(Section):
 class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""
-    optimizer: Literal["adamw", "muon", "lion", "adafactor", "adamw_8bit", "lion_8bit"] = "adamw"
-    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest; "_8bit": its state
-    takes a quarter of the memory (docs/parameters.md)."""
+    optimizer: Literal[
+        "adamw", "muon", "lion", "adafactor", "adamw_8bit", "lion_8bit", "adamw_4bit"
+    ] = "adamw"
+    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest; "_8bit",
+    "_4bit": its state takes a quarter or an eighth of the memory (docs/parameters.md)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after warm-up, to `lr_final` one step after total_steps, so that the last step still
     learns."""
@@ -393,7 +395,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         """Raises ValueError: a key is set that the chosen optimizer, reference or KL does not
         read."""
         readers = {
-            'optimizer = "adamw", "adamw_8bit" or "muon"': (
+            'optimizer = "adamw", "adamw_8bit", "adamw_4bit" or "muon"': (
                 self.optimizer in ADAM,
                 ("adam_beta1", "adam_beta2", "adam_eps"),
             ),

@@ -40,7 +40,7 @@ from mlx_parallm.models.quantize import quantizable
 from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
-from mlx_parallm.rl_training.step.optimizer import EIGHT_BIT, state_bytes
+from mlx_parallm.rl_training.step.optimizer import QUANTISED, state_bytes
 from mlx_parallm.rl_training.step.states_8bit import SMALLEST
 from mlx_parallm.system.hardware import GIB, prefix_cache_bytes
 from mlx_parallm.types import NARROW_IDS
@@ -637,7 +637,7 @@ def _candidates(
         return config.model_copy(update={"rl_training": training.model_copy(update=changes)})
 
     if cost == "rounding":
-        if (narrow := f"{training.optimizer}_8bit") in EIGHT_BIT:
+        if (narrow := f"{training.optimizer}_8bit") in QUANTISED:
             yield "rl_training.optimizer", f'"{narrow}"', with_training(optimizer=narrow), shape
         return
     if cost == "none":
