@@ -97,6 +97,9 @@ class LoraConfig(Section):
     qat_bits: Literal[8, 4] | None = None
     """Train the model that `mlx_parallm merge --q-bits` writes: base and adapter are added and
     rounded to so many bits in every forward pass of the trainer."""
+    qat_format: Literal["mlx", "gguf"] = "mlx"
+    """What the rounding of qat_bits is for: MLX's groups of 64; or llama.cpp's Q4_0 and Q8_0,
+    blocks of 32, as `mlx_parallm export --type q4_0` (q8_0) writes them."""
     layers: tuple[int, int] | str = "all"
     """Transformer blocks that get an adapter: "all", "last 8", or [start, end) counted from 0,
     e.g. [4, 12]."""
@@ -143,6 +146,8 @@ class LoraConfig(Section):
             for other in others if key in self.changed() else ():
                 if other in self.changed():
                     raise ValueError(f"{other} and {key} are not combined")
+        if self.qat_bits is None and self.qat_format != "mlx":
+            raise ValueError("qat_format is read with qat_bits only")
         if not self.use_adalora and self.adalora.changed():
             raise ValueError(f"adalora.{self.adalora.changed()[0]} is read with use_adalora only")
         if self.use_adalora and self.adalora.target_r > self.rank:

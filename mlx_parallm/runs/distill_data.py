@@ -123,7 +123,7 @@ class Answer:
 
     @property
     def content(self) -> tuple[str, str]:
-        """What makes it another answer than the others."""
+        """Text and calls: two answers that share them are one."""
         return self.text, json.dumps(list(self.tool_calls), sort_keys=True)
 
 

@@ -127,7 +127,9 @@ class ModelShape:
         )
         others = adapted = 0
         if training.lora.enabled:
-            rounded = quantizable(model) if training.lora.qat_bits else {}
+            # for GGUF they are rounded in their place
+            to_mlx = training.lora.qat_bits is not None and training.lora.qat_format == "mlx"
+            rounded = quantizable(model) if to_mlx else {}
             inject_lora(model, training.lora)
             layers = trainer_lora_layers(model)
             adapted = sum(math.prod(linear_shape(layer.linear)) for layer in layers.values())
