@@ -255,6 +255,8 @@ class Completion:
     error: str | None = None
     prompt_version: int = -1  # policy version under which the prompt was read; -1 = unknown
     routed_experts: RoutedExperts | None = None  # of T tokens, where the engine records them
+    # of the prompt's last tokens but one, as many as were computed, where they are recorded too
+    prompt_experts: RoutedExperts | None = None
     cached_tokens: int = 0  # tokens of the prompt that the prefix cache held
 
 

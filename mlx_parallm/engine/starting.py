@@ -77,7 +77,11 @@ def start_engine(
         record_experts = True
     if record_experts:
         prepare_routing(loaded.model)
-        options = replace(options, experts=routing_shape(loaded.model))
+        options = replace(
+            options,
+            experts=routing_shape(loaded.model),
+            prompt_experts=config.server.record_prompt_experts,
+        )
     if advice := wire_memory(
         sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     ):

@@ -108,6 +108,29 @@ def test_each_route_returns_the_experts_that_the_model_took(recording: Any) -> N
     np.testing.assert_array_equal(flat.reshape(-1, 2, 2), array[4:])
 
 
+def test_the_prompts_experts_are_recorded_in_prefill_by_setting(directory: Path) -> None:
+    """A prompt of several chunks, two that share a prefill, and one that the prefix cache holds."""
+    rng = np.random.default_rng(0)
+    long, other = rng.integers(0, 300, 40).tolist(), rng.integers(0, 300, 7).tolist()
+    settings = {"enable_return_routed_experts": True, "record_prompt_experts": True}
+    for http, _ in serve(directory, prefill_chunk=16, prefix_cache_bytes=1 << 22, **settings):
+        sampling = {"max_tokens": 3, "temperature": 1.0, "ignore_eos": True, "n": 2}
+        for prompt in (long, other, PROMPT):
+            body = {"token_ids": prompt, "sampling_params": sampling}
+            for choice in http.post("/inference/v1/generate", json=body).json()["choices"]:
+                wanted = rows_of(directory, (prompt + choice["token_ids"])[:-1])
+                array = np.sort(npy(choice["routed_experts"]), axis=-1)
+                np.testing.assert_array_equal(array, wanted)
+        again = {"token_ids": [*long, 5, 6], "sampling_params": sampling | {"n": 1}}
+        [choice] = http.post("/inference/v1/generate", json=again).json()["choices"]
+        array = np.sort(npy(choice["routed_experts"]), axis=-1)
+        wanted = rows_of(directory, [*long, 5, 6, *choice["token_ids"][:-1]])
+        unknown = (array == -1).all(axis=(1, 2))
+        reused = int(unknown.sum())
+        assert unknown[:reused].all() and reused <= len(long), "from the beginning on"
+        np.testing.assert_array_equal(array[reused:], wanted[reused:])
+
+
 def test_a_stream_has_none_and_says_so(recording: Any) -> None:
     body = {"token_ids": PROMPT, "stream": True, "return_routed_experts": True}
     answer = recording[0].post("/inference/v1/generate", json=body)

@@ -280,7 +280,7 @@ def _vllm_answer(body: VllmBody, output: RequestOutput, default_version: int) ->
     if body.return_routed_experts:
         length = len(output.prompt_token_ids)
         response["routed_experts"] = [
-            as_npy(require_recorded(completion.routed_experts), length)
+            as_npy(require_recorded(completion), length, completion.prompt_experts)
             for completion in completions
         ]
     if output.prompt_logprobs is not None:
@@ -363,11 +363,12 @@ def _sglang_objects(
         }
         meta |= schema_error(completion)
         if body.return_routed_experts:
-            recorded, start = (
-                require_recorded(completion.routed_experts),
+            meta["routed_experts"] = as_int32(
+                require_recorded(completion),
+                len(output.prompt_token_ids),
                 body.routed_experts_start_len,
+                completion.prompt_experts,
             )
-            meta["routed_experts"] = as_int32(recorded, len(output.prompt_token_ids), start)
         if body.return_logprob:
             reader = tokenizer.detokenizer(opens_text=opens, skip_special_tokens=skips)
             meta["output_token_logprobs"] = triples(

@@ -141,11 +141,11 @@ class _TokensResponse(ResponseBuilder):
         """vLLM's field; where the server records, it is always there."""
         recorded = completion.routed_experts
         if recorded is None and self._wants_experts and completion.token_ids:
-            require_recorded(recorded)
+            require_recorded(completion)
         wanted = self._wants_experts or self.context.deps.config.enable_return_routed_experts
         if not wanted or recorded is None:
             return {}
-        return {"routed_experts": as_npy(recorded, prompt_tokens)}
+        return {"routed_experts": as_npy(recorded, prompt_tokens, completion.prompt_experts)}
 
     def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
         return [{"choices": [self._choice(delta)]}]

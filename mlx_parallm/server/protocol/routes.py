@@ -6,8 +6,8 @@ experts of the forward over it, which predicts token t + 1:
     as_npy     vLLM's `routed_experts`: base64 of a .npy file, [tokens - 1, layers, k]
     as_int32   SGLang's `meta_info.routed_experts`: base64 of int32, the same numbers, flat
 
-Rows of a prompt's tokens, whose experts are not recorded, hold `NOT_RECORDED`; the last of them
-predicts the first sampled token and is recorded.
+Rows of a prompt's tokens whose experts are not recorded hold `NOT_RECORDED`; that of its last one
+predicts the first sampled token and is recorded always.
 """
 
 import base64
@@ -18,40 +18,48 @@ from collections.abc import Sequence
 import numpy as np
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.types import RoutedExperts
+from mlx_parallm.types import Completion, RoutedExperts
 
 NOT_RECORDED = -1
 FIELD = "return_routed_experts"
 
 
-def require_recorded(recorded: RoutedExperts | None) -> RoutedExperts:
-    """Raise RequestError where a request asks for experts that the engine does not record."""
-    if recorded is None:
+def require_recorded(completion: Completion) -> RoutedExperts:
+    """Return the experts of the sampled tokens. Raises RequestError: the engine records none."""
+    if completion.routed_experts is None:
         raise RequestError(
             f"{FIELD!r}: this server records no experts: start it with"
             " server.enable_return_routed_experts = true, for a mixture of experts",
             param=FIELD,
         )
-    return recorded
+    return completion.routed_experts
 
 
-def as_npy(recorded: RoutedExperts, prompt_tokens: int) -> str:
-    rows = _rows(recorded, prompt_tokens)
+def as_npy(recorded: RoutedExperts, prompt_tokens: int, prompt: RoutedExperts | None = None) -> str:
+    """`prompt`: of its last tokens but one (`Completion.prompt_experts`)."""
+    rows = _rows(recorded, prompt_tokens, prompt)
     file = io.BytesIO()
     np.save(file, rows.astype(np.int32 if recorded.wide else np.int16), allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode()
 
 
-def as_int32(recorded: RoutedExperts, prompt_tokens: int, start: int = 0) -> str:
+def as_int32(
+    recorded: RoutedExperts,
+    prompt_tokens: int,
+    start: int = 0,
+    prompt: RoutedExperts | None = None,
+) -> str:
     """`start`: SGLang's `routed_experts_start_len`, the first token with a row."""
-    rows = _rows(recorded, prompt_tokens)[start:]
+    rows = _rows(recorded, prompt_tokens, prompt)[start:]
     return base64.b64encode(rows.astype("<i4").tobytes()).decode()
 
 
-def _rows(recorded: RoutedExperts, prompt_tokens: int) -> np.ndarray:
+def _rows(recorded: RoutedExperts, prompt_tokens: int, prompt: RoutedExperts | None) -> np.ndarray:
     ids = recorded.array().astype(np.int32)
-    prompt = np.full((prompt_tokens - 1, *ids.shape[1:]), NOT_RECORDED, np.int32)
-    return np.concatenate([prompt, ids])
+    rows = np.full((prompt_tokens - 1, *ids.shape[1:]), NOT_RECORDED, np.int32)
+    if prompt is not None and len(prompt):
+        rows[-len(prompt) :] = prompt.array()
+    return np.concatenate([rows, ids])
 
 
 def read_npy(text: str, mask: Sequence[int]) -> RoutedExperts:
