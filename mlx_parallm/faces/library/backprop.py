@@ -11,7 +11,6 @@ against.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -352,8 +351,8 @@ class BackpropModule:
         )
 
     def _policy_loss(self, played: Sequence[Played], advantages: Sequence[Any], loss: str) -> Loss:
-        options = loss_options(self._run_config("ppo", self.config, {}).rl_training)
-        term = partial(policy_loss, options=replace(options, loss=loss))
+        options = loss_options(self._run_config("ppo", self.config, {}).rl_training, loss)
+        term = partial(policy_loss, options=options)
         needs = frozenset(["reference"] if self.config.kl_coef else [])
         rollouts, rows = spread(played, advantages, "advantages")
         return Loss(self, rollouts, ((1.0, term),), rows, needs=needs)
