@@ -47,6 +47,11 @@ class ServerConfig(Section):
     other answers (docs/benchmarks/kv.md says how far). The head dimension has to be divisible by
     32. Training needs rl_training.sampler_correction = "tis" or "mis" then. Default: as they
     were computed."""
+    enable_return_routed_experts: bool = False
+    """Mixtures of experts: record to which experts each sampled token went, and return them:
+    always by /inference/v1/generate, as vLLM does, and by /generate where a request has
+    `return_routed_experts` (docs/router_replay.md). A training with router_replay records them
+    anyway."""
     async_scheduling: bool | None = None
     """Start a decode step before the one before it is read: the device does not wait for Python.
     Default: on a GPU; off on a CPU, which gains nothing, and when deterministic."""

@@ -26,7 +26,20 @@ ADAM = ("adamw", "adamw_8bit", "muon")
 PEFT_NAMES = {"r": "rank", "init_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
 
 
-OF_ADAPTERS = ("use_rslora", "use_dora", "use_adalora", "loraplus_ratio", "qat_bits")
+OF_ADAPTERS = (
+    "use_rslora",
+    "use_dora",
+    "use_adalora",
+    "loraplus_ratio",
+    "qat_bits",
+    "routed_experts",
+)
+NOT_WITH = {
+    "qat_bits": ("use_dora", "quantize_base", "dropout"),
+    "use_adalora": ("use_dora", "use_rslora", "loraplus_ratio"),
+    "routed_experts": ("use_dora", "use_adalora"),
+}
+"""Keys of an adapter that are not combined."""
 
 
 class AdaLoraConfig(Section):
@@ -62,7 +75,11 @@ class LoraConfig(Section):
     training on rows of a file; off in RL, where every pass yields a log-probability that is
     compared: there a value > 0 warns once."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Module names (last path component, or a dotted suffix) that get an adapter."""
+    """Module names (last path component, or a dotted suffix) that get an adapter; "all-linear": all
+    linear layers of the blocks, routers and shared experts too, routed experts by the next key."""
+    routed_experts: bool = False
+    """Mixtures of experts: give each routed expert of the target modules an A and a B of its own.
+    The adapter is as many times larger as there are experts (docs/parameters.md)."""
     quantize_base: bool = False
     """Quantise the frozen base to 4 bits on load (QLoRA)."""
     use_rslora: bool = False
@@ -122,21 +139,17 @@ class LoraConfig(Section):
             raise ValueError(
                 f"{unused[0]} is set, but enabled = false trains all weights, not an adapter"
             )
-        if self.qat_bits is not None:
-            for key in ("use_dora", "quantize_base", "dropout"):
-                if key in self.changed():
-                    raise ValueError(f"{key} and qat_bits are not combined")
+        for key, others in NOT_WITH.items():
+            for other in others if key in self.changed() else ():
+                if other in self.changed():
+                    raise ValueError(f"{other} and {key} are not combined")
         if not self.use_adalora and self.adalora.changed():
             raise ValueError(f"adalora.{self.adalora.changed()[0]} is read with use_adalora only")
-        if self.use_adalora:
-            for key in ("use_dora", "use_rslora", "loraplus_ratio"):
-                if key in self.changed():
-                    raise ValueError(f"{key} and use_adalora are not combined")
-            if self.adalora.target_r > self.rank:
-                raise ValueError(
-                    f"adalora.target_r ({self.adalora.target_r}) is above rank ({self.rank}), from"
-                    " which the ranks go down"
-                )
+        if self.use_adalora and self.adalora.target_r > self.rank:
+            raise ValueError(
+                f"adalora.target_r ({self.adalora.target_r}) is above rank ({self.rank}), from"
+                " which the ranks go down"
+            )
         return self
 
 

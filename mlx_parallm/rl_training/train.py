@@ -208,6 +208,8 @@ class TrainingRun:
         self.events = RunEvents()
         self._loop: TrainingLoop | None = None
         self.weights: SharedWeights | None = None
+        # (layers, experts a token, experts) that the trainer repeats
+        self._experts: tuple[int, int, int] | None = None
         self._disk: DiskUse | None = None
         self.data: DataSource | None = None
         self._heldout: HeldOut | None = None
@@ -341,6 +343,7 @@ class TrainingRun:
             policy_version=lambda: self.weights.version if self.weights else 0,
             on_times=self._spans.add,
             players=self._ranks.players,
+            experts=lambda: self._experts,
         )
         return Sources(kind(context) for kind in self._source_kinds)
 
@@ -360,8 +363,10 @@ class TrainingRun:
             initial_adapter=initial,
             between_blocks=self.serving.turns.after_evaluation,
             ranks=self._ranks,
+            kv_bits=self.config.server.kv_bits,
         )
         policy = trainer.policy
+        self._experts = policy.experts if policy.replays_experts else None
         policy.described = self._described()
         teachers = build_teachers(
             trainer,
@@ -752,7 +757,7 @@ def open_serving(
         main_adapter=main_adapter,
         trains_base=not policy.lora,
         adapter_roots=adapter_roots,
-        record_experts=policy.replayed_experts is not None,
+        record_experts=policy.replays_experts,
     )
     return weights
 

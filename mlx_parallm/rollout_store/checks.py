@@ -7,6 +7,7 @@ health line. Whether its log-probabilities fit this model is asked later:
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Literal
 
@@ -76,6 +77,45 @@ def check_group(
             f"policy version {newest} has not been served yet: the newest is {newest_version}"
         )
     _check_advantages(group)
+
+
+def with_fitting_experts(group: RolloutGroup, experts: tuple[int, int, int] | None) -> RolloutGroup:
+    """Return a group from outside, whose recorded experts the trainer can repeat.
+
+    Args:
+        experts: (layers, experts a token, experts) of the trained model; None: its trainer repeats
+            none, so the recorded ones are left out, and listed in `metadata["ignored_fields"]`.
+
+    Raises RolloutRejectedError: they are of another model.
+    """
+    segments = [segment for rollout in group.rollouts for segment in rollout.segments]
+    recorded = [s.routed_experts for s in segments if s.routed_experts is not None]
+    if experts is None:
+        if not recorded:
+            return group
+        ignored = [*group.metadata.get("ignored_fields", ()), "routed_experts"]
+        return replace(
+            group,
+            rollouts=tuple(_without_experts(rollout) for rollout in group.rollouts),
+            metadata={**group.metadata, "ignored_fields": ignored},
+        )
+    layers, each, count = experts
+    for one in recorded:
+        if (one.layers, one.each) != (layers, each):
+            raise RolloutRejectedError(
+                f"routed_experts of {one.layers} layers and {one.each} experts a token; the model"
+                f" has {layers} and {each}"
+            )
+        if len(one) and (highest := int(one.array().max())) >= count:
+            raise RolloutRejectedError(
+                f"routed_experts: expert {highest}, but a layer of the model has {count}"
+            )
+    return group
+
+
+def _without_experts(rollout: Rollout) -> Rollout:
+    earlier = tuple(_without_experts(segment) for segment in rollout.earlier)
+    return replace(rollout, routed_experts=None, earlier=earlier)
 
 
 def is_too_large(group: RolloutGroup) -> bool:

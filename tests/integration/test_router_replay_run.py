@@ -4,6 +4,7 @@ trainer."""
 from contextlib import closing
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlx_parallm.models.loading import resolve_model_path
@@ -49,9 +50,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("replay", ["auto", "off"])
+@pytest.mark.parametrize(("replay", "adapted"), [("auto", True), ("off", False)])
 def test_the_experts_that_sampled_are_the_experts_that_learn(
-    model: Path, tmp_path: Path, replay: str
+    model: Path, tmp_path: Path, replay: str, adapted: bool
 ) -> None:
     config = tmp_path / "config.toml"
     config.write_text(CONFIG.format(model=model))
@@ -59,17 +60,27 @@ def test_the_experts_that_sampled_are_the_experts_that_learn(
         config,
         f"rl_training.checkpoint_dir={tmp_path}",
         f"rl_training.router_replay={replay}",
+        f"rl_training.lora.routed_experts={str(adapted).lower()}",
     )
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3]
     with closing(RolloutStore(tmp_path / "run" / "rollouts.sqlite")) as store:
         groups = store.groups(store.known_ids())
+    # whatever the router is led by: what training saw
+    assert all(1.0 < line["expert_load_max"] < EXPERTS / EACH for line in lines)
+    assert all(0.5 < line["expert_load_entropy"] < 1.0 for line in lines)
+    assert all(0.0 <= line["experts_unused"] < 0.5 for line in lines)
     recorded = [
         (rollout.routed_experts, sum(rollout.mask))
         for group in groups
         for rollout in group.rollouts
     ]
     assert len(recorded) >= 48
+    names = mx.load(str(tmp_path / "run" / "final" / "adapters.safetensors"))
+    assert any("switch_mlp" in name for name in names) is adapted
+    # the engine's adapters of experts are the trainer's
+    assert lines[0]["logprob_diff_max"] < 1e-4
+    assert not adapted or all(line["grad_norm"] > 0 for line in lines)
     if replay == "off":
         assert all(experts is None for experts, _ in recorded)
         assert not any("experts_differing" in line for line in lines)
@@ -79,5 +90,3 @@ def test_the_experts_that_sampled_are_the_experts_that_learn(
         assert experts.array().max() < EXPERTS
     assert lines[0]["experts_differing"] == 0.0
     assert lines[-1]["experts_differing"] > 0.0, "the weights have moved since"
-    assert all(1.0 < line["expert_load_max"] < EXPERTS / EACH for line in lines)
-    assert all(0.0 <= line["experts_unused"] < 0.5 for line in lines)

@@ -112,18 +112,23 @@ def policy_of(directory: Path, **lora: Any) -> tuple[TrainedPolicy, Any]:
 
 
 @pytest.mark.parametrize(
-    ("targets", "changes"),
-    [("all-linear", {}), (["q_proj", "down_proj"], {}), ("all-linear", MIXTURE)],
+    ("lora", "changes"),
+    [
+        ({}, {}),
+        ({"target_modules": ["q_proj", "down_proj"]}, {}),
+        ({}, MIXTURE),
+        ({"routed_experts": True}, MIXTURE),
+    ],
     ids=str,
 )
 def test_the_trained_model_is_the_exported_one(
-    targets: Any, changes: dict[str, Any], tmp_path: Path
+    lora: dict[str, Any], changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Of a bfloat16 checkpoint, with layers that have no adapter, a tied embedding, and experts
     whose router mlx-lm rounds to 8 bits."""
     shape = QWEN3 | {"hidden_size": 128, "intermediate_size": 192} | changes
     save_checkpoint(tmp_path / "base", shape, dtype=mx.bfloat16)
-    policy, _ = policy_of(tmp_path / "base", qat_bits=4, target_modules=targets)
+    policy, _ = policy_of(tmp_path / "base", qat_bits=4, **lora)
     (tmp_path / "adapter").mkdir()
     policy.save(tmp_path / "adapter")
     report = merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "q4", bits=4)
@@ -132,7 +137,7 @@ def test_the_trained_model_is_the_exported_one(
     exported = load_model(ModelConfig(base_path=str(tmp_path / "q4"))).model
     tokens = mx.array([[3, 5, 7, 11, 13, 17]])
     trained = policy.model(tokens)
-    unrounded, _ = policy_of(tmp_path / "base", target_modules=targets)
+    unrounded, _ = policy_of(tmp_path / "base", **lora)
     assert mx.abs(trained - exported(tokens)).max().item() < 1e-4
     assert mx.abs(unrounded.model(tokens) - exported(tokens)).max().item() > 1e-2
 

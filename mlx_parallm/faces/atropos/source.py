@@ -42,6 +42,7 @@ class EmbeddedQueue(RolloutSource):
             temperature=training.temperature,
             missing_logprobs=atropos.missing_logprobs,
             other_group_sizes=tuple(source.config.group_size for source in context.environments),
+            experts=context.experts,
         )
         self._queue = AtroposQueue(
             context.store,
@@ -95,6 +96,7 @@ class ExternalAPI(RolloutSource):
             temperature=training.temperature,
             missing_logprobs=atropos.missing_logprobs,
             poll_interval_s=atropos.poll_interval_s,
+            experts=self._context.experts,
         )
         self._poller.start()
 

@@ -54,6 +54,7 @@ from mlx_parallm.faces.inference.types import (
     explicit_params,
     is_messages,
 )
+from mlx_parallm.models.experts.routing import watched_experts
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model, load_tokenizer
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
@@ -89,6 +90,7 @@ class InferenceModule:
         loaded: the model of an engine of its own, for a trainer: a tree without the engine's
             wrappers that shares its arrays.
         weights: where that trainer publishes, its adapter under the name "policy".
+        kv_bits: of the engine's keys and values.
 
     Raises ConfigError, ModelError (AdapterError), EndpointError.
     """
@@ -96,6 +98,7 @@ class InferenceModule:
     source: Any = None
     loaded: LoadedModel | None = None
     weights: SharedWeights | None = None
+    kv_bits: int | None = None
 
     def __init__(
         self,
@@ -192,11 +195,16 @@ class InferenceModule:
             )
             self._new_tokenizer = lambda: Tokenizer(copy.deepcopy(wrapper))
         served = replace(self.loaded, model=copy.deepcopy(self.loaded.model))
+        self.kv_bits = config.server.kv_bits
         self.weights = SharedWeights(
             served.model, policy=POLICY, keep_versions=config.server.keep_versions
         )
         path = config.model.lora_path
         adapters = {} if path is None else {POLICY: load_adapter(path).layers}
+        # a trainer that is attached later may repeat them
+        recorded = config.rl_training.router_replay != "off" and watched_experts(
+            served.model, "off"
+        )
         started = start_engine(
             config,
             served,
@@ -204,6 +212,7 @@ class InferenceModule:
             self._new_tokenizer,
             adapters=adapters,
             main_adapter=POLICY if path else None,
+            record_experts=bool(recorded),
         )
         return started.thread
 

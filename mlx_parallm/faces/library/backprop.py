@@ -192,6 +192,7 @@ class BackpropModule:
             initial_adapter=served.layers if served is not None else None,
             keeps_reference=True,
             keeps_values=self._value_head,
+            kv_bits=None if self.inference is None else self.inference.kv_bits,
         )
         if self._ref_model is not None and not _same(self._ref_model, self.source):
             other = self._ref_model

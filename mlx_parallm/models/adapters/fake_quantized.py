@@ -20,7 +20,12 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.adapters.linear import LoRALinear, dense_weight, merged_rows
+from mlx_parallm.models.adapters.linear import (
+    LoRALinear,
+    LoRASwitchLinear,
+    dense_weight,
+    merged_rows,
+)
 from mlx_parallm.models.cpu_kernels import use_unpacking
 from mlx_parallm.models.quantize import quantizable
 
@@ -34,7 +39,7 @@ class Rounding:
     settings: Mapping[str, Any] | None
 
     def weight(self, layer: LoRALinear) -> mx.array:
-        """W' [out, in] float32. Lazy."""
+        """W' [out, in], or [experts, out, in], float32. Lazy."""
         merged = merged_rows(dense_weight(layer.linear), layer.pair()).astype(self.dtype)
         if self.settings is None:
             return merged.astype(mx.float32)
@@ -44,12 +49,27 @@ class Rounding:
         wide, biases = scales.astype(mx.float32), rest[0].astype(mx.float32)
         return mx.dequantize(packed, wide, biases, **self.settings)
 
-    def __call__(self, layer: LoRALinear, x: mx.array) -> mx.array:
-        """x [..., in] → [..., out] in x's dtype, with the adapter's gradients."""
-        y = x @ mx.stop_gradient(self.weight(layer)).astype(x.dtype).T
-        if "bias" in layer.linear:
-            y = y + layer.linear.bias
-        update = layer.update_of(mx.stop_gradient(x)).astype(x.dtype)
+    def __call__(
+        self,
+        layer: LoRALinear,
+        x: mx.array,
+        indices: mx.array | None = None,
+        sorted_indices: bool = False,
+    ) -> mx.array:
+        """x [..., in] → [..., out] in x's dtype, with the adapter's gradients. `indices`: the
+        experts, as `LoRASwitchLinear` has them."""
+        weight = mx.stop_gradient(self.weight(layer)).astype(x.dtype).swapaxes(-1, -2)
+        bias = layer.linear.bias if "bias" in layer.linear else None
+        if indices is None:
+            y = x @ weight
+            update = layer.update_of(mx.stop_gradient(x))
+        else:
+            y = mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
+            bias = None if bias is None else bias[indices][..., None, :]
+            assert isinstance(layer, LoRASwitchLinear)
+            update = layer.update_of(mx.stop_gradient(x), indices, sorted_indices)
+        y = y if bias is None else y + bias
+        update = update.astype(x.dtype)
         return y + (update - mx.stop_gradient(update))
 
 

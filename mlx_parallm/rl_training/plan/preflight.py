@@ -33,8 +33,9 @@ from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_cla
 from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
+from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.loading import check_model
-from mlx_parallm.models.lora import inject_lora, linear_shape, trainer_lora_layers
+from mlx_parallm.models.lora import are_experts, inject_lora, linear_shape, trainer_lora_layers
 from mlx_parallm.models.quantize import quantizable
 from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
 from mlx_parallm.rl_training.step.batch import TrainBatch
@@ -42,6 +43,7 @@ from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
 from mlx_parallm.rl_training.step.optimizer import EIGHT_BIT, state_bytes
 from mlx_parallm.rl_training.step.states_8bit import SMALLEST
 from mlx_parallm.system.hardware import GIB, prefix_cache_bytes
+from mlx_parallm.types import NARROW_IDS
 
 PROCESS_BYTES = 240 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny`
@@ -68,6 +70,8 @@ ROUNDED_COPIES = 1.5
 SAMPLING_COPIES = 6
 """The same for one decode step: logits, noise, log-probabilities."""
 
+EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -92,6 +96,7 @@ class ModelShape:
     adapted: int = 0  # numbers of the layers that have an adapter
     rounded: int = 0  # qat_bits: numbers of the others, which the trainer holds quantised
     small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
+    routes: int = 0  # bytes of a sampled token's recorded experts, where they are repeated
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
@@ -114,6 +119,7 @@ class ModelShape:
         )
         dtype, stored = _dtypes(config, model_config)
         model.set_dtype(dtype)
+        routes = _routes(model, config, model_config)
         arrays = tree_flatten(model.parameters())
         weights, count = (
             sum(array.nbytes for _, array in arrays),
@@ -161,6 +167,7 @@ class ModelShape:
             adapted=adapted,
             rounded=others,
             small=sum(size for size in sizes if size < SMALLEST) + head,
+            routes=routes,
         )
 
     @property
@@ -283,9 +290,11 @@ def predict_memory(
             "generating": int(prefill + decoding),
         }
     teachers = _teacher_bytes(config, shape, lengths)
+    routes = _route_bytes(config, shape, lengths)
     parts = {
         "weights": shape.weights,
         **({"teachers": teachers} if teachers else {}),
+        **({"recorded experts": routes} if routes else {}),
         "optimizer and gradients": shape.trained * kept + int(states),
         **engine,
         **_rounding(config, shape),
@@ -295,6 +304,37 @@ def predict_memory(
     }
     loading = max(0, shape.weights + shape.loading - sum(parts.values()))
     return MemoryEstimate(parts | {"loading": loading, "process": PROCESS_BYTES})
+
+
+def _routes(model: nn.Module, config: Config, model_config: Mapping[str, Any]) -> int:
+    """Bytes of a sampled token's experts; 0: none are repeated."""
+    training, blocks = config.rl_training, len(blocks_of_experts(model))
+    if not blocks or training.algorithm in DATA_ALGORITHMS:
+        return 0
+    if not replays_experts(
+        model,
+        training.router_replay,
+        staleness=training.max_staleness,
+        rounded=training.lora.qat_bits is not None,
+        kv_bits=config.server.kv_bits,
+    ):
+        return 0
+    text: Mapping[str, Any] = model_config.get("text_config", model_config)
+    each = next((int(text[key]) for key in EXPERTS_A_TOKEN if text.get(key)), 1)
+    experts = next(layer.num_experts for layer in model.modules() if are_experts(layer))
+    return blocks * each * (1 + (experts > NARROW_IDS))
+
+
+def _route_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
+    """Bytes of the recorded experts of a step's rollouts and of those that are sampled meanwhile,
+    and of a mini-batch's in 16 bits and 32."""
+    training = config.rl_training
+    rollouts = 2 * training.atropos.rollout_batch_size
+    ids = shape.routes * lengths.completion
+    wide = 3 if shape.routes else 0
+    return ids * rollouts + ids * wide * FLOAT // 2 * min(
+        training.batch_size, training.atropos.rollout_batch_size
+    )
 
 
 def _rounding(config: Config, shape: ModelShape) -> dict[str, int]:
