@@ -52,7 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("systems.experts", "systems.traces", "systems.prompt_policy"),
     ("systems.orchestrator", "runs.dashboard", "deploy.export", "faces.trl"),
-    ("systems.pipeline", "systems.vision"),
+    ("systems.pipeline", "systems.vision", "systems.feedback"),
     ("__init__", "__main__"),
 )
 # Within a layer only these; all others are independent of their neighbours.
@@ -102,6 +102,10 @@ MLX_FREE = (
     "faces.tinker.config",
     "faces.tinker.leaf",
     "faces.trl.config",
+    "systems.feedback.config",
+    "systems.feedback.leaf",
+    "systems.feedback.signals",
+    "systems.feedback.store",
     "systems.prompt_policy.config",
     "systems.prompt_policy.leaf",
     "systems.traces.config",

@@ -31,6 +31,7 @@ LEAVES = (
     "mlx_parallm.systems.pipeline.leaf",
     "mlx_parallm.systems.vision.leaf",
     "mlx_parallm.rl_training.distillation.leaf",
+    "mlx_parallm.systems.feedback.leaf",
     "mlx_parallm.environments.textarena.leaf",
     "mlx_parallm.environments.openenv.leaf",
 )

@@ -40,7 +40,11 @@ from mlx_parallm.rl_training.evaluation.best_checkpoint import best_by
 from mlx_parallm.rl_training.evaluation.comparison import BEFORE, compare
 from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut, describe
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog
-from mlx_parallm.rl_training.evaluation.schedule import Evaluations, evaluation_sources
+from mlx_parallm.rl_training.evaluation.schedule import (
+    Evaluations,
+    FallGuard,
+    evaluation_sources,
+)
 from mlx_parallm.rl_training.events import (
     EvaluationFinished,
     Noted,
@@ -511,6 +515,7 @@ class TrainingRun:
             EvaluationFinished,
             lambda event: parts.checkpointer and parts.checkpointer.point_at_best(),
         )
+        self._guard_falls(events)
         events.subscribe(RunFinished, lambda event: self._report(metrics, directory, event.outcome))
         lines = list(metrics.read())
         events.emit(RunStarted(self._run_info(directory, state), lines))
@@ -532,6 +537,8 @@ class TrainingRun:
         self._loop = TrainingLoop(
             parts, self.config.rl_training, control=control, events=events, state=state
         )
+        if state is None and self.config.evaluation.max_fall is not None:
+            self._loop.save_now()  # the weights at the start may turn out to be the best
         try:
             outcome = self._loop.run()
         finally:
@@ -543,6 +550,17 @@ class TrainingRun:
         events.emit(RunFinished(outcome))
         self._end_soon()
         self._ranks.check()
+
+    def _guard_falls(self, events: RunEvents) -> None:
+        """Let the weights go back to the best ones when an evaluation falls, where that is
+        asked for."""
+        if (most := self.config.evaluation.max_fall) is None:
+            return
+
+        def roll_back(version: int) -> None:
+            self._rollbacks.request(version=version)
+
+        FallGuard(self._evaluation_log, most, roll_back).subscribe(events)
 
     def _perform(self, started: StartedRun) -> None:
         """Do what was ordered of the run."""
