@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from mlx_parallm.errors import RefusedError, RolloutRejectedError
+from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.faces.atropos.wire import ATROPOS_FIELDS, from_scored_data
 from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
 from mlx_parallm.rollout_store.store import RolloutStore, WaitingSource
@@ -55,6 +56,7 @@ class AtroposSettings:
     missing_logprobs: MissingLogprobs
     # of the in-process environments that fill the same batches
     other_group_sizes: tuple[int, ...] = ()
+    images: ImageReader | None = None  # None: the policy sees none
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +248,7 @@ class AtroposQueue:
                 policy_version=version,
                 environment=environment,
                 temperature=self.settings.temperature,
+                images=self.settings.images,
             )
             check_group(
                 group,
