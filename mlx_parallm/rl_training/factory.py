@@ -78,6 +78,7 @@ def build_trainer(
         between_blocks, ranks: as in `Trainer`.
     """
     algorithm = algorithm or make_algorithm(training)
+<<<<<<< HEAD
     policy = build_policy(
         loaded, training, algorithm, initial_adapter=initial_adapter, kv_bits=kv_bits
     )
@@ -86,9 +87,26 @@ def build_trainer(
         encoder = loaded.images.encoder
         table = admit_images(policy.model, encoder.rope_axes, encoder.levels)
         images = StepImages(loaded.images, table)
+=======
+    policy = build_policy(loaded, training, algorithm, initial_adapter=initial_adapter)
+>>>>>>> 80b5d5d9b91df496e483cf89b0d538b2541d8eab
     return Trainer(
-        policy, training, algorithm, between_blocks=between_blocks, ranks=ranks, images=images
+        policy,
+        training,
+        algorithm,
+        between_blocks=between_blocks,
+        ranks=ranks,
+        images=step_images(loaded, policy),
     )
+
+
+def step_images(loaded: LoadedModel, policy: TrainedPolicy) -> StepImages | None:
+    """Return what gives images of sequences to a trained policy; None: its model reads none."""
+    if loaded.images is None:
+        return None
+    encoder = loaded.images.encoder
+    table = admit_images(policy.model, encoder.rope_axes, encoder.levels)
+    return StepImages(loaded.images, table)
 
 
 @dataclass(frozen=True)

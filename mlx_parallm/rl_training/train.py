@@ -21,6 +21,7 @@ from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.scoring.card import CARD_FILE, RewardModelCard
@@ -114,6 +115,8 @@ class PolicyServer(Served, Protocol):
     def model_path(self) -> Path: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def image_reader(self) -> ImageReader | None: ...
     @property
     def turns(self) -> Turns: ...
     def page_urls(self, *, with_key: bool) -> Sequence[str]: ...
@@ -348,6 +351,7 @@ class TrainingRun:
             on_times=self._spans.add,
             players=self._ranks.players,
             experts=lambda: self._experts,
+            images=self.serving.image_reader,
         )
         return Sources(kind(context) for kind in self._source_kinds)
 

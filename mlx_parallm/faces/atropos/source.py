@@ -42,7 +42,11 @@ class EmbeddedQueue(RolloutSource):
             temperature=training.temperature,
             missing_logprobs=atropos.missing_logprobs,
             other_group_sizes=tuple(source.config.group_size for source in context.environments),
+<<<<<<< HEAD
             experts=context.experts,
+=======
+            images=context.images,
+>>>>>>> 80b5d5d9b91df496e483cf89b0d538b2541d8eab
         )
         self._queue = AtroposQueue(
             context.store,
@@ -95,6 +99,7 @@ class ExternalAPI(RolloutSource):
             policy_version=self._context.policy_version,
             temperature=training.temperature,
             missing_logprobs=atropos.missing_logprobs,
+            images=self._context.images,
             poll_interval_s=atropos.poll_interval_s,
             experts=self._context.experts,
         )

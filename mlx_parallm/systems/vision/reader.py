@@ -13,17 +13,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
 
 from mlx_parallm.config.server import cache_directory
-from mlx_parallm.environments.row_images import IMAGES
+from mlx_parallm.environments.row_images import IMAGES, stored
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.prompt_images import STORED, ImageSource
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.pictures import PictureError, as_rgb, open_picture
-from mlx_parallm.systems.vision.sources import fetched_bytes, file_bytes, inline_bytes
+from mlx_parallm.systems.vision.sources import bounded, fetched_bytes, file_bytes, inline_bytes
 from mlx_parallm.types import PromptImage
 
 THREADS = 2
@@ -34,6 +35,7 @@ class Processor(Protocol):
     """A family's way from a picture to what its tower reads. Threads may share it."""
 
     placeholder: str
+    token_id: int
 
     def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
         """Take a picture in RGB. `low`: with as few tokens as the family can."""
@@ -43,7 +45,7 @@ class PictureReader:
     """`ImageReader` of a model: limits from [vision], pictures by its family's processor."""
 
     def __init__(self, settings: VisionConfig, processor: Processor) -> None:
-        self.placeholder = processor.placeholder
+        self.placeholder, self.token_id = processor.placeholder, processor.token_id
         self._settings = settings
         self._processor = processor
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="pictures")
@@ -102,6 +104,13 @@ class PictureReader:
             return self.image_of((cache_directory(IMAGES) / digest).read_bytes())
         except (OSError, PictureError) as error:
             raise RequestError(f"the image {name}: {error}", param="images") from error
+
+    def keep(self, data: bytes) -> str:
+        try:
+            self.image_of(bounded(data, self._settings))
+        except PictureError as error:
+            raise RequestError(str(error), code="invalid_image") from error
+        return stored(data, Path(), "an image")
 
     def _keep(self, key: tuple[str, bool], image: PromptImage) -> None:
         kept = self._kept
