@@ -78,18 +78,9 @@ def build_trainer(
         between_blocks, ranks: as in `Trainer`.
     """
     algorithm = algorithm or make_algorithm(training)
-<<<<<<< HEAD
     policy = build_policy(
         loaded, training, algorithm, initial_adapter=initial_adapter, kv_bits=kv_bits
     )
-    images = None
-    if loaded.images is not None:
-        encoder = loaded.images.encoder
-        table = admit_images(policy.model, encoder.rope_axes, encoder.levels)
-        images = StepImages(loaded.images, table)
-=======
-    policy = build_policy(loaded, training, algorithm, initial_adapter=initial_adapter)
->>>>>>> 80b5d5d9b91df496e483cf89b0d538b2541d8eab
     return Trainer(
         policy,
         training,

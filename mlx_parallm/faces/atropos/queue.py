@@ -56,12 +56,9 @@ class AtroposSettings:
     missing_logprobs: MissingLogprobs
     # of the in-process environments that fill the same batches
     other_group_sizes: tuple[int, ...] = ()
-<<<<<<< HEAD
     # (layers, experts a token, experts) that the trainer repeats; None: it repeats none
     experts: Callable[[], tuple[int, int, int] | None] = lambda: None
-=======
     images: ImageReader | None = None  # None: the policy sees none
->>>>>>> 80b5d5d9b91df496e483cf89b0d538b2541d8eab
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,11 +42,8 @@ class EmbeddedQueue(RolloutSource):
             temperature=training.temperature,
             missing_logprobs=atropos.missing_logprobs,
             other_group_sizes=tuple(source.config.group_size for source in context.environments),
-<<<<<<< HEAD
             experts=context.experts,
-=======
             images=context.images,
->>>>>>> 80b5d5d9b91df496e483cf89b0d538b2541d8eab
         )
         self._queue = AtroposQueue(
             context.store,

@@ -11,20 +11,9 @@ was extended. Only the label counts: a token is trained on where its label says 
 A template that rewrites history makes one sequence a turn there; only the environment knows whether
 those belong together, and `episodes` says so.
 
-<<<<<<< HEAD
-Six optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], `turn_rewards`
+Seven optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], `turn_rewards`
 [G][turns of the sequence], a part of the score (`Rollout.turn_rewards`), `routed_experts` [G], each
 sequence's as /inference/v1/generate returns them (`server.protocol.routes`), and `episodes` [G]:
-sequences with the same number are the segments of one episode, oldest first, with that
-episode's score, which then counts once in the group (`Rollout.earlier`). Fields that would change
-the training and have no counterpart here are refused (`sft`, images, messages with parts that are
-not text). Fields without which the group keeps its meaning are listed in
-`metadata["ignored_fields"]` (ref_logprobs: the trainer computes its own reference). The teacher's
-`distill_token_ids` and `distill_logprobs` are in `metadata["distill"]`, where a teacher of kind
-"group" reads them (docs/distillation.md). `checks.check_group` checks the ranges.
-=======
-Five optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], `turn_rewards`
-[G][turns of the sequence], a part of the score (`Rollout.turn_rewards`), and `episodes` [G]:
 sequences with the same number are the segments of one episode, oldest first, with that episode's
 score, which then counts once in the group (`Rollout.earlier`). `images` [G] has for each sequence
 null, an image (a data URL, or base64 alone, as atroposlib's environments send it), or a list of
@@ -34,7 +23,6 @@ Fields without which the group keeps its meaning are listed in `metadata["ignore
 (ref_logprobs: the trainer computes its own reference). The teacher's `distill_token_ids` and
 `distill_logprobs` are in `metadata["distill"]`, where a teacher of kind "group" reads them
 (docs/distillation.md). `checks.check_group` checks the ranges.
->>>>>>> 80b5d5d9b91df496e483cf89b0d538b2541d8eab
 """
 
 import hashlib
@@ -304,11 +292,8 @@ def _rollout(
         scores={"reward": wire.scores[number]},
         zero_advantage=bool(override.get("set_advantage_to_zero")),
         turn_rewards=turn_rewards,
-<<<<<<< HEAD
         routed_experts=_experts(wire, number, mask),
-=======
         images=images,
->>>>>>> 80b5d5d9b91df496e483cf89b0d538b2541d8eab
     )
 
 

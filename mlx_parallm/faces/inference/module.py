@@ -54,12 +54,9 @@ from mlx_parallm.faces.inference.types import (
     explicit_params,
     is_messages,
 )
-<<<<<<< HEAD
 from mlx_parallm.models.experts.routing import watched_experts
-=======
 from mlx_parallm.models.images.encoder import ImageParts
 from mlx_parallm.models.images.support import image_support, with_images
->>>>>>> 80b5d5d9b91df496e483cf89b0d538b2541d8eab
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model, load_tokenizer
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
