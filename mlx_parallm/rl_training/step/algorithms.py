@@ -164,7 +164,7 @@ def loss_options(config: RLTrainingConfig, loss: str | None = None) -> LossOptio
         loss: a key of `LOSSES` in place of the configured loss, with the configured settings.
     """
     name = loss or cast(str, config.loss)
-    settings = {key: getattr(config, key) for key in LOSS_SETTINGS[name]}
+    settings = config.model_dump(include=set(LOSS_SETTINGS[name]))
     if "clip_ratio_high" in settings and settings["clip_ratio_high"] is None:
         settings["clip_ratio_high"] = config.clip_ratio
     return LossOptions(
