@@ -28,7 +28,8 @@ KLEstimatorName = Literal["k1", "abs", "k2", "k3", "k3_ratio"]
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The token loss, and how `policy_loss` makes one number of it. `step.algorithms.loss_options` builds it."""
+    """The token loss, and how `policy_loss` makes one number of it.
+    `step.algorithms.loss_options` builds it."""
 
     token_loss: "TokenLossFunction"
     ratio_level: RatioLevel
