@@ -21,7 +21,7 @@ from mlx_parallm.config.data import (
 from mlx_parallm.config.distillation import DistillationConfig
 from mlx_parallm.config.environment import Section
 
-ADAM = ("adamw", "adamw_8bit", "muon")
+ADAM = ("adamw", "adamw_8bit", "adamw_4bit", "muon")
 """Optimizers that read AdamW's numbers."""
 PEFT_NAMES = {"r": "rank", "init_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
 
@@ -97,6 +97,9 @@ class LoraConfig(Section):
     qat_bits: Literal[8, 4] | None = None
     """Train the model that `mlx_parallm merge --q-bits` writes: base and adapter are added and
     rounded to so many bits in every forward pass of the trainer."""
+    qat_format: Literal["mlx", "gguf"] = "mlx"
+    """What the rounding of qat_bits is for: MLX's groups of 64; or llama.cpp's Q4_0 and Q8_0,
+    blocks of 32, as `mlx_parallm export --type q4_0` (q8_0) writes them."""
     layers: tuple[int, int] | str = "all"
     """Transformer blocks that get an adapter: "all", "last 8", or [start, end) counted from 0,
     e.g. [4, 12]."""
@@ -143,6 +146,8 @@ class LoraConfig(Section):
             for other in others if key in self.changed() else ():
                 if other in self.changed():
                     raise ValueError(f"{other} and {key} are not combined")
+        if self.qat_bits is None and self.qat_format != "mlx":
+            raise ValueError("qat_format is read with qat_bits only")
         if not self.use_adalora and self.adalora.changed():
             raise ValueError(f"adalora.{self.adalora.changed()[0]} is read with use_adalora only")
         if self.use_adalora and self.adalora.target_r > self.rank:
@@ -252,9 +257,11 @@ class WeightUpdateConfig(Section):
 class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""
-    optimizer: Literal["adamw", "muon", "lion", "adafactor", "adamw_8bit", "lion_8bit"] = "adamw"
-    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest; "_8bit": its state
-    takes a quarter of the memory (docs/parameters.md)."""
+    optimizer: Literal[
+        "adamw", "muon", "lion", "adafactor", "adamw_8bit", "lion_8bit", "adamw_4bit"
+    ] = "adamw"
+    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest; "_8bit",
+    "_4bit": its state takes a quarter or an eighth of the memory (docs/parameters.md)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after warm-up, to `lr_final` one step after total_steps, so that the last step still
     learns."""
@@ -393,7 +400,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         """Raises ValueError: a key is set that the chosen optimizer, reference or KL does not
         read."""
         readers = {
-            'optimizer = "adamw", "adamw_8bit" or "muon"': (
+            'optimizer = "adamw", "adamw_8bit", "adamw_4bit" or "muon"': (
                 self.optimizer in ADAM,
                 ("adam_beta1", "adam_beta2", "adam_eps"),
             ),

@@ -45,6 +45,7 @@ from mlx_parallm.execution.tool_calls import (
 from mlx_parallm.faces.inference.engine import EngineBackend
 from mlx_parallm.faces.inference.openai import OpenAIBackend
 from mlx_parallm.faces.inference.types import (
+    CalledAnswer,
     GenerateOptions,
     Generation,
     GenerationResult,
@@ -364,10 +365,26 @@ class InferenceModule:
             answers = [self._tool_turn(episode, prompts, tools, formats, settings)]
         else:
             params = explicit_params(settings)
-            answers = self._loop.run(
+            replies = self._loop.run(
                 self._backend.generate_with_tools(as_prompts(prompts), tools, formats, params)
             )
+            answers = [(reply.text, reply.calls) for reply in replies]
         return [text for text, _ in answers], [calls for _, calls in answers]
+
+    async def agenerate_with_tools(
+        self,
+        prompts: Sequence[Prompt] | Prompt,
+        tools: Sequence[ToolLike],
+        max_new_tokens: int | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[CalledAnswer]:
+        """Return the answers of a model that has tools, with how each ended. Outside of episodes.
+        Raises as `batch_generate_with_tools`."""
+        definitions = [tool_definition(tool) for tool in tools]
+        params = explicit_params({**options, "max_new_tokens": max_new_tokens})
+        return await self._loop.arun(
+            self._backend.generate_with_tools(as_prompts(prompts), definitions, "auto", params)
+        )
 
     def close(self) -> None:
         """End the module's threads, and its own engine; running requests raise

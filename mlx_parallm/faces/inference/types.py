@@ -7,6 +7,7 @@ from typing import Any, TypedDict, TypeGuard, overload
 import numpy as np
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.tool_calls import ParsedCalls
 from mlx_parallm.types import Completion, RoutedExperts
 
 Messages = Sequence[Mapping[str, Any]]
@@ -90,6 +91,25 @@ class Generation:
             prompt_token_ids,
             routed_experts=completion.routed_experts,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CalledAnswer:
+    """One answer of a model that has tools. `text`: an endpoint takes the calls out of it."""
+
+    text: str
+    calls: ParsedCalls
+    finish_reason: str
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def words(self) -> str:
+        """The text without the calls."""
+        text, end = "", 0
+        for call in sorted((*self.calls, *self.calls.malformed), key=lambda call: call.start_pos):
+            text += self.text[end : max(end, call.start_pos)]
+            end = max(end, call.end_pos)
+        return (text + self.text[end:]).strip()
 
 
 @dataclass(frozen=True, eq=False)

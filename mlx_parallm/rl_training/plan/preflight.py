@@ -40,7 +40,7 @@ from mlx_parallm.models.quantize import quantizable
 from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
-from mlx_parallm.rl_training.step.optimizer import EIGHT_BIT, state_bytes
+from mlx_parallm.rl_training.step.optimizer import QUANTISED, state_bytes
 from mlx_parallm.rl_training.step.states_8bit import SMALLEST
 from mlx_parallm.system.hardware import GIB, prefix_cache_bytes
 from mlx_parallm.types import NARROW_IDS
@@ -127,7 +127,9 @@ class ModelShape:
         )
         others = adapted = 0
         if training.lora.enabled:
-            rounded = quantizable(model) if training.lora.qat_bits else {}
+            # for GGUF they are rounded in their place
+            to_mlx = training.lora.qat_bits is not None and training.lora.qat_format == "mlx"
+            rounded = quantizable(model) if to_mlx else {}
             inject_lora(model, training.lora)
             layers = trainer_lora_layers(model)
             adapted = sum(math.prod(linear_shape(layer.linear)) for layer in layers.values())
@@ -637,7 +639,7 @@ def _candidates(
         return config.model_copy(update={"rl_training": training.model_copy(update=changes)})
 
     if cost == "rounding":
-        if (narrow := f"{training.optimizer}_8bit") in EIGHT_BIT:
+        if (narrow := f"{training.optimizer}_8bit") in QUANTISED:
             yield "rl_training.optimizer", f'"{narrow}"', with_training(optimizer=narrow), shape
         return
     if cost == "none":

@@ -116,7 +116,7 @@ class TrainedPolicy:
         route_attention(model)
         if self.lora:
             mx.random.seed(config.seed)
-            rounded = rounded_layers(model, config.lora.qat_bits)
+            rounded = rounded_layers(model, config.lora.qat_bits, config.lora.qat_format)
             inject_lora(model, config.lora, self.dropout)
             if config.lora.qat_bits is not None:
                 use_fake_quantization(model, rounded, stored_dtype(model_config))
