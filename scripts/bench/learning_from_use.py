@@ -10,7 +10,7 @@ writes the opposite. Satisfied is who got the right answer.
 
 Before and after the chats the same held-out questions are asked at temperature 1 without consent, so
 nothing is learned from them; p is McNemar's exact one, two-sided. The latency of a chat is taken
-while the daemon learns and before it does.
+while the daemon learns, and in chats without consent before it does.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from scripts.server_process import command, server_process
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 AT_ONCE = 8  # people
 LONGEST_WAIT_S = 600.0
+QUIET_CHATS = 150
 THANKS = ("thanks", "great, thank you", "perfect, thanks a lot")
 COMPLAINTS = ("no, that's wrong", "wrong again", "no, not at all")
 NEITHER = ("and what else?", "I see", "let us go on", "hm")
@@ -59,6 +60,7 @@ batch_size = {batch}
 blocks_per_eval = 0
 max_staleness = 1000
 max_grad_norm = 1.0
+serve_priority = "{priority}"
 checkpoint_interval = 1000
 checkpoint_dir = "{directory}/runs"
 run_name = "use"
@@ -147,7 +149,7 @@ class Use:
         reply.raise_for_status()
         return reply.json()["choices"][0]["message"]["content"] or "", seconds
 
-    async def chat(self, user: str) -> float:
+    async def chat(self, user: str | None) -> float:
         """One question, and what the person says to the answer; return the latency."""
         question, right = self.task.question(self.source, held_out=False)
         ask = {"role": "user", "content": question}
@@ -163,33 +165,31 @@ class Use:
         await self.ask([ask, answer, reply], user, max_tokens=1)
         return seconds
 
-    async def chats(self, number: int) -> list[float]:
+    async def chats(self, number: int, *, consent: bool = True) -> list[float]:
         """Let AT_ONCE people have `number` chats together; return the latencies."""
         left = iter(range(number))
         seconds: list[float] = []
 
         async def person(name: str) -> None:
             for _ in left:
-                seconds.append(await self.chat(name))
+                seconds.append(await self.chat(name if consent else None))
 
         await asyncio.gather(*(person(f"user-{number}") for number in range(AT_ONCE)))
         return seconds
 
-    async def held_out(self, number: int) -> tuple[list[bool], list[float]]:
-        """Ask the held-out questions; return who was satisfied, and the latencies."""
+    async def held_out(self, number: int) -> list[bool]:
+        """Ask the held-out questions; return who was satisfied."""
         source = random.Random(1)
         questions = [self.task.question(source, held_out=True) for _ in range(number)]
         room = asyncio.Semaphore(AT_ONCE)
-        seconds: list[float] = []
 
         async def satisfied(at: int) -> bool:
             question, right = questions[at]
             async with room:
-                text, took = await self.ask([{"role": "user", "content": question}], None, seed=at)
-            seconds.append(took)
+                text, _ = await self.ask([{"role": "user", "content": question}], None, seed=at)
             return text.strip() == right
 
-        return list(await asyncio.gather(*map(satisfied, range(number)))), seconds
+        return list(await asyncio.gather(*map(satisfied, range(number))))
 
     async def settled(self, batch: int, run: Path) -> dict[str, Any]:
         """Wait until everything that was said has been handed over and trained on; return the
@@ -221,12 +221,14 @@ def p95(seconds: Sequence[float]) -> float:
 async def use(url: str, seed: int, args: argparse.Namespace, run: Path) -> str:
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         people = Use(TASKS[args.task], random.Random(seed), args.reversed, args.ambiguous, client)
-        before, quiet = await people.held_out(args.held_out)
+        before = await people.held_out(args.held_out)
+        quiet = await people.chats(QUIET_CHATS, consent=False)
+        people.satisfied.clear()
         began = time.perf_counter()
         learning = await people.chats(args.chats)
         took = time.perf_counter() - began
         status = await people.settled(args.batch, run)
-        after, _ = await people.held_out(args.held_out)
+        after = await people.held_out(args.held_out)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     back = [line["rolled_back_to"] for line in lines if line["rolled_back_to"]]
     first, last = people.satisfied[:100], people.satisfied[-100:]
@@ -252,8 +254,11 @@ def main() -> None:
     parser.add_argument("--ambiguous", type=float, default=0.2)
     parser.add_argument("--reversed", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=7e-4)
+    parser.add_argument("--learning-rate", type=float, default=6e-4)
     parser.add_argument("--algorithm", default="grpo")
+    parser.add_argument(
+        "--serve-priority", choices=("balanced", "serve", "train"), default="balanced"
+    )
     parser.add_argument("--guard", action="store_true", help="evaluation.max_fall")
     args = parser.parse_args()
     for seed in args.seeds:
@@ -269,6 +274,7 @@ def main() -> None:
                     batch=args.batch,
                     learning_rate=args.learning_rate,
                     algorithm=args.algorithm,
+                    priority=args.serve_priority,
                     guard=GUARD.format(task=args.task) if args.guard else "",
                 )
                 (directory / "use.toml").write_text(text)
