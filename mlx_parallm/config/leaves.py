@@ -34,6 +34,7 @@ LEAVES = (
     "mlx_parallm.systems.feedback.leaf",
     "mlx_parallm.environments.textarena.leaf",
     "mlx_parallm.environments.openenv.leaf",
+    "mlx_parallm.environments.task_folders.leaf",
 )
 """Every leaf, one line each, in the order of their sections and commands."""
 
