@@ -33,6 +33,7 @@ from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_cla
 from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
+from mlx_parallm.models.images.support import tower_bytes
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import inject_lora, linear_shape, trainer_lora_layers
 from mlx_parallm.models.quantize import quantizable
@@ -92,6 +93,7 @@ class ModelShape:
     adapted: int = 0  # numbers of the layers that have an adapter
     rounded: int = 0  # qat_bits: numbers of the others, which the trainer holds quantised
     small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
+    tower: int = 0  # bytes of the part that sees
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
@@ -161,6 +163,7 @@ class ModelShape:
             adapted=adapted,
             rounded=others,
             small=sum(size for size in sizes if size < SMALLEST) + head,
+            tower=tower_bytes(config, dtype.size) if "vision_config" in model_config else 0,
         )
 
     @property
@@ -285,6 +288,7 @@ def predict_memory(
     teachers = _teacher_bytes(config, shape, lengths)
     parts = {
         "weights": shape.weights,
+        **({"tower": shape.tower} if shape.tower else {}),
         **({"teachers": teachers} if teachers else {}),
         "optimizer and gradients": shape.trained * kept + int(states),
         **engine,
