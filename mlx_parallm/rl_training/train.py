@@ -21,7 +21,7 @@ from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.execution.prompt_images import ImageReader
+from mlx_parallm.execution.prompt_images import ImageReader, text_of
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.scoring.card import CARD_FILE, RewardModelCard
@@ -788,4 +788,4 @@ def _example_prompt(sources: tuple[EnvironmentSource, ...]) -> str:
     if not sources:
         return "Hello!"
     [task] = sources[0].heldout(1) or [sources[0].task(0)]
-    return str(task.messages[-1]["content"])
+    return text_of(task.messages[-1]["content"])
