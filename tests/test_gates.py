@@ -29,6 +29,7 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a fi
     "rl_training.monitor.expert_signs": "the rule of one subject, for the list in health",
     "rl_training.monitor.teacher_signs": "the rules of one subject, for the list in health",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
+    "runs.dashboard.thumbnails": "what opens pictures is apart from what shows a run",
     "server.api.adapters": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",
     "systems.traces.config": "a leaf's section is a file, which the core loads without the leaf",

@@ -31,8 +31,10 @@ LEAVES = (
     "mlx_parallm.systems.pipeline.leaf",
     "mlx_parallm.systems.vision.leaf",
     "mlx_parallm.rl_training.distillation.leaf",
+    "mlx_parallm.systems.feedback.leaf",
     "mlx_parallm.environments.textarena.leaf",
     "mlx_parallm.environments.openenv.leaf",
+    "mlx_parallm.environments.task_folders.leaf",
 )
 """Every leaf, one line each, in the order of their sections and commands."""
 

@@ -368,6 +368,7 @@ def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
     """Make the paths of user code and data absolute: a saved configuration must not depend on
     the working directory."""
     of_leaves = [data.get(leaf.name) for leaf in leaves() if leaf.section is not None]
+    _absolute_in_leaves(of_leaves, directories)
     for section in [data.get("rl_training"), data.get("data"), *of_leaves, *_environments(data)]:
         if not isinstance(section, dict):
             continue
@@ -386,6 +387,14 @@ def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
     training = data.get("rl_training")
     if isinstance(training, dict) and "distillation" in training:
         training["distillation"] = _absolute_files(training["distillation"], directories)
+
+
+def _absolute_in_leaves(sections: Sequence[Any], directories: list[Path]) -> None:
+    """Make the user's functions, and what is named like a file, absolute."""
+    for section in sections:
+        for key, value in section.items() if isinstance(section, dict) else ():
+            if isinstance(value, str) and (is_reference(value) or key.endswith("_file")):
+                section[key] = absolute(value, directories)
 
 
 def _absolute_files(value: Any, directories: list[Path], key: str = "") -> Any:

@@ -127,7 +127,8 @@ class ServerConfig(Section):
 
 class ModelConfig(Section):
     base_path: str = "builtin:tiny"
-    """Directory, hub id, GGUF file (converted once, docs/export.md), or "builtin:tiny"."""
+    """Directory, hub id, GGUF file (converted once, docs/export.md), "builtin:tiny", or
+    "builtin:tiny-vision"."""
     revision: str | None = None
     """Hub revision."""
     lora_path: str | None = None

@@ -81,14 +81,23 @@ def build_trainer(
     policy = build_policy(
         loaded, training, algorithm, initial_adapter=initial_adapter, kv_bits=kv_bits
     )
-    images = None
-    if loaded.images is not None:
-        encoder = loaded.images.encoder
-        table = admit_images(policy.model, encoder.rope_axes, encoder.levels)
-        images = StepImages(loaded.images, table)
     return Trainer(
-        policy, training, algorithm, between_blocks=between_blocks, ranks=ranks, images=images
+        policy,
+        training,
+        algorithm,
+        between_blocks=between_blocks,
+        ranks=ranks,
+        images=step_images(loaded, policy),
     )
+
+
+def step_images(loaded: LoadedModel, policy: TrainedPolicy) -> StepImages | None:
+    """Return what gives images of sequences to a trained policy; None: its model reads none."""
+    if loaded.images is None:
+        return None
+    encoder = loaded.images.encoder
+    table = admit_images(policy.model, encoder.rope_axes, encoder.levels)
+    return StepImages(loaded.images, table)
 
 
 @dataclass(frozen=True)

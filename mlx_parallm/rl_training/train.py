@@ -21,6 +21,7 @@ from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.execution.prompt_images import ImageReader, text_of
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.scoring.card import CARD_FILE, RewardModelCard
@@ -40,7 +41,11 @@ from mlx_parallm.rl_training.evaluation.best_checkpoint import best_by
 from mlx_parallm.rl_training.evaluation.comparison import BEFORE, compare
 from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut, describe
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog
-from mlx_parallm.rl_training.evaluation.schedule import Evaluations, evaluation_sources
+from mlx_parallm.rl_training.evaluation.schedule import (
+    Evaluations,
+    FallGuard,
+    evaluation_sources,
+)
 from mlx_parallm.rl_training.events import (
     EvaluationFinished,
     Noted,
@@ -110,6 +115,8 @@ class PolicyServer(Served, Protocol):
     def model_path(self) -> Path: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def image_reader(self) -> ImageReader | None: ...
     @property
     def turns(self) -> Turns: ...
     def page_urls(self, *, with_key: bool) -> Sequence[str]: ...
@@ -344,6 +351,7 @@ class TrainingRun:
             on_times=self._spans.add,
             players=self._ranks.players,
             experts=lambda: self._experts,
+            images=self.serving.image_reader,
         )
         return Sources(kind(context) for kind in self._source_kinds)
 
@@ -511,6 +519,7 @@ class TrainingRun:
             EvaluationFinished,
             lambda event: parts.checkpointer and parts.checkpointer.point_at_best(),
         )
+        self._guard_falls(events)
         events.subscribe(RunFinished, lambda event: self._report(metrics, directory, event.outcome))
         lines = list(metrics.read())
         events.emit(RunStarted(self._run_info(directory, state), lines))
@@ -532,6 +541,8 @@ class TrainingRun:
         self._loop = TrainingLoop(
             parts, self.config.rl_training, control=control, events=events, state=state
         )
+        if state is None and self.config.evaluation.max_fall is not None:
+            self._loop.save_now()  # the weights at the start may turn out to be the best
         try:
             outcome = self._loop.run()
         finally:
@@ -543,6 +554,17 @@ class TrainingRun:
         events.emit(RunFinished(outcome))
         self._end_soon()
         self._ranks.check()
+
+    def _guard_falls(self, events: RunEvents) -> None:
+        """Let the weights go back to the best ones when an evaluation falls, where that is
+        asked for."""
+        if (most := self.config.evaluation.max_fall) is None:
+            return
+
+        def roll_back(version: int) -> None:
+            self._rollbacks.request(version=version)
+
+        FallGuard(self._evaluation_log, most, roll_back).subscribe(events)
 
     def _perform(self, started: StartedRun) -> None:
         """Do what was ordered of the run."""
@@ -766,4 +788,4 @@ def _example_prompt(sources: tuple[EnvironmentSource, ...]) -> str:
     if not sources:
         return "Hello!"
     [task] = sources[0].heldout(1) or [sources[0].task(0)]
-    return str(task.messages[-1]["content"])
+    return text_of(task.messages[-1]["content"])

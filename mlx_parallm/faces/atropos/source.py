@@ -43,6 +43,7 @@ class EmbeddedQueue(RolloutSource):
             missing_logprobs=atropos.missing_logprobs,
             other_group_sizes=tuple(source.config.group_size for source in context.environments),
             experts=context.experts,
+            images=context.images,
         )
         self._queue = AtroposQueue(
             context.store,
@@ -95,6 +96,7 @@ class ExternalAPI(RolloutSource):
             policy_version=self._context.policy_version,
             temperature=training.temperature,
             missing_logprobs=atropos.missing_logprobs,
+            images=self._context.images,
             poll_interval_s=atropos.poll_interval_s,
             experts=self._context.experts,
         )

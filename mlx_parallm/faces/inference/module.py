@@ -56,6 +56,8 @@ from mlx_parallm.faces.inference.types import (
     is_messages,
 )
 from mlx_parallm.models.experts.routing import watched_experts
+from mlx_parallm.models.images.encoder import ImageParts
+from mlx_parallm.models.images.support import image_support, with_images
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model, load_tokenizer
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
@@ -186,8 +188,12 @@ class InferenceModule:
     def _start_engine(self, config: Config, tokenizer: Any) -> EngineThread:
         """Raises ConfigError, ModelError."""
         if self.loaded is None:
-            loaded = self.loaded = load_model(config.model)
-            self._new_tokenizer = lambda: load_tokenizer(loaded.path, config.model)
+            loaded = load_model(config.model)
+            support = image_support(config, loaded.path)
+            loaded = self.loaded = with_images(loaded, support)
+            self._new_tokenizer = lambda: _with_reader(
+                load_tokenizer(loaded.path, config.model), loaded.images
+            )
         else:
             wrapper = (
                 tokenizer
@@ -444,6 +450,11 @@ def _endpoint(
     return OpenAIBackend(
         model, base_url, lambda url: OpenAIEndpoint(url, api_key, timeout_s=timeout_s)
     )
+
+
+def _with_reader(tokenizer: Tokenizer, images: ImageParts | None) -> Tokenizer:
+    tokenizer.images = None if images is None else images.reader
+    return tokenizer
 
 
 def _end(loop: LoopThread, backend: Backend, engine: EngineThread | None) -> None:

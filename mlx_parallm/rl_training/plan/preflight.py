@@ -34,6 +34,7 @@ from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
+from mlx_parallm.models.images.support import tower_bytes
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import are_experts, inject_lora, linear_shape, trainer_lora_layers
 from mlx_parallm.models.quantize import quantizable
@@ -97,6 +98,7 @@ class ModelShape:
     rounded: int = 0  # qat_bits: numbers of the others, which the trainer holds quantised
     small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
     routes: int = 0  # bytes of a sampled token's recorded experts, where they are repeated
+    tower: int = 0  # bytes of the part that sees
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
@@ -170,6 +172,7 @@ class ModelShape:
             rounded=others,
             small=sum(size for size in sizes if size < SMALLEST) + head,
             routes=routes,
+            tower=tower_bytes(config, dtype.size) if "vision_config" in model_config else 0,
         )
 
     @property
@@ -295,6 +298,7 @@ def predict_memory(
     routes = _route_bytes(config, shape, lengths)
     parts = {
         "weights": shape.weights,
+        **({"tower": shape.tower} if shape.tower else {}),
         **({"teachers": teachers} if teachers else {}),
         **({"recorded experts": routes} if routes else {}),
         "optimizer and gradients": shape.trained * kept + int(states),

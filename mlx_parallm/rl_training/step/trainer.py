@@ -546,6 +546,8 @@ class Trainer:
         if self.images is not None:
             sequences = self.images.admit(sequences)
             plain = self.images.has_positions(sequences[row] for row in rows)
+        elif any(each.rollout.images for each in sequences):
+            raise ConfigError("sequences have images, and the model that is trained reads none")
         return collate(
             sequences,
             rows,

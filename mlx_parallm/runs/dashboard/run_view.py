@@ -24,6 +24,7 @@ from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per
 from mlx_parallm.runs.compare import differing, read_runs
 from mlx_parallm.runs.dashboard.bounded import cut, sendable
 from mlx_parallm.runs.dashboard.evaluations import EvaluationsView
+from mlx_parallm.runs.dashboard.thumbnails import thumbnails
 from mlx_parallm.runs.explain import explain
 from mlx_parallm.runs.rollouts import Answers, Wanted
 from mlx_parallm.runs.run import Run, open_run
@@ -46,6 +47,7 @@ percent of one core."""
 READ_BYTES = 1 << 20
 MOST_MARKS = 100
 MOST_SPANS, MOST_TIMELINE_STEPS = 3000, 64
+CHATS_FILE = "feedback.sqlite"  # of a run that learns from use (docs/feedback.md)
 MARK_KEY = "rolled_back_to"
 WATCHED = ("metrics", "evaluations", "rollouts", "marks", "spans")
 """Parts of a run whose changes the page is told of."""
@@ -190,6 +192,11 @@ class RunView:
         wait for it."""
         with suppress(ParallmError):
             self.groups(Search(limit=1))
+
+    @property
+    def learns_from_chats(self) -> bool:
+        """Whether the run has a file of chats that people had with it."""
+        return (self.path / CHATS_FILE).is_file()
 
     def summary(self) -> dict[str, Any]:
         with self._numbers_lock:
@@ -371,6 +378,7 @@ class RunView:
                 cut(rollout[key], most) for key in ("prompt", "completion")
             )
         rewards = [rollout["reward"] for rollout in rollouts]
+        group["thumbnails"] = thumbnails(name for each in rollouts for name in each["images"])
         return self._shown(group | _rewards(rewards, inferred=self._rewards_are_inferred()))
 
     def tokens(self, group_id: str, number: int, segment: int, first: int) -> dict[str, Any]:
@@ -411,6 +419,7 @@ class RunView:
                 "mask": mask,
                 "versions": [version if version >= 0 else None for version in versions[window]],
                 "values": {"logprobs": sampled or None} | _token_values(kept, window),
+                "thumbnails": thumbnails(group["rollouts"][0]["images"]),
             }
         )
 

@@ -146,8 +146,16 @@ def test_what_the_wire_can_carry_survives_it(group: RolloutGroup) -> None:
         ({"overrides": [{"temperature": "hot"}]}, "temperature 'hot' is not a number"),
         ({"overrides": [{"sft": True}]}, "sft"),
         ({"group_overrides": {"sft": True}}, "sft"),
-        ({"images": ["cat.png"]}, "the group carries images; the policy reads text only"),
-        ({"messages": [[PICTURE], []]}, "the group carries image_url; the policy reads text only"),
+        ({"images": ["cat.png", None]}, "the group carries images; the policy reads text only"),
+        ({"images": ["cat.png"]}, "1 images for 2 sequences"),
+        (
+            {"messages": [[PICTURE], []]},
+            "sequence 0: its messages have images, and the field images has none",
+        ),
+        (
+            {"messages": [[{"role": "user", "content": [{"type": "input_audio"}]}], []]},
+            "the group carries input_audio; the policy reads text and images only",
+        ),
     ],
 )
 def test_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:

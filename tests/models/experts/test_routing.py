@@ -30,7 +30,7 @@ from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import collate
 from mlx_parallm.rollout_store.checks import check_group
-from mlx_parallm.rollout_store.completions import _rollout
+from mlx_parallm.rollout_store.completions import rollout_of
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
 from mlx_parallm.types import Rollout, RolloutGroup, RoutedExperts, joined_experts
 from tests.engine.helpers import VOCAB, collect_deltas, request, run, serve
@@ -336,7 +336,7 @@ def test_the_engine_records_what_its_forwards_took_by_whatever_way():
     served.engine.add(streamed)
     deltas = collect_deltas(served.engine)["s"]
     assert {len(delta.token_ids) for delta in deltas} >= {1}, "in parts"
-    assert _rollout(streamed, deltas).routed_experts == ways[0][2].routed_experts
+    assert rollout_of(streamed, deltas).routed_experts == ways[0][2].routed_experts
     tokens = [*[6] * 8, *ways[0][2].token_ids]
     routing = ForwardRouting()
     with routed(routing):

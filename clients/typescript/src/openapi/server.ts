@@ -261,7 +261,7 @@ export interface paths {
         /**
          * Runs
          * @description The runs that this page shows. `live`: this process trains it, and can be talked to;
-         *     `rewards`: its answers may be rewarded.
+         *     `rewards`: its answers may be rewarded; `feedback`: it learns from chats.
          */
         get: operations["runs_dashboard_api_runs_get"];
         put?: never;
@@ -724,9 +724,10 @@ export interface components {
             to_read: components["schemas"]["AnswerToRead"][];
         };
         /**
-         * @description `id`: by which routes are asked about the run. `inferred_rewards`: rewards are known from
-         *     advantages alone (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards
-         *     takes its answers' rewards. What follows `steps` is None where the run's configuration cannot
+         * @description `id`: by which routes are asked about the run. `feedback`: it learns from chats, and
+         *     /v1/feedback/review lists them. `inferred_rewards`: rewards are known from advantages alone
+         *     (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards takes its answers'
+         *     rewards. What follows `steps` is None where the run's configuration cannot
          *     be read.
          */
         RunSummary: {
@@ -737,6 +738,7 @@ export interface components {
             state: "running" | "finished" | "stopped";
             live: boolean;
             rewards: boolean;
+            feedback: boolean;
             steps: number;
             total_steps: number | null;
             model: string | null;
@@ -778,7 +780,7 @@ export interface components {
             kl_beta: number;
             temperature: number;
         };
-        /** @description `segments`: the number of tokens of each. */
+        /** @description `segments`: the number of tokens of each. `images`: names of those in its prompts. */
         ShownAnswer: {
             number: number;
             reward: number | null;
@@ -796,10 +798,14 @@ export interface components {
             temperature: number;
             prompt: string | null;
             zero_advantage: boolean;
+            images: string[];
             conversation: components["schemas"]["ShownTurn"][];
             segments: number[];
         };
-        /** @description `rollouts` is None where the group's tokens are lost, and `lost` says why. */
+        /**
+         * @description `rollouts` is None where the group's tokens are lost, and `lost` says why. `thumbnails`: an
+         *     image's name → a data URL, of those that can be shown.
+         */
         ShownGroup: {
             run: string;
             group_id: string;
@@ -822,6 +828,9 @@ export interface components {
             metadata?: {
                 [key: string]: unknown;
             };
+            thumbnails: {
+                [key: string]: string;
+            };
         };
         ShownTurn: {
             /** @enum {string} */
@@ -835,7 +844,7 @@ export interface components {
         /**
          * @description A window of `total` tokens of one answer, from `first` on; each list has one entry a
          *     token. `mask`: 1 = sampled by the policy. `values`: log-probabilities and, where the trainer
-         *     kept them, its own numbers.
+         *     kept them, its own numbers. `thumbnails`: of the answer's images, as in a group.
          */
         Tokens: {
             group_id: string;
@@ -850,6 +859,9 @@ export interface components {
             versions: (number | null)[];
             values: {
                 [key: string]: (number | null)[] | null;
+            };
+            thumbnails: {
+                [key: string]: string;
             };
         };
         /**
