@@ -78,6 +78,9 @@ class CoreConfig(Section):
                 " leave"
                 " one out"
             )
+        for leaf in leaves():
+            if leaf.check is not None and leaf.name in type(self).model_fields:
+                imported(leaf.check)(self)
         return self
 
     def section(self, kind: type[SectionT]) -> SectionT:
