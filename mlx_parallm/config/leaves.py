@@ -72,6 +72,7 @@ class Leaf:
     Attributes:
         name: the name of its section too.
         section: its class of settings, a `Section`; read as `config.section(ThatClass)`.
+        check: (configuration) → None; raises ValueError where the section does not fit the rest.
         source: (SourceContext) → `RolloutSource`, or None where the configuration asks for none.
         routes: (Config, ServerState) → `AddedRouter` or None. Where the process trains, a source of
             the same leaf brings the routes instead.
@@ -92,6 +93,7 @@ class Leaf:
 
     name: str
     section: str | None = None
+    check: str | None = None
     source: str | None = None
     routes: str | None = None
     part: str | None = None

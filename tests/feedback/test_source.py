@@ -285,6 +285,14 @@ def test_keys_of_people_open_chats_alone(
     [
         ({"rl_training.deterministic": True, "rl_training.max_staleness": 0}, "does not repeat"),
         ({"rl_training.algorithm": "online_dpo"}, "compares two"),
+        (
+            {
+                "rl_training.algorithm": "sft",
+                "data.path": "rows.jsonl",
+                "rl_training.atropos.rollout_batch_size": 128,
+            },
+            "learns from rows of a file alone",
+        ),
         ({"feedback.judge": "http://127.0.0.1:1/v1"}, "needs the name of its model"),
         ({"feedback.judge": "gpt"}, "feedback"),
         ({"feedback.opt_in": "key"}, "needs keys_file"),

@@ -1,12 +1,16 @@
 """[feedback]: a training run that learns from the chats of people who agreed to it."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
+from mlx_parallm.config.data import DATA_ALGORITHMS, ONLINE_DPO
 from mlx_parallm.config.environment import Section
 from mlx_parallm.execution.user_code import is_reference
+
+if TYPE_CHECKING:
+    from mlx_parallm.config.load import CoreConfig
 
 MODEL = "base"
 
@@ -23,6 +27,28 @@ class SignalRewards(Section):
     """The user asks the same again: minus this."""
     tool: float = Field(0.5, ge=0, le=1)
     """The client carries a tool call out and sends its result: plus this."""
+
+
+def check_run(config: "CoreConfig") -> None:
+    """Raises ValueError: a run of this kind cannot learn from chats."""
+    training = config.rl_training
+    if not config.section(FeedbackConfig).enabled:
+        return
+    if training.deterministic:
+        raise ValueError(
+            "feedback.enabled = true and rl_training.deterministic = true: what people say, and"
+            " when, does not repeat"
+        )
+    if training.algorithm in DATA_ALGORITHMS:
+        raise ValueError(
+            f"feedback.enabled = true: {training.algorithm} learns from rows of a file alone:"
+            " choose an rl_training.algorithm that learns from rollouts"
+        )
+    if training.algorithm == ONLINE_DPO:
+        raise ValueError(
+            f"feedback.enabled = true: a chat has one answer to its prompt, and {ONLINE_DPO}"
+            " compares two: choose another rl_training.algorithm"
+        )
 
 
 class FeedbackConfig(Section):

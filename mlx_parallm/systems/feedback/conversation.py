@@ -5,6 +5,7 @@ A conversation is known by a chain of digests of its messages, secrets taken out
 user whose it is: two people who ask the same are not one who asks again.
 """
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ class Reading:
 
 
 class ConversationReader:
-    """One thread's.
+    """Thread-safe.
 
     Args:
         finder: finds secrets; None = nothing is redacted.
@@ -60,6 +61,7 @@ class ConversationReader:
     ) -> None:
         self._store, self._finder, self._judges = store, finder, judges
         self._regenerate_within_s, self._clock = regenerate_within_s, clock
+        self._lock = threading.Lock()
         # of a message's text → (digest without its secrets, whether there was one)
         self._digests: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()
 
@@ -134,15 +136,18 @@ class ConversationReader:
     def _digest(self, message: Message) -> tuple[bytes, bool]:
         text = compared_text(message)
         raw = text_digest(text)
-        kept = self._digests.get(raw)
+        with self._lock:
+            kept = self._digests.get(raw)
         if kept is None:
             secrets = self._finder.find(text) if self._finder is not None else []
             for secret in reversed(secrets):
                 text = f"{text[: secret.start]}<{secret.kind}>{text[secret.end :]}"
-            kept = self._digests[raw] = text_digest(text), bool(secrets)
+            kept = text_digest(text), bool(secrets)
+        with self._lock:
+            self._digests[raw] = kept
+            self._digests.move_to_end(raw)
             if len(self._digests) > DIGESTS:
                 self._digests.popitem(last=False)
-        self._digests.move_to_end(raw)
         return kept
 
     def _words(self, text: str) -> tuple[str, bool]:

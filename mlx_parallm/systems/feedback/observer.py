@@ -52,15 +52,15 @@ class ChatObserver:
         self._store, self._reader, self._consent = store, reader, consent
         self._is_policy, self._heard = is_policy, heard
         self._call, self._choices = RecordedCall("", [], [], None), 1
-        self._reading: Reading | None = None
-        self._continues = False
+        self._began = self._continues = False
         self._rollouts: dict[int, Rollout | str] = {}
         self._written = False
 
     def begun(self, body: ChatBody) -> None:
-        messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-        self._reading = self._reader.read(self._consent.user, messages, body.callable_tools)
-        self._continues, self._choices = body.continues_final_message, body.n
+        self._call.messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+        self._call.tools = body.callable_tools
+        self._began, self._continues = True, body.continues_final_message
+        self._choices = body.n
 
     def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
         [request], [all_parts] = requests, choices
@@ -101,17 +101,22 @@ class ChatObserver:
             await self._write()
 
     async def _write(self) -> None:
-        if self._written or self._reading is None:
+        if self._written or not self._began:
             return
         self._written = True
-        reading = self._reading
-        answers = [self._answer(reading, index) for index in sorted(self._call.choices)]
         # the disk may take its time: nobody else waits for it
-        await asyncio.to_thread(self._store.record, answers, reading.signals)
-        for _ in range(reading.unjudged):
-            await asyncio.to_thread(self._store.count, "signal", "message", "nobody judges it")
-        if reading.signals:
+        if await asyncio.to_thread(self._record):
             self._heard()
+
+    def _record(self) -> bool:
+        """Read the request and write all that it says; return whether it says something about
+        earlier answers."""
+        reading = self._reader.read(self._consent.user, self._call.messages, self._call.tools)
+        answers = [self._answer(reading, index) for index in sorted(self._call.choices)]
+        self._store.record(answers, reading.signals)
+        for _ in range(reading.unjudged):
+            self._store.count("signal", "message", "nobody judges it")
+        return bool(reading.signals)
 
     def _answer(self, reading: Reading, index: int) -> NewAnswer:
         identity = answer_id(str(self._call.response_id), index)

@@ -59,6 +59,10 @@ LONGEST_WAIT_S = 60.0  # between two looks, where nothing is known to be due
 RETRY_S = 10.0
 TRIES = 3  # of a judge that does not answer
 NO_CONSENT = "no consent"
+ASKED = frozenset(
+    ("/v1/chat/completions", "/v1/chat/completions/tokens", "/v1/responses", "/v1/messages")
+)
+"""Paths whose POST is a chat."""
 JOIN_S = 5.0
 
 log = get_logger("feedback")
@@ -74,21 +78,10 @@ def refuse_to_serve(config: Config, state: ServerState) -> None:
 
 
 def feedback_source(context: SourceContext) -> "FeedbackSource | None":
-    """Return the source; None: it is off. Raises ConfigError: keys, judge, a run that has to
-    repeat."""
+    """Return the source; None: it is off. Raises ConfigError: keys, the judge."""
     config = context.config
     if not config.section(FeedbackConfig).enabled:
         return None
-    if config.rl_training.deterministic:
-        raise ConfigError(
-            "feedback.enabled = true and rl_training.deterministic = true: what people say, and"
-            " when, does not repeat"
-        )
-    if config.rl_training.algorithm == "online_dpo":
-        raise ConfigError(
-            "feedback.enabled = true: a chat has one answer to its prompt, and online_dpo compares"
-            " two: choose another rl_training.algorithm"
-        )
     return FeedbackSource(context)
 
 
@@ -149,7 +142,7 @@ class FeedbackSource(RolloutSource):
     def _observe(self, request: HTTPRequest) -> ChatObserver | None:
         consent = self._agreement.of(request)
         if consent is None:
-            self._without_consent += request.method == "POST"
+            self._without_consent += request.method == "POST" and request.url.path in ASKED
             return None
         return ChatObserver(
             self._store, self._reader, consent, is_policy=self._is_policy, heard=self.heard

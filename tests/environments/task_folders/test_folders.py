@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_parallm.config.load import load_config
 from mlx_parallm.environments.registry import create_environment
 from mlx_parallm.environments.task_folders.environment import FolderState, TaskFoldersEnvironment
 from mlx_parallm.environments.task_folders.folder import NeedsContainerError, read_folder
@@ -198,3 +199,13 @@ def test_a_run_trains_on_it(tmp_path: Path) -> None:
     )
     lines = metrics(tmp_path / "checkpoints" / "run")
     assert [line["reward_by_environment"] for line in lines] == [{"folders": 0.25}] * 2
+
+
+def test_the_path_is_beside_the_configuration(tmp_path: Path) -> None:
+    harbor(tmp_path / "tasks")
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[[environments]]\nkind = "task_folders"\nname = "t"\noptions = { path = "tasks" }\n'
+    )
+    [entry] = load_config(config).environments
+    assert entry.options == {"path": str((tmp_path / "tasks").resolve())}
