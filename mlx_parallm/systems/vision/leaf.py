@@ -27,6 +27,7 @@ FAMILIES = {
     "qwen2_5_vl": "mlx_parallm.systems.vision.qwen_vl",
     "qwen3_vl": "mlx_parallm.systems.vision.qwen_vl",
     "qwen3_5": "mlx_parallm.systems.vision.qwen_vl",
+    "qwen3_5_moe": "mlx_parallm.systems.vision.qwen_vl",
 }
 """`model_type` → the module with its `load`."""
 PACKAGES = ("mlx_vlm", "PIL")
