@@ -72,13 +72,15 @@ CREATE TEMP VIEW payloads AS SELECT sequence, payload FROM main.groups;
 @dataclass(frozen=True)
 class Schema:
     """The tables of a database file. `name`: for messages; `upgrades`: SQL from an older version
-    to this one; `views`: SQL that lets a reader see an older version as this one."""
+    to this one; `views`: SQL that lets a reader see an older version as this one; `erases`:
+    whether what is deleted is overwritten in the file."""
 
     name: str
     version: int
     create: str
     upgrades: Mapping[int, str] = field(default_factory=dict)
     views: Mapping[int, str] = field(default_factory=dict)
+    erases: bool = False
 
 
 GROUPS = Schema("rollout", 2, _NEW, upgrades={1: _FROM_1}, views={1: _VIEW_OF_1})
@@ -208,6 +210,7 @@ class Database:
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA fullfsync = 1")
         connection.execute("PRAGMA checkpoint_fullfsync = 1")
+        connection.execute(f"PRAGMA secure_delete = {int(schema.erases)}")
         connection.execute(f"PRAGMA journal_size_limit = {LOG_LIMIT}")
         if version < schema.version:
             statements = schema.upgrades[version] if version else schema.create

@@ -41,9 +41,10 @@ class Agreement:
     def of(self, request: Request) -> Consent | None:
         """Return whose chat it is; None: nothing may be learned from it. Raises RequestError: a
         header that says something else."""
-        header = request.headers.get(HEADER)
-        if header not in (None, YES, NO):
-            raise RequestError(f'{HEADER}: {header[:80]!r} is neither "{YES}" nor "{NO}"')
+        headers = request.headers.getlist(HEADER)
+        if wrong := [header for header in headers if header not in (YES, NO)]:
+            raise RequestError(f'{HEADER}: {wrong[0][:80]!r} is neither "{YES}" nor "{NO}"')
+        header = NO if NO in headers else next(iter(headers), None)
         user, task = (_named(request, name) for name in (USER_HEADER, TASK_HEADER))
         key = self.name_of(request)
         if header == NO or (key is None and not (header == YES and self._by_header)):

@@ -5,6 +5,7 @@ A conversation is known by a chain of digests of its messages, secrets taken out
 user whose it is: two people who ask the same are not one who asks again.
 """
 
+import json
 import threading
 import time
 from collections import OrderedDict
@@ -62,7 +63,7 @@ class ConversationReader:
         self._store, self._finder, self._judges = store, finder, judges
         self._regenerate_within_s, self._clock = regenerate_within_s, clock
         self._lock = threading.Lock()
-        # of a message's text → (digest without its secrets, whether there was one)
+        # of a message → (digest of its text without secrets, whether there was one)
         self._digests: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()
 
     def read(self, user: str, messages: Sequence[Message], tools: Sequence[Any]) -> Reading:
@@ -134,15 +135,19 @@ class ConversationReader:
         return (Signal(kept.id, "edit", value, text),)
 
     def _digest(self, message: Message) -> tuple[bytes, bool]:
-        text = compared_text(message)
-        raw = text_digest(text)
+        whole = json.dumps(message, sort_keys=True, default=str)
+        raw = text_digest(whole)
         with self._lock:
             kept = self._digests.get(raw)
         if kept is None:
+            text = compared_text(message)
             secrets = self._finder.find(text) if self._finder is not None else []
             for secret in reversed(secrets):
                 text = f"{text[: secret.start]}<{secret.kind}>{text[secret.end :]}"
-            kept = text_digest(text), bool(secrets)
+            # in the tokens there is more than what is compared: reasoning, and no JSON's escapes
+            redactor = TraceRedactor("feedback", self._finder)
+            redactor.value(message)
+            kept = text_digest(text), bool(secrets or redactor.hits)
         with self._lock:
             self._digests[raw] = kept
             self._digests.move_to_end(raw)

@@ -14,7 +14,7 @@ from mlx_parallm.rollout_store.payload import encode_group
 from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.systems.feedback.consent import Consent
 from mlx_parallm.systems.feedback.conversation import ConversationReader, Reading
-from mlx_parallm.systems.feedback.store import FeedbackStore, NewAnswer
+from mlx_parallm.systems.feedback.store import NOBODY_JUDGES, FeedbackStore, NewAnswer
 from mlx_parallm.systems.traces.answers import ChunkReader, take_answer
 from mlx_parallm.systems.traces.recorder import RecordedCall
 from mlx_parallm.types import Request, Rollout, RolloutGroup
@@ -115,7 +115,7 @@ class ChatObserver:
         answers = [self._answer(reading, index) for index in sorted(self._call.choices)]
         self._store.record(answers, reading.signals)
         for _ in range(reading.unjudged):
-            self._store.count("signal", "message", "nobody judges it")
+            self._store.count("signal", "message", NOBODY_JUDGES)
         return bool(reading.signals)
 
     def _answer(self, reading: Reading, index: int) -> NewAnswer:

@@ -38,10 +38,13 @@ CHAT_PATHS = (
 """What keys of people who agree open."""
 
 
+AnswerId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class FeedbackBody(Body):
     """One of `rating`, `edit` and `kind`."""
 
-    id: str = Field(min_length=1, max_length=256)
+    id: AnswerId
     choice: int = Field(0, ge=0, lt=1024)
     rating: Literal["up", "down"] | Annotated[float, Field(ge=-1, le=1)] | None = None
     edit: str | None = Field(None, max_length=100_000)
@@ -55,11 +58,12 @@ class FeedbackBody(Body):
         return self
 
     def value(self, kept: KeptAnswer) -> tuple[Kind, float | None]:
+        """An edit is compared as far as the answer is kept; a long one takes its time."""
         if self.rating is not None:
             words = {"up": 1.0, "down": -1.0}
             return "thumb", words[self.rating] if isinstance(self.rating, str) else self.rating
         if self.edit is not None:
-            return "edit", edit_value(kept.answer, self.edit)
+            return "edit", edit_value(kept.answer, self.edit[:LONGEST_WORDS])
         return ("tool", 1.0) if self.kind == "tool" else ("regenerate", -1.0)
 
 
@@ -105,7 +109,7 @@ class ReviewQueue(TypedDict):
 
 class ReviewBody(Body):
     action: Literal["approve", "reject"]
-    ids: ListOf[str] = Field(min_length=1, max_length=LISTED)
+    ids: ListOf[AnswerId] = Field(min_length=1, max_length=LISTED)
 
 
 class ReviewDone(TypedDict):
@@ -156,7 +160,7 @@ class FeedbackRoutes:
             raise RefusedError(
                 f"no answer {identity!r} is kept: only those to chats with consent are", 404, "id"
             )
-        kind, value = body.value(kept)
+        kind, value = await asyncio.to_thread(body.value, kept)
         reason = None
         if value is None:
             reason = "the edit changes white space alone"

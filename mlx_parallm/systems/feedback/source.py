@@ -11,7 +11,6 @@ handed over, at most `max_updates_per_hour` of them.
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -48,6 +47,7 @@ from mlx_parallm.systems.feedback.store import (
     AMBIGUOUS,
     FEEDBACK_FILE,
     HOUR_S,
+    NOBODY_JUDGES,
     FeedbackStore,
     KeptAnswer,
     ReadyAnswer,
@@ -99,10 +99,14 @@ class FeedbackSource(RolloutSource):
             weights=section.rewards.model_dump(),
         )
         self._agreement, self._judge = Agreement(section), reply_judge(section)
-        finder = (
-            secret_finder(
-                [config.resolve_api_key(), *self._agreement.keys], personal=section.redact_personal
+        owner = config.resolve_api_key()
+        if owner is not None and (name := self._agreement.keys.get(owner)) is not None:
+            raise ConfigError(
+                f"feedback.keys_file: {section.keys_file}: the key of {name!r} is the server's own,"
+                " which opens everything"
             )
+        finder = (
+            secret_finder([owner, *self._agreement.keys], personal=section.redact_personal)
             if section.redact
             else None
         )
@@ -113,7 +117,8 @@ class FeedbackSource(RolloutSource):
             regenerate_within_s=section.regenerate_within_s,
         )
         self._without_consent = 0
-        self._failures = Counter[str]()  # of the judge, by answer
+        # of the judge, by answer and reply: how many, and when to ask again
+        self._failures: dict[tuple[str, str], tuple[int, float]] = {}
         self._problem: str | None = None
         self._thread = LoopThread(ENVIRONMENT)
         self._worker: Future[None] | None = None
@@ -204,30 +209,35 @@ class FeedbackSource(RolloutSource):
 
     async def _judge_replies(self) -> float | None:
         """Judge the replies that wait; return when to try again those that got no judgement."""
-        if self._judge is None:
-            return None
         pending = await asyncio.to_thread(self._store.pending)
-        failed = [kept for kept in pending if not await self._judge_reply(kept)]
-        if not failed:
-            self._problem = None
-        return time.time() + RETRY_S if failed else None
+        waiting = {(kept.id, kept.reply) for kept in pending}
+        self._failures = {key: each for key, each in self._failures.items() if key in waiting}
+        for kept in pending:
+            _, again = self._failures.get((kept.id, kept.reply), (0, 0.0))
+            if again <= time.time():
+                await self._judge_reply(kept)
+        return min((again for _, again in self._failures.values()), default=None)
 
-    async def _judge_reply(self, kept: KeptAnswer) -> bool:
-        assert self._judge is not None
+    async def _judge_reply(self, kept: KeptAnswer) -> None:
+        key, value = (kept.id, kept.reply), None
+        failures, _ = self._failures.pop(key, (0, 0.0))
+        if self._judge is None:  # an earlier start of this run had one
+            await asyncio.to_thread(self._store.judged, *key, None, NOBODY_JUDGES)
+            return
         try:
             value = await self._judge(kept.question, kept.answer, kept.reply)
         except JudgeFailedError as error:
-            self._failures[kept.id] += 1
             self._problem = f"the judge of replies fails: {error}"
             log.warning("a reply is not judged", answer=kept.id, reason=str(error))
-            if error.may_pass and self._failures[kept.id] < TRIES:
-                return False
-            await asyncio.to_thread(self._store.judged, kept.id, None, "the judge failed")
-            return True
+            if error.may_pass and failures + 1 < TRIES:
+                self._failures[key] = failures + 1, time.time() + RETRY_S
+            else:
+                await asyncio.to_thread(self._store.judged, *key, None, "the judge failed")
+            return
+        self._problem = None
         is_clear = value is not None and abs(value) >= self._section.ambiguous_below and value != 0
         outcome = "taken" if is_clear else AMBIGUOUS
-        await asyncio.to_thread(self._store.judged, kept.id, value if is_clear else None, outcome)
-        return True
+        await asyncio.to_thread(self._store.judged, *key, value if is_clear else None, outcome)
 
     def _release(self) -> float | None:
         """Hand whole batches over to the trainer; return when the next one may follow, where the

@@ -29,6 +29,8 @@ REJECTED = "rejected in the review"
 NOTHING_NEW = "its reward is what its task gets on average"
 AMBIGUOUS = "ambiguous"
 WEAKER = "a stronger signal decided"
+NOBODY_JUDGES = "nobody judges it"
+REPLACED = "replaced by a later one"
 LATE = "the answer was decided on already"
 
 AnswerState = Literal["open", "review", "ready", "released", "unused"]
@@ -73,6 +75,7 @@ CREATE TABLE counts (
     PRIMARY KEY (what, kind, outcome)
 );
 """,
+    erases=True,
 )
 
 
@@ -119,6 +122,7 @@ class ReadyAnswer:
     payload: bytes
 
 
+_ALL_JUDGED = "NOT EXISTS (SELECT 1 FROM signals WHERE answer = answers.id AND value IS NULL)"
 _KEPT = "id, user, task, at, question, answer, state, reason, kind, reward, advantage"
 
 
@@ -171,21 +175,29 @@ class FeedbackStore:
             self._signal(connection, signal, self._clock())
             return _kept(connection, signal.answer)
 
-    def judged(self, answer: str, value: float | None, outcome: str) -> None:
+    def judged(self, answer: str, reply: str, value: float | None, outcome: str) -> None:
         """Give the pending message about an answer its value. None: it is no signal, because of
-        `outcome`."""
+        `outcome`. A later message may have taken its place meanwhile, and waits for its own."""
         with self._database.transaction() as connection:
-            _count(connection, "signal", "message", outcome)
+            of_it = "answer = ? AND kind = 'message' AND value IS NULL AND detail = ?"
             if value is None:
-                connection.execute(
-                    "DELETE FROM signals WHERE answer = ? AND kind = 'message'", (answer,)
+                done = connection.execute(f"DELETE FROM signals WHERE {of_it}", (answer, reply))
+            else:
+                done = connection.execute(
+                    f"UPDATE signals SET value = ? WHERE {of_it}", (value, answer, reply)
                 )
+            if not done.rowcount:
                 return
+            _count(connection, "signal", "message", outcome)
+            if value is not None:
+                self._settle(connection, answer, self._clock())
+                return
+            # it stood in the place of one that had a value: nothing is left to decide on
             connection.execute(
-                "UPDATE signals SET value = ? WHERE answer = ? AND kind = 'message'",
-                (value, answer),
+                "UPDATE answers SET settles = NULL WHERE id = ? AND state = 'open' AND NOT EXISTS"
+                " (SELECT 1 FROM signals WHERE answer = answers.id)",
+                (answer,),
             )
-            self._settle(connection, answer, self._clock())
 
     def _signal(self, connection: Connection, signal: Signal, now: float) -> None:
         if not self._weights[signal.kind]:
@@ -199,17 +211,19 @@ class FeedbackStore:
         if row[0] not in ("open", "review"):
             _count(connection, "signal", signal.kind, LATE)
             return
-        is_new = connection.execute(
-            "SELECT 1 FROM signals WHERE answer = ? AND kind = ?", (signal.answer, signal.kind)
+        earlier = connection.execute(
+            "SELECT value FROM signals WHERE answer = ? AND kind = ?", (signal.answer, signal.kind)
         ).fetchone()
         connection.execute(
             "INSERT OR REPLACE INTO signals VALUES (?, ?, ?, ?, ?)",
             (signal.answer, signal.kind, signal.value, signal.detail, now),
         )
         if signal.value is not None:
-            outcome = "taken" if is_new is None else "replaced by a later one"
+            outcome = "taken" if earlier is None else REPLACED
             _count(connection, "signal", signal.kind, outcome)
             self._settle(connection, signal.answer, now)
+        elif earlier == (None,):
+            _count(connection, "signal", signal.kind, REPLACED)
 
     def _settle(self, connection: Connection, answer: str, now: float) -> None:
         """An answer under review that gets another signal is decided on anew."""
@@ -270,9 +284,8 @@ class FeedbackStore:
             for (answer,) in old:
                 _give_up(connection, answer, NO_SIGNAL)
             settled = connection.execute(
-                "SELECT id, task FROM answers WHERE state = 'open' AND settles <= ? AND NOT EXISTS"
-                " (SELECT 1 FROM signals WHERE answer = answers.id AND value IS NULL)"
-                " ORDER BY sequence",
+                "SELECT id, task FROM answers WHERE state = 'open' AND settles <= ? AND"
+                f" {_ALL_JUDGED} ORDER BY sequence",
                 (now,),
             ).fetchall()
             for answer, task in settled:
@@ -370,10 +383,11 @@ class FeedbackStore:
     # ------------------------------------------------------------------ what people see
 
     def next_due(self) -> float | None:
-        """Return the Unix time at which the next answer settles; None: none will."""
+        """Return the Unix time at which the next answer can be decided on; None: none can, or a
+        judge is waited for."""
         with self._database.reading() as connection:
             (due,) = connection.execute(
-                "SELECT MIN(settles) FROM answers WHERE state = 'open'"
+                f"SELECT MIN(settles) FROM answers WHERE state = 'open' AND {_ALL_JUDGED}"
             ).fetchone()
         return None if due is None else float(due)
 

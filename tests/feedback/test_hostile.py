@@ -1,0 +1,176 @@
+"""A judge that fails, messages that come twice, secrets beside the text, and what stays on the
+disk."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.sources import SourceContext
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.system.redaction import Redactor
+from mlx_parallm.systems.feedback.conversation import LONGEST_WORDS, ConversationReader
+from mlx_parallm.systems.feedback.judge import JudgeFailedError
+from mlx_parallm.systems.feedback.routes import FeedbackBody
+from mlx_parallm.systems.feedback.signals import Signal
+from mlx_parallm.systems.feedback.source import RETRY_S, TRIES, feedback_source
+from mlx_parallm.systems.feedback.store import FeedbackStore, KeptAnswer, NewAnswer
+from tests.feedback.test_source import LEARN, Chat, chat, configuration, said, user
+from tests.rollout_store.groups import VOCAB_SIZE
+
+__all__ = ["chat"]  # the fixture
+WEIGHTS = {"thumb": 1.0, "edit": 1.0, "message": 1.0, "regenerate": 0.5, "tool": 0.5}
+
+
+class SilentJudge:
+    """Is asked, and never answers."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def __call__(self, question: str, answer: str, reply: str) -> float | None:
+        self.calls += 1
+        raise JudgeFailedError("no answer", may_pass=True)
+
+    async def aclose(self) -> None: ...
+
+
+def reply_to(chat: Chat, first: dict[str, Any], text: str) -> None:
+    chat.ask([user("Sum: 2+3"), said(first), user(text)])
+
+
+def test_a_judge_that_fails_is_asked_again_later(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = SilentJudge()
+    monkeypatch.setattr(chat.source, "_judge", judge)
+    first = chat.ask([user("Sum: 2+3")])
+    reply_to(chat, first, "thanks")
+    chat.give(first, rating="up")  # settles at once, but for the reply
+    for _ in range(2):
+        assert chat.turn() - time.time() == pytest.approx(RETRY_S, abs=3.0)
+    assert judge.calls == 1
+    assert "no answer" in str(chat.source.health())
+    for tries in range(2, TRIES + 1):
+        monkeypatch.setattr("mlx_parallm.systems.feedback.source.RETRY_S", -1.0)
+        chat.source._failures = {key: (n, 0.0) for key, (n, _) in chat.source._failures.items()}
+        chat.turn()
+        assert judge.calls == tries
+    assert len(chat.store.waiting()) == 1  # the thumb decides
+    assert chat.status()["signals"]["message"] == {"the judge failed": 1}
+    assert chat.source._failures == {}
+
+
+@pytest.mark.parametrize("chat", [{"feedback.settle_s": 3600}], indirect=True)
+def test_an_ambiguous_message_in_the_place_of_a_clear_one(chat: Chat) -> None:
+    first = chat.ask([user("Sum: 2+3")])
+    for text in ("thanks", "hm"):
+        reply_to(chat, first, text)
+        chat.turn()
+    later = time.time() + 7200
+    chat.source._store._clock = lambda: later
+    chat.turn()
+    status = chat.status()
+    assert status["signals"] == {"message": {"taken": 1, "ambiguous": 1}}
+    assert (status["answers"], chat.store.waiting()) == ({"open": 3}, [])
+    chat.give(first, rating="up")  # it still may be learned
+
+
+def test_a_judgement_is_of_its_own_message(tmp_path: Path) -> None:
+    store = FeedbackStore(tmp_path / "f.sqlite", settle_s=0, weights=WEIGHTS)
+    store.record([NewAnswer("a", "u", "t", "b", "c", "question", "answer", b"x")], [])
+    for text in ("thanks", "no"):
+        store.signal(Signal("a", "message", None, text))
+    store.judged("a", "thanks", 1.0, "taken")  # the judge was asked before the second came
+    assert [kept.reply for kept in store.pending()] == ["no"]
+    store.judged("a", "no", -1.0, "taken")
+    store.decide(review=False, decay=0.5, keep_s=3600)
+    assert [answer.reward for answer in store.ready(9)] == [-1.0]
+    assert store.counts() == {
+        ("signal", "message", "replaced by a later one"): 1,
+        ("signal", "message", "taken"): 1,
+    }
+    store.close()
+
+
+def test_a_reply_of_a_run_that_had_a_judge(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = chat.ask([user("Sum: 2+3")])
+    chat.give(first, rating="up")
+    reply_to(chat, first, "thanks")
+    monkeypatch.setattr(chat.source, "_judge", None)
+    assert chat.turn() > time.time() + 30
+    assert len(chat.store.waiting()) == 1
+    assert chat.status()["signals"]["message"] == {"nobody judges it": 1}
+
+
+def test_a_long_answer_is_compared_as_far_as_it_is_kept() -> None:
+    words = "word " * 2000
+    kept = KeptAnswer("a", "u", "t", 0.0, "", words[:LONGEST_WORDS], "open", *[None] * 4)
+    assert FeedbackBody(id="a", edit=words).value(kept) == ("edit", None)
+    kind, value = FeedbackBody(id="a", edit=f"X{words}").value(kept)
+    assert kind == "edit"
+    assert value == pytest.approx(-1 / LONGEST_WORDS)
+
+
+def test_no_words_stay_in_the_file(tmp_path: Path) -> None:
+    store = FeedbackStore(tmp_path / "f.sqlite", settle_s=0, weights=WEIGHTS)
+    words = "strawberries and cream"
+    store.record([NewAnswer("a", "u", "t", "b", "c", words, words, words.encode() * 500)], [])
+    store.signal(Signal("a", "thumb", 1.0, words))
+    store.refused("a", "too long")
+    store.close()
+    assert b"strawberries" not in (tmp_path / "f.sqlite").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "5", "reasoning_content": 'It is pa"ss\\word1.'},
+        {"role": "assistant", "content": 'It is pa"ss\\word1.'},
+    ],
+)
+def test_a_secret_beside_what_is_compared(tmp_path: Path, message: dict[str, Any]) -> None:
+    store = FeedbackStore(tmp_path / "f.sqlite", settle_s=0, weights=WEIGHTS)
+    finder = Redactor(['pa"ss\\word1'], ())
+    reader = ConversationReader(store, finder, judges=False, regenerate_within_s=1)
+    reading = reader.read("u", [user("Sum: 2+3")], [])
+    assert not reading.redacted
+    assert reader.after(reading, message)[2]
+    assert reader.read("u", [user("Sum: 2+3"), message], []).redacted
+    store.close()
+
+
+def test_the_servers_key_is_nobodys(tmp_path: Path, store: RolloutStore) -> None:
+    (tmp_path / "server").write_text("the-server-key\n")
+    (tmp_path / "keys").write_text("anna the-server-key\n")
+    config = configuration(
+        tmp_path,
+        **{
+            "feedback.keys_file": str(tmp_path / "keys"),
+            "server.api_key_file": str(tmp_path / "server"),
+        },
+    )
+    with pytest.raises(ConfigError, match="the key of 'anna' is the server's own"):
+        feedback_source(
+            SourceContext(config, tmp_path, store, VOCAB_SIZE, [], lambda: 0, lambda: 0)
+        )
+
+
+def test_half_a_character_is_no_id(chat: Chat) -> None:
+    with chat.server.http() as client:
+        body = b'{"ids": ["\\ud800"], "action": "approve"}'
+        headers = {"Content-Type": "application/json"}
+        reply = client.post("/v1/feedback/review", content=body, headers=headers)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_no_counts_where_both_are_sent(chat: Chat) -> None:
+    with chat.server.http() as client:
+        client.post(
+            "/v1/chat/completions",
+            headers=[*LEARN.items(), ("X-Feedback", "no")],
+            json={"messages": [user("Sum: 2+3")], "max_tokens": 2},
+        )
+    assert chat.status()["answers"] == {}
