@@ -295,6 +295,7 @@ def test_keys_of_people_open_chats_alone(
         ),
         ({"feedback.judge": "http://127.0.0.1:1/v1"}, "needs the name of its model"),
         ({"feedback.judge": "gpt"}, "feedback"),
+        ({"feedback.judge": "base"}, "the base itself is trained"),
         ({"feedback.opt_in": "key"}, "needs keys_file"),
         ({"feedback.enabled": False}, "set enabled = true"),
     ],

@@ -214,6 +214,13 @@ def saved(array: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+def headed(shape: str) -> str:
+    """A .npy file that has a header alone."""
+    header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    file = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    return base64.b64encode(file).decode()
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -226,6 +233,10 @@ def saved(array: np.ndarray) -> str:
         (saved(np.zeros((4, 0, 2), np.int16)), "has no experts"),
         (saved(np.full((4, 2, 2), 1 << 20)), "expert 1048576 is above 32767"),
         (saved(np.array([{}], object)), "no base64 of a .npy file"),
+        (headed("(100000000000000, 1, 1)"), "no base64 of a .npy file"),
+        (headed("(1180591620717411303424, 1, 1)"), "no base64 of a .npy file"),
+        (headed("(" * 3000), "no base64 of a .npy file"),
+        (base64.b64encode(b"PK\x03\x04garbage").decode(), "no base64 of a .npy file"),
     ],
 )
 def test_experts_of_another_form_are_rejected(text: str, words: str) -> None:

@@ -107,7 +107,10 @@ class TaskFoldersEnvironment(BaseEnvironment):
         tasks = []
         for path in task_paths(root):
             try:
-                tasks.append(read_folder(path))
+                task = read_folder(path)
+                # below a directory two may have one name
+                name = path.relative_to(root).as_posix() if path != root else task.name
+                tasks.append(replace(task, name=name))
             except NeedsContainerError as error:
                 if not skip:
                     raise ConfigError(

@@ -87,7 +87,7 @@ def read_folder(path: Path) -> TaskFolder:
     """Read a task folder. Raises NeedsContainerError: it cannot run in the sandbox."""
     try:
         return _harbor(path) if (path / "task.toml").is_file() else _terminal_bench(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, TypeError) as error:  # a time-out of words, an open quote, …
         raise NeedsContainerError(f"it cannot be read: {error}") from error
 
 
@@ -213,7 +213,8 @@ def _layout(context: Path) -> tuple[str, dict[str, bytes], dict[str, str]]:
                 raise NeedsContainerError(f"{where}: not a plain python, ubuntu or debian image")
         elif instruction == "WORKDIR" and not files:
             workdir = rest.rstrip("/") or "/"
-            if not PurePosixPath(workdir).is_absolute() or workdir == "/":
+            place = PurePosixPath(workdir)
+            if not place.is_absolute() or workdir == "/" or ".." in place.parts:
                 raise NeedsContainerError(f"{where}: no directory of its own")
         elif instruction == "COPY" and not rest.startswith("-"):
             files |= _copied(context, rest, workdir, where)

@@ -7,6 +7,7 @@ are replaced in commands and tests, and back in what is shown.
 
 import base64
 import json
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -192,7 +193,10 @@ class Workspace:
         _, mark, text = run.stdout.rpartition(f"\n{word}")
         if not mark:
             return f"(the sandbox ended it: {run.outcome})"
-        answer: dict[str, Any] = json.loads(text)
+        try:
+            answer: dict[str, Any] = json.loads(text)
+        except ValueError:  # a program that outlived its block wrote behind it
+            return "(the sandbox's answer was disturbed: the files are as they were before)"
         kept = {name: base64.b64decode(data) for name, data in answer["files"].items()}
         if sum(map(len, kept.values())) > LARGEST:
             return f"(the files are larger than {LARGEST} bytes: they are as they were before)"
@@ -227,12 +231,18 @@ def _reward(run: CommandRun, name: str) -> float:
             value = json.loads(data)
             if isinstance(value, Mapping):
                 value = value["reward"] if "reward" in value else _only(value)
-            return float(value)
+            return _finite(float(value))
         if (data := run.logs.get("reward.txt")) is not None:
-            return float(data.decode().strip())
-    except (ValueError, KeyError, TypeError) as error:
+            return _finite(float(data.decode().strip()))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise RolloutRejectedError(f"{name}: its tests wrote no reward: {error}") from error
     raise RolloutRejectedError(f"{name}: its tests wrote no reward: {run.output[-200:]}")
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no reward")
+    return value
 
 
 def _only(values: Mapping[str, Any]) -> Any:

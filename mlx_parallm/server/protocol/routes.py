@@ -11,17 +11,29 @@ predicts the first sampled token and is recorded always.
 """
 
 import base64
-import binascii
 import io
+import tokenize
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.lib.format import MAGIC_PREFIX
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.types import Completion, RoutedExperts
 
 NOT_RECORDED = -1
 FIELD = "return_routed_experts"
+# a header is a text of the sender's, and names any shape
+_NO_NPY = (
+    ValueError,
+    EOFError,
+    OSError,
+    SyntaxError,
+    tokenize.TokenError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+)
 
 
 def require_recorded(completion: Completion) -> RoutedExperts:
@@ -66,8 +78,11 @@ def read_npy(text: str, mask: Sequence[int]) -> RoutedExperts:
     """Return the experts of the sampled tokens out of `as_npy`'s form. Raises ValueError: it is
     something else, or a sampled token has none."""
     try:
-        rows = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (ValueError, EOFError, OSError, binascii.Error) as error:
+        file = base64.b64decode(text, validate=True)
+        if not file.startswith(MAGIC_PREFIX):
+            raise ValueError("it does not begin as one")  # numpy would open a zip or a pickle
+        rows = np.load(io.BytesIO(file), allow_pickle=False)
+    except _NO_NPY as error:
         raise ValueError(f"no base64 of a .npy file: {error}") from error
     if not isinstance(rows, np.ndarray) or rows.ndim != 3 or rows.dtype.kind not in "iu":
         raise ValueError("no array of whole numbers [tokens - 1, layers, experts a token]")

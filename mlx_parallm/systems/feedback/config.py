@@ -32,8 +32,15 @@ class SignalRewards(Section):
 def check_run(config: "CoreConfig") -> None:
     """Raises ValueError: a run of this kind cannot learn from chats."""
     training = config.rl_training
-    if not config.section(FeedbackConfig).enabled:
+    section = config.section(FeedbackConfig)
+    if not section.enabled:
         return
+    if section.judge == MODEL and not training.lora.enabled:
+        raise ValueError(
+            'feedback.judge = "base" asks the model without its adapter, and with'
+            " rl_training.lora.enabled = false the base itself is trained: use LoRA, or another"
+            " judge"
+        )
     if training.deterministic:
         raise ValueError(
             "feedback.enabled = true and rl_training.deterministic = true: what people say, and"

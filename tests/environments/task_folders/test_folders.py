@@ -209,3 +209,38 @@ def test_the_path_is_beside_the_configuration(tmp_path: Path) -> None:
     )
     [entry] = load_config(config).environments
     assert entry.options == {"path": str((tmp_path / "tasks").resolve())}
+
+
+def test_tasks_of_one_name_keep_their_own_tests(tmp_path: Path) -> None:
+    harbor(tmp_path / "one", task="")
+    harbor(tmp_path / "two", task="", **{"tests/test.sh": "echo 0.5 > /logs/verifier/reward.txt"})
+    environment = TaskFoldersEnvironment(path=str(tmp_path), heldout=0)
+    rewards = {}
+    for index in (0, 1):
+        state = environment.update_state(environment.reset(index=index), "nothing to do")
+        rewards[state.metadata["task"]] = state.metadata["reward"]
+    assert rewards == {"one/greet": 0.25, "two/greet": 0.5}
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", '{"reward": 1e999}', f"1{'0' * 400}"])
+def test_a_reward_is_a_finite_number(tmp_path: Path, text: str) -> None:
+    name = "reward.json" if text[:1] in "{1" else "reward.txt"
+    harbor(tmp_path, **{"tests/test.sh": f"echo '{text}' > /logs/verifier/{name}"})
+    environment = TaskFoldersEnvironment(path=str(tmp_path), heldout=0)
+    with pytest.raises(RolloutRejectedError, match="its tests wrote no reward"):
+        play(environment, "nothing to do")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"task": '[verifier]\ntimeout_sec = "soon"\n'},
+        {"task": "[verifier]\ntimeout_sec = [1]\n"},
+        {"dockerfile": "FROM python:3.13\nCOPY 'data /app/data\n"},
+        {"dockerfile": "FROM python:3.13\nWORKDIR /app/../..\n"},
+    ],
+)
+def test_what_cannot_be_read_is_refused_too(tmp_path: Path, changes: dict[str, str]) -> None:
+    path = harbor(tmp_path, **changes)
+    with pytest.raises(NeedsContainerError):
+        read_folder(path)
