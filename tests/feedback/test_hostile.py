@@ -142,6 +142,17 @@ def test_a_secret_beside_what_is_compared(tmp_path: Path, message: dict[str, Any
     store.close()
 
 
+def test_what_stands_in_the_prompt_beside_the_messages(chat: Chat) -> None:
+    key = "AKIA2E0A8F3B244C9986"
+    with_option = chat.ask([user("Sum: 2+3")], chat_template_kwargs={"note": key})
+    with chat.server.http(headers=LEARN) as client:
+        body = {"messages": [user("Sum: 4+3")], "tokens": [5, 6, 7], "max_tokens": 6}
+        as_tokens = client.post("/v1/chat/completions/tokens", json=body).json()
+    for answer, reason in ((with_option, "a secret"), (as_tokens, "the prompt came as tokens")):
+        reply = chat.give(answer, rating="up")
+        assert (reply["state"], reply["reason"][: len(reason)]) == ("unused", reason)
+
+
 def test_the_servers_key_is_nobodys(tmp_path: Path, store: RolloutStore) -> None:
     (tmp_path / "server").write_text("the-server-key\n")
     (tmp_path / "keys").write_text("anna the-server-key\n")

@@ -24,6 +24,7 @@ NOT_THE_POLICY = "another model than the policy answered"
 SECRET = "a secret or name was replaced in the chat: its tokens would show it"
 CUT_OFF = "the answer was cut off, or nothing was sampled"
 IMAGES = "the chat has images"
+TOKENS = "the prompt came as tokens, in which no secrets are looked for"
 CONTINUED = "the answer goes on with a message of the client's"
 
 
@@ -52,13 +53,15 @@ class ChatObserver:
         self._store, self._reader, self._consent = store, reader, consent
         self._is_policy, self._heard = is_policy, heard
         self._call, self._choices = RecordedCall("", [], [], None), 1
-        self._began = self._continues = False
+        self._began = self._continues = self._as_tokens = False
         self._rollouts: dict[int, Rollout | str] = {}
         self._written = False
 
     def begun(self, body: ChatBody) -> None:
         self._call.messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-        self._call.tools = body.callable_tools
+        # what a template may show beside the messages
+        self._call.tools = [*body.callable_tools, *(body.chat_template_kwargs or {}).values()]
+        self._as_tokens = bool(body.prompt_tokens)
         self._began, self._continues = True, body.continues_final_message
         self._choices = body.n
 
@@ -128,6 +131,8 @@ class ChatObserver:
             reason = rollout
         elif reading.redacted or had_secret:
             reason = SECRET
+        elif self._as_tokens:
+            reason = TOKENS
         elif self._continues:
             reason = CONTINUED
         elif rollout.stop_reason not in ("stop", "length") or 1 not in rollout.mask:
