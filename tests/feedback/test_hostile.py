@@ -119,7 +119,11 @@ def test_no_words_stay_in_the_file(tmp_path: Path) -> None:
     words = "strawberries and cream"
     store.record([NewAnswer("a", "u", "t", "b", "c", words, words, words.encode() * 500)], [])
     store.signal(Signal("a", "thumb", 1.0, words))
-    store.refused("a", "too long")
+    store.refused("a", "301 tokens are too long")
+    kept = store.find("a")
+    assert kept is not None
+    assert kept.reason == "301 tokens are too long"
+    assert store.counts()["answer", "", "a check refused it"] == 1
     store.close()
     assert b"strawberries" not in (tmp_path / "f.sqlite").read_bytes()
 

@@ -26,6 +26,7 @@ HOUR_S = 3600.0
 # what becomes of an answer or a signal that is not used, beside the reasons of checks
 NO_SIGNAL = "no signal within keep_s"
 REJECTED = "rejected in the review"
+REFUSED = "a check refused it"
 NOTHING_NEW = "its reward is what its task gets on average"
 AMBIGUOUS = "ambiguous"
 WEAKER = "a stronger signal decided"
@@ -370,9 +371,10 @@ class FeedbackStore:
                 _forget(connection, answer)
 
     def refused(self, answer: str, reason: str) -> None:
-        """Note why an answer can be learned after all not."""
+        """Note why an answer can be learned after all not. A check's sentence has numbers in it,
+        and each would be a label of its own in /metrics."""
         with self._database.transaction() as connection:
-            _give_up(connection, answer, reason)
+            _give_up(connection, answer, reason, outcome=REFUSED)
 
     def releases(self, since: float) -> list[float]:
         """Return the Unix times of the batches that were released later than `since`."""
@@ -434,11 +436,14 @@ def _count(connection: Connection, what: str, kind: str, outcome: str) -> None:
     )
 
 
-def _give_up(connection: Connection, answer: str, reason: str) -> None:
+def _give_up(
+    connection: Connection, answer: str, reason: str, *, outcome: str | None = None
+) -> None:
+    """`outcome`: as which it is counted; None: by its reason."""
     connection.execute(
         "UPDATE answers SET state = 'unused', reason = ? WHERE id = ?", (reason, answer)
     )
-    _count(connection, "answer", "", reason)
+    _count(connection, "answer", "", outcome or reason)
     _forget(connection, answer)
 
 
