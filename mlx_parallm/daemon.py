@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,8 +43,10 @@ from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ModelError
+from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.images.encoder import ImageParts, ImageSupport
+from mlx_parallm.models.images.encoder import ImageSupport
+from mlx_parallm.models.images.support import image_support, with_images
 from mlx_parallm.models.loading import (
     LoadedModel,
     check_model,
@@ -444,9 +445,7 @@ class Serving:
         says so too."""
         try:
             loaded = load_model(self.config.model, quantize=quantize)
-            if (support := self.image_support) is None:
-                return loaded
-            return replace(loaded, images=ImageParts(support.encoder(loaded), support.reader))
+            return with_images(loaded, self.image_support)
         except (ModelError, ConfigError) as error:
             self.state.failed(str(error))
             raise
@@ -455,16 +454,18 @@ class Serving:
     def image_support(self) -> ImageSupport | None:
         """The part that reads images for the model; None: it reads text alone. Raises ModelError,
         ConfigError."""
-        hooks = [imported(leaf.images) for leaf in leaves() if leaf.images is not None]
-        path = self.model_path
-        each = (hook(self.config, path, read_config(path)) for hook in hooks)
-        return next((support for support in each if support is not None), None)
+        return image_support(self.config, self.model_path)
+
+    @property
+    def image_reader(self) -> ImageReader | None:
+        """The reader of images for the model; None: it reads text alone. Raises ModelError,
+        ConfigError."""
+        return None if self.image_support is None else self.image_support.reader
 
     def tokenizer(self) -> Tokenizer:
         """A tokenizer for one thread."""
         tokenizer = load_tokenizer(self.model_path, self.config.model)
-        if self.image_support is not None:
-            tokenizer.images = self.image_support.reader
+        tokenizer.images = self.image_reader
         return tokenizer
 
     def open(

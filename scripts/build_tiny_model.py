@@ -18,7 +18,7 @@ import random
 import shutil
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,9 @@ ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
 CHECKPOINT_STEPS = 50
 
 
-def build_tokenizer(draws: list[Source]) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    draws: list[Source], *, specials: Sequence[str] = SPECIALS, template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """256 byte symbols, the instruction words of the questions, no merges: any text goes in and
     comes out as it was."""
     pre_tokenizer = pre_tokenizers.Sequence(
@@ -133,7 +135,7 @@ def build_tokenizer(draws: list[Source]) -> PreTrainedTokenizerFast:
         for piece, count in share.items():
             if count >= 1000 * INSTRUCTION_SHARE:
                 words[piece] += count
-    symbols = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *sorted(words)]
+    symbols = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet()), *sorted(words)]
     reserved = [f"<|reserved_{n}|>" for n in range(VOCAB_SIZE - len(symbols))]
     vocab = {symbol: n for n, symbol in enumerate([*symbols, *reserved])}
     if len(vocab) != VOCAB_SIZE:
@@ -143,13 +145,13 @@ def build_tokenizer(draws: list[Source]) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken(s, special=True, normalized=False) for s in [*SPECIALS, *reserved]]
+        [AddedToken(s, special=True, normalized=False) for s in [*specials, *reserved]]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=template,
         model_max_length=MODEL["max_position_embeddings"],
         clean_up_tokenization_spaces=False,
     )
@@ -327,8 +329,18 @@ def export(
     model: nn.Module, config: dict[str, Any], tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> str:
     """Write the Hugging Face layout and return the SHA-256 of the weights."""
-    weights = {name: p.astype(mx.float16) for name, p in tree_flatten(model.parameters())}
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
+    return write_checkpoint(dict(tree_flatten(model.parameters())), config, tokenizer, folder)
+
+
+def write_checkpoint(
+    weights: Mapping[str, mx.array],
+    config: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+) -> str:
+    """Write weights, in float16, and everything beside them. Return the weights' SHA-256."""
+    halves = {name: array.astype(mx.float16) for name, array in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), halves, metadata={"format": "pt"})
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     documents = {
@@ -343,7 +355,7 @@ def export(
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": "<|im_end|>",
             "pad_token": "<|endoftext|>",
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": tokenizer.chat_template,
             "model_max_length": MODEL["max_position_embeddings"],
             "clean_up_tokenization_spaces": False,
             "add_prefix_space": False,

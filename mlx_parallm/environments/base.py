@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.episode import Episode
 from mlx_parallm.environments.episode_tools import EpisodeTools
+from mlx_parallm.environments.row_images import with_stored_images
 from mlx_parallm.environments.state import Inference, Prompt, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import user_code
@@ -30,7 +31,7 @@ from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import ChatTokenizer, PolicyClient, RolloutGroup, Structure, Trajectory
 
-Messages = tuple[Mapping[str, str], ...]
+Messages = tuple[Mapping[str, Any], ...]
 Split = Literal["train", "heldout"]
 
 log = get_logger("environments")
@@ -107,7 +108,10 @@ class Task:
 
     @property
     def opening(self) -> Prompt:
-        return self.messages[-1]["content"] if self.plain else self.messages
+        if self.plain:
+            return self.messages[-1]["content"]
+        prompt: Prompt = with_stored_images(self.messages, "a task's messages")
+        return prompt
 
     @property
     def options(self) -> dict[str, Any]:
@@ -302,7 +306,8 @@ class EnvironmentSource(ABC):
 
     def format_prompt(self, prompt: Prompt) -> Prompt:
         """Return what the policy is asked for an environment's `prompt`."""
-        return prompt
+        shown: Prompt = with_stored_images(prompt, f"environments: {self.name}: messages")
+        return shown
 
     async def play(self, episode: Episode, task: Task, max_steps: int) -> None:
         """Play one episode to its end."""

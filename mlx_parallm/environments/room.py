@@ -91,7 +91,7 @@ def _ids(
     template refuses it. Raises ConfigError: it has images, and the model reads none."""
     if image_refs(prompt) and policy.tokenizer.images is None:
         raise ConfigError(
-            f"environments: {source.name}: its rows have images, and this model reads no images"
+            f"environments: {source.name}: its prompts have images, and this model reads none"
         )
     with attempt() as outcome:
         options: dict[str, object] = {}

@@ -1,10 +1,11 @@
-"""Images of data sets' rows: the columns `images` and `image` of TRL's formats, and those that
-stand in messages → parts of the prompt that name a stored image. No picture is opened here.
+"""Images of data sets' rows (the columns `images` and `image` of TRL's formats) and of messages →
+parts of the prompt that name a stored image. No picture is opened here.
 
 Images lie in the user's cache, named by the SHA-256 of their bytes (`IMAGES`), before a row is
 used: rollouts and messages hold the names alone. A row's paths are relative to its file.
 """
 
+import base64
 import hashlib
 import io
 import os
@@ -13,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config.server import cache_directory
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.prompt_images import STORED, data_url_bytes
+from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
+from mlx_parallm.execution.chat_messages import is_image, read_messages
+from mlx_parallm.execution.prompt_images import STORED, data_url_bytes, image_refs
 from mlx_parallm.system.files import local_path, write_atomically
 
 IMAGES = "images"  # of the user's cache
 COLUMNS = ("images", "image")
 _SOURCES = ("image", "url", "image_url")
+_KINDS = {b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}  # first bytes; else PNG
 
 
 def has_images(row: Mapping[str, Any], messages: Any = "") -> bool:
@@ -85,6 +88,51 @@ def with_row_images(
             *parts,
         ]
     return read
+
+
+def with_stored_images(prompt: Any, what: str) -> Any:
+    """Return a prompt, a text or messages, in which the images of messages are stored; their paths
+    are relative to the working directory. Raises RolloutRejectedError: one that cannot be read."""
+    if isinstance(prompt, str) or not any(map(_waits_to_be_stored, prompt)):
+        return prompt
+    try:
+        messages = read_messages(prompt, what, images=True)
+        return tuple(with_row_images(messages, {}, what, "hf:"))
+    except (ConfigError, RequestError) as error:
+        raise RolloutRejectedError(str(error)) from error
+
+
+def with_data_urls(prompt: Any) -> Any:
+    """Return a prompt, a text or messages, whose stored images are data URLs in OpenAI's form, for
+    another server. Raises RolloutRejectedError: an image is not there any more."""
+    if isinstance(prompt, str) or not image_refs(prompt):
+        return prompt
+    return tuple(
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [*map(_as_data_url, message["content"])]}
+        for message in prompt
+    )
+
+
+def _as_data_url(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    if part.get("type") != "image":
+        return part
+    name = part["image"]
+    try:
+        data = (cache_directory(IMAGES) / name.removeprefix(STORED)).read_bytes()
+    except OSError as error:
+        raise RolloutRejectedError(f"the image {name}: {error}") from error
+    kind = next((kind for begin, kind in _KINDS.items() if data.startswith(begin)), "png")
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _waits_to_be_stored(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return isinstance(content, list | tuple) and any(
+        is_image(part) and not str(part.get("image", "")).startswith(STORED) for part in content
+    )
 
 
 def refuse_images(row: Mapping[str, Any], messages: Any, where: str) -> None:

@@ -24,6 +24,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Messages, PolicyInference, Split, Task
 from mlx_parallm.environments.episode import Episode
 from mlx_parallm.environments.episode_tools import EpisodeTools
+from mlx_parallm.environments.row_images import with_stored_images
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import (
     BaseEnvironment,
@@ -34,6 +35,7 @@ from mlx_parallm.environments.state import (
     text_of,
 )
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.execution.prompt_images import image_refs
 from mlx_parallm.execution.user_code import check_call, user_code
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.system.log import get_logger
@@ -88,13 +90,14 @@ class StateSource(EnvironmentSource):
         state = self._reset(index, split)
         prompt = self.template.build_prompt(state.copy())
         chat = self.format_prompt(prompt)
+        seen_text = "".join((text_of(chat), *image_refs(chat)))
         answer = state.metadata.get(self.config.answer_column)
         reward = None
         if self.rewards is not None:
             seen = prompt if isinstance(prompt, str) or isinstance(chat, str) else list(chat)
             reward = self.rewards.for_row(seen, state.copy().metadata, self.progress)
         return Task(
-            key=f"{self.config.name}:{_digest(text_of(chat), state.metadata)}",
+            key=f"{self.config.name}:{_digest(seen_text, state.metadata)}",
             messages=({"role": "user", "content": chat},) if isinstance(chat, str) else tuple(chat),
             reward=reward,
             answer=None if answer is None else str(answer),
@@ -136,7 +139,9 @@ class StateSource(EnvironmentSource):
             raise RolloutRejectedError(
                 f"{type(self.template).__name__} asks {prompt!r}: expected text or messages"
             )
-        messages: Messages = tuple(prompt)
+        messages: Messages = with_stored_images(
+            tuple(prompt), f"environments: {self.name}: messages"
+        )
         return self.open_with(messages)
 
     async def play(self, episode: Episode, task: Task, max_steps: int) -> None:

@@ -37,6 +37,10 @@ class ImageReader(Protocol):
     def placeholder(self) -> str:
         """The text that the model's chat template writes for an image."""
 
+    @property
+    def token_id(self) -> int:
+        """The token that stands in a prompt for each of an image's features."""
+
     async def read(self, sources: Sequence[ImageSource]) -> list[PromptImage]:
         """Return the images in order. Raises RequestError: one that is not there, is no image, or
         is too large; which and why."""
@@ -44,6 +48,10 @@ class ImageReader(Protocol):
     def stored(self, name: str) -> PromptImage:
         """Return the image of a name that `STORED` begins: a data set's row has it. Any thread.
         Raises RequestError."""
+
+    def keep(self, data: bytes) -> str:
+        """Store an image and return its name. Any thread. Raises RequestError: it is none that is
+        read here."""
 
     def close(self) -> None:
         """End its threads."""

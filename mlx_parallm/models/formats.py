@@ -16,7 +16,8 @@ from typing import Any
 from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.system.files import is_directory, is_file, local_path
 
-BUILTIN_TINY = "builtin:tiny"
+BUILTIN = {"builtin:tiny": "tiny", "builtin:tiny-vision": "tiny_vision"}
+"""Models of the package → their folders beside this file."""
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"
 _SHARD = re.compile(r"(model.*-)(\d+)-of-(\d+)\.safetensors")
@@ -43,8 +44,8 @@ _FOREIGN = {
 def directory_of(model: str) -> Path | None:
     """The directory of a model on this machine, the package's own too; None for an id of the
     hub."""
-    if model == BUILTIN_TINY:
-        return Path(str(importlib.resources.files("mlx_parallm"))) / "models" / "tiny"
+    if (folder := BUILTIN.get(model)) is not None:
+        return Path(str(importlib.resources.files("mlx_parallm"))) / "models" / folder
     return local_path(model) if is_directory(model) else None
 
 

@@ -25,6 +25,7 @@ from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.runner import MakePlayer
 from mlx_parallm.environments.schedule import group_id
 from mlx_parallm.errors import EnvironmentFailedError
+from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
@@ -57,7 +58,8 @@ class SourceContext:
     `players`: play groups of the in-process environments in other processes, beside this one.
     `current_step`, `policy_version`: asked from any thread at any time. `on_reward`: sources that
     want to know that a reward came by id add a function here. `on_times`: takes the times of a
-    group (`monitor.spans`), on any thread.
+    group (`monitor.spans`), on any thread. `experts`: (layers, experts a token, experts) that the
+    trainer repeats, once there is one. `images`: reads images for the model; None: it sees none.
     """
 
     config: Config
@@ -70,6 +72,8 @@ class SourceContext:
     on_reward: list[Callable[[], None]] = field(default_factory=list)
     on_times: Callable[[str, tuple[float, float]], None] | None = None
     players: Callable[[], Sequence[MakePlayer]] = tuple
+    experts: Callable[[], tuple[int, int, int] | None] = lambda: None
+    images: ImageReader | None = None
 
 
 class RolloutSource:

@@ -21,6 +21,7 @@ from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.execution.prompt_images import ImageReader, text_of
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.scoring.card import CARD_FILE, RewardModelCard
@@ -114,6 +115,8 @@ class PolicyServer(Served, Protocol):
     def model_path(self) -> Path: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def image_reader(self) -> ImageReader | None: ...
     @property
     def turns(self) -> Turns: ...
     def page_urls(self, *, with_key: bool) -> Sequence[str]: ...
@@ -212,6 +215,8 @@ class TrainingRun:
         self.events = RunEvents()
         self._loop: TrainingLoop | None = None
         self.weights: SharedWeights | None = None
+        # (layers, experts a token, experts) that the trainer repeats
+        self._experts: tuple[int, int, int] | None = None
         self._disk: DiskUse | None = None
         self.data: DataSource | None = None
         self._heldout: HeldOut | None = None
@@ -345,6 +350,8 @@ class TrainingRun:
             policy_version=lambda: self.weights.version if self.weights else 0,
             on_times=self._spans.add,
             players=self._ranks.players,
+            experts=lambda: self._experts,
+            images=self.serving.image_reader,
         )
         return Sources(kind(context) for kind in self._source_kinds)
 
@@ -364,8 +371,10 @@ class TrainingRun:
             initial_adapter=initial,
             between_blocks=self.serving.turns.after_evaluation,
             ranks=self._ranks,
+            kv_bits=self.config.server.kv_bits,
         )
         policy = trainer.policy
+        self._experts = policy.experts if policy.replays_experts else None
         policy.described = self._described()
         teachers = build_teachers(
             trainer,
@@ -770,7 +779,7 @@ def open_serving(
         main_adapter=main_adapter,
         trains_base=not policy.lora,
         adapter_roots=adapter_roots,
-        record_experts=policy.replayed_experts is not None,
+        record_experts=policy.replays_experts,
     )
     return weights
 
@@ -779,4 +788,4 @@ def _example_prompt(sources: tuple[EnvironmentSource, ...]) -> str:
     if not sources:
         return "Hello!"
     [task] = sources[0].heldout(1) or [sources[0].task(0)]
-    return str(task.messages[-1]["content"])
+    return text_of(task.messages[-1]["content"])

@@ -99,17 +99,12 @@ class KeptCompletions:
         nothing when it is off."""
         if not self.enabled:
             return
+        answer: _KeptAnswer | None = None
         if any(request.adapter != self._policy_adapter for request in requests):
-            answer, refusal = (
-                None,
-                (
-                    409,
-                    (
-                        "was not sampled from the policy that is being trained, but from another"
-                        " model"
-                    ),
-                ),
-            )
+            reason = "was not sampled from the policy that is being trained, but from another model"
+            refusal = 409, reason
+        elif any(request.images for request in requests):
+            refusal = 409, "is an answer to images, which are not kept for training"
         else:
             groups = (
                 _unscored(request, parts) for request, parts in zip(requests, choices, strict=True)

@@ -24,6 +24,7 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.environments.episode import EpisodePolicy, LastTurn, TurnPolicy, TurnRequest
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.room import PROMPTS, check_room
+from mlx_parallm.environments.row_images import with_data_urls
 from mlx_parallm.environments.state import Prompt
 from mlx_parallm.environments.trajectory import UNKNOWN_VERSION, SequenceRecorder
 from mlx_parallm.errors import (
@@ -169,7 +170,8 @@ class EndpointPolicy:
     async def sample(
         self, turn: TurnRequest, sequences: list[SequenceRecorder], last: LastTurn | None
     ) -> Completion:
-        """Raises EndpointError."""
+        """Raises EndpointError, RolloutRejectedError."""
+        prompt = with_data_urls(turn.prompt)
         template_kwargs = {**self.template_kwargs, **turn.config.chat_template_kwargs}
         optional = {
             "top_p": self.top_p if self.top_p < 1 else None,
@@ -190,11 +192,11 @@ class EndpointPolicy:
             params["response_format"] = {"type": "json_schema", "json_schema": schema}
         tools = turn.options.get("tools")
         if isinstance(tools, EpisodeTools):
-            return await self._with_tools(turn.prompt, tools.definitions, params, sequences)
+            return await self._with_tools(prompt, tools.definitions, params, sequences)
         if tools:  # a row's own
             definitions = [tool.get("function", tool) for tool in tools]
-            return await self._with_tools(turn.prompt, definitions, params, sequences)
-        [[answer]] = await self.backend.generate([turn.prompt], params, logprobs=False)
+            return await self._with_tools(prompt, definitions, params, sequences)
+        [[answer]] = await self.backend.generate([prompt], params, logprobs=False)
         sequences.append(SequenceRecorder(answer.prompt_token_ids or ()))
         token_ids = answer.token_ids or ()
         return Completion(
@@ -216,20 +218,18 @@ class EndpointPolicy:
         sequences: list[SequenceRecorder],
     ) -> Completion:
         """The endpoint takes the calls out of the text, and returns no tokens of such an answer."""
-        [(text, calls)] = await self.backend.generate_with_tools(
-            [prompt], definitions, "auto", params
-        )
+        [answer] = await self.backend.generate_with_tools([prompt], definitions, "auto", params)
         sequences.append(SequenceRecorder(()))
         return CalledCompletion(
             index=0,
-            text=text,
+            text=answer.text,
             token_ids=(),
             logprobs=(),
             processed_logprobs=None,
             top_logprobs=None,
             policy_versions=(),
-            finish_reason="stop",
-            calls=calls,
+            finish_reason="length" if answer.finish_reason == "length" else "stop",
+            calls=answer.calls,
         )
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -464,6 +464,7 @@ class _Texts:
         texts = decode([prompt[1], *(part for _, part in turns)])
         return {
             "zero_advantage": rollout.zero_advantage,
+            "images": [*dict.fromkeys(chain(*(segment.images for segment in rollout.segments)))],
             "conversation": [
                 {"role": role, "text": text} for role, text in zip(roles, texts, strict=True)
             ],

@@ -68,6 +68,7 @@ def draw_group(values: Json) -> Iterator[RenderableType]:
     for rollout in values["rollouts"]:
         yield Text(f"\n#{rollout['number']}", style="bold").append(_facts(rollout, ended=True))
         rows = [("parts", _parts(rollout)), ("error", rollout["error"])]
+        rows += [("images", ", ".join(rollout["images"]))]
         rows += [("", rollout["why"].removeprefix(values["why"]).removeprefix("; "))]
         rows += [(turn["role"], turn["text"]) for turn in rollout["conversation"][one_prompt:]]
         yield from (_labelled(label, text) for label, text in rows if text)

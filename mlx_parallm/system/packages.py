@@ -29,12 +29,17 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "wandb": ("wandb",),
     "tensorboard": ("tensorboardX",),
     "trackio": ("trackio",),
-    "vision": ("mlx_vlm",),
+    "vision": ("mlx_vlm", "PIL"),
     "tinker": ("google.protobuf", "zstandard"),
     "dev": ("pytest", "ruff", "mypy"),
 }
 """Extra → modules that it brings. The extras `cpu` and `cuda` bring MLX's backends."""
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "google.protobuf": "protobuf", "google": "protobuf"}
+DISTRIBUTIONS = {
+    "sklearn": "scikit-learn",
+    "google.protobuf": "protobuf",
+    "google": "protobuf",
+    "PIL": "pillow",
+}
 BACKENDS = "pip install 'mlx-parallm[cpu]', or 'mlx-parallm[cuda]' on a machine with an NVIDIA GPU"
 
 

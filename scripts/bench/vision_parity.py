@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 FAMILIES = ("smolvlm", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+FAMILIES += ("qwen3_5_moe",)
 MOST = 1e-4
 SIZES = ((80, 50), (30, 90), (24, 24))
 MAKE = """
@@ -26,7 +27,7 @@ import json, sys, torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 kind, path = sys.argv[1], sys.argv[2]
 rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
-hybrid = kind == "qwen3_5"
+hybrid = kind.startswith("qwen3_5")
 rope |= {"mrope_section": [2, 1, 1] if hybrid else [6, 5, 5]}
 rope |= {"partial_rotary_factor": 0.25} if hybrid else {}
 text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -37,6 +38,9 @@ if hybrid:
     text |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
     text |= {"layer_types": ["linear_attention", "full_attention"] * 2}
     text |= {"full_attention_interval": 2}
+if kind.endswith("_moe"):
+    text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    text |= {"norm_topk_prob": True, "shared_expert_intermediate_size": 48}
 vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
 vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64}
 vision |= {"num_position_embeddings": 64}
@@ -51,6 +55,17 @@ with torch.no_grad():
         if array.ndim > 1:
             array.normal_(0, 1.0 if "embed_tokens" in name else 1.2 / array.shape[-1] ** 0.5)
 model.save_pretrained(path)
+if kind.endswith("_moe"):  # the hub's files hold a layer's experts in one array
+    from safetensors.torch import load_file, save_file
+    file = f"{path}/model.safetensors"
+    arrays = load_file(file)
+    for name in [name for name in arrays if name.endswith("experts.0.gate_proj.weight")]:
+        prefix = name.removesuffix(".0.gate_proj.weight")
+        def all_of(part):
+            return torch.stack([arrays.pop(f"{prefix}.{i}.{part}.weight") for i in range(4)])
+        arrays[f"{prefix}.gate_up_proj"] = torch.cat([all_of("gate_proj"), all_of("up_proj")], 1)
+        arrays[f"{prefix}.down_proj"] = all_of("down_proj")
+    save_file(arrays, file, metadata={"format": "pt"})
 written = json.load(open(f"{path}/config.json"))
 written["text_config"]["tie_word_embeddings"] = False  # the hub's checkpoints say it there too
 json.dump(written, open(f"{path}/config.json", "w"))

@@ -1,14 +1,19 @@
 """RunView: cursors, bounded answers, groups, search, tokens, redaction."""
 
+import base64
+import io
 import json
 import math
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mlx_parallm.environments.row_images import stored
 from mlx_parallm.errors import RequestError
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
@@ -173,6 +178,28 @@ def test_a_group_as_a_whole(view: RunView) -> None:
     assert group["rollouts"][0]["conversation"][2]["text"] == "noon" and group["kind"] == "mixed"
     with pytest.raises(RequestError, match="no group 'nobody'"):
         view.group("nobody")
+
+
+def test_images_of_prompts_are_shown_small(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="needs Pillow, which makes thumbnails")
+    from PIL import Image
+
+    large = stored(Image.new("RGB", (600, 300), "red"), Path(), "an image")
+    damaged = stored(b"\x89PNG\r\n\x1a\nnothing", Path(), "an image")
+    gone = f"sha256:{'0' * 64}"
+    view = RunView(Run(make_run(tmp_path, steps=1)), Redactor())
+    with closing(RolloutStore(view.path / "rollouts.sqlite")) as store:
+        [group] = store.groups(["tools-9"])
+        seeing = tuple(replace(each, images=(large, damaged, gone)) for each in group.rollouts)
+        store.add(replace(group, group_id="seeing", rollouts=seeing), source="here")
+    shown = view.group("seeing")
+    assert shown["rollouts"][0]["images"] == [large, damaged, gone]
+    assert [*shown["thumbnails"]] == [large], "what cannot be read is left out"
+    url = shown["thumbnails"][large]
+    picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    assert picture.size == (192, 96) and picture.getpixel((0, 0)) == (255, 0, 0)
+    assert view.tokens("seeing", 0, 0, 0)["thumbnails"] == shown["thumbnails"]
+    assert view.group("tools-9")["thumbnails"] == {}
 
 
 def test_tokens_are_those_of_the_store(view: RunView) -> None:

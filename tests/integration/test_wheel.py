@@ -75,6 +75,7 @@ def run(venv: Path, cwd: Path, *command: str) -> str:
 def test_the_wheel_holds_what_is_needed_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "mlx_parallm/models/tiny/model.safetensors" in names
+    assert "mlx_parallm/models/tiny_vision/model.safetensors" in names
     shipped = {
         f"mlx_parallm/config/shipped/train_configs/{file.name}"
         for file in (ROOT / "train_configs").glob("*.toml")

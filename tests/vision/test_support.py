@@ -5,13 +5,17 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelError
-from mlx_parallm.models.loading import read_config
+from mlx_parallm.models.images.support import with_images
+from mlx_parallm.models.loading import load_model, read_config
+from mlx_parallm.rl_training.plan.preflight import ModelShape, predict_memory
 from mlx_parallm.systems.vision import leaf
 from mlx_parallm.systems.vision.leaf import image_support
-from tests.images.checkpoints import save_smolvlm
+from tests.images.checkpoints import save_qwen_vl, save_smolvlm
 from tests.tiny_models import TINY_ASSETS
 
 
@@ -58,3 +62,17 @@ def test_a_checkpoint_without_its_tower_is_its_text_part(checkpoint: Path, tmp_p
 
 def test_it_is_switched_off(checkpoint: Path) -> None:
     assert support(checkpoint, False) is None
+
+
+@pytest.mark.parametrize("save", [save_smolvlm, save_qwen_vl])
+def test_the_preflight_counts_the_tower(save: Any, tmp_path: Path) -> None:
+    pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: the extra `vision`")
+    path = save(tmp_path / "model")
+    model = ModelConfig(base_path=str(path))
+    config = Config.model_validate({"model": {"base_path": str(path)}})
+    encoder: Any = with_images(load_model(model), image_support(config, path, read_config(path)))
+    arrays = tree_flatten(encoder.images.encoder._model.parameters())
+    parts = predict_memory(config, ModelShape.of(read_config(path), config)).parts
+    assert parts["tower"] == sum(array.nbytes for _, array in arrays)
+    blind = Config.model_validate({**config.model_dump(), "vision": {"enabled": False}})
+    assert "tower" not in predict_memory(blind, ModelShape.of(read_config(path), blind)).parts

@@ -128,6 +128,91 @@ def test_sft_tells_pictures_apart(checkpoint: Path, tmp_path: Path) -> None:
     assert losses[0] > 2 and losses[-1] < 0.05, losses
 
 
+def chosen_rows(algorithm: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for good, bad in (("red", "blue"), ("blue", "red")):
+        row = {"prompt": "Which colour?", "images": [data_url(colour(good))]}
+        if algorithm == "dpo":
+            rows.append({**row, "chosen": good, "rejected": bad})
+        else:
+            rows += [
+                {**row, "completion": good, "label": True},
+                {**row, "completion": bad, "label": False},
+            ]
+    return rows
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "kto"])
+def test_preferences_are_learned_from_pictures(
+    checkpoint: Path, tmp_path: Path, algorithm: str
+) -> None:
+    # the texts of good and bad answers are the same: a model that sees no picture stays at
+    # log 2 (DPO), where chosen and rejected are equally likely
+    config = write_run(tmp_path, checkpoint, SFT, chosen_rows(algorithm))
+    train_here(
+        config,
+        f'rl_training.algorithm="{algorithm}"',
+        f"rl_training.batch_size={2 if algorithm == 'dpo' else 4}",
+        "rl_training.total_steps=30",
+    )
+    lines = metrics(tmp_path / "run")
+    assert lines[-1]["loss"] < 0.1 * lines[0]["loss"], [line["loss"] for line in lines]
+
+
+PICTURES = """
+from PIL import Image
+
+from mlx_parallm.environments.state import BaseEnvironment, State
+
+
+class Colours(BaseEnvironment):
+    def reset(self, index, split):
+        colour = ("red", "blue")[index % 2]
+        picture = {"type": "image", "image": Image.new("RGB", (24, 24), colour)}
+        question = {"type": "text", "text": "Which colour?"}
+        return State([{"role": "user", "content": [picture, question]}], metadata={"colour": colour})
+
+    def is_terminal(self, state):
+        return state.step_count == 2
+
+    def build_prompt(self, state):
+        if not state.step_count:
+            return state.prompt
+        again = {"type": "image", "image": Image.new("RGB", (24, 24), "green")}
+        said = {"role": "assistant", "content": state.response}
+        return [*state.prompt, said, {"role": "user", "content": [again]}]
+
+"""
+ENVIRONMENT = """
+[rl_training.atropos]
+rollout_batch_size = 16
+max_token_length = 256
+
+[[environments]]
+kind = "python:{directory}/environment.py:Colours"
+rewards = ["python:{directory}/reward.py:letters"]
+group_size = 8
+max_tokens = 4
+"""
+
+
+def test_an_environment_in_python_shows_pictures(checkpoint: Path, tmp_path: Path) -> None:
+    config = write_run(tmp_path, checkpoint, ENVIRONMENT, [])
+    (tmp_path / "environment.py").write_text(PICTURES)
+    (tmp_path / "reward.py").write_text(
+        "def letters(completions, **kwargs):\n"
+        "    return [float(len(set(str(each)))) for each in completions]\n"
+    )
+    train_here(config, "rl_training.total_steps=1", "evaluation.problems=0")
+    for line in metrics(tmp_path / "run"):
+        assert line["logprob_diff_max"] <= 1e-4
+    with closing(RolloutStore(tmp_path / "run" / "rollouts.sqlite")) as store:
+        groups = store.groups(sorted(store.known_ids()))
+    shown = {rollout.images for group in groups for rollout in group.rollouts}
+    assert len(shown) == 2 and {len(images) for images in shown} == {2}
+    assert len({images[1] for images in shown}) == 1, "the second turn's picture is the green one"
+
+
 BAD = {
     "no file": ({"prompt": "x", "images": ["absent.png"]}, "rows.jsonl:1: the image absent.png"),
     "another number": (
@@ -154,7 +239,9 @@ def test_a_model_of_texts_refuses_rows_with_images(tmp_path: Path) -> None:
     row = {"prompt": "x", "images": [data_url(colour("red"))]}
     config = write_run(tmp_path, Path("builtin:tiny"), GRPO, [row])
     config.write_text(config.read_text().replace("enabled = true", "enabled = false"))
-    with pytest.raises(ConfigError, match="rows: its rows have images, and this model reads no"):
+    with pytest.raises(
+        ConfigError, match="rows: its prompts have images, and this model reads none"
+    ):
         train_here(config)
     row["completion"] = "y"
     config = write_run(tmp_path, Path("builtin:tiny"), SFT, [row] * 2)

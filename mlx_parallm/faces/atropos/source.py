@@ -42,6 +42,8 @@ class EmbeddedQueue(RolloutSource):
             temperature=training.temperature,
             missing_logprobs=atropos.missing_logprobs,
             other_group_sizes=tuple(source.config.group_size for source in context.environments),
+            experts=context.experts,
+            images=context.images,
         )
         self._queue = AtroposQueue(
             context.store,
@@ -94,7 +96,9 @@ class ExternalAPI(RolloutSource):
             policy_version=self._context.policy_version,
             temperature=training.temperature,
             missing_logprobs=atropos.missing_logprobs,
+            images=self._context.images,
             poll_interval_s=atropos.poll_interval_s,
+            experts=self._context.experts,
         )
         self._poller.start()
 

@@ -11,15 +11,18 @@ was extended. Only the label counts: a token is trained on where its label says 
 A template that rewrites history makes one sequence a turn there; only the environment knows whether
 those belong together, and `episodes` says so.
 
-Five optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], `turn_rewards`
-[G][turns of the sequence], a part of the score (`Rollout.turn_rewards`), and `episodes` [G]:
-sequences with the same number are the segments of one episode, oldest first, with that
-episode's score, which then counts once in the group (`Rollout.earlier`). Fields that would change
-the training and have no counterpart here are refused (`sft`, images, messages with parts that are
-not text). Fields without which the group keeps its meaning are listed in
-`metadata["ignored_fields"]` (ref_logprobs: the trainer computes its own reference). The teacher's
-`distill_token_ids` and `distill_logprobs` are in `metadata["distill"]`, where a teacher of kind
-"group" reads them (docs/distillation.md). `checks.check_group` checks the ranges.
+Seven optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], `turn_rewards`
+[G][turns of the sequence], a part of the score (`Rollout.turn_rewards`), `routed_experts` [G], each
+sequence's as /inference/v1/generate returns them (`server.protocol.routes`), and `episodes` [G]:
+sequences with the same number are the segments of one episode, oldest first, with that episode's
+score, which then counts once in the group (`Rollout.earlier`). `images` [G] has for each sequence
+null, an image (a data URL, or base64 alone, as atroposlib's environments send it), or a list of
+them in the order of their tokens; these are as many as the server's prompt has. Fields that would
+change the training and have no counterpart here are refused (`sft`, messages with sound or video).
+Fields without which the group keeps its meaning are listed in `metadata["ignored_fields"]`
+(ref_logprobs: the trainer computes its own reference). The teacher's `distill_token_ids` and
+`distill_logprobs` are in `metadata["distill"]`, where a teacher of kind "group" reads them
+(docs/distillation.md). `checks.check_group` checks the ranges.
 """
 
 import hashlib
@@ -27,21 +30,25 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from pydantic import BaseModel, NonNegativeInt, ValidationError, field_validator
 
-from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
+from mlx_parallm.execution.chat_messages import is_image
+from mlx_parallm.execution.prompt_images import ImageReader, data_url_bytes
 from mlx_parallm.rollout_store.checks import LOGPROB_TOLERANCE
 from mlx_parallm.server.protocol.fields import ListOf
-from mlx_parallm.types import Rollout, RolloutGroup, sampled_runs
+from mlx_parallm.server.protocol.routes import read_npy
+from mlx_parallm.types import Rollout, RolloutGroup, RoutedExperts, sampled_runs
 
 GIVEN = -100  # the label of a token that is not trained on
 # what atroposlib's DummyManagedServer invents for servers without token ids
 _DUMMY_TOKENS = list(range(128))
 _DUMMY_LOGPROB = -0.5
 MAX_TEMPERATURE = 1e6  # also against integers that no float holds
-_KEPT_AS_METADATA = ("messages", "generation_params", "env_id")
+_KEPT_AS_METADATA = ("generation_params", "env_id")
 _IGNORED = ("ref_logprobs",)
 
 
@@ -50,7 +57,7 @@ Numbers = ListOf[ListOf[float]]
 
 
 class ScoredData(BaseModel):
-    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, and five optional
+    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, and six optional
     fields of ours."""
 
     tokens: Integers
@@ -63,7 +70,7 @@ class ScoredData(BaseModel):
     inference_logprobs: Numbers | None = None
     overrides: ListOf[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
-    images: Any = None
+    images: ListOf[str | ListOf[str] | None] | None = None
     env_id: NonNegativeInt | None = None
     distill_token_ids: ListOf[Integers] | None = None
     distill_logprobs: ListOf[Numbers] | None = None
@@ -72,6 +79,7 @@ class ScoredData(BaseModel):
     policy_versions: Integers | None = None
     episodes: ListOf[int] | None = None
     turn_rewards: Numbers | None = None
+    routed_experts: ListOf[str | None] | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -98,6 +106,7 @@ class ScoredData(BaseModel):
         "policy_versions",
         "episodes",
         "turn_rewards",
+        "routed_experts",
         mode="before",
     )
     @classmethod
@@ -107,12 +116,24 @@ class ScoredData(BaseModel):
         return None if value == [] else value
 
 
-OUR_FIELDS = ("group_id", "environment", "policy_versions", "episodes", "turn_rewards")
+OUR_FIELDS = (
+    "group_id",
+    "environment",
+    "policy_versions",
+    "episodes",
+    "turn_rewards",
+    "routed_experts",
+)
 ATROPOS_FIELDS = tuple(name for name in ScoredData.model_fields if name not in OUR_FIELDS)
 
 
 def from_scored_data(
-    data: Mapping[str, Any], *, policy_version: int, environment: str, temperature: float = 1.0
+    data: Mapping[str, Any],
+    *,
+    policy_version: int,
+    environment: str,
+    temperature: float = 1.0,
+    images: ImageReader | None = None,
 ) -> RolloutGroup:
     """A group from the wire. `tokens`, `masks`, `inference_logprobs` are [G][T]; `scores` [G].
 
@@ -121,7 +142,8 @@ def from_scored_data(
     that can have sampled it. `temperature` is used where the group names none; precedence
     overrides[i] > generation_params > group_overrides > `temperature`, and a value <= 0 counts as 1
     (both as in Atropos' own trainer). A group without `group_id` gets one from its content, so that
-    a group that is sent twice is known the second time.
+    a group that is sent twice is known the second time. `images` stores the group's; None: the
+    policy sees none.
 
     Raises RolloutRejectedError with the reason in words.
     """
@@ -132,6 +154,7 @@ def from_scored_data(
     _refuse_what_is_not_supported(wire)
     size = len(wire.tokens)
     _require_rows(wire, size)
+    names = _stored_images(wire, images)
     overrides = wire.overrides or []
     rollouts = tuple(
         _rollout(
@@ -140,12 +163,18 @@ def from_scored_data(
             overrides[number] if number < len(overrides) else {},
             policy_version,
             temperature,
+            names[number],
         )
         for number in range(size)
     )
     metadata: dict[str, Any] = {
         key: value for key, value in wire if key in _KEPT_AS_METADATA and value is not None
     }
+    if wire.messages is not None:
+        metadata["messages"] = [
+            [{**message, "content": _without_pictures(message["content"])} for message in row]
+            for row in wire.messages
+        ]
     if ignored := [key for key, value in wire if key in _IGNORED and value is not None]:
         metadata["ignored_fields"] = ignored
     if wire.distill_token_ids is not None or wire.distill_logprobs is not None:
@@ -232,6 +261,7 @@ def _rollout(
     override: Mapping[str, Any],
     policy_version: int,
     temperature: float,
+    images: tuple[str, ...],
 ) -> Rollout:
     tokens, labels = wire.tokens[number], wire.masks[number]
     mask = [0 if label == GIVEN else 1 for label in labels]
@@ -262,7 +292,19 @@ def _rollout(
         scores={"reward": wire.scores[number]},
         zero_advantage=bool(override.get("set_advantage_to_zero")),
         turn_rewards=turn_rewards,
+        routed_experts=_experts(wire, number, mask),
+        images=images,
     )
+
+
+def _experts(wire: ScoredData, number: int, mask: list[int]) -> RoutedExperts | None:
+    text = None if wire.routed_experts is None else wire.routed_experts[number]
+    if text is None:
+        return None
+    try:
+        return read_npy(text, mask)
+    except ValueError as error:
+        raise RolloutRejectedError(f"sequence {number}: routed_experts: {error}") from error
 
 
 def _sampled_logprobs(number: int, values: list[float], mask: list[int]) -> tuple[float, ...]:
@@ -293,33 +335,67 @@ def _temperature(wire: ScoredData, override: Mapping[str, Any], default: float) 
 
 
 def _refuse_what_is_not_supported(wire: ScoredData) -> None:
-    if kinds := _other_than_text(wire):
-        raise RolloutRejectedError(
-            f"the group carries {', '.join(kinds)}; the policy reads text only"
-        )
     for where in (*(wire.overrides or []), wire.group_overrides or {}):
         if where.get("sft"):
             raise RolloutRejectedError(
                 "the group asks for supervised training (sft), which this trainer does not mix in"
             )
+    parts = [part for row in wire.messages or () for message in row for part in _parts(message)]
+    kinds = {str(part.get("type", "text"))[:80] for part in parts if not is_image(part)} - {"text"}
+    if kinds:
+        raise RolloutRejectedError(
+            f"the group carries {', '.join(sorted(kinds))}; the policy reads text and images only"
+        )
 
 
-def _other_than_text(wire: ScoredData) -> list[str]:
-    """Name the parts that the policy cannot read: `images`, and the parts of messages that are not
-    text (image_url, input_audio, …).
+def _stored_images(wire: ScoredData, reader: ImageReader | None) -> Sequence[tuple[str, ...]]:
+    """Store the images of each sequence, and return their names. Raises RolloutRejectedError: the
+    policy sees none; one cannot be read; a sequence has another number of image tokens."""
+    rows = [[row] if isinstance(row, str) else row or [] for row in wire.images or ()]
+    rows = rows or [[] for _ in wire.tokens]
+    shown = [any(map(is_image, chain(*map(_parts, row)))) for row in wire.messages or ()]
+    for number, row in enumerate(rows):
+        if not row and number < len(shown) and shown[number]:
+            raise RolloutRejectedError(
+                f"sequence {number}: its messages have images, and the field images has none"
+            )
+    if reader is None:
+        if any(rows):
+            raise RolloutRejectedError("the group carries images; the policy reads text only")
+        return [()] * len(rows)
+    return [_images_of(wire, number, row, reader) for number, row in enumerate(rows)]
 
-    Their tokens would be trained on as if they were words.
-    """
-    contents = (message.get("content") for row in wire.messages or [] for message in row)
-    parts = (
-        part
-        for content in contents
-        if isinstance(content, list)
-        for part in content
-        if isinstance(part, dict)
-    )
-    kinds = {str(part.get("type", "text"))[:80] for part in parts} - {"text"}
-    return sorted(kinds | (set() if wire.images is None else {"images"}))
+
+def _images_of(
+    wire: ScoredData, number: int, row: Sequence[str], reader: ImageReader
+) -> tuple[str, ...]:
+    names = []
+    for image in row:
+        try:
+            url = image if image.startswith("data:") else f"data:;base64,{image}"
+            names.append(reader.keep(data_url_bytes(url)))
+        except (ValueError, RequestError, ConfigError) as error:
+            raise RolloutRejectedError(f"sequence {number}: an image: {error}") from error
+    labels = zip(wire.tokens[number], wire.masks[number], strict=True)
+    count = sum(token == reader.token_id and label == GIVEN for token, label in labels)
+    if count != (needed := sum(reader.stored(name).tokens for name in names)):
+        raise RolloutRejectedError(
+            f"sequence {number}: {count} image tokens, and its {len(names)} images have {needed}:"
+            " send the prompt's tokens as the server returned them"
+        )
+    return tuple(names)
+
+
+def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = message.get("content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+
+
+def _without_pictures(content: Any) -> Any:
+    """Return a message's content in which an image stands without its bytes."""
+    if not isinstance(content, list):
+        return content
+    return [{"type": "image"} if is_image(part) else part for part in content]
 
 
 def _require_rows(wire: ScoredData, size: int) -> None:
@@ -334,8 +410,10 @@ def _require_rows(wire: ScoredData, size: int) -> None:
     columns: dict[str, Sequence[Any] | None] = {
         **by_token,
         "scores": wire.scores,
+        "images": wire.images,
         "episodes": wire.episodes,
         "turn_rewards": wire.turn_rewards,
+        "routed_experts": wire.routed_experts,
     }
     for name, rows in columns.items():
         if rows is not None and len(rows) != size:
@@ -366,6 +444,7 @@ def _content_hash(wire: ScoredData) -> str:
     digest = hashlib.sha256(
         repr((wire.env_id, wire.scores, [len(row) for row in wire.tokens])).encode()
     )
+    digest.update(repr(wire.images).encode() if wire.images else b"")
     logprobs = wire.inference_logprobs or [[]] * len(wire.tokens)
     try:
         for tokens, masks, values in zip(wire.tokens, wire.masks, logprobs, strict=True):

@@ -8,33 +8,43 @@ import asyncio
 import uuid
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mlx_parallm.engine.client import EngineClient
+from mlx_parallm.environments.row_images import with_stored_images
 from mlx_parallm.environments.schedule import derive_seed
-from mlx_parallm.errors import GenerationFailedError, RequestError
+from mlx_parallm.errors import GenerationFailedError, RequestError, RolloutRejectedError
 from mlx_parallm.execution.tool_calls import (
-    ParsedCalls,
     own_format,
     parse_tool_calls,
     prompt_with_tools,
 )
 from mlx_parallm.faces.inference.types import (
     MAX_NEW_TOKENS,
+    CalledAnswer,
     Generation,
     Prompt,
     Response,
     is_messages,
 )
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.types import PolicyClient, Request, RequestOutput, SamplingParams
+from mlx_parallm.types import PolicyClient, PromptImage, Request, RequestOutput, SamplingParams
 from mlx_parallm.weights import SharedWeights
 
 CACHED_ANSWERS = 1000
 MAX_LOGITS_BYTES = 2 << 30  # of one call of get_logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A prompt; `chat`: its answer begins a text of its own."""
+
+    tokens: tuple[int, ...]
+    chat: bool = False
+    images: tuple[PromptImage, ...] = ()
 
 
 class EngineBackend:
@@ -66,9 +76,7 @@ class EngineBackend:
     async def generate(
         self, prompts: Sequence[Prompt], params: Mapping[str, Any], *, logprobs: bool
     ) -> list[list[Generation]]:
-        return await self._sample(
-            [self._encode(prompt) for prompt in prompts], params, [*map(is_messages, prompts)]
-        )
+        return await self._sample([self._encode(prompt) for prompt in prompts], params)
 
     async def generate_with_tools(
         self,
@@ -76,23 +84,25 @@ class EngineBackend:
         tools: Sequence[Mapping[str, Any]],
         formats: Any,
         params: Mapping[str, Any],
-    ) -> list[tuple[str, ParsedCalls]]:
+    ) -> list[CalledAnswer]:
         model_format = own_format(self._tokenizer)
         # raises on an unknown format before anything is sampled
         parse_tool_calls("", tools, formats, model_format=model_format)
         with_tools = [
             prompt_with_tools(prompt, tools, self._tokenizer, formats) for prompt in prompts
         ]
-        encoded, chats = (
-            [self._encode(*each) for each in with_tools],
-            [is_messages(prompt) for prompt, _ in with_tools],
-        )
+        encoded = [self._encode(*each) for each in with_tools]
         visible = {"skip_special_tokens": model_format is None}  # its markers may be special tokens
-        answers = await self._sample(encoded, {**params, **visible}, chats)
-        texts = [answer.text for each in answers for answer in each]
+        answers = await self._sample(encoded, {**params, **visible})
         return [
-            (text, parse_tool_calls(text, tools, formats, model_format=model_format))
-            for text in texts
+            CalledAnswer(
+                answer.text,
+                parse_tool_calls(answer.text, tools, formats, model_format=model_format),
+                answer.finish_reason,
+                answer.token_ids,
+            )
+            for each in answers
+            for answer in each
         ]
 
     async def logprobs(
@@ -133,15 +143,9 @@ class EngineBackend:
         """Do nothing: the engine belongs to its starter."""
 
     async def _sample(
-        self, encoded: Sequence[tuple[int, ...]], params: Mapping[str, Any], chats: Sequence[bool]
+        self, encoded: Sequence[_Encoded], params: Mapping[str, Any]
     ) -> list[list[Generation]]:
-        """`chats`: of each prompt, whether it is a chat, whose answer begins a text of its own."""
-        requests = [
-            self._request(
-                tokens, params, number, opens_text=chat or self._tokenizer.opens_text(tokens)
-            )
-            for number, (tokens, chat) in enumerate(zip(encoded, chats, strict=True))
-        ]
+        requests = [self._request(prompt, params, number) for number, prompt in enumerate(encoded)]
         keys = [self._key(request) for request in requests]
         cached = [self._cached(key) for key in keys]
         new = [
@@ -154,15 +158,19 @@ class EngineBackend:
                 self._keep(key, answers)
         return complete
 
-    def _request(
-        self, tokens: tuple[int, ...], params: Mapping[str, Any], number: int, *, opens_text: bool
-    ) -> Request:
+    def _request(self, prompt: _Encoded, params: Mapping[str, Any], number: int) -> Request:
+        tokens = prompt.tokens
         room = max(1, self.client.max_model_len - len(tokens))
         sampling = {"max_tokens": min(MAX_NEW_TOKENS, room), **params}
         if number and "seed" in params:
             sampling["seed"] = derive_seed("prompt", params["seed"], number)
         return Request(
-            _id(), tokens, SamplingParams(**sampling), self.adapter, opens_text=opens_text
+            _id(),
+            tokens,
+            SamplingParams(**sampling),
+            self.adapter,
+            opens_text=prompt.chat or self._tokenizer.opens_text(tokens),
+            images=prompt.images,
         )
 
     async def _logits(
@@ -183,21 +191,26 @@ class EngineBackend:
             rows.append(chunk[max(first - start, 0) :])
         return np.concatenate(rows)
 
-    def _encode(self, prompt: Prompt, tools: Any = None) -> tuple[int, ...]:
+    def _encode(self, prompt: Prompt, tools: Any = None) -> _Encoded:
         if isinstance(prompt, str):
-            return tuple(self._tokenizer.encode(prompt))
-        if is_messages(prompt):
-            options = {
-                "tools": tools,
-                "teach_tools": False,
-                "template_kwargs": self._template_kwargs,
-            }
-            return tuple(self._tokenizer.render_chat(prompt, **options))
-        return tuple(prompt)  # type: ignore[arg-type]
+            return _Encoded(tuple(self._tokenizer.encode(prompt)))
+        if not is_messages(prompt):
+            return _Encoded(tuple(prompt))  # type: ignore[arg-type]
+        try:
+            messages = with_stored_images(prompt, "messages")
+        except RolloutRejectedError as error:
+            raise RequestError(str(error), param="messages") from error
+        options = {"tools": tools, "teach_tools": False, "template_kwargs": self._template_kwargs}
+        tokens = tuple(self._tokenizer.render_chat(messages, **options))
+        return _Encoded(tokens, chat=True, images=self._tokenizer.images_of(messages))
 
     def _pair(self, prompt: Prompt, response: Response) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Raises RequestError: the prompt is empty, so nothing precedes the first token."""
-        before = self._encode(prompt)
+        """Raises RequestError: the prompt is empty, so nothing precedes the first token; it has
+        images."""
+        encoded = self._encode(prompt)
+        before = encoded.tokens
+        if encoded.images:
+            raise RequestError("prompt: answers to images are not scored", param="prompt")
         if not before:
             raise RequestError("prompt: the prompt is empty", param="prompt")
         if isinstance(response, str):
@@ -222,7 +235,9 @@ class EngineBackend:
         with self._weights.read() as view:
             revision = view.revision
         limits = (params.max_tokens, params.n, params.stop, params.skip_special_tokens)
-        return revision, request.adapter, request.prompt_token_ids, request.opens_text, limits
+        images = tuple(image.digest for image in request.images)
+        prompt = request.prompt_token_ids, images, request.opens_text
+        return revision, request.adapter, prompt, limits
 
     def _cached(self, key: Hashable) -> list[Generation] | None:
         if key not in self._greedy:

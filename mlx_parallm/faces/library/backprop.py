@@ -11,7 +11,6 @@ against.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +41,7 @@ from mlx_parallm.losses.ppo import gae, value_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model
 from mlx_parallm.models.threads import release_streams_at_exit
-from mlx_parallm.rl_training.factory import build_policy
+from mlx_parallm.rl_training.factory import build_policy, step_images
 from mlx_parallm.rl_training.step.algorithms import custom_loss, loss_options, make_algorithm
 from mlx_parallm.rl_training.step.optimizer import optimizer_keys
 from mlx_parallm.rl_training.step.policy import REFERENCE_FILE, TrainedPolicy
@@ -167,7 +166,9 @@ class BackpropModule:
         before, self._trainer = self._trainer, None
         if before is not None:
             training = self._run.rl_training
-            self._trainer = Trainer(before.policy, training, make_algorithm(training))
+            self._trainer = Trainer(
+                before.policy, training, make_algorithm(training), images=before.images
+            )
             self._trainer.optimizer.restore(before.optimizer.state())
         return self.trainer
 
@@ -193,13 +194,14 @@ class BackpropModule:
             initial_adapter=served.layers if served is not None else None,
             keeps_reference=True,
             keeps_values=self._value_head,
+            kv_bits=None if self.inference is None else self.inference.kv_bits,
         )
         if self._ref_model is not None and not _same(self._ref_model, self.source):
             other = self._ref_model
             if not isinstance(other, nn.Module):
                 other = load_model(ModelConfig(base_path=str(other))).model
             policy.use_reference(dict(tree_flatten(other.parameters())))
-        self._trainer = Trainer(policy, training, algorithm)
+        self._trainer = Trainer(policy, training, algorithm, images=step_images(loaded, policy))
         self.publish()
         return self._trainer
 
@@ -352,8 +354,8 @@ class BackpropModule:
         )
 
     def _policy_loss(self, played: Sequence[Played], advantages: Sequence[Any], loss: str) -> Loss:
-        options = loss_options(self._run_config("ppo", self.config, {}).rl_training)
-        term = partial(policy_loss, options=replace(options, loss=loss))
+        options = loss_options(self._run_config("ppo", self.config, {}).rl_training, loss)
+        term = partial(policy_loss, options=options)
         needs = frozenset(["reference"] if self.config.kl_coef else [])
         rollouts, rows = spread(played, advantages, "advantages")
         return Loss(self, rollouts, ((1.0, term),), rows, needs=needs)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.environments.row_forms import known_row
+from mlx_parallm.environments.row_images import has_images
 from mlx_parallm.environments.rows import rows_of
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import user_code
@@ -67,7 +68,9 @@ def read_rows(
         rows.append(row)
     if not rows:
         raise ConfigError(f"{what} has no rows")
-    return DataRows(tuple(rows), _conversational(rows[0]))
+    read = DataRows(tuple(rows), _conversational(rows[0]))
+    _refuse_images(read, what)
+    return read
 
 
 def with_completions(rows: DataRows, what: str, *, needed: bool) -> DataRows:
@@ -96,6 +99,16 @@ def with_completions(rows: DataRows, what: str, *, needed: bool) -> DataRows:
             row["completion"] = completion
         split.append(row)
     return DataRows(tuple(split), rows.conversational)
+
+
+def _refuse_images(rows: DataRows, what: str) -> None:
+    """Raises ConfigError: images beside prompts that are texts."""
+    for number, row in enumerate(rows.rows):
+        if not rows.conversational and has_images(row):
+            raise ConfigError(
+                f"{what}, row {number}: beside images a prompt is a list of messages,"
+                ' [{"role": "user", "content": …}]'
+            )
 
 
 def _conversational(row: Mapping[str, Any]) -> bool:

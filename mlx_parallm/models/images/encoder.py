@@ -42,6 +42,9 @@ class ImageSupport(Protocol):
     @property
     def reader(self) -> ImageReader: ...
 
+    def tower_bytes(self, width: int) -> int:
+        """Return what the tower takes in memory, where a number takes `width` bytes."""
+
     def encoder(self, loaded: Any) -> ImageEncoder:
         """Load the tower of a `LoadedModel`. Raises ModelError."""
 

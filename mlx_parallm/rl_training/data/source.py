@@ -13,8 +13,8 @@ from typing import Any
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.environments.state import shown_text
 from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.execution.prompt_images import text_of
 from mlx_parallm.execution.user_code import shown
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches, steps_per_epoch
@@ -149,7 +149,7 @@ def _prompt_text(prompt: Any) -> str:
     return (
         (prompt or ("Hello!"))
         if isinstance(prompt, str)
-        else shown_text(prompt[-1]["content"])
+        else text_of(prompt[-1]["content"])
         if prompt
         else "Hello!"
     )

@@ -171,18 +171,20 @@ class ShownTurn(TypedDict):
 
 
 class ShownAnswer(ListedAnswer):
-    """`segments`: the number of tokens of each."""
+    """`segments`: the number of tokens of each. `images`: names of those in its prompts."""
 
     id: str
     temperature: float
     prompt: str | None
     zero_advantage: bool
+    images: list[str]
     conversation: list[ShownTurn]
     segments: list[int]
 
 
 class ShownGroup(TypedDict):
-    """`rollouts` is None where the group's tokens are lost, and `lost` says why."""
+    """`rollouts` is None where the group's tokens are lost, and `lost` says why. `thumbnails`: an
+    image's name → a data URL, of those that can be shown."""
 
     run: str
     group_id: str
@@ -201,12 +203,13 @@ class ShownGroup(TypedDict):
     rollouts: list[ShownAnswer] | None
     index: NotRequired[int | None]
     metadata: NotRequired[dict[str, Any]]
+    thumbnails: dict[str, str]
 
 
 class Tokens(TypedDict):
     """A window of `total` tokens of one answer, from `first` on; each list has one entry a
     token. `mask`: 1 = sampled by the policy. `values`: log-probabilities and, where the trainer
-    kept them, its own numbers."""
+    kept them, its own numbers. `thumbnails`: of the answer's images, as in a group."""
 
     group_id: str
     number: int
@@ -219,6 +222,7 @@ class Tokens(TypedDict):
     mask: list[int]
     versions: list[int | None]
     values: dict[str, list[float | None] | None]
+    thumbnails: dict[str, str]
 
 
 class Settings(TypedDict):

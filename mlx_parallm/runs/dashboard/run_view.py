@@ -24,6 +24,7 @@ from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per
 from mlx_parallm.runs.compare import differing, read_runs
 from mlx_parallm.runs.dashboard.bounded import cut, sendable
 from mlx_parallm.runs.dashboard.evaluations import EvaluationsView
+from mlx_parallm.runs.dashboard.thumbnails import thumbnails
 from mlx_parallm.runs.explain import explain
 from mlx_parallm.runs.rollouts import Answers, Wanted
 from mlx_parallm.runs.run import Run, open_run
@@ -377,6 +378,7 @@ class RunView:
                 cut(rollout[key], most) for key in ("prompt", "completion")
             )
         rewards = [rollout["reward"] for rollout in rollouts]
+        group["thumbnails"] = thumbnails(name for each in rollouts for name in each["images"])
         return self._shown(group | _rewards(rewards, inferred=self._rewards_are_inferred()))
 
     def tokens(self, group_id: str, number: int, segment: int, first: int) -> dict[str, Any]:
@@ -417,6 +419,7 @@ class RunView:
                 "mask": mask,
                 "versions": [version if version >= 0 else None for version in versions[window]],
                 "values": {"logprobs": sampled or None} | _token_values(kept, window),
+                "thumbnails": thumbnails(group["rollouts"][0]["images"]),
             }
         )
 

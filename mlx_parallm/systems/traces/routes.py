@@ -167,6 +167,8 @@ class _CallObserver:
 
     def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
         [request], [parts] = requests, choices
+        if request.images:  # they are not kept, so nothing can be trained on
+            return
         policy = self._is_policy(request)
         self._tokens = {part[0].index: _sampled(request, part, policy) for part in parts}
 

@@ -428,7 +428,7 @@ class Session:
         parts: list[list[SessionTurn]] = []
         for turn in path:
             if turn.tokens is None:
-                reason = "holds redacted secrets" if turn.redacted else "has no tokens"
+                reason = "holds redacted secrets" if turn.redacted else "has no tokens, or images"
                 raise TraceError(
                     f"the call {turn.response_id or turn.id} {reason}: nothing to train on"
                 )

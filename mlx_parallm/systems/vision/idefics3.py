@@ -28,11 +28,13 @@ class TileProcessor:
     Args:
         path: the checkpoint's directory.
         patch, scale: pixels of a patch's side, and how many patches' sides one token has.
+        token_id: of IMAGE.
     """
 
     placeholder = IMAGE
 
-    def __init__(self, path: Path, patch: int, scale: int) -> None:
+    def __init__(self, path: Path, patch: int, scale: int, token_id: int) -> None:
+        self.token_id = token_id
         self._tiles: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
         self._side = patch * scale
 
@@ -83,9 +85,9 @@ class TileEncoder:
     levels = 0
 
     def __init__(
-        self, model: Any, config: Any, processor: TileProcessor, dtype: mx.Dtype, cache_bytes: int
+        self, model: Any, processor: TileProcessor, dtype: mx.Dtype, cache_bytes: int
     ) -> None:
-        self.token_id: int = config.image_token_id
+        self.token_id = processor.token_id
         self.cache_bytes = cache_bytes
         self._model, self._dtype = model, dtype
         factor, mean, deviation = processor.pixels
@@ -121,7 +123,8 @@ def processor(path: Path) -> TileProcessor:
     try:
         config = AutoConfig.from_pretrained(path)
         vision = config.vision_config
-        tiles = TileProcessor(path, vision.patch_size, config.scale_factor)
+        scale, token_id = config.scale_factor, config.image_token_id
+        tiles = TileProcessor(path, vision.patch_size, scale, token_id)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         raise ModelError(f"{path}: no processor of images: {error}") from error
     if vision.hidden_act != ACTIVATION:
@@ -137,4 +140,4 @@ def encoder(loaded: LoadedModel, tiles: TileProcessor, cache_bytes: int) -> Tile
     model, config, dtype = load_tower(loaded)
     # mlx-vlm leaves MLX's default
     model.vision_model.post_layernorm.eps = config.vision_config.layer_norm_eps
-    return TileEncoder(model, config, tiles, dtype, cache_bytes)
+    return TileEncoder(model, tiles, dtype, cache_bytes)

@@ -18,6 +18,7 @@ LEAF = Leaf(
     "vision",
     section="mlx_parallm.systems.vision.config:VisionConfig",
     images="mlx_parallm.systems.vision.leaf:image_support",
+    environments={"pictures": "mlx_parallm.systems.vision.picture_tasks:PicturesSource"},
 )
 FAMILIES = {
     "idefics3": "mlx_parallm.systems.vision.idefics3",
@@ -26,10 +27,11 @@ FAMILIES = {
     "qwen2_5_vl": "mlx_parallm.systems.vision.qwen_vl",
     "qwen3_vl": "mlx_parallm.systems.vision.qwen_vl",
     "qwen3_5": "mlx_parallm.systems.vision.qwen_vl",
+    "qwen3_5_moe": "mlx_parallm.systems.vision.qwen_vl",
 }
 """`model_type` → the module with its `load`."""
 PACKAGES = ("mlx_vlm", "PIL")
-_TOWERS = ("visual.", "vision_tower.", "vision_model.")
+TOWERS = ("visual.", "vision_tower.", "vision_model.")
 
 
 def image_support(
@@ -59,7 +61,7 @@ def image_support(
         get_logger(__name__).info("only the model's text part is used", images=line)
         return None
     family: Any = import_module(FAMILIES[model_config["model_type"]])
-    return FamilySupport(settings, family, family.processor(path))
+    return FamilySupport(settings, family, family.processor(path), path)
 
 
 def why_blind(config: Mapping[str, Any]) -> str:
@@ -79,7 +81,7 @@ def why_without_tower(path: Path) -> str:
     for file in sorted(path.glob("*.safetensors")):
         try:
             with safe_open(file, framework="numpy") as arrays:
-                if any(part in name for name in arrays.keys() for part in _TOWERS):  # noqa: SIM118
+                if any(part in name for name in arrays.keys() for part in TOWERS):  # noqa: SIM118
                     return ""
         except (OSError, SafetensorError):
             return ""  # whoever loads it says what is wrong

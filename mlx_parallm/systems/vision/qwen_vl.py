@@ -37,6 +37,7 @@ class PatchProcessor:
     def __init__(self, path: Path, config: Any) -> None:
         self._patches: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
         self._merge: int = config.vision_config.spatial_merge_size
+        self.token_id: int = config.image_token_id
 
     @property
     def pixels(self) -> tuple[float, list[float], list[float]]:
@@ -64,7 +65,7 @@ class PatchEncoder:
     def __init__(
         self, model: Any, config: Any, patches: PatchProcessor, dtype: mx.Dtype, cache_bytes: int
     ) -> None:
-        self.token_id: int = config.image_token_id
+        self.token_id = patches.token_id
         self.cache_bytes = cache_bytes
         self.rope_axes: np.ndarray = rope_axes(config)
         self.levels = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())

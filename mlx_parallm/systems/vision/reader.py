@@ -13,27 +13,34 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
+from safetensors import SafetensorError, safe_open
 
 from mlx_parallm.config.server import cache_directory
-from mlx_parallm.environments.row_images import IMAGES
+from mlx_parallm.environments.row_images import IMAGES, stored
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.prompt_images import STORED, ImageSource
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.pictures import PictureError, as_rgb, open_picture
-from mlx_parallm.systems.vision.sources import fetched_bytes, file_bytes, inline_bytes
+from mlx_parallm.systems.vision.sources import bounded, fetched_bytes, file_bytes, inline_bytes
 from mlx_parallm.types import PromptImage
 
 THREADS = 2
 KEPT_BYTES = 128 << 20  # of pictures that were read
+PACKED_BYTES = {"U32": 4, "U8": 1}
+"""Types of arrays that hold quantised weights → bytes of an entry."""
+PARTS = ("visual.", "vision_tower.", "vision_model.", "connector.")
 
 
 class Processor(Protocol):
     """A family's way from a picture to what its tower reads. Threads may share it."""
 
     placeholder: str
+    token_id: int
 
     def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
         """Take a picture in RGB. `low`: with as few tokens as the family can."""
@@ -43,7 +50,7 @@ class PictureReader:
     """`ImageReader` of a model: limits from [vision], pictures by its family's processor."""
 
     def __init__(self, settings: VisionConfig, processor: Processor) -> None:
-        self.placeholder = processor.placeholder
+        self.placeholder, self.token_id = processor.placeholder, processor.token_id
         self._settings = settings
         self._processor = processor
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="pictures")
@@ -103,6 +110,13 @@ class PictureReader:
         except (OSError, PictureError) as error:
             raise RequestError(f"the image {name}: {error}", param="images") from error
 
+    def keep(self, data: bytes) -> str:
+        try:
+            self.image_of(bounded(data, self._settings))
+        except PictureError as error:
+            raise RequestError(str(error), code="invalid_image") from error
+        return stored(data, Path(), "an image")
+
     def _keep(self, key: tuple[str, bool], image: PromptImage) -> None:
         kept = self._kept
         with self._lock:
@@ -126,10 +140,33 @@ def _size(image: PromptImage) -> int:
 class FamilySupport:
     """`ImageSupport` of a family: a module with `encoder(loaded, processor, cache_bytes)`."""
 
-    def __init__(self, settings: VisionConfig, family: Any, processor: Processor) -> None:
+    def __init__(
+        self, settings: VisionConfig, family: Any, processor: Processor, path: Path
+    ) -> None:
         self.reader = PictureReader(settings, processor)
-        self._settings, self._family, self._processor = settings, family, processor
+        self._path, self._settings = path, settings
+        self._family, self._processor = family, processor
+
+    def tower_bytes(self, width: int) -> int:
+        return tower_bytes(self._path, width)
 
     def encoder(self, loaded: Any) -> Any:
         """Load the tower. Raises ModelError."""
         return self._family.encoder(loaded, self._processor, self._settings.feature_cache_bytes)
+
+
+def tower_bytes(path: Path, width: int) -> int:
+    """Return what the part that sees takes in memory, by the headers of a checkpoint's files, where
+    a floating-point number takes `width` bytes. Arrays that are packed stay as they are."""
+    size = 0
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy") as arrays:
+                for name in arrays.keys():  # noqa: SIM118
+                    if any(f".{part}" in f".{name}" for part in PARTS):
+                        array = arrays.get_slice(name)
+                        packed = PACKED_BYTES.get(array.get_dtype())
+                        size += prod(array.get_shape()) * (packed or width)
+        except (OSError, SafetensorError):
+            return 0  # whoever loads it says what is wrong
+    return size

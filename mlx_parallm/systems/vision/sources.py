@@ -19,7 +19,7 @@ def inline_bytes(url: str, settings: VisionConfig) -> bytes:
         data = data_url_bytes(url, settings.max_image_bytes)
     except ValueError as error:
         raise PictureError(str(error)) from None
-    return _bounded(data, settings)
+    return bounded(data, settings)
 
 
 def file_bytes(url: str, settings: VisionConfig) -> bytes:
@@ -34,7 +34,7 @@ def file_bytes(url: str, settings: VisionConfig) -> bytes:
     if not inside or not path.is_file():
         raise PictureError("there is no such file in the directories of vision.directories")
     with path.open("rb") as file:
-        return _bounded(file.read(settings.max_image_bytes + 1), settings)
+        return bounded(file.read(settings.max_image_bytes + 1), settings)
 
 
 async def fetched_bytes(url: str, settings: VisionConfig) -> bytes:
@@ -65,7 +65,8 @@ async def fetched_bytes(url: str, settings: VisionConfig) -> bytes:
     return bytes(data)
 
 
-def _bounded(data: bytes, settings: VisionConfig) -> bytes:
+def bounded(data: bytes, settings: VisionConfig) -> bytes:
+    """Return the bytes of an image. Raises PictureError: none, or too many."""
     if len(data) > settings.max_image_bytes:
         raise _too_large(len(data), settings)
     if not data:

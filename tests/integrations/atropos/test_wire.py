@@ -146,8 +146,16 @@ def test_what_the_wire_can_carry_survives_it(group: RolloutGroup) -> None:
         ({"overrides": [{"temperature": "hot"}]}, "temperature 'hot' is not a number"),
         ({"overrides": [{"sft": True}]}, "sft"),
         ({"group_overrides": {"sft": True}}, "sft"),
-        ({"images": ["cat.png"]}, "the group carries images; the policy reads text only"),
-        ({"messages": [[PICTURE], []]}, "the group carries image_url; the policy reads text only"),
+        ({"images": ["cat.png", None]}, "the group carries images; the policy reads text only"),
+        ({"images": ["cat.png"]}, "1 images for 2 sequences"),
+        (
+            {"messages": [[PICTURE], []]},
+            "sequence 0: its messages have images, and the field images has none",
+        ),
+        (
+            {"messages": [[{"role": "user", "content": [{"type": "input_audio"}]}], []]},
+            "the group carries input_audio; the policy reads text and images only",
+        ),
     ],
 )
 def test_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
@@ -294,6 +302,23 @@ def test_a_teachers_numbers_of_another_shape_are_refused(
 ) -> None:
     with pytest.raises(RolloutRejectedError, match=reason):
         parse(distill(scored_data()) | change)
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([20, 100], r"distill_token_ids\[0\] has id 100, outside the vocabulary of 100"),
+        ([20, -1], r"distill_token_ids\[0\] has id -1, outside"),
+        ([20, 20], r"distill_token_ids\[0\] names a token twice"),
+    ],
+)
+def test_a_teachers_tokens_are_the_vocabularys(ids: list[int], reason: str) -> None:
+    """A divergence would read logits that there are not."""
+    group = parse(distill(scored_data()))
+    check_group(group, vocab_size=100, max_token_length=32)
+    group.metadata["distill"]["token_ids"][1][0] = ids
+    with pytest.raises(RolloutRejectedError, match=f"sequence 1: {reason}"):
+        check_group(group, vocab_size=100, max_token_length=32)
 
 
 def test_rewards_of_turns_go_through_the_sequences_of_an_episode() -> None:

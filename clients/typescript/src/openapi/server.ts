@@ -780,7 +780,7 @@ export interface components {
             kl_beta: number;
             temperature: number;
         };
-        /** @description `segments`: the number of tokens of each. */
+        /** @description `segments`: the number of tokens of each. `images`: names of those in its prompts. */
         ShownAnswer: {
             number: number;
             reward: number | null;
@@ -798,10 +798,14 @@ export interface components {
             temperature: number;
             prompt: string | null;
             zero_advantage: boolean;
+            images: string[];
             conversation: components["schemas"]["ShownTurn"][];
             segments: number[];
         };
-        /** @description `rollouts` is None where the group's tokens are lost, and `lost` says why. */
+        /**
+         * @description `rollouts` is None where the group's tokens are lost, and `lost` says why. `thumbnails`: an
+         *     image's name → a data URL, of those that can be shown.
+         */
         ShownGroup: {
             run: string;
             group_id: string;
@@ -824,6 +828,9 @@ export interface components {
             metadata?: {
                 [key: string]: unknown;
             };
+            thumbnails: {
+                [key: string]: string;
+            };
         };
         ShownTurn: {
             /** @enum {string} */
@@ -837,7 +844,7 @@ export interface components {
         /**
          * @description A window of `total` tokens of one answer, from `first` on; each list has one entry a
          *     token. `mask`: 1 = sampled by the policy. `values`: log-probabilities and, where the trainer
-         *     kept them, its own numbers.
+         *     kept them, its own numbers. `thumbnails`: of the answer's images, as in a group.
          */
         Tokens: {
             group_id: string;
@@ -852,6 +859,9 @@ export interface components {
             versions: (number | null)[];
             values: {
                 [key: string]: (number | null)[] | null;
+            };
+            thumbnails: {
+                [key: string]: string;
             };
         };
         /**

@@ -1,5 +1,5 @@
 // Views 2 and 4: the groups of a step, search over all of them, and one group with its answers side by side.
-import { html, useData, useEffect, useKeys, useRef, useState, Problem, Fragment } from "./ui.js";
+import { html, useData, useEffect, useKeys, useRef, useState, Problem, Fragment, Thumbnails } from "./ui.js";
 import { get } from "./api.js";
 import { parts, searched, short, visible, writePlace } from "./lib.js";
 
@@ -172,6 +172,7 @@ export function Group({ run, info, words, id, query, go }) {
     <nav class="crumbs" aria-label="place"><a href=${writePlace("step", [group.step ?? 1])}>${group.step === null ? "groups" : `step ${group.step}`}</a> › <span>${visible(group.group_id)}</span></nav>
     <${Problem} error=${answer.error} />
     <header class="prompt-of">
+      <${Thumbnails} of=${group.thumbnails} />
       <${Text} text=${rollouts[0]?.prompt ?? ""} className="text large" />
       <p class="facts">${rollouts.length > 0 && html`<${Strip} answers=${rollouts} low=${low} high=${high} />`} <span>mean ${info?.inferred_rewards ? "inferred " : ""}reward <b>${short(group.reward_mean)}</b></span>
         <${Kind} group=${group} /> <span class="quiet">${group.environment} · ${group.why}</span></p>

@@ -1,5 +1,5 @@
 // View 3: the tokens of one answer, coloured by a number of each.
-import { html, useData, useRef, useState, Problem } from "./ui.js";
+import { html, useData, useRef, useState, Problem, Thumbnails } from "./ui.js";
 import { visible, writePlace } from "./lib.js";
 import { Chart } from "./chart.js";
 
@@ -62,6 +62,7 @@ export function Tokens({ run, id, number, query, theme, go }) {
     </div>
     <${Problem} error=${answer.error} />
     ${scale && html`<${Scale} scale=${scale} />`}
+    <${Thumbnails} of=${data.thumbnails} />
     <div class="tokens" ref=${box} onMouseOver=${over} onFocusIn=${over} onKeyDown=${move} role="group" aria-label="tokens; arrow keys move" dir="ltr">${spans}</div>
     <${Detail} data=${data} values=${values} at=${at} />
     ${data.total > data.texts.length && html`<p class="filters"><button disabled=${first === 0} onClick=${() => set({ first: Math.max(0, first - 2048) })}>tokens before</button>

@@ -58,3 +58,9 @@ export function useKeys(act) {
 export function Problem({ error }) {
   return error ? html`<p class="problem" role="alert">${error.message}</p>` : null;
 }
+
+/** The images of prompts: name → data URL. */
+export function Thumbnails({ of }) {
+  const shown = Object.entries(of ?? {});
+  return shown.length > 0 && html`<p class="thumbnails">${shown.map(([name, url], i) => html`<img src=${url} alt=${`image ${i + 1} of the prompt`} title=${name} />`)}</p>`;
+}
