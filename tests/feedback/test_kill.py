@@ -87,7 +87,9 @@ def test_a_kill_loses_no_acknowledged_rating(tmp_path: Path) -> None:
     released = states_of(run, people.rated)
     store = RolloutStore(run / "rollouts.sqlite", min_free_bytes=0)
     try:
-        assert released == {name.removeprefix("feedback-") for name in store.known_ids()}
+        stored = {name.removeprefix("feedback-") for name in store.known_ids()}
+        # one that the kill kept from being acknowledged may be there too
+        assert released == stored & people.rated
     finally:
         store.close()
 
