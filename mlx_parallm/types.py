@@ -31,6 +31,8 @@ lose their digits or overflow; every way in refuses it."""
 
 NARROW_IDS = 256
 """Up to so many experts an id takes one byte."""
+WIDEST_ID = (1 << 15) - 1
+"""The highest id of an expert: a trainer counts them in 16 bits, and -1 means none."""
 
 UNSCORED = "unscored"
 """A score of this name marks a trajectory that nothing could score: it gets no advantage. Its
@@ -195,6 +197,18 @@ class RoutedExperts:
         kind = np.dtype("<u2" if self.wide else "u1")
         return np.frombuffer(self.ids, kind).reshape(-1, self.layers, self.each)
 
+    @classmethod
+    def of(cls, ids: "np.ndarray") -> "RoutedExperts":
+        """Hold ids [tokens, layers, each], whole numbers from 0 on, in one byte each where they
+        fit. Raises ValueError: they do not."""
+        wide = bool(ids.size and ids.max() >= NARROW_IDS)
+        if ids.ndim != 3 or ids.dtype.kind not in "iu" or (ids.size and ids.min() < 0):
+            raise ValueError("ids of experts are [tokens, layers, each], whole numbers from 0 on")
+        if wide and ids.max() > WIDEST_ID:
+            raise ValueError(f"expert {ids.max()} is above {WIDEST_ID}")
+        _, layers, each = ids.shape
+        return cls(layers, each, ids.astype("<u2" if wide else "u1").tobytes(), wide)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object from which `from_json` makes an equal one."""
         ids = base64.b64encode(self.ids).decode()
@@ -241,6 +255,8 @@ class Completion:
     error: str | None = None
     prompt_version: int = -1  # policy version under which the prompt was read; -1 = unknown
     routed_experts: RoutedExperts | None = None  # of T tokens, where the engine records them
+    # of the prompt's last tokens but one, as many as were computed, where they are recorded too
+    prompt_experts: RoutedExperts | None = None
     cached_tokens: int = 0  # tokens of the prompt that the prefix cache held
 
 

@@ -25,6 +25,8 @@ PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
     "rl_training.distillation.dataset_completions": "answers that nobody sampled are no matter of teachers",
+    "rl_training.step.states_4bit": "a format of states, beside states_8bit",
+    "rl_training.monitor.expert_signs": "the rule of one subject, for the list in health",
     "rl_training.monitor.teacher_signs": "the rules of one subject, for the list in health",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
     "runs.dashboard.thumbnails": "what opens pictures is apart from what shows a run",
@@ -47,8 +49,8 @@ VARIABLE_ATTRIBUTES: dict[
     "execution.user_code:reference_to": "an object of the user's program, by its name",
     "execution.user_code:load": "a function that the configuration names",
     "faces.trl.environments:methods": "the methods of an environment of the user's are tools",
-    "models.adapters.served:ServedLinear.__getattr__": "a wrapper hands on what it does not know",
-    "models.adapters.served:ServedLinear.__setattr__": "a wrapper hands on what it does not know",
+    "models.adapters.served:_Served.__getattr__": "a wrapper hands on what it does not know",
+    "models.adapters.served:_Served.__setattr__": "a wrapper hands on what it does not know",
     "models.cpu_kernels:FastMLP.__init__": "the layers of an mlx-lm module, by the names that it"
     " has",
     "models.recurrent.layers:_replace": "a method of an mlx-lm class, by its name",

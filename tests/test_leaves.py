@@ -82,7 +82,8 @@ def test_what_a_leaf_names_is_there_and_takes_what_it_gets(leaf: Leaf) -> None:
         assert issubclass(section, Section)
         assert isinstance(Config().section(section), section)
         assert leaf.clients_train is None or leaf.clients_train in section.model_fields
-    for hook, count in ((leaf.source, 1), (leaf.routes, 2), (leaf.part, 1), (leaf.page, 3)):
+    hooks = ((leaf.check, 1), (leaf.source, 1), (leaf.routes, 2), (leaf.part, 1), (leaf.page, 3))
+    for hook, count in hooks:
         if hook is not None:
             inspect.signature(imported(hook)).bind(*[None] * count)
     assert all(

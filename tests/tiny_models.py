@@ -60,12 +60,14 @@ def lora_config(
     *,
     rslora: bool = False,
     dora: bool = False,
+    experts: bool = False,
 ) -> LoraConfig:
     settings = {
         "target_modules": target_modules,
         "layers": layers,
         "use_rslora": rslora,
         "use_dora": dora,
+        "routed_experts": experts,
     }
     return LoraConfig.model_validate({"rank": rank, "alpha": alpha} | settings)
 

@@ -31,6 +31,9 @@ class EvaluationConfig(Section):
     """Temperature of the sampled answers."""
     top_p: float = Field(1.0, gt=0, le=1)
     """top_p of the sampled answers."""
+    max_fall: float | None = Field(None, ge=0)
+    """How far the score that checkpoints are compared by (rl_training.keep_best) may fall below its
+    best; beyond it the weights go back to the best ones. Default: they never do."""
     environments: tuple[EnvironmentConfig, ...] = ()
     """Environments to evaluate instead of the held-out problems of [[environments]]; of a
     "dataset" all rows."""
@@ -93,6 +96,13 @@ def check_evaluation(
     if whole := [entry.name for entry in environments if entry.heldout_fraction == 1]:
         raise ValueError(
             f"environments: {whole[0]}: heldout_fraction = 1 leaves no rows to train on"
+        )
+    if evaluation.max_fall is not None and not (
+        evaluation.problems and evaluation.every and keep_best
+    ):
+        raise ValueError(
+            "evaluation.max_fall goes back to the best evaluated checkpoint: set"
+            " evaluation.problems and every, and leave rl_training.keep_best on"
         )
     evaluated = evaluation.environments or environments
     if evaluation.problems and not evaluated:

@@ -31,8 +31,10 @@ LEAVES = (
     "mlx_parallm.systems.pipeline.leaf",
     "mlx_parallm.systems.vision.leaf",
     "mlx_parallm.rl_training.distillation.leaf",
+    "mlx_parallm.systems.feedback.leaf",
     "mlx_parallm.environments.textarena.leaf",
     "mlx_parallm.environments.openenv.leaf",
+    "mlx_parallm.environments.task_folders.leaf",
 )
 """Every leaf, one line each, in the order of their sections and commands."""
 
@@ -70,6 +72,7 @@ class Leaf:
     Attributes:
         name: the name of its section too.
         section: its class of settings, a `Section`; read as `config.section(ThatClass)`.
+        check: (configuration) → None; raises ValueError where the section does not fit the rest.
         source: (SourceContext) → `RolloutSource`, or None where the configuration asks for none.
         routes: (Config, ServerState) → `AddedRouter` or None. Where the process trains, a source of
             the same leaf brings the routes instead.
@@ -90,6 +93,7 @@ class Leaf:
 
     name: str
     section: str | None = None
+    check: str | None = None
     source: str | None = None
     routes: str | None = None
     part: str | None = None

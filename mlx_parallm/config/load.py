@@ -36,7 +36,7 @@ from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig, as_it_began
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import absolute, is_reference
-from mlx_parallm.system.files import is_file
+from mlx_parallm.system.files import is_directory, is_file, local_path
 from mlx_parallm.system.hardware import GIB, Hardware
 from mlx_parallm.system.redaction import REDACTED, Redactor, environment_secrets
 
@@ -78,6 +78,9 @@ class CoreConfig(Section):
                 " leave"
                 " one out"
             )
+        for leaf in leaves():
+            if leaf.check is not None and leaf.name in type(self).model_fields:
+                imported(leaf.check)(self)
         return self
 
     def section(self, kind: type[SectionT]) -> SectionT:
@@ -368,6 +371,7 @@ def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
     """Make the paths of user code and data absolute: a saved configuration must not depend on
     the working directory."""
     of_leaves = [data.get(leaf.name) for leaf in leaves() if leaf.section is not None]
+    _absolute_in_leaves(of_leaves, directories)
     for section in [data.get("rl_training"), data.get("data"), *of_leaves, *_environments(data)]:
         if not isinstance(section, dict):
             continue
@@ -388,13 +392,26 @@ def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
         training["distillation"] = _absolute_files(training["distillation"], directories)
 
 
+def _absolute_in_leaves(sections: Sequence[Any], directories: list[Path]) -> None:
+    """Make the user's functions, and what is named like a file, absolute."""
+    for section in sections:
+        for key, value in section.items() if isinstance(section, dict) else ():
+            if isinstance(value, str) and (is_reference(value) or key.endswith("_file")):
+                section[key] = absolute(value, directories)
+
+
 def _absolute_files(value: Any, directories: list[Path], key: str = "") -> Any:
     """Return options, which may be anything, with absolute references, and absolute paths of
-    files that exist."""
+    files that exist, and of a directory that `path` names."""
     if isinstance(value, dict):
         return {name: _absolute_files(entry, directories, name) for name, entry in value.items()}
     if isinstance(value, list):
         return [_absolute_files(entry, directories) for entry in value]
+    if isinstance(value, str) and value and key == "path":
+        places = (directory / local_path(value) for directory in directories)
+        place = next((place for place in places if is_directory(place)), None)
+        if place is not None:
+            return str(place.resolve())
     is_file = key in ("path", "schema") or key.endswith("_file")
     if isinstance(value, str) and (is_reference(value) or is_file or _LIKE_A_FILE.fullmatch(value)):
         return absolute(value, directories)

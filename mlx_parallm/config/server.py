@@ -47,6 +47,14 @@ class ServerConfig(Section):
     other answers (docs/benchmarks/kv.md says how far). The head dimension has to be divisible by
     32. Training needs rl_training.sampler_correction = "tis" or "mis" then. Default: as they
     were computed."""
+    enable_return_routed_experts: bool = False
+    """Mixtures of experts: record to which experts each sampled token went, and return them:
+    always by /inference/v1/generate, as vLLM does, and by /generate where a request has
+    `return_routed_experts` (docs/router_replay.md). A training with router_replay records them
+    anyway."""
+    record_prompt_experts: bool = False
+    """enable_return_routed_experts: the prompt's tokens too, as they are computed in prefill; those
+    of a prefix that the cache held are not recorded."""
     async_scheduling: bool | None = None
     """Start a decode step before the one before it is read: the device does not wait for Python.
     Default: on a GPU; off on a CPU, which gains nothing, and when deterministic."""
@@ -108,6 +116,8 @@ class ServerConfig(Section):
 
     @model_validator(mode="after")
     def _layout_fits(self) -> "ServerConfig":
+        if self.record_prompt_experts and not self.enable_return_routed_experts:
+            raise ValueError("record_prompt_experts is read with enable_return_routed_experts only")
         if self.kv_bits is not None and self.kv_layout == "rectangle":
             raise ValueError(
                 'kv_bits needs keys and values by tokens: leave out kv_layout = "rectangle"'

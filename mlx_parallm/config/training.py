@@ -21,12 +21,25 @@ from mlx_parallm.config.data import (
 from mlx_parallm.config.distillation import DistillationConfig
 from mlx_parallm.config.environment import Section
 
-ADAM = ("adamw", "adamw_8bit", "muon")
+ADAM = ("adamw", "adamw_8bit", "adamw_4bit", "muon")
 """Optimizers that read AdamW's numbers."""
 PEFT_NAMES = {"r": "rank", "init_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
 
 
-OF_ADAPTERS = ("use_rslora", "use_dora", "use_adalora", "loraplus_ratio", "qat_bits")
+OF_ADAPTERS = (
+    "use_rslora",
+    "use_dora",
+    "use_adalora",
+    "loraplus_ratio",
+    "qat_bits",
+    "routed_experts",
+)
+NOT_WITH = {
+    "qat_bits": ("use_dora", "quantize_base", "dropout"),
+    "use_adalora": ("use_dora", "use_rslora", "loraplus_ratio"),
+    "routed_experts": ("use_dora", "use_adalora"),
+}
+"""Keys of an adapter that are not combined."""
 
 
 class AdaLoraConfig(Section):
@@ -62,7 +75,11 @@ class LoraConfig(Section):
     training on rows of a file; off in RL, where every pass yields a log-probability that is
     compared: there a value > 0 warns once."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Module names (last path component, or a dotted suffix) that get an adapter."""
+    """Module names (last path component, or a dotted suffix) that get an adapter; "all-linear": all
+    linear layers of the blocks, routers and shared experts too, routed experts by the next key."""
+    routed_experts: bool = False
+    """Mixtures of experts: give each routed expert of the target modules an A and a B of its own.
+    The adapter is as many times larger as there are experts (docs/parameters.md)."""
     quantize_base: bool = False
     """Quantise the frozen base to 4 bits on load (QLoRA)."""
     use_rslora: bool = False
@@ -80,6 +97,9 @@ class LoraConfig(Section):
     qat_bits: Literal[8, 4] | None = None
     """Train the model that `mlx_parallm merge --q-bits` writes: base and adapter are added and
     rounded to so many bits in every forward pass of the trainer."""
+    qat_format: Literal["mlx", "gguf"] = "mlx"
+    """What the rounding of qat_bits is for: MLX's groups of 64; or llama.cpp's Q4_0 and Q8_0,
+    blocks of 32, as `mlx_parallm export --type q4_0` (q8_0) writes them."""
     layers: tuple[int, int] | str = "all"
     """Transformer blocks that get an adapter: "all", "last 8", or [start, end) counted from 0,
     e.g. [4, 12]."""
@@ -122,21 +142,19 @@ class LoraConfig(Section):
             raise ValueError(
                 f"{unused[0]} is set, but enabled = false trains all weights, not an adapter"
             )
-        if self.qat_bits is not None:
-            for key in ("use_dora", "quantize_base", "dropout"):
-                if key in self.changed():
-                    raise ValueError(f"{key} and qat_bits are not combined")
+        for key, others in NOT_WITH.items():
+            for other in others if key in self.changed() else ():
+                if other in self.changed():
+                    raise ValueError(f"{other} and {key} are not combined")
+        if self.qat_bits is None and self.qat_format != "mlx":
+            raise ValueError("qat_format is read with qat_bits only")
         if not self.use_adalora and self.adalora.changed():
             raise ValueError(f"adalora.{self.adalora.changed()[0]} is read with use_adalora only")
-        if self.use_adalora:
-            for key in ("use_dora", "use_rslora", "loraplus_ratio"):
-                if key in self.changed():
-                    raise ValueError(f"{key} and use_adalora are not combined")
-            if self.adalora.target_r > self.rank:
-                raise ValueError(
-                    f"adalora.target_r ({self.adalora.target_r}) is above rank ({self.rank}), from"
-                    " which the ranks go down"
-                )
+        if self.use_adalora and self.adalora.target_r > self.rank:
+            raise ValueError(
+                f"adalora.target_r ({self.adalora.target_r}) is above rank ({self.rank}), from"
+                " which the ranks go down"
+            )
         return self
 
 
@@ -239,9 +257,11 @@ class WeightUpdateConfig(Section):
 class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""
-    optimizer: Literal["adamw", "muon", "lion", "adafactor", "adamw_8bit", "lion_8bit"] = "adamw"
-    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest; "_8bit": its state
-    takes a quarter of the memory (docs/parameters.md)."""
+    optimizer: Literal[
+        "adamw", "muon", "lion", "adafactor", "adamw_8bit", "lion_8bit", "adamw_4bit"
+    ] = "adamw"
+    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest; "_8bit",
+    "_4bit": its state takes a quarter or an eighth of the memory (docs/parameters.md)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after warm-up, to `lr_final` one step after total_steps, so that the last step still
     learns."""
@@ -380,7 +400,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         """Raises ValueError: a key is set that the chosen optimizer, reference or KL does not
         read."""
         readers = {
-            'optimizer = "adamw", "adamw_8bit" or "muon"': (
+            'optimizer = "adamw", "adamw_8bit", "adamw_4bit" or "muon"': (
                 self.optimizer in ADAM,
                 ("adam_beta1", "adam_beta2", "adam_eps"),
             ),

@@ -23,9 +23,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_parallm.errors import ModelError
+from mlx_parallm.errors import AdapterError, ModelError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.linear import dense_weight, merged_rows
+from mlx_parallm.models.adapters.peft import expert_names
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.lora import check_adapter, linear_layers, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import (
@@ -184,25 +185,47 @@ def _save_from_checkpoint(
 ) -> None:
     """Copy the base's files one by one, with the adapted tensors replaced."""
     linear = linear_layers(model)
-    waiting = {f"{path}.weight": path for path in merged}
+    places = _places(merged)
+    waiting = set(places)
     for file in sorted(base.glob("model*.safetensors")):
         tensors = dict(_load_tensors(file))
         for name in [name for name in tensors if name in waiting]:
-            path = waiting.pop(name)
-            loaded = linear[path].weight
+            waiting.remove(name)
+            path, expert = places[name]
+            loaded, new = linear[path].weight, merged[path]
+            if expert is not None:
+                loaded, new = loaded[expert], new[expert]
             if (
                 loaded.shape != tensors[name].shape
                 or not mx.array_equal(loaded, tensors[name]).item()
             ):
                 raise ModelError(f"mlx-lm changes {name!r} when it loads it: use --format mlx")
-            tensors[name] = merged[path]
+            tensors[name] = new
         _save(directory / file.name, tensors)
     if waiting:
         raise ModelError(
-            f"{base} has no tensor {next(iter(waiting))!r} (mlx-lm renames it): use --format mlx"
+            f"{base} has no tensor {min(waiting)!r} (mlx-lm renames it): use --format mlx"
         )
     for index in base.glob("*.safetensors.index.json"):
         shutil.copy(index, directory / index.name)
+
+
+def _places(merged: Mapping[str, mx.array]) -> dict[str, tuple[str, int | None]]:
+    """The checkpoint's tensor → the adapted layer, and which of its stacked experts."""
+    places: dict[str, tuple[str, int | None]] = {}
+    for path, weight in merged.items():
+        if weight.ndim == 2:
+            places[f"{path}.weight"] = path, None
+            continue
+        try:
+            names = expert_names(path, weight.shape[0])
+        except AdapterError:  # under mlx-lm's name, or not at all
+            names = []
+        for e, name in enumerate(names):
+            places[f"{name}.weight"] = path, e
+        if not names:
+            places[f"{path}.weight"] = path, None
+    return places
 
 
 def _load_tensors(file: Path) -> dict[str, mx.array]:

@@ -112,7 +112,11 @@ class Follower:
         self._loaded = self._serving.load(quantize=self._quantize)
         training, turns = self._config.rl_training, self._serving.turns
         self._trainer = build_trainer(
-            self._loaded, training, ranks=self._ranks, between_blocks=turns.after_evaluation
+            self._loaded,
+            training,
+            ranks=self._ranks,
+            between_blocks=turns.after_evaluation,
+            kv_bits=self._config.server.kv_bits,
         )
         while (task := self._ranks.next_task(self._stop, self._check)) is not None:
             if isinstance(task, Publish):

@@ -32,7 +32,7 @@ class AdapterLoader:
     def __init__(
         self,
         weights: SharedWeights,
-        shapes: Mapping[str, tuple[int, int]],
+        shapes: Mapping[str, tuple[int, ...]],
         names: ServedModels,
         roots: Sequence[Path],
         most: int,

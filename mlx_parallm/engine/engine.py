@@ -75,6 +75,7 @@ class EngineOptions:
     kv_bits: int | None = None
     # (layers, experts a token, experts): those of each sampled token are recorded
     experts: tuple[int, int, int] | None = None
+    prompt_experts: bool = False  # and those of each prompt's token that is computed
 
 
 class Engine:
@@ -147,6 +148,7 @@ class Engine:
             prefill_chunk=options.prefill_chunk,
             processed_alternatives=options.processed_alternatives,
             experts=options.experts,
+            prompt_experts=options.prompt_experts,
             images=images,
         )
         self._tokenizer = tokenizer

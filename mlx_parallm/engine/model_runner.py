@@ -73,6 +73,7 @@ class ModelRunner:
         processed_alternatives: see SamplingBatch.
         experts: (layers, experts a token, experts) of a model whose choice of experts is recorded,
             and which `models.experts.routing.prepare_routing` has prepared.
+        prompt_experts: those of the prompts' tokens are recorded too.
         images: what stands in prompts beside text; None: nothing does.
     """
 
@@ -86,9 +87,11 @@ class ModelRunner:
         prefill_chunk: int,
         processed_alternatives: bool,
         experts: tuple[int, int, int] | None = None,
+        prompt_experts: bool = False,
         images: ImageFeatures | None = None,
     ) -> None:
         self._experts = experts
+        self._records_prompts = prompt_experts and experts is not None
         self._images = images
         self._features: Mapping[int, mx.array] = {}  # of the last plan's prompts
         self._processed_alternatives = processed_alternatives
@@ -318,17 +321,35 @@ class ModelRunner:
             )
             for row in prefill.rows:
                 row.prefix = ()
+        routes: list[mx.array] = []
         if chunk.stop > chunk.start:
             pieces = [row.tokens[chunk.start : chunk.stop] for row in prefill.rows]
             self._lora.activate([row.owner.adapter for row in prefill.rows])
             owners = [row.owner for row in prefill.rows]
-            self._run(pieces, chunk.stop - chunk.start, prefill.caches, owners, chunk.start)
-        kept = [] if chunk.save is None else self._keep(prefill.caches, chunk.save)
+            routing = ForwardRouting() if self._records_prompts else None
+            with routed(routing):
+                self._run(pieces, chunk.stop - chunk.start, prefill.caches, owners, chunk.start)
+            routes = [] if routing is None else self._note_routes(chunk, routing)
+        kept = routes + ([] if chunk.save is None else self._keep(prefill.caches, chunk.save))
         if chunk.prompts:
             self._cache.write_prefixes(prefill.caches, chunk.prompts, chunk.first_row)
             prefill.caches = []
+            for row in prefill.rows:
+                for sequence in row.sequences:
+                    sequence.prompt_routes = tuple(row.routes)
             return kept  # the decode step reads the rows
         return kept + arrays_of(prefill.caches)
+
+    def _note_routes(self, chunk: PrefillChunk, routing: ForwardRouting) -> list[mx.array]:
+        """Give each row of a prefill the experts of its tokens; returns them to be evaluated."""
+        assert self._experts is not None
+        kind = mx.uint16 if self._experts[2] > NARROW_IDS else mx.uint8
+        by_token = routing.by_token().astype(kind)
+        by_row = by_token.reshape(len(chunk.prefill.rows), -1, *by_token.shape[1:])
+        arrays = [mx.contiguous(by_row[index]) for index in range(len(by_row))]
+        for row, array in zip(chunk.prefill.rows, arrays, strict=True):
+            row.routes.append((chunk.start, array))
+        return arrays
 
     def _run(
         self,

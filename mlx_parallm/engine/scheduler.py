@@ -76,6 +76,7 @@ class PrefillRow:
     reused: int
     sequences: list[Sequence]
     chunks: tuple[PrefixChunk, ...] = ()
+    routes: list[tuple[int, Any]] = field(default_factory=list)  # as `Sequence.prompt_routes`
 
     @property
     def tokens(self) -> tuple[int, ...]:

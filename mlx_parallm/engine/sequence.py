@@ -83,6 +83,9 @@ class Sequence:
     # (layers, experts a token, experts) where they are recorded, and the ids so far
     routing: tuple[int, int, int] | None = None
     experts: bytearray = field(default_factory=bytearray)
+    # where they are recorded: (place, the experts [n, layers, k] of the prompt's tokens from there
+    # on), in order; padding may follow the prompt
+    prompt_routes: tuple[tuple[int, Any], ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -139,7 +142,24 @@ class Sequence:
             else self.pinned_version,
             cached_tokens=self.cached_prompt_tokens,
             routed_experts=self.experts_since(0),
+            prompt_experts=self._prompt_experts(),
         )
+
+    def _prompt_experts(self) -> RoutedExperts | None:
+        """The experts of the prompt's tokens before its last one, from the first recorded place on
+        to the end; None: none were recorded."""
+        if not self.prompt_routes or self.routing is None:
+            return None
+        layers, each, number = self.routing
+        parts = [
+            bytes(array)[: self._bytes_until_the_end(place)] for place, array in self.prompt_routes
+        ]
+        return RoutedExperts(layers, each, b"".join(parts), number > NARROW_IDS)
+
+    def _bytes_until_the_end(self, place: int) -> int:
+        assert self.routing is not None
+        layers, each, number = self.routing
+        return max(0, len(self.prompt) - 1 - place) * layers * each * (1 + (number > NARROW_IDS))
 
     def experts_since(self, start: int) -> RoutedExperts | None:
         """The experts of the sampled tokens from `start` on; None: none were recorded."""

@@ -15,7 +15,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
-from mlx_parallm.models.experts.routing import prepare_routing, routing_shape
+from mlx_parallm.models.experts.routing import prepare_routing, routing_shape, why_not_routed
 from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_serving
@@ -33,11 +33,11 @@ from mlx_parallm.weights import SharedWeights
 
 @dataclass(frozen=True)
 class StartedEngine:
-    """`names`: under which it answers; `shapes`: (in, out) of every linear layer, by path."""
+    """`names`: under which it answers; `shapes`: `linear_shapes` of the model."""
 
     thread: EngineThread
     names: ServedModels
-    shapes: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 def start_engine(
@@ -68,9 +68,20 @@ def start_engine(
     architecture.
     """
     options = engine_options(config, loaded, processes)
+    if config.server.enable_return_routed_experts:
+        prepare_routing(loaded.model)
+        if reason := why_not_routed(loaded.model):
+            raise ConfigError(
+                f"server.enable_return_routed_experts = true, but {reason}: leave it out"
+            )
+        record_experts = True
     if record_experts:
         prepare_routing(loaded.model)
-        options = replace(options, experts=routing_shape(loaded.model))
+        options = replace(
+            options,
+            experts=routing_shape(loaded.model),
+            prompt_experts=config.server.record_prompt_experts,
+        )
     if advice := wire_memory(
         sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     ):

@@ -3,8 +3,9 @@
     ShareGPT  conversations: [{"from": "human", "value": …}, …], with `system`, `tools`, `chosen`,
               `rejected`, `label`
     Alpaca    instruction, input, output, with `system` and `history`
+    NeMo Gym  responses_create_params: {input, instructions, tools, …} of the Responses API
 
-Both become `messages`, and `prompt` and `completion` around the last answer, so that prompts,
+They become `messages`, and `prompt` and `completion` around the last answer, so that prompts,
 preferences and SFT find their columns. The row keeps its own columns beside them. A row that has
 one of ours is left as it is, apart from messages in it that say `from` and `value`.
 """
@@ -16,7 +17,8 @@ from typing import Any
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF
 
-SHAREGPT, ALPACA = "ShareGPT", "Alpaca"
+SHAREGPT, ALPACA, NEMO_GYM = "ShareGPT", "Alpaca", "NeMo Gym"
+NEMO_GYM_COLUMN = "responses_create_params"
 CONVERSATION_COLUMNS = ("conversations", "conversation")
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 OWN_COLUMNS = (*MESSAGE_COLUMNS, "text")
@@ -28,6 +30,10 @@ def known_row(row: dict[str, Any], where: str) -> tuple[dict[str, Any], str | No
 
     Raises ConfigError, which begins with `where`: a turn of nobody that is known.
     """
+    if isinstance(row.get(NEMO_GYM_COLUMN), Mapping) and not any(
+        row.get(name) is not None for name in OWN_COLUMNS
+    ):
+        return row | _of_responses(row[NEMO_GYM_COLUMN], f"{where}: {NEMO_GYM_COLUMN}"), NEMO_GYM
     for column in CONVERSATION_COLUMNS:
         if isinstance(row.get(column), list | tuple) and row.get("messages") is None:
             return _of_conversation(row, column, where), SHAREGPT
@@ -53,6 +59,55 @@ def _of_conversation(row: dict[str, Any], column: str, where: str) -> dict[str, 
     if sides:
         return {**row, "prompt": messages, **sides}
     return row | _divided(messages)
+
+
+def _of_responses(params: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the columns of a request of the Responses API: `prompt`, and `tools` where it has
+    some. Sampling settings stay in the row's own column: the environment's are used.
+
+    Raises ConfigError: an item or a part that is no text and no call.
+    """
+    items = params.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list | tuple) or not items:
+        raise ConfigError(f"{where}: 'input' is neither a text nor a list of items")
+    messages = [
+        _of_item(item, f"{where}: input, item {number}") for number, item in enumerate(items)
+    ]
+    tools = [
+        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        if isinstance(tool, Mapping) and tool.get("type") == "function" and "name" in tool
+        else tool
+        for tool in params.get("tools") or ()
+    ]
+    columns: dict[str, Any] = {"prompt": _opened(messages, params.get("instructions"))}
+    return columns | ({"tools": tools} if tools else {})
+
+
+def _of_item(item: Any, where: str) -> dict[str, Any]:
+    kind = item.get("type", "message") if isinstance(item, Mapping) else None
+    if kind == "message":
+        role = "system" if item.get("role") == "developer" else item.get("role")
+        return {"role": role, "content": _text_of_parts(item.get("content"), where)}
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if kind == "function_call_output":
+        content = _text_of_parts(item.get("output"), where)
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+    raise ConfigError(f"{where}: {kind or item!r:.80} is no message, call or result of a call")
+
+
+def _text_of_parts(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{where}: content that is no text: {content!r:.120}")
+    return "".join(map(str, texts))
 
 
 def _of_instruction(row: Mapping[str, Any]) -> dict[str, Any]:

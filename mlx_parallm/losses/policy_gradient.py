@@ -5,9 +5,9 @@ Where the trainer has not scored the step's tokens itself, that is the sampler's
 `rollout_logprobs`, so that staleness, several updates a batch and the sampler's rounding are
 corrected by one number.
 
-Each loss is a function of `Terms`. Ratio level, aggregation, KL, entropy and sampler correction are
-options of all of them. A new loss is a function here, a line in `LOSSES`, and its settings in
-`config.algorithm.LOSS_SETTINGS`.
+Each loss is a function of `Terms` and of its own settings, keys of [rl_training]. Ratio level,
+aggregation, KL, entropy and sampler correction are options of all of them. A new loss is a function
+here, a line in `LOSSES`, and its settings in `config.algorithm.LOSS_SETTINGS`.
 """
 
 from collections.abc import Callable
@@ -28,32 +28,15 @@ KLEstimatorName = Literal["k1", "abs", "k2", "k3", "k3_ratio"]
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The keys of [rl_training] that policy losses read. `step.algorithms.loss_options` builds it.
+    """The token loss, and how `policy_loss` makes one number of it.
+    `step.algorithms.loss_options` builds it."""
 
-    Of the bounds and weights below `entropy_aggregation`, each loss reads its own; the others are
-    NaN.
-    """
-
-    loss: str  # in LOSSES
+    token_loss: "TokenLossFunction"
     ratio_level: RatioLevel
     aggregation: Aggregation
     kl_estimator: KLEstimatorName
     entropy_weight: float
     entropy_aggregation: Aggregation
-    clip_ratio: float
-    clip_ratio_high: float
-    dual_clip: float
-    ratio_delta: float
-    sapo_tau_positive: float
-    sapo_tau_negative: float
-    dppo_low: float
-    dppo_high: float
-    dppo_kl: float
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest ratio."""
-        return 1.0 - self.clip_ratio, 1.0 + self.clip_ratio_high
 
 
 @dataclass(frozen=True)
@@ -61,7 +44,7 @@ class Terms:
     """The arrays that a token loss reads: [B, T] float32, and finite where the mask is false."""
 
     inputs: LossInputs
-    options: LossOptions
+    ratio_level: RatioLevel = "token"
 
     @cached_property
     def logprobs(self) -> mx.array:
@@ -87,7 +70,7 @@ class Terms:
         Worked: ratios 2 and 0.5 of one sequence → "token" [2, 0.5]; "sequence" exp((ln 2 - ln 2) /
         2) = 1: [1, 1].
         """
-        level = self.options.ratio_level
+        level = self.ratio_level
         if level == "token":
             return token_ratio(self.logprobs, self.old_logprobs)
         log_ratio = self.logprobs - self.old_logprobs
@@ -110,7 +93,10 @@ class TokenLoss:
     penalty: mx.array | None = None
 
 
-def clip(terms: Terms) -> TokenLoss:
+TokenLossFunction = Callable[[Terms], TokenLoss]
+
+
+def clip(terms: Terms, *, clip_ratio: float, clip_ratio_high: float) -> TokenLoss:
     """PPO's clipped surrogate: -min(ratio · A, clip(ratio, 1 - clip_ratio, 1 + clip_ratio_high) ·
     A).
 
@@ -121,64 +107,67 @@ def clip(terms: Terms) -> TokenLoss:
     Worked, clip 0.2 / 0.28: ratio 1.5, A = 1 → -min(1.5, 1.28) = -1.28 (clipped); ratio 0.5, A = -1
     → -min(-0.5, -0.8) = 0.8 (clipped); ratio 2, A = -1 → -min(-2, -1.28) = 2 (not clipped).
     """
-    return TokenLoss(*_surrogate(terms))
+    return TokenLoss(*_surrogate(terms, *_bounds(clip_ratio, clip_ratio_high)))
 
 
-def dual_clip(terms: Terms) -> TokenLoss:
+def dual_clip(
+    terms: Terms, *, clip_ratio: float, clip_ratio_high: float, dual_clip: float
+) -> TokenLoss:
     """`clip`, and for A < 0 never more than -dual_clip · A: a bad token made far likelier no longer
     rules the step.
 
     Ye et al. 2019 (arXiv:1912.09729), verl's default with c = 3. Worked, clip 0.2 / 0.2, c = 3:
     ratio 5, A = -1 → min(3, 5) = 3 (clipped); ratio 2, A = -1 → 2 (not clipped).
     """
-    values, clipped = _surrogate(terms)
-    ceiling = -terms.options.dual_clip * terms.advantages
+    values, clipped = _surrogate(terms, *_bounds(clip_ratio, clip_ratio_high))
+    ceiling = -dual_clip * terms.advantages
     above = (terms.advantages < 0) & (values > ceiling)
     return TokenLoss(mx.where(above, ceiling, values), clipped | above)
 
 
-def two_sided(terms: Terms) -> TokenLoss:
+def two_sided(
+    terms: Terms, *, clip_ratio: float, clip_ratio_high: float, ratio_delta: float
+) -> TokenLoss:
     """-min(min(ratio, ratio_delta) · A, clip(ratio) · A): `clip` with a bound for A < 0 too.
 
     INTELLECT-2 (arXiv:2505.07291); TRL's `delta`. ratio_delta has to be above 1 + clip_ratio_high.
     Worked, clip 0.2 / 0.2, delta 4: ratio 5, A = -1 → -min(-4, -1.2) = 4 (clipped); ratio 2, A = -1
     → 2.
     """
-    ratio, advantages, delta = terms.ratio, terms.advantages, terms.options.ratio_delta
-    inside = mx.clip(ratio, *terms.options.bounds)
-    values = -mx.minimum(mx.minimum(ratio, delta) * advantages, inside * advantages)
-    clipped = _surrogate(terms)[1]
-    return TokenLoss(values, clipped | ((advantages < 0) & (ratio > delta)))
+    ratio, advantages = terms.ratio, terms.advantages
+    bounds = _bounds(clip_ratio, clip_ratio_high)
+    inside = mx.clip(ratio, *bounds)
+    values = -mx.minimum(mx.minimum(ratio, ratio_delta) * advantages, inside * advantages)
+    clipped = _surrogate(terms, *bounds)[1]
+    return TokenLoss(values, clipped | ((advantages < 0) & (ratio > ratio_delta)))
 
 
-def cispo(terms: Terms) -> TokenLoss:
+def cispo(terms: Terms, *, clip_ratio: float, clip_ratio_high: float) -> TokenLoss:
     """-sg(clip(ratio, 1 - clip_ratio, 1 + clip_ratio_high)) · A · logprobs: the weight is bounded,
     no token is dropped.
 
     MiniMax-M1 (arXiv:2506.13585), ScaleRL (arXiv:2510.13786). Worked, bounds [0, 5] as in TRL:
     ratio 8, logprob -0.5, A = 1 → -5 · -0.5 = 2.5 (bounded), gradient by logprobs -5.
     """
-    low, high = terms.options.bounds
+    low, high = _bounds(clip_ratio, clip_ratio_high)
     weight = mx.stop_gradient(mx.clip(terms.ratio, low, high))
     return TokenLoss(
         -weight * terms.advantages * terms.logprobs, (terms.ratio < low) | (terms.ratio > high)
     )
 
 
-def sapo(terms: Terms) -> TokenLoss:
+def sapo(terms: Terms, *, sapo_tau_positive: float, sapo_tau_negative: float) -> TokenLoss:
     """-(4 / τ) · sigmoid(τ · (ratio - 1)) · A with τ by the sign of A: a smooth gate in place of a
     clip.
 
     SAPO (arXiv:2511.20347). Its gradient is that of -ratio · A at ratio 1, and fades on both sides.
     Worked: ratio 1, A = 1, τ = 1 → -4 · 0.5 = -2; ratio 3 → -4 · 0.880797 = -3.523188.
     """
-    tau = mx.where(
-        terms.advantages > 0, terms.options.sapo_tau_positive, terms.options.sapo_tau_negative
-    )
+    tau = mx.where(terms.advantages > 0, sapo_tau_positive, sapo_tau_negative)
     return TokenLoss(-(4.0 / tau) * mx.sigmoid(tau * (terms.ratio - 1.0)) * terms.advantages)
 
 
-def dppo(terms: Terms) -> TokenLoss:
+def dppo(terms: Terms, *, dppo_low: float, dppo_high: float, dppo_kl: float) -> TokenLoss:
     """-ratio · A, dropped where the *probability* p has moved too far the way that A pushes it, and
     a pull back: + dppo_kl · (logprobs - old_logprobs)². Dropped: A > 0 and p - p_old > dppo_high; A
     <= 0 and p - p_old < -dppo_low.
@@ -186,13 +175,10 @@ def dppo(terms: Terms) -> TokenLoss:
     DPPO with total variation (arXiv:2602.04879), as prime-rl's default loss has it. Worked, 0.2 /
     0.2, dppo_kl 0: p 0.6, p_old 0.3, A = 1 → dropped: 0; p 0.4, p_old 0.3, A = 1 → -4/3.
     """
-    options = terms.options
     moved = mx.exp(terms.logprobs) - mx.exp(terms.old_logprobs)
-    dropped = mx.where(terms.advantages > 0, moved > options.dppo_high, moved < -options.dppo_low)
+    dropped = mx.where(terms.advantages > 0, moved > dppo_high, moved < -dppo_low)
     values = mx.where(dropped, 0.0, -terms.ratio * terms.advantages)
-    return TokenLoss(
-        values, dropped, options.dppo_kl * mx.square(terms.logprobs - terms.old_logprobs)
-    )
+    return TokenLoss(values, dropped, dppo_kl * mx.square(terms.logprobs - terms.old_logprobs))
 
 
 def reinforce(terms: Terms) -> TokenLoss:
@@ -213,22 +199,27 @@ def importance_sampling(terms: Terms) -> TokenLoss:
     return TokenLoss(-terms.ratio * terms.advantages)
 
 
-def _surrogate(terms: Terms) -> tuple[mx.array, mx.array]:
+def _bounds(clip_ratio: float, clip_ratio_high: float) -> tuple[float, float]:
+    """The lowest and the highest ratio."""
+    return 1.0 - clip_ratio, 1.0 + clip_ratio_high
+
+
+def _surrogate(terms: Terms, low: float, high: float) -> tuple[mx.array, mx.array]:
     """The clipped surrogate [B, T], and where its gradient ends."""
     ratio, advantages = terms.ratio, terms.advantages
-    low, high = terms.options.bounds
     values = -mx.minimum(ratio * advantages, mx.clip(ratio, low, high) * advantages)
     return values, ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
 
 
-LOSSES: dict[str, Callable[[Terms], TokenLoss]] = {
+LOSSES: dict[str, Callable[..., TokenLoss]] = {
     function.__name__: function
     for function in (clip, dual_clip, two_sided, cispo, sapo, dppo, reinforce, importance_sampling)
 }
+"""By name; each takes `Terms`, and its settings by keyword."""
 
 
 def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """aggregate(weights · LOSSES[loss] + kl_beta · KL(policy || reference)) - entropy_weight ·
+    """aggregate(weights · token_loss + kl_beta · KL(policy || reference)) - entropy_weight ·
     aggregate(entropy).
 
     `weights` (sampler correction) multiply the policy loss alone, as in TRL. The group enters
@@ -244,9 +235,9 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     `ref_logprobs` and `entropy` are given. Raises ValueError when the input of a weighted term is
     missing.
     """
-    terms = Terms(inputs, options)
+    terms = Terms(inputs, options.ratio_level)
     kl_in_loss = isinstance(inputs.kl_beta, mx.array) or inputs.kl_beta != 0
-    token = LOSSES[options.loss](terms)
+    token = options.token_loss(terms)
     values = (
         token.values
         if inputs.weights is None

@@ -13,14 +13,14 @@ open.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import nan
+from functools import partial
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.losses.kl import k3
-from mlx_parallm.losses.policy_gradient import LossOptions, policy_loss
+from mlx_parallm.losses.policy_gradient import LOSSES, LossOptions, policy_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
 
 Loss = Callable[[LossInputs], LossOutputs]
@@ -146,21 +146,12 @@ def clipped_ppo(
     """PPO of a small policy: the clipped surrogate with entropy bonus, and the clipped value
     loss, means over steps."""
     options = LossOptions(
-        loss="clip",
+        token_loss=partial(LOSSES["clip"], clip_ratio=clip_ratio, clip_ratio_high=clip_ratio),
         ratio_level="token",
         aggregation="token",
         kl_estimator="k3",
         entropy_weight=entropy_weight,
         entropy_aggregation="token",
-        clip_ratio=clip_ratio,
-        clip_ratio_high=clip_ratio,
-        dual_clip=nan,
-        ratio_delta=nan,
-        sapo_tau_positive=nan,
-        sapo_tau_negative=nan,
-        dppo_low=nan,
-        dppo_high=nan,
-        dppo_kl=nan,
     )
     return with_value_loss(
         lambda inputs: policy_loss(inputs, options), clip=value_clip, coefficient=value_coefficient

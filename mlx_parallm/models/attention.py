@@ -24,9 +24,12 @@ class RoutedKeys:
     """An object that a layer's cache returns in place of keys and values. Abstract: each cache has
     its subclass."""
 
-    def attend(self, queries: mx.array, scale: float) -> mx.array:
-        """Attention of queries [n, heads, 1, D] over all that each row holds → [n, heads, 1,
-        Dv]."""
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> mx.array:
+        """Attention of queries [n, heads, 1, D] over all that each row holds → [n, heads, 1, Dv].
+
+        `sinks` [heads]: a logit of each head that takes its part of the softmax and has no value
+        (gpt-oss). Raises NotImplementedError: this cache knows none.
+        """
         raise NotImplementedError
 
 
@@ -51,11 +54,12 @@ def attend_with_mask(
     scale: float,
     mask: mx.array | str | None,
     cache: Any = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """Attention over arrays, by whichever is faster: `cpu_attention` or mlx-lm's."""
-    if takes(queries, keys, values, mask):
+    if sinks is None and takes(queries, keys, values, mask):
         return attention(queries, keys, values, scale, mask)
-    return mlx_lm_attention(queries, keys, values, cache, scale, mask, None)
+    return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
 def _attention(
@@ -67,12 +71,12 @@ def _attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Raises NotImplementedError: a `RoutedKeys` with a mask or sinks; the check at load then
-    names the layer."""
+    """Raises NotImplementedError: a `RoutedKeys` with a mask, or with sinks that it does not know;
+    the check at load then names the layer."""
     if not isinstance(keys, RoutedKeys):
-        if sinks is None and isinstance(keys, mx.array):
-            return attend_with_mask(queries, keys, values, scale, mask, cache)
+        if isinstance(keys, mx.array):
+            return attend_with_mask(queries, keys, values, scale, mask, cache, sinks)
         return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
-    if mask is not None or sinks is not None or values is not keys:
-        raise NotImplementedError("its attention has a mask or sinks of its own")
-    return keys.attend(queries, scale)
+    if mask is not None or values is not keys:
+        raise NotImplementedError("its attention has a mask of its own")
+    return keys.attend(queries, scale, sinks)

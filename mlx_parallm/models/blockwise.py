@@ -92,7 +92,8 @@ class BlockwiseModel:
     `between_blocks` is called after each evaluation: the place to give the serving thread a turn.
     `longest_eval_ms`: of all evaluations since it was last set to 0. `experts_forced`: pairs of a
     token and a layer whose experts were repeated; `experts_differing`: those of them for which the
-    router would have chosen others.
+    router would have chosen others. `expert_load`: [layers, experts] tokens that gradients were
+    computed of, where it is set to an array (of zeros); the model's routing is prepared then.
     `fallback`: why the model is differentiated as one graph; `unshared`, `unpacked`, `unmerged`:
     why prompts are not shared, sequences not packed, and rows no tree; else "". Gradients are lists
     in the order of `slots.names`. Every array that leaves a method is evaluated.
@@ -110,6 +111,7 @@ class BlockwiseModel:
         self._between_blocks = between_blocks
         self.longest_eval_ms = 0.0
         self.experts_forced = self.experts_differing = 0
+        self.expert_load: np.ndarray | None = None
         self._blocks_per_eval = blocks_per_eval
         self._stack: LayerStack | None = None
         self.fallback = self.unshared = self.unpacked = self.unmerged = ""
@@ -175,9 +177,9 @@ class BlockwiseModel:
         float32 each."""
         with routed(self._routing(batch)):
             if self._stack is None:
-                with self._counting() as differing:
+                with self._counting() as counts:
                     results = self._plain_scores(batch)
-                    self._evaluate(*results, *differing)
+                    self._evaluate(*results, *counts)
                 return results
             rows = self._forward(batch, self._layout(batch), keep_last_group=False).rows
             return self._score_pieces(rows, batch, self._chunks(batch))
@@ -230,7 +232,7 @@ class BlockwiseModel:
         gradients: list[mx.array | None] = (
             list(sums) if sums is not None else [None] * len(self.slots)
         )
-        with routed(self._routing(batch)):
+        with routed(self._routing(batch, counts=self.expert_load is not None)):
             if self._stack is None:
                 loss, extras = self._whole(batch, objective, gradients)
             elif len(chunks := self._chunks(batch)) == 1 or (
@@ -249,13 +251,13 @@ class BlockwiseModel:
         self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None]
     ) -> Any:
         def loss(parameters: list[mx.array]) -> tuple[mx.array, list[mx.array], Any]:
-            with self.slots.bound(parameters), counted(current()) as differing:
+            with self.slots.bound(parameters), counted(current()) as counts:
                 value, extras = objective(*self._plain_scores(batch))
-                return value, differing, extras
+                return value, counts, extras
 
-        (value, differing, extras), new = mx.value_and_grad(loss)(self.slots.read())
-        self._add(gradients, range(len(self.slots)), new, value, *extras, *differing)
-        self._note(differing)
+        (value, counts, extras), new = mx.value_and_grad(loss)(self.slots.read())
+        self._add(gradients, range(len(self.slots)), new, value, *extras, *counts)
+        self._note(counts)
         return value, extras
 
     def _known_slopes(self, batch: TokenBatch) -> bool:
@@ -282,7 +284,7 @@ class BlockwiseModel:
         def loss(
             hidden: mx.array, before: list[mx.array], parameters: list[mx.array]
         ) -> tuple[mx.array, list[mx.array], Any]:
-            with self.slots.bound(parameters, slots), counted(current()) as differing:
+            with self.slots.bound(parameters, slots), counted(current()) as counts:
                 carried = passed.carried | _refilled(reads, passed.carried, before)
                 rows = self._rows_at(
                     self._run(last, hidden, layout, passed.calls, carried), layout.positions
@@ -291,7 +293,7 @@ class BlockwiseModel:
                     value, extras = objective(*self._scores(rows, batch, slice(None)))
                 else:
                     value, extras = objective(*scores_in_pieces(self._head, rows, batch, chunks))
-                return value, differing, extras
+                return value, counts, extras
 
         below = self._trainable_below(last)
         hidden = passed.starts.pop()
@@ -303,12 +305,12 @@ class BlockwiseModel:
         slopes = mx.value_and_grad(loss, argnums=(0, 1, 2) if below else 2)
         # What is compiled is never kept: a trace goes with its function, in the thread that dropped
         # it.
-        (value, differing, extras), results = (
-            self._fused(slopes, hidden.size) if fuse else slopes
-        )(*arguments)
+        (value, counts, extras), results = (self._fused(slopes, hidden.size) if fuse else slopes)(
+            *arguments
+        )
         cotangent, of_reads, new = results if below else (None, [], results)
-        self._add(gradients, slots, new, value, *extras, cotangent, *of_reads, *differing)
-        self._note(differing)
+        self._add(gradients, slots, new, value, *extras, cotangent, *of_reads, *counts)
+        self._note(counts)
         if below:
             self._pull_back(reads, passed, of_reads)
         self._backward_groups(layout, passed, cotangent, gradients)
@@ -479,12 +481,20 @@ class BlockwiseModel:
 
     # ------------------------------------------------------------------ parts
 
-    def _routing(self, batch: TokenBatch) -> ForwardRouting | None:
-        """Return the choice of experts that the batch asks for."""
-        if batch.experts is None:
+    def _routing(self, batch: TokenBatch, *, counts: bool = False) -> ForwardRouting | None:
+        """Return the choice of experts that the batch asks for. `counts`: their load is counted,
+        once a scored token, however many rows share it."""
+        if batch.experts is None and not counts:
             return None
         compact = None if self._stack is None else self._compact(batch)
         size = batch.inputs.size if compact is None else compact.tokens
+        counted = None
+        if counts:
+            places = batch.positions if compact is None else mx.array(np.unique(compact.positions))
+            counted = mx.zeros((size,), mx.int32)
+            counted[places] = 1
+        if batch.experts is None:
+            return ForwardRouting(None, counted)
         forced = mx.full((size, *batch.experts.shape[1:]), UNFORCED, mx.int32)
         if compact is None:
             forced[batch.positions] = batch.experts
@@ -492,23 +502,25 @@ class BlockwiseModel:
             # a token of several rows is computed once: the first row that knows its experts counts
             unknown = np.array(batch.experts[:, 0, 0]) == UNFORCED
             order = np.argsort(unknown, kind="stable")
-            places, firsts = np.unique(compact.positions[order], return_index=True)
-            forced[mx.array(places)] = batch.experts[mx.array(order[firsts])]
-        return ForwardRouting(forced)
+            at, firsts = np.unique(compact.positions[order], return_index=True)
+            forced[mx.array(at)] = batch.experts[mx.array(order[firsts])]
+        return ForwardRouting(forced, counted)
 
     @contextmanager
     def _counting(self) -> Iterator[list[mx.array]]:
-        """Add to `experts_forced` and `experts_differing` what the block computes; it evaluates
-        the counts."""
-        with counted(current()) as differing:
-            yield differing
-        self._note(differing)
+        """Add to `experts_forced`, `experts_differing` and `expert_load` what the block computes;
+        it evaluates the counts."""
+        with counted(current()) as counts:
+            yield counts
+        self._note(counts)
 
-    def _note(self, differing: list[mx.array]) -> None:
-        for counts in differing:
-            forced, other = cast("list[int]", counts.tolist())
+    def _note(self, counts: list[mx.array]) -> None:
+        for array in counts:
+            layer, forced, other, *load = cast("list[int]", array.tolist())
             self.experts_forced += forced
             self.experts_differing += other
+            if self.expert_load is not None:
+                self.expert_load[layer] += np.array(load)
 
     def _layout(self, batch: TokenBatch) -> Layout:
         compact = self._compact(batch)
@@ -557,15 +569,15 @@ class BlockwiseModel:
         hidden, calls, carried = self._embed(layout)
         self._evaluate(hidden, *arrays_in(calls), *arrays_in(list(carried.values())))
         passed = _Passed([hidden], calls, carried, hidden)
-        with self._counting() as differing:
+        with self._counting() as counts:
             for group in range(len(self._groups) - 1):
                 hidden = self._run(group, hidden, layout, calls, carried)
-                self._evaluate(hidden, *arrays_in(list(carried.values())), *differing)
+                self._evaluate(hidden, *arrays_in(list(carried.values())), *counts)
                 passed.starts.append(hidden)
             if not keep_last_group:
                 hidden = self._run(len(self._groups) - 1, hidden, layout, calls, dict(carried))
                 passed.rows = self._rows_at(hidden, layout.positions)
-                self._evaluate(passed.rows, *differing)
+                self._evaluate(passed.rows, *counts)
         return passed
 
     def _rows_at(self, hidden: mx.array, positions: mx.array) -> mx.array:

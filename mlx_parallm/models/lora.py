@@ -13,7 +13,7 @@ singular values (adapters/linear.py). Shapes are mlx-lm's: A [in, r], B [r, out]
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,20 @@ from mlx_parallm.models.adapters.adalora import (
     write_factors,
 )
 from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, PEFT_FILE, LoraPair, SvdFactors
-from mlx_parallm.models.adapters.linear import AdapterDropout, DoRALinear, LoRALinear, SVDLinear
+from mlx_parallm.models.adapters.linear import (
+    AdapterDropout,
+    DoRALinear,
+    LoRALinear,
+    LoRASwitchLinear,
+    SVDLinear,
+)
 from mlx_parallm.models.adapters.peft import is_peft, read_peft
-from mlx_parallm.models.adapters.served import LoraContext, ServedLinear
+from mlx_parallm.models.adapters.served import (
+    LoraContext,
+    ServedLinear,
+    ServedSwitchLinear,
+    serve_switches,
+)
 from mlx_parallm.models.adapters.settings import check_mlx_lm
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
@@ -44,6 +55,7 @@ ADAPTER_FILE = "adapters.safetensors"
 # the name that the specification prints; means ADAPTER_FILE beside it
 SPECIFICATION_FILE = "lora_weights.safetensors"
 MAX_RANK = 4096
+LINEAR = nn.Linear | nn.QuantizedLinear | SwitchLinear | QuantizedSwitchLinear
 # beside an adapter, as vLLM reads them
 NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
 NPZ_FILE = "adapters.npz"  # mlx-lm's arrays as its first versions kept them
@@ -70,27 +82,44 @@ LoRALinear has none."""
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear layer by path that can have an adapter, quantised ones too; in the trainer's
-    tree the base inside a LoRALinear counts."""
+    """Every linear layer by path that can have an adapter, quantised ones and stacked experts too;
+    in the trainer's tree the base inside a LoRALinear counts."""
     layers: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if path.endswith(WEIGHT_READ_DIRECTLY):
             continue
-        if isinstance(module, ServedLinear):
+        if isinstance(module, ServedLinear | ServedSwitchLinear):
             layers[path] = module.linear
-        elif isinstance(module, nn.Linear | nn.QuantizedLinear) and not path.endswith(".linear"):
+        elif isinstance(module, LINEAR) and not path.endswith(".linear"):
             layers[path] = module
         elif isinstance(module, LoRALinear):
             layers[path] = module.linear
     return layers
 
 
-def linear_shape(layer: nn.Module) -> tuple[int, int]:
-    """(in, out) of a linear or quantised linear layer."""
-    out_features, in_features = layer.weight.shape
-    if isinstance(layer, nn.QuantizedLinear):
+def linear_shape(layer: nn.Module) -> tuple[int, ...]:
+    """(in, out) of a linear or quantised linear layer, (experts, in, out) of stacked experts."""
+    *experts, out_features, in_features = layer.weight.shape
+    if isinstance(layer, nn.QuantizedLinear | QuantizedSwitchLinear):
         in_features = in_features * 32 // layer.bits
-    return in_features, out_features
+    return *experts, in_features, out_features
+
+
+def are_experts(layer: nn.Module) -> bool:
+    """Whether a linear layer is a stack of experts."""
+    return isinstance(layer, SwitchLinear | QuantizedSwitchLinear)
+
+
+def adapted_layer(
+    layer: nn.Module,
+    rank: int,
+    scale: float,
+    dropout: AdapterDropout | None = None,
+    kind: type[LoRALinear] = LoRALinear,
+) -> LoRALinear:
+    """Put a new adapter around a linear layer; `kind`: where it is no stack of experts."""
+    kind = LoRASwitchLinear if are_experts(layer) else kind
+    return kind(layer, linear_shape(layer), rank, scale, dropout)
 
 
 def inject_lora(
@@ -106,12 +135,12 @@ def inject_lora(
     matches nothing.
     """
     model.freeze()
-    paths = _in_range(model, _target_paths(model, config.target_modules), config.layers)
+    paths = _in_range(model, _target_paths(model, config), config.layers)
     layers = linear_layers(model)
 
     kind = DoRALinear if config.use_dora else SVDLinear if config.use_adalora else LoRALinear
     adapted = [
-        (path, kind(layers[path], linear_shape(layers[path]), config.rank, config.scale, dropout))
+        (path, adapted_layer(layers[path], config.rank, config.scale, dropout, kind))
         for path in paths
     ]
     model.update_modules(tree_unflatten(adapted))
@@ -203,24 +232,29 @@ def adapter_layers(model: nn.Module, *, factors: bool = False) -> dict[str, Lora
     return layers
 
 
-def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """(in, out) of every layer that an adapter may update, by path."""
+def linear_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """(in, out), or (experts, in, out), of every layer that an adapter may update, by path."""
     return {path: linear_shape(layer) for path, layer in linear_layers(model).items()}
 
 
 def check_adapter(
-    shapes: Mapping[str, tuple[int, int]], layers: Mapping[str, LoraPair], source: str
+    shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, LoraPair], source: str
 ) -> None:
     """Raises AdapterError naming the first layer that the model (`linear_shapes`) lacks or whose
     shape differs."""
     for path, pair in layers.items():
         if path not in shapes:
             raise AdapterError(f"{source}: the model has no linear layer {path!r}")
-        in_features, out_features = shapes[path]
+        *experts, in_features, out_features = shapes[path]
         rank = pair.a.shape[-1:]
-        if pair.a.shape != (in_features, *rank) or pair.b.shape != (*rank, out_features):
+        if pair.a.shape != (*experts, in_features, *rank) or pair.b.shape != (
+            *experts,
+            *rank,
+            out_features,
+        ):
+            many = f"{experts[0]} experts of " if experts else ""
             raise AdapterError(
-                f"{source}: {path} is [{in_features} → {out_features}], the adapter's A is"
+                f"{source}: {path} is {many}[{in_features} → {out_features}], the adapter's A is"
                 f" {pair.a.shape}"
                 f" and B is {pair.b.shape}"
             )
@@ -349,12 +383,17 @@ def save_adapter(
 
 
 def adapter_tensors(layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
-    """The arrays under mlx-lm's names."""
-    tensors = {f"{path}.lora_a": pair.a for path, pair in layers.items()}
-    tensors |= {f"{path}.lora_b": pair.b for path, pair in layers.items()}
+    """The arrays under mlx-lm's names, those of experts as it has them: A [experts, r, in], B
+    [experts, out, r]."""
+    tensors = {f"{path}.lora_a": _as_stored(pair.a) for path, pair in layers.items()}
+    tensors |= {f"{path}.lora_b": _as_stored(pair.b) for path, pair in layers.items()}
     return tensors | {
         f"{path}.m": pair.magnitude for path, pair in layers.items() if pair.magnitude is not None
     }
+
+
+def _as_stored(array: mx.array) -> mx.array:
+    return array if array.ndim == 2 else mx.contiguous(array.swapaxes(-1, -2))
 
 
 def adapter_config(
@@ -393,16 +432,38 @@ def prepare_for_serving(model: nn.Module) -> LoraContext:
     context per step."""
     layers = linear_layers(model)
     context = LoraContext()
-    model.update_modules(
-        tree_unflatten(
-            [(path, ServedLinear(layer, path, context)) for path, layer in layers.items()]
-        )
-    )
+    serve_switches(model, context)
+    served: list[tuple[str, nn.Module]] = [
+        (path, (ServedSwitchLinear if are_experts(layer) else ServedLinear)(layer, path, context))
+        for path, layer in layers.items()
+    ]
+    model.update_modules(tree_unflatten(served))
     return context
 
 
-def _target_paths(model: nn.Module, targets: tuple[str, ...] | str) -> list[str]:
-    layers = linear_layers(model)
+def _target_paths(model: nn.Module, config: LoraConfig) -> list[str]:
+    targets, every = config.target_modules, linear_layers(model)
+    layers = {
+        path: layer
+        for path, layer in every.items()
+        if config.routed_experts or not are_experts(layer)
+    }
+    paths = _targets(model, targets, layers, set(every) - set(layers))
+    if config.routed_experts and not any(are_experts(layers[path]) for path in paths):
+        raise AdapterError(
+            "lora.routed_experts = true, but the target modules are no stacked experts: leave it"
+            " out, or name those of a mixture of experts"
+        )
+    return paths
+
+
+def _targets(
+    model: nn.Module,
+    targets: tuple[str, ...] | str,
+    layers: Mapping[str, nn.Module],
+    experts: Collection[str],
+) -> list[str]:
+    """`experts`: paths of stacked experts that are not to be adapted."""
     if targets == "all-linear":
         in_blocks = sorted(path for path in layers if ".layers." in f".{path}") or _in_blocks(
             model, layers
@@ -416,14 +477,10 @@ def _target_paths(model: nn.Module, targets: tuple[str, ...] | str) -> list[str]
     for target in targets:
         if any(_matches(path, target) for path in layers):
             continue
-        if any(
-            _matches(p, target)
-            for p, m in model.named_modules()
-            if isinstance(m, SwitchLinear | QuantizedSwitchLinear)
-        ):
+        if any(_matches(path, target) for path in experts):
             raise AdapterError(
-                f"target module {target!r} is a mixture-of-experts layer: adapt attention"
-                " projections"
+                f"target module {target!r} is a stack of routed experts: set lora.routed_experts ="
+                " true to give each an adapter of its own, or adapt attention projections"
             )
         names = sorted({path.rsplit(".", 1)[-1] for path in layers})
         raise AdapterError(
@@ -503,13 +560,23 @@ def _from_mlx_lm(
         if missing := [leaf for leaf in wanted if leaf not in leaves]:
             raise AdapterError(f"{file}: {path} has {next(iter(leaves))} but no {missing[0]}")
         a, b = leaves["lora_a"], leaves["lora_b"]
-        if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or not a.size:
+        if a.ndim == b.ndim == 3 and kind == "lora":  # stacked experts
+            a, b = (mx.contiguous(array.swapaxes(-1, -2)) for array in (a, b))
+        if (
+            a.ndim not in (2, 3)
+            or a.ndim != b.ndim
+            or a.shape[:-2] != b.shape[:-2]
+            or a.shape[-1] != b.shape[-2]
+            or not a.size
+        ):
             raise AdapterError(
                 f"{file}: {path}: lora_a {a.shape} and lora_b {b.shape} are not [in, r] and [r,"
                 " out]"
             )
-        if rank is not None and rank != a.shape[1]:
-            raise AdapterError(f"{file}: {path} has rank {a.shape[1]}, {ADAPTER_CONFIG} has {rank}")
+        if rank is not None and rank != a.shape[-1]:
+            raise AdapterError(
+                f"{file}: {path} has rank {a.shape[-1]}, {ADAPTER_CONFIG} has {rank}"
+            )
         layers[path] = LoraPair(a, b, float(scale), leaves.get("m"))
     return layers
 

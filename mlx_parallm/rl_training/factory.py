@@ -37,6 +37,7 @@ def build_policy(
     initial_adapter: Mapping[str, LoraPair] | None = None,
     keeps_reference: bool = False,
     keeps_values: bool = False,
+    kv_bits: int | None = None,
 ) -> TrainedPolicy:
     """Make the trained tree: a module tree of its own, which shares the arrays of `loaded`.
 
@@ -44,6 +45,7 @@ def build_policy(
         initial_adapter: the arrays that the adapter starts from; default: a new adapter.
         keeps_reference: keep a reference policy even where `algorithm` needs none.
         keeps_values: the same of a value head.
+        kv_bits: of the engine that samples (server.kv_bits).
     """
     return TrainedPolicy(
         copy.deepcopy(loaded.model),
@@ -54,6 +56,7 @@ def build_policy(
         initial_adapter=initial_adapter,
         needs_reference=keeps_reference or algorithm.needs_reference,
         needs_values=keeps_values or algorithm.has_values,
+        kv_bits=kv_bits,
     )
 
 
@@ -65,16 +68,19 @@ def build_trainer(
     initial_adapter: Mapping[str, LoraPair] | None = None,
     between_blocks: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
+    kv_bits: int | None = None,
 ) -> Trainer:
     """Make the policy, its optimizer and the trainer that updates it.
 
     Args:
         algorithm: default: the configured one.
-        initial_adapter: as in `build_policy`.
+        initial_adapter, kv_bits: as in `build_policy`.
         between_blocks, ranks: as in `Trainer`.
     """
     algorithm = algorithm or make_algorithm(training)
-    policy = build_policy(loaded, training, algorithm, initial_adapter=initial_adapter)
+    policy = build_policy(
+        loaded, training, algorithm, initial_adapter=initial_adapter, kv_bits=kv_bits
+    )
     return Trainer(
         policy,
         training,

@@ -127,7 +127,9 @@ tokens that are the teacher's best; `teacher_reward_r`: `step.teaching.teacher_n
 mode = "loss".
 With router_replay (docs/router_replay.md): `experts_differing`: share of the pairs of a sampled
 token and a layer for which the trainer's router would have chosen other experts than the engine
-took; null where none was counted. `expert_load_max`, `experts_unused`: `models.experts.routing`.
+took; null where none was counted. Of a mixture of experts, over the tokens that the step trained
+on: `expert_tokens`, `expert_load_max`, `expert_load_entropy`, `experts_unused`:
+`models.experts.routing.expert_load`.
 `time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by
 the guard.
 `publish_kl`: `publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`:

@@ -58,8 +58,8 @@ class SourceContext:
     `players`: play groups of the in-process environments in other processes, beside this one.
     `current_step`, `policy_version`: asked from any thread at any time. `on_reward`: sources that
     want to know that a reward came by id add a function here. `on_times`: takes the times of a
-    group (`monitor.spans`), on any thread. `images`: reads images for the model; None: it sees
-    none.
+    group (`monitor.spans`), on any thread. `experts`: (layers, experts a token, experts) that the
+    trainer repeats, once there is one. `images`: reads images for the model; None: it sees none.
     """
 
     config: Config
@@ -72,6 +72,7 @@ class SourceContext:
     on_reward: list[Callable[[], None]] = field(default_factory=list)
     on_times: Callable[[str, tuple[float, float]], None] | None = None
     players: Callable[[], Sequence[MakePlayer]] = tuple
+    experts: Callable[[], tuple[int, int, int] | None] = lambda: None
     images: ImageReader | None = None
 
 

@@ -41,7 +41,11 @@ from mlx_parallm.rl_training.evaluation.best_checkpoint import best_by
 from mlx_parallm.rl_training.evaluation.comparison import BEFORE, compare
 from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut, describe
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog
-from mlx_parallm.rl_training.evaluation.schedule import Evaluations, evaluation_sources
+from mlx_parallm.rl_training.evaluation.schedule import (
+    Evaluations,
+    FallGuard,
+    evaluation_sources,
+)
 from mlx_parallm.rl_training.events import (
     EvaluationFinished,
     Noted,
@@ -211,6 +215,8 @@ class TrainingRun:
         self.events = RunEvents()
         self._loop: TrainingLoop | None = None
         self.weights: SharedWeights | None = None
+        # (layers, experts a token, experts) that the trainer repeats
+        self._experts: tuple[int, int, int] | None = None
         self._disk: DiskUse | None = None
         self.data: DataSource | None = None
         self._heldout: HeldOut | None = None
@@ -344,6 +350,7 @@ class TrainingRun:
             policy_version=lambda: self.weights.version if self.weights else 0,
             on_times=self._spans.add,
             players=self._ranks.players,
+            experts=lambda: self._experts,
             images=self.serving.image_reader,
         )
         return Sources(kind(context) for kind in self._source_kinds)
@@ -364,8 +371,10 @@ class TrainingRun:
             initial_adapter=initial,
             between_blocks=self.serving.turns.after_evaluation,
             ranks=self._ranks,
+            kv_bits=self.config.server.kv_bits,
         )
         policy = trainer.policy
+        self._experts = policy.experts if policy.replays_experts else None
         policy.described = self._described()
         teachers = build_teachers(
             trainer,
@@ -510,6 +519,7 @@ class TrainingRun:
             EvaluationFinished,
             lambda event: parts.checkpointer and parts.checkpointer.point_at_best(),
         )
+        self._guard_falls(events)
         events.subscribe(RunFinished, lambda event: self._report(metrics, directory, event.outcome))
         lines = list(metrics.read())
         events.emit(RunStarted(self._run_info(directory, state), lines))
@@ -531,6 +541,8 @@ class TrainingRun:
         self._loop = TrainingLoop(
             parts, self.config.rl_training, control=control, events=events, state=state
         )
+        if state is None and self.config.evaluation.max_fall is not None:
+            self._loop.save_now()  # the weights at the start may turn out to be the best
         try:
             outcome = self._loop.run()
         finally:
@@ -542,6 +554,17 @@ class TrainingRun:
         events.emit(RunFinished(outcome))
         self._end_soon()
         self._ranks.check()
+
+    def _guard_falls(self, events: RunEvents) -> None:
+        """Let the weights go back to the best ones when an evaluation falls, where that is
+        asked for."""
+        if (most := self.config.evaluation.max_fall) is None:
+            return
+
+        def roll_back(version: int) -> None:
+            self._rollbacks.request(version=version)
+
+        FallGuard(self._evaluation_log, most, roll_back).subscribe(events)
 
     def _perform(self, started: StartedRun) -> None:
         """Do what was ordered of the run."""
@@ -756,7 +779,7 @@ def open_serving(
         main_adapter=main_adapter,
         trains_base=not policy.lora,
         adapter_roots=adapter_roots,
-        record_experts=policy.replayed_experts is not None,
+        record_experts=policy.replays_experts,
     )
     return weights
 

@@ -7,6 +7,7 @@ health line. Whether its log-probabilities fit this model is asked later:
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Literal
 
@@ -76,6 +77,46 @@ def check_group(
             f"policy version {newest} has not been served yet: the newest is {newest_version}"
         )
     _check_advantages(group)
+    _check_teachers_tokens(group, vocab_size)
+
+
+def with_fitting_experts(group: RolloutGroup, experts: tuple[int, int, int] | None) -> RolloutGroup:
+    """Return a group from outside, whose recorded experts the trainer can repeat.
+
+    Args:
+        experts: (layers, experts a token, experts) of the trained model; None: its trainer repeats
+            none, so the recorded ones are left out, and listed in `metadata["ignored_fields"]`.
+
+    Raises RolloutRejectedError: they are of another model.
+    """
+    segments = [segment for rollout in group.rollouts for segment in rollout.segments]
+    recorded = [s.routed_experts for s in segments if s.routed_experts is not None]
+    if experts is None:
+        if not recorded:
+            return group
+        ignored = [*group.metadata.get("ignored_fields", ()), "routed_experts"]
+        return replace(
+            group,
+            rollouts=tuple(_without_experts(rollout) for rollout in group.rollouts),
+            metadata={**group.metadata, "ignored_fields": ignored},
+        )
+    layers, each, count = experts
+    for one in recorded:
+        if (one.layers, one.each) != (layers, each):
+            raise RolloutRejectedError(
+                f"routed_experts of {one.layers} layers and {one.each} experts a token; the model"
+                f" has {layers} and {each}"
+            )
+        if len(one) and (highest := int(one.array().max())) >= count:
+            raise RolloutRejectedError(
+                f"routed_experts: expert {highest}, but a layer of the model has {count}"
+            )
+    return group
+
+
+def _without_experts(rollout: Rollout) -> Rollout:
+    earlier = tuple(_without_experts(segment) for segment in rollout.earlier)
+    return replace(rollout, routed_experts=None, earlier=earlier)
 
 
 def is_too_large(group: RolloutGroup) -> bool:
@@ -90,6 +131,19 @@ def is_too_large(group: RolloutGroup) -> bool:
     except RolloutRejectedError:
         return True
     return False
+
+
+def _check_teachers_tokens(group: RolloutGroup, vocab_size: int) -> None:
+    """The best tokens of a sender's teacher: each of the vocabulary, and once at a position."""
+    for number, row in enumerate(group.metadata.get("distill", {}).get("token_ids", ())):
+        for position, ids in enumerate(row):
+            where = f"sequence {number}: distill_token_ids[{position}]"
+            if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+                raise RolloutRejectedError(
+                    f"{where} has id {wrong[0]}, outside the vocabulary of {vocab_size}"
+                )
+            if len(set(ids)) < len(ids):
+                raise RolloutRejectedError(f"{where} names a token twice")
 
 
 def _check_lengths(rollout: Rollout, max_token_length: int) -> None:

@@ -207,11 +207,12 @@ class KeptCompletions:
 
 
 def _unscored(request: Request, choices: Iterable[Choice]) -> RolloutGroup:
-    rollouts = tuple(_rollout(request, parts) for parts in choices)
+    rollouts = tuple(rollout_of(request, parts) for parts in choices)
     return RolloutGroup(request.request_id, "", rollouts)
 
 
-def _rollout(request: Request, parts: Choice) -> Rollout:
+def rollout_of(request: Request, parts: Choice) -> Rollout:
+    """Return an answer as the engine sampled it: prompt and completion, without scores."""
     prompt = request.prompt_token_ids
     sampled = tuple(chain.from_iterable(part.token_ids for part in parts))
     processed: tuple[float, ...] | None = None

@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from mlx_parallm.errors import (
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.execution.prompt_images import image_refs
 from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.faces.inference.types import GenerateOptions
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.runs.eval import endpoint_model
@@ -111,11 +112,19 @@ class DistillSettings:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the teacher. `score` None: there is no reward, or it gave none."""
+    """One answer of the teacher. `score` None: there is no reward, or it gave none. `tool_calls`:
+    as a message has them; `malformed`: why one of them cannot be read."""
 
     text: str
     finish: str
     score: float | None = None
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    malformed: str = ""
+
+    @property
+    def content(self) -> tuple[str, str]:
+        """Text and calls: two answers that share them are one."""
+        return self.text, json.dumps(list(self.tool_calls), sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -219,10 +228,10 @@ def _read(settings: DistillSettings) -> tuple[tuple[DataRow, ...], RewardFunctio
         raise ConfigError("rows with images: a teacher is asked in texts alone")
     rows = split.train[: settings.limit]
     for number, row in enumerate(rows, 1):
-        if row.tools:
+        if settings.prompt_format == "text" and (row.tools or row.columns.get("tools")):
             raise ConfigError(
-                f"{settings.data}: row {number} has tools, which distill-data does not offer to the"
-                " teacher: remove the column"
+                f"{settings.data}: row {number} has tools, which a text has no place for: leave out"
+                " --prompt-format text"
             )
     if not settings.rewards:
         return rows, None
@@ -247,29 +256,56 @@ async def _answer(
 ) -> AnsweredPrompt:
     prompt = _prompt(settings, row)
     try:
-        result = await inference.agenerate(
-            [prompt],
-            settings.max_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            num_return_sequences=settings.n,
-            seed=(settings.seed + number * SEED_STEP) % SEEDS,
-        )
-        finishes = result.metadata["finish_reasons"]
-        ids: Sequence[Sequence[int]] = result.token_ids or [()] * len(result)
-        scores: list[float | None] = [None] * len(result)
+        answers, ids = await _sampled(settings, number, prompt, row, inference)
+        scores: list[float | None] = [None] * len(answers)
         if rewards is not None:
             trajectories = [
-                _trajectory(prompt, text, tokens, finish)
-                for text, tokens, finish in zip(result.texts, ids, finishes, strict=True)
+                _trajectory(prompt, answer, tokens)
+                for answer, tokens in zip(answers, ids, strict=True)
             ]
             scored = rewards.for_row(prompt, row.columns, TrainingProgress)(trajectories)
             groups = await scored if isinstance(scored, Awaitable) else scored
             scores = [None if UNSCORED in parts else parts["reward"] for parts in groups]
     except (RequestError, EndpointError, GenerationFailedError, RolloutRejectedError) as error:
         return AnsweredPrompt(number, error=" ".join(str(error).split())[:LONGEST_REASON])
-    answers = zip(result.texts, finishes, scores, strict=True)
-    return AnsweredPrompt(number, tuple(Answer(*answer) for answer in answers))
+    pairs = zip(answers, scores, strict=True)
+    return AnsweredPrompt(number, tuple(replace(answer, score=score) for answer, score in pairs))
+
+
+async def _sampled(
+    settings: DistillSettings, number: int, prompt: Any, row: DataRow, inference: InferenceModule
+) -> tuple[list[Answer], Sequence[Sequence[int]]]:
+    """The teacher's answers to a prompt, and their tokens where it returns them."""
+    options: GenerateOptions = {
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "num_return_sequences": settings.n,
+        "seed": (settings.seed + number * SEED_STEP) % SEEDS,
+    }
+    if not row.tools:
+        result = await inference.agenerate([prompt], settings.max_tokens, **options)
+        pairs = zip(result.texts, result.metadata["finish_reasons"], strict=True)
+        answers = [Answer(text, finish) for text, finish in pairs]
+        return answers, result.token_ids or [()] * len(answers)
+    replies = await inference.agenerate_with_tools(
+        [prompt], row.tools, settings.max_tokens, **options
+    )
+    answers = [
+        Answer(
+            reply.words,
+            reply.finish_reason,
+            tool_calls=tuple(
+                {
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": dict(call.arguments)},
+                }
+                for call in reply.calls
+            ),
+            malformed=reply.calls.malformed[0].reason if reply.calls.malformed else "",
+        )
+        for reply in replies
+    ]
+    return answers, [reply.token_ids or () for reply in replies]
 
 
 def _prompt(settings: DistillSettings, row: DataRow) -> Any:
@@ -284,7 +320,7 @@ def _prompt(settings: DistillSettings, row: DataRow) -> Any:
     return [{"role": "system", "content": settings.system_prompt}, *messages]
 
 
-def _trajectory(prompt: Any, text: str, tokens: Sequence[int], finish: str) -> Trajectory:
+def _trajectory(prompt: Any, answer: Answer, tokens: Sequence[int]) -> Trajectory:
     size = len(tokens)
     rollout = Rollout(
         tokens=tuple(tokens),
@@ -293,12 +329,11 @@ def _trajectory(prompt: Any, text: str, tokens: Sequence[int], finish: str) -> T
         policy_versions=(0,) * size,
         temperature=1.0,
         scores={},
-        stop_reason="length" if finish == "length" else "stop",
+        stop_reason="length" if answer.finish == "length" else "stop",
     )
     if isinstance(prompt, str):
-        return Trajectory(text, rollout, prompt=prompt)
-    messages = (*prompt, {"role": "assistant", "content": text})
-    return Trajectory(text, rollout, messages=messages)
+        return Trajectory(answer.text, rollout, prompt=prompt)
+    return Trajectory(answer.text, rollout, messages=(*prompt, _message(answer)))
 
 
 async def _all(
@@ -358,9 +393,11 @@ def _usable(
     for answer in answers:
         if answer.finish == "length":
             filtered[f"cut off at --max-tokens = {settings.max_tokens}"] += 1
-        elif not answer.text.strip():
+        elif answer.malformed:
+            filtered["a tool call that cannot be read"] += 1
+        elif not answer.text.strip() and not answer.tool_calls:
             filtered["empty"] += 1
-        elif answer.text in [other.text for other in usable]:
+        elif answer.content in [other.content for other in usable]:
             filtered["the same answer again"] += 1
         elif settings.rewards and answer.score is None:
             filtered["the reward gave no score"] += 1
@@ -421,8 +458,9 @@ def _dpo_row(
     return pair | _carried(settings, row) | rewards
 
 
-def _message(answer: Answer) -> dict[str, str]:
-    return {"role": "assistant", "content": answer.text}
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    return message | ({"tool_calls": list(answer.tool_calls)} if answer.tool_calls else {})
 
 
 OURS = (
@@ -443,7 +481,8 @@ def _carried(settings: DistillSettings, row: DataRow) -> dict[str, Any]:
     """Every other column of the prompt's row, and who answered."""
     taken = {*OURS, settings.prompt_column or "prompt"}
     columns = {n: v for n, v in row.columns.items() if n not in taken and v is not None}
-    return columns | {"teacher": settings.teacher}
+    tools = {"tools": list(row.tools)} if row.tools else {}
+    return columns | tools | {"teacher": settings.teacher}
 
 
 # ---------------------------------------------------------------------- the journal
@@ -477,7 +516,10 @@ class Journal:
             if lines:
                 self._check(lines[0])
             for line in lines[1:]:
-                answers = tuple(Answer(**answer) for answer in line["answers"])
+                answers = tuple(
+                    Answer(**answer | {"tool_calls": tuple(answer.get("tool_calls", ()))})
+                    for answer in line["answers"]
+                )
                 self.records[line["row"]] = AnsweredPrompt(line["row"], answers, line["error"])
             self._file = self._path.open("r+" if self.there else "w", encoding="utf-8")
             self._file.seek(len(whole.encode()))

@@ -218,20 +218,18 @@ class EndpointPolicy:
         sequences: list[SequenceRecorder],
     ) -> Completion:
         """The endpoint takes the calls out of the text, and returns no tokens of such an answer."""
-        [(text, calls)] = await self.backend.generate_with_tools(
-            [prompt], definitions, "auto", params
-        )
+        [answer] = await self.backend.generate_with_tools([prompt], definitions, "auto", params)
         sequences.append(SequenceRecorder(()))
         return CalledCompletion(
             index=0,
-            text=text,
+            text=answer.text,
             token_ids=(),
             logprobs=(),
             processed_logprobs=None,
             top_logprobs=None,
             policy_versions=(),
-            finish_reason="stop",
-            calls=calls,
+            finish_reason="length" if answer.finish_reason == "length" else "stop",
+            calls=answer.calls,
         )
 
 

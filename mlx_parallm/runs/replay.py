@@ -146,7 +146,9 @@ class _Player:
     ) -> None:
         self._config, training = config, config.rl_training
         initial = None if checkpoint else initial_adapter(config)
-        self._trainer = build_trainer(loaded, training, initial_adapter=initial)
+        self._trainer = build_trainer(
+            loaded, training, initial_adapter=initial, kv_bits=config.server.kv_bits
+        )
         build_teachers(self._trainer, training, config.model, loaded)
         self._policy = self._trainer.policy
         versions = VersionSteps()

@@ -8,13 +8,14 @@ ROUTERS lists the server's own route families. A part outside of the server brin
 of its own; key, limits, metrics and the OpenAPI document apply to it too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
+from prometheus_client.core import Metric
 
 import mlx_parallm
 from mlx_parallm.server.api import (
@@ -31,7 +32,7 @@ from mlx_parallm.server.api import (
     tokenize,
     training,
 )
-from mlx_parallm.server.auth import AuthMiddleware, PublicPaths
+from mlx_parallm.server.auth import AuthMiddleware, PublicPaths, UserKeys
 from mlx_parallm.server.context import ServerContext, ServerDeps
 from mlx_parallm.server.errors import (
     ERROR_CONTENT,
@@ -40,6 +41,7 @@ from mlx_parallm.server.errors import (
     TIMED_OUT,
     install_error_handlers,
 )
+from mlx_parallm.server.generation import AnswerObserver
 from mlx_parallm.server.messages import routes as messages
 from mlx_parallm.server.messages.errors import AnthropicErrors
 from mlx_parallm.server.middleware import (
@@ -67,6 +69,8 @@ ROUTERS = (
     score.router,
     training.router,
 )
+CHATS = (chat.router, responses.router, messages.router)
+"""Those that answer chats, in any API's words."""
 GENERATING = {"openai", "tokens"}  # tags of routes that take a place in the queue
 MEANINGS = {
     400: "The request is wrong; `param` names the field",
@@ -97,6 +101,10 @@ class AddedRouter:
             model. One that ends with a slash means everything below it.
         page: the path that a person opens in a browser; the run prints it.
         close: ends what is behind the routes, once no request runs.
+        observe: follows the answers of the server's own chats (`generation.AnswerObserver`), asked
+            for each request; None = it does not follow this one. Raises RequestError.
+        metrics: what /metrics shows beside the server's own, read at each scrape.
+        user_keys: keys that let in beside the server's, to `user_paths` alone.
     """
 
     router: APIRouter
@@ -105,6 +113,10 @@ class AddedRouter:
     public: tuple[str, ...] = ()
     page: str | None = None
     close: Callable[[], None] | None = None
+    observe: Callable[[Request], AnswerObserver | None] | None = None
+    metrics: Callable[[], Iterable[Metric]] | None = None
+    user_keys: Sequence[str] = ()
+    user_paths: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.basic_auth and not self.router.prefix:
@@ -131,8 +143,12 @@ def create_app(
     """
     app = FastAPI(title=title, version=mlx_parallm.__version__)
     app.state.context = ServerContext(deps)
+    follows = _observing(routers)
     for router in (*base, *(added.router for added in routers)):
-        app.include_router(router)
+        app.include_router(router, dependencies=follows if router in CHATS else None)
+    for added in routers:
+        if added.metrics is not None:
+            deps.state.metrics.watch(added.metrics)
     install_error_handlers(app)
     _install_openapi(app)
     # add_middleware puts each layer outside the ones before it.
@@ -149,6 +165,7 @@ def create_app(
         hosts=deps.config.allowed_hosts,
         basic_prefixes=basic_prefixes,
         public=public,
+        users=[UserKeys(added.user_keys, added.user_paths) for added in routers],
     )
     app.add_middleware(
         RequestContextMiddleware,
@@ -167,6 +184,21 @@ def create_app(
             expose_headers=("X-Request-ID", "Retry-After", UNENFORCED_HEADER),
         )
     return app
+
+
+def _observing(routers: Sequence[AddedRouter]) -> list[Any]:
+    """Return the dependency that lets a part follow chats. Raises ValueError: two parts would."""
+    observers = [added.observe for added in routers if added.observe is not None]
+    if len(observers) > 1:
+        raise ValueError("two parts would follow the server's chats: one answer has one observer")
+    if not observers:
+        return []
+    [observe] = observers
+
+    async def follow(request: Request) -> None:
+        request.state.observer = observe(request)
+
+    return [Depends(follow)]
 
 
 def _install_openapi(app: FastAPI) -> None:

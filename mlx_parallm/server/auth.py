@@ -21,6 +21,7 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -114,12 +115,28 @@ class PublicPaths:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class UserKeys:
+    """Keys of people who may use `paths` and nothing else. A path that ends with a slash means
+    everything below it."""
+
+    keys: Sequence[str]
+    paths: tuple[str, ...]
+
+    def of(self, path: str) -> list[bytes]:
+        """Return the keys that open this path."""
+        below = tuple(each for each in self.paths if each.endswith("/"))
+        opens = path in self.paths or (below and path.startswith(below))
+        return [key.encode() for key in self.keys] if opens else []
+
+
 class AuthMiddleware:
     """Answers 401 (key missing or wrong) or 403 (foreign Host or Origin, when there is no key).
 
     Without a key the pages of `origins` are let in beside this machine's, and requests to the names
     in `hosts`. The key comes as a Bearer token, in x-api-key or in api-key; below `basic_prefixes`
-    also as the password of Basic authentication. It guards everything but `public`.
+    also as the password of Basic authentication. It guards everything but `public`. `users`:
+    further keys, each for some paths.
     """
 
     def __init__(
@@ -130,8 +147,10 @@ class AuthMiddleware:
         basic_prefixes: Sequence[str],
         public: PublicPaths,
         hosts: Sequence[str] = (),
+        users: Sequence[UserKeys] = (),
     ) -> None:
         self._app = app
+        self._users = users
         self._origins = frozenset(origins)
         self._hosts = frozenset(host.lower() for host in hosts)
         self._basic_prefixes = basic_prefixes
@@ -167,20 +186,30 @@ class AuthMiddleware:
         path: str = scope["path"]
         if path == HEALTH:
             return True
+        if (bearer := bearer_key(scope)) is not None:
+            keys = [key, *(user for users in self._users for user in users.of(path))]
+            # all of them, whichever fits: the time says nothing
+            return sum(hmac.compare_digest(bearer, each) for each in keys) > 0
         credentials = _header(scope, b"authorization")
-        if not credentials:  # Anthropic's and Azure's headers
-            named = [*_header(scope, b"x-api-key"), *_header(scope, b"api-key")]
-            return len(named) == 1 and hmac.compare_digest(named[0].strip(), key)
         if len(credentials) != 1:
             return False
         scheme, _, value = credentials[0].partition(b" ")
-        if scheme.lower() == b"bearer":
-            return hmac.compare_digest(value.strip(), key)
         if scheme.lower() == b"basic" and any(
             f"{path}/".startswith(f"{prefix}/") for prefix in self._basic_prefixes
         ):
             return hmac.compare_digest(_basic_password(value.strip()), key)
         return False
+
+
+def bearer_key(scope: Scope) -> bytes | None:
+    """Return the key that a request brings as a Bearer token, in x-api-key or in api-key; None: it
+    brings none, or several."""
+    credentials = _header(scope, b"authorization")
+    if not credentials:  # Anthropic's and Azure's headers
+        named = [*_header(scope, b"x-api-key"), *_header(scope, b"api-key")]
+        return named[0].strip() if len(named) == 1 else None
+    scheme, _, value = credentials[0].partition(b" ")
+    return value.strip() if len(credentials) == 1 and scheme.lower() == b"bearer" else None
 
 
 def _basic_password(value: bytes) -> bytes:

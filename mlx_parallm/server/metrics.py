@@ -2,7 +2,7 @@
 asks for them, so generation pays nothing; HTTP times and publishes are observed as they happen.
 Each app has its own registry."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -135,6 +135,10 @@ class ServerMetrics:
         """Add the counts of a run's tool client; once."""
         self.registry.register(_ToolsCollector(counts))
 
+    def watch(self, metrics: Callable[[], Iterable[Metric]]) -> None:
+        """Add what a part outside of the server counts, read at each scrape."""
+        self.registry.register(_PartCollector(metrics))
+
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
@@ -187,6 +191,17 @@ class _EngineCollector(Collector):
                 for rank, rank_stats in ranks.items():
                     metric.add_metric([str(rank)], getattr(rank_stats, name))
                 yield metric
+
+
+class _PartCollector(Collector):
+    def __init__(self, metrics: Callable[[], Iterable[Metric]]) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> list[Metric]:
+        return []  # registering must not ask the part
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics()
 
 
 class _ToolsCollector(Collector):

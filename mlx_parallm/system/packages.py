@@ -21,6 +21,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "gymnasium": ("gymnasium",),
     "textarena": ("textarena",),
     "openenv": ("websockets",),
+    "task-folders": ("yaml",),
     "mcp": ("mcp", "mcp_types", "httpx2"),
     "datasets": ("datasets",),
     "traces": ("datasketch", "sklearn"),

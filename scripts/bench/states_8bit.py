@@ -32,7 +32,8 @@ from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 
 assert mlx_parallm.__version__
 
-KINDS = ("adamw", "adamw_8bit", "lion", "lion_8bit")
+KINDS = ("adamw", "adamw_8bit", "adamw_4bit", "lion", "lion_8bit")
+ADAMS = KINDS[:3]
 
 
 class Slots:
@@ -117,10 +118,10 @@ def updates() -> None:
 
 
 def runs(seeds: int) -> None:
-    print("| task | seed | adamw | adamw_8bit |\n|---|---|---|---|")
+    print("| task | seed | " + " | ".join(ADAMS) + " |\n|---|---|---|---|---|")
     for task in ("sft", "rewards"):
         for seed in range(seeds):
-            scores = [run(task, kind, seed) for kind in ("adamw", "adamw_8bit")]
+            scores = [run(task, kind, seed) for kind in ADAMS]
             print(f"| {task} | {seed} | " + " | ".join(f"{each:.4f}" for each in scores) + " |")
 
 

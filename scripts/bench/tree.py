@@ -23,11 +23,12 @@ from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import MiniBatch, collate
 from mlx_parallm.types import Rollout
-from scripts.bench.recurrent import SHARED, model_of
+from scripts.bench.recurrent import LARGER, SHARED, model_of
 
 INSTRUCTION, THOUGHT, ANSWER, OBSERVATION = 200, 60, 40, 40  # tokens
 EPISODES, TURNS = 16, 8
 PROMPT, COMPLETION = 400, 64  # of single-turn groups
+LARGER["gemma3_text"] = {"sliding_window": 128, "sliding_window_pattern": 2}
 
 
 def sequence(history: list[int], sampled: list[int]) -> TrainSequence:
@@ -114,7 +115,7 @@ def timed(function: Callable[[], object], rounds: int) -> tuple[float, float, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="qwen3")
+    parser.add_argument("--model", default="qwen3", help="gemma3_text has layers with windows")
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
@@ -144,7 +145,8 @@ def compare(
 ) -> None:
     parts = BlockwiseModel(model, blocks_per_eval=1)
     order, every = list(range(len(rows))), distinct(rows)
-    shared = partial(collate, rows, order, token_budget=budget, share_prompts=True, packing=True)
+    able = {"share_prompts": parts.shares_prompts, "packing": parts.packs_rows}
+    shared = partial(collate, rows, order, token_budget=budget, **able)
     batches = {"rows": shared(), "tree": shared(merging=parts.merges_rows)}
     gradients: dict[str, list[mx.array]] = {}
 

@@ -231,3 +231,53 @@ def test_rows_and_logs_know_the_same_speakers(
     expected = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     row, _ = known_row({"conversations": turns}, "row 0")
     assert row["messages"] == chat_messages(turns) == expected
+
+
+def test_rows_of_nemo_gym_are_prompts_with_tools() -> None:
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True}
+    row, layout = known_row(
+        {
+            "responses_create_params": {
+                "instructions": "Be short.",
+                "input": [
+                    {"role": "developer", "content": [{"type": "input_text", "text": "Rules."}]},
+                    {"role": "user", "content": "Where?"},
+                    {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "c", "output": "there"},
+                ],
+                "tools": [tool],
+                "temperature": 0.2,
+            },
+            "expected_answer": "there",
+        },
+        "row 0",
+    )
+    assert layout == "NeMo Gym"
+    assert row["prompt"][:2] == [
+        {"role": "system", "content": "Rules."},
+        {"role": "user", "content": "Where?"},
+    ]
+    assert row["prompt"][2]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
+    assert row["prompt"][3] == {"role": "tool", "tool_call_id": "c", "content": "there"}
+    [definition] = row["tools"]
+    assert definition["type"] == "function"
+    assert definition["function"] == {key: tool[key] for key in ("name", "parameters", "strict")}
+    assert row["expected_answer"] == "there"
+    plain, _ = known_row({"responses_create_params": {"input": "2+2?", "instructions": "x"}}, "")
+    assert plain["prompt"] == [
+        {"role": "system", "content": "x"},
+        {"role": "user", "content": "2+2?"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"input": []}, "'input' is neither"),
+        ({"input": [{"type": "reasoning"}]}, "item 0: 'reasoning' is no message"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "is no text"),
+    ],
+)
+def test_rows_of_nemo_gym_that_are_no_text(params: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        known_row({"responses_create_params": params}, "row 7")

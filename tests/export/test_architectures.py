@@ -113,14 +113,20 @@ def adapter(path: Path, model: Path, config: LoraConfig) -> Path:
 
 @needs_llama
 @pytest.mark.parametrize(
-    "config",
-    [LLAMA, pytest.param(MODELS["qwen3_moe"], marks=pytest.mark.slow)],
-    ids=["llama", "qwen3_moe"],
+    ("config", "experts"),
+    [
+        (LLAMA, False),
+        pytest.param(MODELS["qwen3_moe"], False, marks=pytest.mark.slow),
+        pytest.param(MODELS["qwen3_moe"], True, marks=pytest.mark.slow),
+    ],
+    ids=["llama", "qwen3_moe", "experts"],
 )
-def test_an_adapter_alone_is_the_merged_model(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_an_adapter_alone_is_the_merged_model(
+    tmp_path: Path, config: dict[str, Any], experts: bool
+) -> None:
     base = checkpoint(tmp_path / "base", config)
-    lora = adapter(tmp_path / "lora", base, lora_config(rank=4, alpha=10))
-    merge(str(base), lora, tmp_path / "merged")
+    lora = adapter(tmp_path / "lora", base, lora_config(rank=4, alpha=10, experts=experts))
+    merge(str(base), lora, tmp_path / "merged", layout="mlx" if experts else "safetensors")
     expected = logprobs(tmp_path / "merged")
     assert np.abs(expected - logprobs(base)).max() > 1.0
     write(base, tmp_path / "base.gguf")
@@ -148,6 +154,36 @@ def test_an_adapter_is_merged(tmp_path: Path, kind: str) -> None:
     assert np.abs(expected - logprobs(base)).max() > 1.0
     write(base, tmp_path / "model.gguf", adapter=lora)
     assert difference(tmp_path / "model.gguf", expected) <= EXACT
+
+
+def test_the_adapters_of_experts_are_in_the_files(tmp_path: Path) -> None:
+    """Merged by rows, and apart as llama.cpp multiplies them: A [experts, rank, in], B [experts,
+    out, rank]."""
+    import gguf
+
+    base = checkpoint(tmp_path / "base", MODELS["qwen3_moe"])
+    lora = adapter(tmp_path / "lora", base, lora_config(rank=4, alpha=10, experts=True))
+    source = ModelSource(str(base), lora)
+    pairs = open_model(source).layers
+    name = "model.layers.1.mlp.switch_mlp.down_proj"
+    weights = {tensor.name: list(tensor.rows()) for tensor in open_model(source).tensors()}
+    [plain] = [
+        np.concatenate(list(tensor.rows()))
+        for tensor in open_model(ModelSource(str(base))).tensors()
+        if tensor.name == f"{name}.weight"
+    ]
+    update = 2.5 * np.swapaxes(np.array(pairs[name].a @ pairs[name].b), 1, 2)
+    np.testing.assert_allclose(
+        np.concatenate(weights[f"{name}.weight"]), plain + update.reshape(plain.shape), atol=1e-5
+    )
+    assert np.abs(update).max() > 0.1
+    gguf_file.write_adapter(tmp_path / "lora.gguf", open_model(source))
+    stored = {
+        tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "lora.gguf").tensors
+    }
+    a, b = (stored[f"blk.1.ffn_down_exps.weight.lora_{part}"] for part in "ab")
+    np.testing.assert_array_equal(a, np.swapaxes(np.array(pairs[name].a), 1, 2))
+    np.testing.assert_allclose(b, np.swapaxes(np.array(pairs[name].b), 1, 2), rtol=1e-6)
 
 
 def test_ranks_and_scales_that_differ_share_one_alpha(tmp_path: Path) -> None:

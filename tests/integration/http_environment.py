@@ -6,7 +6,7 @@ import json
 import random
 import threading
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -23,6 +23,9 @@ needs_atropos = pytest.mark.skipif(
 class HttpEnvironment(threading.Thread):
     """What an environment derived from atroposlib's BaseEnv does on the wire, with server_type
     vllm."""
+
+    extra: ClassVar[dict[str, Any]] = {}
+    """Further fields of its requests to /generate."""
 
     def __init__(self, url: str, *, key: str | None = None, least: float | None = None) -> None:
         """`least`: the part of every batch that it wants."""
@@ -78,6 +81,7 @@ class HttpEnvironment(threading.Thread):
             "max_tokens": 12,
             "temperature": 1.0,
             "logprobs": 0,
+            **self.extra,
         }
         answer = self._generate.post("/generate", json=body).raise_for_status().json()
         data = self._scored(problem, ids, answer)

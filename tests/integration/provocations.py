@@ -30,12 +30,14 @@ from mlx_parallm.config.load import parse_config
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
+from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.threads import release_streams
 from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.runs.explain import explain
 from mlx_parallm.runs.run import open_run
 from mlx_parallm.system.log import configure_logging
+from scripts.bench.router_replay import upcycle
 from tests.integration.http_environment import HAS_ATROPOS, HttpEnvironment
 from tests.integration.processes import free_port
 
@@ -144,6 +146,9 @@ def taught(kind: str) -> dict[str, Any]:
     return {"weight": 0.01, "teachers": [{"name": "teacher", "kind": kind, **prompt}]}
 
 
+EXPERTS = "a mixture of experts"
+"""In the place of a base: the tiny model, its blocks made into experts."""
+GATES = {"target_modules": ["gate"]}
 HTTP = {"total_steps": 12}
 RECOMPUTE = {"atropos": BASE["rl_training"]["atropos"] | {"missing_logprobs": "recompute"}}
 # the sender does not wait for the trainer: its groups age where steps are slow
@@ -213,6 +218,11 @@ PROVOCATIONS: dict[str, Provocation] = {
     "teacher knows no more": Provocation(
         "teacher-no-better", training={"learning_rate": 1e-2, "distillation": taught("base")}
     ),
+    "router runs away": Provocation(
+        "experts-collapse",
+        training={"learning_rate": 0.1, "lora": BASE["rl_training"]["lora"] | GATES},
+        model={"base_path": EXPERTS},
+    ),
     "lock held": Provocation(
         "weights-not-published",
         training={"weight_updates": {"lock_timeout_ms": 1}},
@@ -230,7 +240,12 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
     port = free_port()
     data = copy.deepcopy(BASE)
     data["server"]["port"] = port
-    data |= {"model": provocation.model, "evaluation": provocation.evaluation}
+    if provocation.model.get("base_path") == EXPERTS:
+        upcycle(resolve_model_path("builtin:tiny"), directory / "experts")
+        data["model"] = {"base_path": str(directory / "experts")}
+    else:
+        data["model"] = provocation.model
+    data["evaluation"] = provocation.evaluation
     data["rl_training"] |= provocation.training
     data["rl_training"] |= {
         "checkpoint_dir": str(directory),

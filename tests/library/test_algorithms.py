@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig, training_keys
+from mlx_parallm.config.load import parse_config
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
@@ -34,6 +35,7 @@ from mlx_parallm.runs.explain import explain
 from mlx_parallm.runs.run import open_run
 from mlx_parallm.runs.show_checkpoint import describe
 from mlx_parallm.types import Trajectory
+from tests.tiny_models import EXPERTS, QWEN3, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ("Sort: dbca", "Reverse: hfkdo", "Sum: 1+2")
@@ -124,6 +126,23 @@ def test_an_iteration_trains_serves_and_tells(inference: InferenceModule) -> Non
     np.testing.assert_allclose(own, sampled, atol=1e-3)
     assert set(trajectory.rollout.policy_versions) == {inference.weights.version}  # type: ignore[union-attr]
     assert algorithm.train(1, progress_bar=True)[0].iteration == 3, "it goes on"
+
+
+def test_experts_of_a_mixture_are_recorded_and_repeated(tmp_path: Path) -> None:
+    """By an engine whose keys and values are rounded, so that "auto" repeats them."""
+    shape = QWEN3 | EXPERTS | {"model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 32}
+    save_checkpoint(tmp_path / "model", shape)
+    config = parse_config({"server": {"kv_bits": 8}})
+    with InferenceModule(str(tmp_path / "model"), config=config) as inference:
+        answers = inference.generate(["ab", "cd"], max_new_tokens=5)
+        assert answers.token_ids is not None
+        for ids, experts in zip(answers.token_ids, answers.metadata["routed_experts"], strict=True):
+            assert experts.shape == (len(ids), 2, 2)
+        algorithm = make(GRPOAlgorithm, inference, Length(), batch_size=8, group_size=4)
+        [line] = algorithm.train(num_iterations=1, progress_bar=False)
+        assert algorithm.backprop.policy.replays_experts
+        assert line.line["experts_differing"] is not None
+        assert 0 < line.line["expert_load_entropy"] <= 1
 
 
 def test_a_group_is_the_answers_to_one_prompt(inference: InferenceModule) -> None:

@@ -344,7 +344,7 @@ def test_ratio_levels_worked() -> None:
         ("sequence", [1.0, 1.0]),
         ("sequence_token", [1.0, 1.0]),
     ):
-        ratio = Terms(inputs, fixtures.options(ratio_level=level)).ratio
+        ratio = Terms(inputs, level).ratio
         assert ratio.tolist()[0][:2] == pytest.approx(wanted)
 
 

@@ -11,13 +11,15 @@ import pytest
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.deploy.merge_lora import merge
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.adapters.fake_quantized import Rounding
+from mlx_parallm.models.adapters.fake_quantized import Rounding, gguf_rounded
+from mlx_parallm.models.gguf.from_gguf import convert_gguf
 from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from mlx_parallm.models.quantize import quantize_layers
 from mlx_parallm.models.support import stored_dtype
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
+from tests.export.llama import write
 from tests.rl_training.making import make_config, make_trainer
 from tests.rl_training.tiny_models import make_model
 from tests.tiny_models import QWEN3, lora_config, save_checkpoint
@@ -112,18 +114,23 @@ def policy_of(directory: Path, **lora: Any) -> tuple[TrainedPolicy, Any]:
 
 
 @pytest.mark.parametrize(
-    ("targets", "changes"),
-    [("all-linear", {}), (["q_proj", "down_proj"], {}), ("all-linear", MIXTURE)],
+    ("lora", "changes"),
+    [
+        ({}, {}),
+        ({"target_modules": ["q_proj", "down_proj"]}, {}),
+        ({}, MIXTURE),
+        ({"routed_experts": True}, MIXTURE),
+    ],
     ids=str,
 )
 def test_the_trained_model_is_the_exported_one(
-    targets: Any, changes: dict[str, Any], tmp_path: Path
+    lora: dict[str, Any], changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Of a bfloat16 checkpoint, with layers that have no adapter, a tied embedding, and experts
     whose router mlx-lm rounds to 8 bits."""
     shape = QWEN3 | {"hidden_size": 128, "intermediate_size": 192} | changes
     save_checkpoint(tmp_path / "base", shape, dtype=mx.bfloat16)
-    policy, _ = policy_of(tmp_path / "base", qat_bits=4, target_modules=targets)
+    policy, _ = policy_of(tmp_path / "base", qat_bits=4, **lora)
     (tmp_path / "adapter").mkdir()
     policy.save(tmp_path / "adapter")
     report = merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "q4", bits=4)
@@ -132,9 +139,60 @@ def test_the_trained_model_is_the_exported_one(
     exported = load_model(ModelConfig(base_path=str(tmp_path / "q4"))).model
     tokens = mx.array([[3, 5, 7, 11, 13, 17]])
     trained = policy.model(tokens)
-    unrounded, _ = policy_of(tmp_path / "base", target_modules=targets)
+    unrounded, _ = policy_of(tmp_path / "base", **lora)
     assert mx.abs(trained - exported(tokens)).max().item() < 1e-4
     assert mx.abs(unrounded.model(tokens) - exported(tokens)).max().item() > 1e-2
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(4, "Q4_0"), (8, "Q8_0")])
+def test_llama_cpps_blocks_are_the_gguf_packages(bits: int, kind: str) -> None:
+    import gguf
+
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(64, 96)) * 10.0 ** rng.uniform(-3, 1, size=(64, 1))
+    weight = weight.astype(np.float32)
+    weight[0, :32] = 0.0
+    weight[1, :32] = np.linspace(-1, 1, 32)  # the largest size twice
+    packed = gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
+    kept = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind])
+    ours = np.array(gguf_rounded(mx.array(weight), bits))
+    # a tie of float32 may fall on the other side
+    assert (ours == kept).mean() > 0.999
+    assert np.abs(ours - kept).max() <= np.abs(weight).max() / (8 if bits == 4 else 127)
+
+
+@pytest.mark.parametrize(
+    ("bits", "changes", "lora"),
+    [
+        (4, {}, {}),
+        (8, {}, {"target_modules": ["q_proj", "down_proj"]}),
+        (4, MIXTURE, {"routed_experts": True}),
+    ],
+    ids=str,
+)
+def test_the_trained_model_is_the_file_of_llama_cpp(
+    bits: int, changes: dict[str, Any], lora: dict[str, Any], tmp_path: Path
+) -> None:
+    """Read back from the exported GGUF file, with a base in bfloat16."""
+    shape = QWEN3 | {"hidden_size": 128, "intermediate_size": 192} | changes
+    save_checkpoint(tmp_path / "base", shape, dtype=mx.bfloat16)
+    policy, _ = policy_of(tmp_path / "base", qat_bits=bits, qat_format="gguf", **lora)
+    (tmp_path / "adapter").mkdir()
+    policy.save(tmp_path / "adapter")
+    file = tmp_path / "model.gguf"
+    types = write(tmp_path / "base", file, f"q{bits}_0", adapter=tmp_path / "adapter")
+    assert types[f"Q{bits}_0"] > 8
+    convert_gguf(file, tmp_path / "read", dtype="float32")
+    read = load_model(ModelConfig(base_path=str(tmp_path / "read"))).model
+    tokens = mx.array([[3, 5, 7, 11, 13, 17]])
+    unrounded, _ = policy_of(tmp_path / "base", **lora)
+    assert mx.abs(policy.model(tokens) - read(tokens)).max().item() < 2e-3
+    assert mx.abs(unrounded.model(tokens) - read(tokens)).max().item() > 2e-2
+
+
+def test_a_format_without_bits_is_refused() -> None:
+    with pytest.raises(ValueError, match="qat_format is read with qat_bits only"):
+        make_config(lora={"qat_format": "gguf"})
 
 
 def test_blocks_have_the_whole_graphs_gradients_and_only_the_adapter_is_trained() -> None:

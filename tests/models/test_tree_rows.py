@@ -3,16 +3,19 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.layouts import tree_rows
 from mlx_parallm.models.layouts.layout import TokenBatch
-from mlx_parallm.models.layouts.tree_rows import merge_rows
+from mlx_parallm.models.layouts.tree_rows import TreeAttention, merge_rows
+from tests.models.recurrent.test_layout import model_of as recurrent_model
 from tests.models.test_layout import GPT2, SHARING, model_of, objective, plain
 from tests.rl_training.step.test_blockwise import with_4_bit_base, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model
@@ -127,17 +130,54 @@ def test_a_single_row_and_a_single_token() -> None:
         check(parts, replace(tokens, compact=merge_rows(rows, positions)))
 
 
+WINDOWS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {},  # windows of 4 tokens
+    "olmo3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt_oss": {  # with sinks
+        "sliding_window": 6,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_hidden_layers": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", WINDOWS)
+@pytest.mark.parametrize("block", [3, 128])
+def test_layers_with_windows(
+    architecture: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths are longer than windows, and branches leave them at any depth."""
+    monkeypatch.setattr(tree_rows, "BLOCK", block)
+    monkeypatch.setattr(tree_rows, "PATH_STEP", min(block, 128))
+    model = make_model(architecture, **WINDOWS[architecture])
+    for name, array in tree_flatten(model.parameters()):
+        if name.endswith("sinks"):
+            model.update(tree_unflatten([(name, mx.random.normal(array.shape))]))
+    check(BlockwiseModel(with_lora(model), blocks_per_eval=1), turns(count=4))
+
+
+def test_a_window_ends_where_it_should() -> None:
+    """A path of five tokens with a window of 3: the last one sees itself and two above it."""
+    attention = TreeAttention(np.full(5, 5, np.int32), np.arange(5, dtype=np.int32), 3)
+    places = mx.arange(5, dtype=mx.float32).reshape(5, 1, 1, 1)
+    queries = keys = mx.zeros((5, 1, 1, 1))
+    seen = attention.attend(queries, keys, places, 1.0, None).reshape(-1)
+    np.testing.assert_allclose(seen, [0, 0.5, 1, 2, 3], atol=1e-6)
+
+
 @pytest.mark.parametrize(
-    ("architecture", "extra", "reason"),
+    ("make", "reason"),
     [
-        ("gemma3_text", {}, "RotatingKVCache"),
-        ("gpt2", GPT2, "depends on the position"),
+        (lambda: recurrent_model("mamba2"), "ArraysCache"),
+        (lambda: make_model("gpt2", **GPT2), "depends on the position"),
     ],
 )
 def test_what_cannot_be_a_tree_says_why_and_goes_row_by_row(
-    architecture: str, extra: dict[str, object], reason: str
+    make: Callable[[], nn.Module], reason: str
 ) -> None:
-    parts = BlockwiseModel(with_lora(make_model(architecture, **extra)), blocks_per_eval=1)
+    parts = BlockwiseModel(with_lora(make()), blocks_per_eval=1)
     assert re.search(reason, parts.unmerged), parts.unmerged
     tokens = turns()
     np.testing.assert_array_equal(parts.score(tokens)[0], parts.score(plain(tokens))[0])

@@ -1,19 +1,24 @@
 """`builtin:reward_model`: the scores of a trained reward model, and what becomes of bad input."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.models.scoring.reward_model import TrainedRewardModel
+from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
+from mlx_parallm.models.scoring.reward_model import RewardScorer, TrainedRewardModel
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.rewards.reward_model import reward_model
 from mlx_parallm.types import Rollout, Trajectory
+from tests.conftest import TinyEngine
 from tests.models.test_reward_model import make_config, save
+from tests.scripted_http import scripted_http
+from tests.server.serving import running_server
 
 QUESTION = [{"role": "user", "content": "Sum: 1+2"}]
 
@@ -78,3 +83,71 @@ def test_a_wrong_path_is_refused_before_the_run_begins(model: Path) -> None:
     )
     with pytest.raises(ConfigError, match="nowhere is no reward model: there is no such directory"):
         RewardFunctions.from_config(config, columns=None)
+
+
+# ---------------------------------------------------------------------- a server's
+
+
+@pytest.fixture(scope="module")
+def url(model: Path, tiny_engine: TinyEngine, tiny_tokenizer: Tokenizer) -> Iterator[str]:
+    scorer = RewardScorer(model)
+    try:
+        with running_server(tiny_engine.client, tiny_tokenizer, scorer=scorer) as server:
+            yield server.url
+    finally:
+        scorer.close()
+
+
+def test_a_server_gives_the_same_scores(model: Path, url: str) -> None:
+    texts = ["3", "12 perhaps", "3"]
+    rows = [QUESTION] * 3, [answered(text) for text in texts]
+    here = asyncio.run(reward_model(path=str(model))(*rows))
+    for address in (url, f"{url}/v1/"):
+        part = reward_model(url=address)
+        assert asyncio.run(part(*rows)) == pytest.approx(here, abs=2e-6)
+        assert asyncio.run(part(*rows)) == pytest.approx(here, abs=2e-6), "in another loop"
+
+
+def test_one_answer_that_a_server_refuses_costs_no_other(url: str) -> None:
+    part, numbers = reward_model(url=url), dict[str, float]()
+    answers = [answered("3"), answered("1 " * 4000), answered("4")]
+    scores = asyncio.run(part([QUESTION] * 3, answers, log_metric=numbers.__setitem__))
+    assert [isinstance(score, float) for score in scores] == [True, False, True]
+    assert scores[1] == UNSCORED and numbers == {"reward_model/unscored": 1}
+    with pytest.raises(RolloutRejectedError, match="tokens, and this reward model reads"):
+        asyncio.run(part([QUESTION], answers[1:2]))
+    with pytest.raises(RolloutRejectedError, match="was trained on messages"):
+        asyncio.run(part(["Sum: 1+2 "], ["3"]))
+
+
+def test_a_server_that_is_away_or_has_no_reward_model_says_so(url: str) -> None:
+    rows = [QUESTION], [answered("3")]
+    with pytest.raises(EndpointError, match="cannot be reached"):
+        asyncio.run(reward_model(url="http://127.0.0.1:9", retries=0)(*rows))
+    with pytest.raises(EndpointError, match="other"):
+        asyncio.run(reward_model(url=url, model="other")(*rows))
+
+
+@pytest.mark.parametrize(
+    "data", [[], [{"index": 0, "score": "high"}], [{"index": 0, "score": 1e999}], None]
+)
+def test_an_answer_that_is_no_score_rejects_the_group(data: Any) -> None:
+    with scripted_http(lambda path, body: (200, {}, {"data": data})) as (address, _):
+        part = reward_model(url=address)
+        with pytest.raises(RolloutRejectedError, match="reward_model: "):
+            asyncio.run(part([QUESTION], [answered("3")]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "set path, a run here, or url"),
+        ({"path": "a", "url": "http://b"}, "one of them"),
+        ({"url": "b:80"}, "expected e.g. http://"),
+        ({"path": "a", "model": "m"}, "belong to a url"),
+        ({"url": "http://b", "api_key_file": "/nowhere/key"}, "api_key_file"),
+    ],
+)
+def test_options_that_contradict_each_other(options: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        reward_model(**options)

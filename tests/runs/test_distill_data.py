@@ -14,6 +14,8 @@ from mlx_parallm import cli
 from mlx_parallm.config.data import DataConfig
 from mlx_parallm.environments.rows import DataRow
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.tool_calls import parse_tool_calls
+from mlx_parallm.faces.inference.types import CalledAnswer
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.runs.distill_data import (
     Answer,
@@ -223,6 +225,89 @@ def test_what_cannot_be_is_one_line(tmp_path: Path, flags: tuple[str, ...], prob
     assert problem in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out.jsonl").exists()
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        },
+    },
+}
+
+
+def calling(path: str, body: Any) -> Reply:
+    """Of four answers a call, the same one, one without an object of arguments, and a text."""
+    if path.endswith("/models"):
+        return scripted(path, body)
+    assert body["tools"] == [TOOL]
+
+    def called(arguments: str) -> dict[str, Any]:
+        call = {"id": "1", "type": "function"}
+        function = {"name": "add", "arguments": arguments}
+        return {"content": None, "tool_calls": [call | {"function": function}]}
+
+    messages = [called('{"a": 1, "b": 2}'), called('{"b": 2, "a": 1}'), called("[1, 2]")]
+    messages.append({"content": "It is 3."})
+    choices = [
+        {"index": n, "finish_reason": "tool_calls" if n < 3 else "stop", "message": message}
+        for n, message in enumerate(messages)
+    ]
+    return 200, {}, {"choices": choices, "usage": {"completion_tokens": 3}}
+
+
+def with_tools(directory: Path, count: int = 1) -> None:
+    row = {"prompt": "Sum: 1+2", "answer": "3", "tools": [TOOL]}
+    (directory / "rows.jsonl").write_text((json.dumps(row) + "\n") * count)
+
+
+def test_rows_with_tools_are_asked_with_them_and_written_with_them(tmp_path: Path) -> None:
+    with_tools(tmp_path)
+    with scripted_http(calling) as (url, _):
+        result = call(cli.main, *command(tmp_path, url, "--n", "4"))
+    assert result.returncode == 0, result.stderr
+    shown = " ".join(result.stdout.split())
+    assert "a tool call that cannot be read" in shown and "the same answer again" in shown
+    first, second = lines_of(tmp_path / "out.jsonl")
+    assert first["tools"] == second["tools"] == [TOOL]
+    function = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    assert first["messages"][-1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+    assert second["messages"][-1] == {"role": "assistant", "content": "It is 3."}
+    config = DataConfig(path=str(tmp_path / "out.jsonl"), eval_fraction=0)
+    examples = read_examples(config, "sft")[0]
+    assert [example.tools for example in examples] == [(TOOL,), (TOOL,)]
+
+
+def test_calls_in_a_teachers_text_are_taken_out_of_it() -> None:
+    text = 'I add. ```json\n{"tool": "add", "arguments": {"a": 1}}\n``` Done.'
+    calls = parse_tool_calls(text, [TOOL])
+    assert [call.name for call in calls] == ["add"]
+    assert CalledAnswer(text, calls, "stop").words == "I add.  Done."
+
+
+def test_a_teacher_here_sees_the_tools(tmp_path: Path) -> None:
+    """Whatever it answers, its rows have them, and a cut-off answer is counted as one."""
+    with_tools(tmp_path, count=2)
+    result = call(cli.main, *command(tmp_path, "builtin:tiny", "--n", "4", "--temperature", "1"))
+    if result.returncode == 0:
+        assert all(row["tools"] == [TOOL] for row in lines_of(tmp_path / "out.jsonl"))
+    else:
+        assert "cut off at --max-tokens = 8" in result.stderr
+
+
+def test_tools_have_no_place_in_a_text(tmp_path: Path) -> None:
+    with_tools(tmp_path)
+    result = call(cli.main, *command(tmp_path, "builtin:tiny", "--prompt-format", "text"))
+    assert result.returncode == 2
+    assert "row 1 has tools, which a text has no place for" in result.stderr
 
 
 # ---------------------------------------------------------------------- the journal

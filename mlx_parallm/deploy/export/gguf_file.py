@@ -113,7 +113,7 @@ def write_adapter(path: Path, opened: OpenModel) -> int:
             f"{dora[0]} is DoRA, which llama.cpp has no adapters for: leave --adapter-only out"
         )
     first = next(iter(layers.values()))
-    alpha = float(first.scale * first.a.shape[1])
+    alpha = float(first.scale * first.a.shape[-1])
     writer = _writer(architecture, opened.source.name)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -123,8 +123,10 @@ def write_adapter(path: Path, opened: OpenModel) -> int:
             architecture, f"{mlx_path}.weight", arguments.num_hidden_layers
         )
         order = architectures.row_order(architecture, f"{mlx_path}.weight", arguments)
-        b = np.array(pair.b, np.float32).T * np.float32(pair.scale * pair.a.shape[1] / alpha)
-        writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(np.array(pair.a, np.float32).T))
+        # of stacked experts llama.cpp's are [experts, r, in] and [experts, out, r]
+        a, b = (np.array(array, np.float32).swapaxes(-1, -2) for array in (pair.a, pair.b))
+        b = b * np.float32(pair.scale * pair.a.shape[-1] / alpha)
+        writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(a))
         writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(b if order is None else b[order]))
     try:
         _write_all(writer, path)

@@ -181,8 +181,7 @@ class SourceTensor:
             whole = dense_weight(self.module)
         # a bias is a column: its numbers are rows
         width = self.shape[-1] if len(self.shape) > 1 else 1
-        if self.pair is None:
-            whole = whole.reshape(-1, width)
+        whole = whole.reshape(-1, width)
         mx.eval(whole)
         step = max(1, CHUNK_NUMBERS // width)
         places = np.arange(math.prod(self.shape) // width) if order is None else order

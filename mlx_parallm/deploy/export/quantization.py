@@ -1,8 +1,8 @@
 """The types of a file's tensors, and their bytes.
 
-f32, f16, bf16 and q8_0 are written by the `gguf` package. The K-quants are computed by llama.cpp
-itself: its function `ggml_quantize_chunk`, from whichever package of it can be imported. Which
-tensor of a mixture such as Q4_K_M has which type is llama.cpp's rule (src/llama-quant.cpp,
+f32, f16, bf16, q8_0 and q4_0 are written by the `gguf` package. The K-quants are computed by
+llama.cpp itself: its function `ggml_quantize_chunk`, from whichever package of it can be imported.
+Which tensor of a mixture such as Q4_K_M has which type is llama.cpp's rule (src/llama-quant.cpp,
 `llama_tensor_get_type_impl`), without an importance matrix.
 """
 
@@ -23,12 +23,13 @@ from mlx_parallm.errors import ModelError
 
 F16_MAX = float(np.finfo(np.float16).max)
 BLOCK = 32  # numbers; no quantised type has a smaller block
-PLAIN = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8_0": Type.Q8_0}
+PLAIN = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8_0": Type.Q8_0, "q4_0": Type.Q4_0}
 FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32,
     "f16": LlamaFileType.MOSTLY_F16,
     "bf16": LlamaFileType.MOSTLY_BF16,
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "q4_0": LlamaFileType.MOSTLY_Q4_0,
     "q6_k": LlamaFileType.MOSTLY_Q6_K,
     "q5_k_m": LlamaFileType.MOSTLY_Q5_K_M,
     "q5_k_s": LlamaFileType.MOSTLY_Q5_K_S,
@@ -187,7 +188,7 @@ def encode(
 def _bytes(piece: np.ndarray, kind: Type) -> np.ndarray:
     if kind == Type.F32:
         return np.ascontiguousarray(piece).view(np.uint8).reshape(-1)
-    if kind in (Type.F16, Type.BF16, Type.Q8_0):
+    if kind in (Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0):
         return np.ascontiguousarray(gguf.quants.quantize(piece, kind)).view(np.uint8).reshape(-1)
     quantize = _quantize_chunk()
     assert quantize is not None, "check_type comes first"

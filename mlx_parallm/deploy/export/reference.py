@@ -16,6 +16,7 @@ import numpy as np
 from mlx_parallm.deploy.export.gguf_file import is_tied, planned_tensors
 from mlx_parallm.deploy.export.model import ModelSource, OpenModel, open_model
 from mlx_parallm.deploy.export.quantization import encode
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.linear import merged_rows
 from mlx_parallm.models.gguf import architectures
 from mlx_parallm.models.loading import evaluate_module
@@ -52,9 +53,7 @@ def rounded_logprobs(
         weights.append(
             (
                 name,
-                rounded
-                if pair is None
-                else merged_rows(rounded, pair, mx.arange(rounded.shape[0])),
+                rounded if pair is None else _merged(rounded, pair),
             )
         )
     model.load_weights(weights, strict=True)
@@ -64,6 +63,12 @@ def rounded_logprobs(
         logits = model(mx.array([[*prompt, *answer[:-1]]]))[0, len(prompt) - 1 :]
         logprobs.append(log_softmax(np.array(logits.astype(mx.float32), np.float64)))
     return logprobs
+
+
+def _merged(weight: mx.array, pair: LoraPair) -> mx.array:
+    """By rows, as an export does it."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    return merged_rows(rows, pair, mx.arange(rows.shape[0])).reshape(weight.shape)
 
 
 def _rounded(opened: OpenModel, kind: str) -> Iterator[tuple[str, mx.array]]:

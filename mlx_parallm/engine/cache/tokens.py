@@ -106,7 +106,9 @@ class TokenLayer(RoutedKeys):
             pool.write_step(self._layer, rows)
         return self, self
 
-    def attend(self, queries: mx.array, scale: float) -> mx.array:
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> mx.array:
+        if sinks is not None:
+            raise NotImplementedError("its attention has sinks of its own")
         pools, first = self._cache.step_pools, self._cache.first_merged
         outputs = []
         for pool in pools:

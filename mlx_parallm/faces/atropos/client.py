@@ -45,7 +45,7 @@ from mlx_parallm.faces.atropos.api import (
     why_no_batch,
 )
 from mlx_parallm.faces.atropos.wire import from_scored_data
-from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
+from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group, with_fitting_experts
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.loop_thread import LoopThread
@@ -87,11 +87,13 @@ class AtroposPoller:
         images: ImageReader | None = None,
         stalled_after_s: float = STALLED_AFTER_S,
         status_every_s: float = STATUS_EVERY_S,
+        experts: Callable[[], tuple[int, int, int] | None] = lambda: None,
     ) -> None:
         self._client = client
         self._store = store
         self._registration = registration
         self._vocab_size = vocab_size
+        self._experts = experts  # as `AtroposSettings.experts`
         self._policy_version = policy_version
         self._temperature = temperature
         self._missing_logprobs = missing_logprobs
@@ -307,6 +309,7 @@ class AtroposPoller:
                 temperature=self._temperature,
                 images=self._images,
             )
+            group = with_fitting_experts(group, self._experts())
             check_group(
                 group,
                 vocab_size=self._vocab_size,

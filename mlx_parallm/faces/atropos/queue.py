@@ -23,7 +23,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from mlx_parallm.errors import RefusedError, RolloutRejectedError
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.faces.atropos.wire import ATROPOS_FIELDS, from_scored_data
-from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
+from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group, with_fitting_experts
 from mlx_parallm.rollout_store.store import RolloutStore, WaitingSource
 
 SOURCE = "atropos"
@@ -56,6 +56,8 @@ class AtroposSettings:
     missing_logprobs: MissingLogprobs
     # of the in-process environments that fill the same batches
     other_group_sizes: tuple[int, ...] = ()
+    # (layers, experts a token, experts) that the trainer repeats; None: it repeats none
+    experts: Callable[[], tuple[int, int, int] | None] = lambda: None
     images: ImageReader | None = None  # None: the policy sees none
 
 
@@ -250,6 +252,7 @@ class AtroposQueue:
                 temperature=self.settings.temperature,
                 images=self.settings.images,
             )
+            group = with_fitting_experts(group, self.settings.experts())
             check_group(
                 group,
                 vocab_size=self.settings.vocab_size,

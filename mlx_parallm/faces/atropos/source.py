@@ -42,6 +42,7 @@ class EmbeddedQueue(RolloutSource):
             temperature=training.temperature,
             missing_logprobs=atropos.missing_logprobs,
             other_group_sizes=tuple(source.config.group_size for source in context.environments),
+            experts=context.experts,
             images=context.images,
         )
         self._queue = AtroposQueue(
@@ -97,6 +98,7 @@ class ExternalAPI(RolloutSource):
             missing_logprobs=atropos.missing_logprobs,
             images=self._context.images,
             poll_interval_s=atropos.poll_interval_s,
+            experts=self._context.experts,
         )
         self._poller.start()
 

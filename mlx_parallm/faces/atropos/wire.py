@@ -11,8 +11,9 @@ was extended. Only the label counts: a token is trained on where its label says 
 A template that rewrites history makes one sequence a turn there; only the environment knows whether
 those belong together, and `episodes` says so.
 
-Five optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], `turn_rewards`
-[G][turns of the sequence], a part of the score (`Rollout.turn_rewards`), and `episodes` [G]:
+Seven optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], `turn_rewards`
+[G][turns of the sequence], a part of the score (`Rollout.turn_rewards`), `routed_experts` [G], each
+sequence's as /inference/v1/generate returns them (`server.protocol.routes`), and `episodes` [G]:
 sequences with the same number are the segments of one episode, oldest first, with that episode's
 score, which then counts once in the group (`Rollout.earlier`). `images` [G] has for each sequence
 null, an image (a data URL, or base64 alone, as atroposlib's environments send it), or a list of
@@ -39,7 +40,8 @@ from mlx_parallm.execution.chat_messages import is_image
 from mlx_parallm.execution.prompt_images import ImageReader, data_url_bytes
 from mlx_parallm.rollout_store.checks import LOGPROB_TOLERANCE
 from mlx_parallm.server.protocol.fields import ListOf
-from mlx_parallm.types import Rollout, RolloutGroup, sampled_runs
+from mlx_parallm.server.protocol.routes import read_npy
+from mlx_parallm.types import Rollout, RolloutGroup, RoutedExperts, sampled_runs
 
 GIVEN = -100  # the label of a token that is not trained on
 # what atroposlib's DummyManagedServer invents for servers without token ids
@@ -55,7 +57,7 @@ Numbers = ListOf[ListOf[float]]
 
 
 class ScoredData(BaseModel):
-    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, and five optional
+    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, and six optional
     fields of ours."""
 
     tokens: Integers
@@ -77,6 +79,7 @@ class ScoredData(BaseModel):
     policy_versions: Integers | None = None
     episodes: ListOf[int] | None = None
     turn_rewards: Numbers | None = None
+    routed_experts: ListOf[str | None] | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -103,6 +106,7 @@ class ScoredData(BaseModel):
         "policy_versions",
         "episodes",
         "turn_rewards",
+        "routed_experts",
         mode="before",
     )
     @classmethod
@@ -112,7 +116,14 @@ class ScoredData(BaseModel):
         return None if value == [] else value
 
 
-OUR_FIELDS = ("group_id", "environment", "policy_versions", "episodes", "turn_rewards")
+OUR_FIELDS = (
+    "group_id",
+    "environment",
+    "policy_versions",
+    "episodes",
+    "turn_rewards",
+    "routed_experts",
+)
 ATROPOS_FIELDS = tuple(name for name in ScoredData.model_fields if name not in OUR_FIELDS)
 
 
@@ -281,8 +292,19 @@ def _rollout(
         scores={"reward": wire.scores[number]},
         zero_advantage=bool(override.get("set_advantage_to_zero")),
         turn_rewards=turn_rewards,
+        routed_experts=_experts(wire, number, mask),
         images=images,
     )
+
+
+def _experts(wire: ScoredData, number: int, mask: list[int]) -> RoutedExperts | None:
+    text = None if wire.routed_experts is None else wire.routed_experts[number]
+    if text is None:
+        return None
+    try:
+        return read_npy(text, mask)
+    except ValueError as error:
+        raise RolloutRejectedError(f"sequence {number}: routed_experts: {error}") from error
 
 
 def _sampled_logprobs(number: int, values: list[float], mask: list[int]) -> tuple[float, ...]:
@@ -391,6 +413,7 @@ def _require_rows(wire: ScoredData, size: int) -> None:
         "images": wire.images,
         "episodes": wire.episodes,
         "turn_rewards": wire.turn_rewards,
+        "routed_experts": wire.routed_experts,
     }
     for name, rows in columns.items():
         if rows is not None and len(rows) != size:

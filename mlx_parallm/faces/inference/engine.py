@@ -18,13 +18,13 @@ from mlx_parallm.environments.row_images import with_stored_images
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import GenerationFailedError, RequestError, RolloutRejectedError
 from mlx_parallm.execution.tool_calls import (
-    ParsedCalls,
     own_format,
     parse_tool_calls,
     prompt_with_tools,
 )
 from mlx_parallm.faces.inference.types import (
     MAX_NEW_TOKENS,
+    CalledAnswer,
     Generation,
     Prompt,
     Response,
@@ -84,7 +84,7 @@ class EngineBackend:
         tools: Sequence[Mapping[str, Any]],
         formats: Any,
         params: Mapping[str, Any],
-    ) -> list[tuple[str, ParsedCalls]]:
+    ) -> list[CalledAnswer]:
         model_format = own_format(self._tokenizer)
         # raises on an unknown format before anything is sampled
         parse_tool_calls("", tools, formats, model_format=model_format)
@@ -94,10 +94,15 @@ class EngineBackend:
         encoded = [self._encode(*each) for each in with_tools]
         visible = {"skip_special_tokens": model_format is None}  # its markers may be special tokens
         answers = await self._sample(encoded, {**params, **visible})
-        texts = [answer.text for each in answers for answer in each]
         return [
-            (text, parse_tool_calls(text, tools, formats, model_format=model_format))
-            for text in texts
+            CalledAnswer(
+                answer.text,
+                parse_tool_calls(answer.text, tools, formats, model_format=model_format),
+                answer.finish_reason,
+                answer.token_ids,
+            )
+            for each in answers
+            for answer in each
         ]
 
     async def logprobs(

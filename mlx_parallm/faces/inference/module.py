@@ -45,6 +45,7 @@ from mlx_parallm.execution.tool_calls import (
 from mlx_parallm.faces.inference.engine import EngineBackend
 from mlx_parallm.faces.inference.openai import OpenAIBackend
 from mlx_parallm.faces.inference.types import (
+    CalledAnswer,
     GenerateOptions,
     Generation,
     GenerationResult,
@@ -54,6 +55,7 @@ from mlx_parallm.faces.inference.types import (
     explicit_params,
     is_messages,
 )
+from mlx_parallm.models.experts.routing import watched_experts
 from mlx_parallm.models.images.encoder import ImageParts
 from mlx_parallm.models.images.support import image_support, with_images
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model, load_tokenizer
@@ -91,6 +93,7 @@ class InferenceModule:
         loaded: the model of an engine of its own, for a trainer: a tree without the engine's
             wrappers that shares its arrays.
         weights: where that trainer publishes, its adapter under the name "policy".
+        kv_bits: of the engine's keys and values.
 
     Raises ConfigError, ModelError (AdapterError), EndpointError.
     """
@@ -98,6 +101,7 @@ class InferenceModule:
     source: Any = None
     loaded: LoadedModel | None = None
     weights: SharedWeights | None = None
+    kv_bits: int | None = None
 
     def __init__(
         self,
@@ -198,11 +202,16 @@ class InferenceModule:
             )
             self._new_tokenizer = lambda: Tokenizer(copy.deepcopy(wrapper))
         served = replace(self.loaded, model=copy.deepcopy(self.loaded.model))
+        self.kv_bits = config.server.kv_bits
         self.weights = SharedWeights(
             served.model, policy=POLICY, keep_versions=config.server.keep_versions
         )
         path = config.model.lora_path
         adapters = {} if path is None else {POLICY: load_adapter(path).layers}
+        # a trainer that is attached later may repeat them
+        recorded = config.rl_training.router_replay != "off" and watched_experts(
+            served.model, "off"
+        )
         started = start_engine(
             config,
             served,
@@ -210,6 +219,7 @@ class InferenceModule:
             self._new_tokenizer,
             adapters=adapters,
             main_adapter=POLICY if path else None,
+            record_experts=bool(recorded),
         )
         return started.thread
 
@@ -355,10 +365,26 @@ class InferenceModule:
             answers = [self._tool_turn(episode, prompts, tools, formats, settings)]
         else:
             params = explicit_params(settings)
-            answers = self._loop.run(
+            replies = self._loop.run(
                 self._backend.generate_with_tools(as_prompts(prompts), tools, formats, params)
             )
+            answers = [(reply.text, reply.calls) for reply in replies]
         return [text for text, _ in answers], [calls for _, calls in answers]
+
+    async def agenerate_with_tools(
+        self,
+        prompts: Sequence[Prompt] | Prompt,
+        tools: Sequence[ToolLike],
+        max_new_tokens: int | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[CalledAnswer]:
+        """Return the answers of a model that has tools, with how each ended. Outside of episodes.
+        Raises as `batch_generate_with_tools`."""
+        definitions = [tool_definition(tool) for tool in tools]
+        params = explicit_params({**options, "max_new_tokens": max_new_tokens})
+        return await self._loop.arun(
+            self._backend.generate_with_tools(as_prompts(prompts), definitions, "auto", params)
+        )
 
     def close(self) -> None:
         """End the module's threads, and its own engine; running requests raise

@@ -25,6 +25,7 @@ from mlx_parallm.execution.tool_calls import (
 )
 from mlx_parallm.faces.inference.types import (
     MAX_NEW_TOKENS,
+    CalledAnswer,
     Generation,
     Prompt,
     Response,
@@ -67,7 +68,7 @@ class OpenAIBackend:
         tools: Sequence[Mapping[str, Any]],
         formats: Any,
         params: Mapping[str, Any],
-    ) -> list[tuple[str, ParsedCalls]]:
+    ) -> list[CalledAnswer]:
         """Use the endpoint's own `tools`. It takes the calls out of the text, so they have an
         empty place at its end. Calls that it leaves in the text are parsed as usual."""
         parse_tool_calls("", tools, formats)
@@ -81,7 +82,11 @@ class OpenAIBackend:
             )
         replies = await _all(self._post("/chat/completions", body) for body in bodies)
         self.completion_tokens += sum(map(_completion_tokens, replies))
-        return [_called(choice, tools, formats) for reply in replies for choice in _choices(reply)]
+        return [
+            _called_answer(choice, tools, formats)
+            for reply in replies
+            for choice in _choices(reply)
+        ]
 
     async def logprobs(
         self, prompts: Sequence[Prompt], responses: Sequence[Response]
@@ -249,6 +254,15 @@ def _answer(choice: Mapping[str, Any], reply: Mapping[str, Any], *, logprobs: bo
         ),
         prompt_token_ids=None if prompt_token_ids is None else tuple(prompt_token_ids),
     )
+
+
+def _called_answer(
+    choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], formats: Any
+) -> CalledAnswer:
+    text, calls = _called(choice, tools, formats)
+    ids = choice.get("token_ids")
+    finish = str(choice.get("finish_reason"))
+    return CalledAnswer(text, calls, finish, None if ids is None else tuple(ids))
 
 
 def _called(

@@ -7,7 +7,8 @@ from typing import Any, TypedDict, TypeGuard, overload
 import numpy as np
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.types import Completion
+from mlx_parallm.execution.tool_calls import ParsedCalls
+from mlx_parallm.types import Completion, RoutedExperts
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int]
@@ -75,6 +76,7 @@ class Generation:
     policy_versions: tuple[int, ...] = ()
     prompt_token_ids: tuple[int, ...] | None = None
     cached: bool = False
+    routed_experts: RoutedExperts | None = None
 
     @classmethod
     def of(
@@ -87,7 +89,27 @@ class Generation:
             completion.finish_reason,
             completion.policy_versions,
             prompt_token_ids,
+            routed_experts=completion.routed_experts,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CalledAnswer:
+    """One answer of a model that has tools. `text`: an endpoint takes the calls out of it."""
+
+    text: str
+    calls: ParsedCalls
+    finish_reason: str
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def words(self) -> str:
+        """The text without the calls."""
+        text, end = "", 0
+        for call in sorted((*self.calls, *self.calls.malformed), key=lambda call: call.start_pos):
+            text += self.text[end : max(end, call.start_pos)]
+            end = max(end, call.end_pos)
+        return (text + self.text[end:]).strip()
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +124,8 @@ class GenerationResult(Sequence[str]):
     logits: with return_logits, for each answer [T, vocabulary] float32, from a second forward pass.
     metadata: lists with an entry for each answer: "finish_reasons" ("stop", "length"),
     "policy_versions" (one for each
-        token), "prompt_token_ids" (or None), "cached" (answered from the greedy cache).
+        token), "prompt_token_ids" (or None), "cached" (answered from the greedy cache); of a
+        mixture of experts "routed_experts" ([T, layers, k], or None).
     """
 
     texts: list[str]
@@ -116,17 +139,22 @@ class GenerationResult(Sequence[str]):
         cls, answers: Sequence[Generation], *, logprobs: bool, logits: list[np.ndarray] | None
     ) -> "GenerationResult":
         ids = [answer.token_ids for answer in answers if answer.token_ids is not None]
+        routed = [answer.routed_experts for answer in answers]
+        experts = [None if one is None else one.array() for one in routed]
+        metadata: dict[str, list[Any]] = {
+            "finish_reasons": [answer.finish_reason for answer in answers],
+            "policy_versions": [answer.policy_versions for answer in answers],
+            "prompt_token_ids": [answer.prompt_token_ids for answer in answers],
+            "cached": [answer.cached for answer in answers],
+        }
+        if any(routed):
+            metadata["routed_experts"] = experts
         return cls(
             [answer.text for answer in answers],
             ids if len(ids) == len(answers) else None,
             [np.array(answer.logprobs, np.float32) for answer in answers] if logprobs else None,
             logits,
-            {
-                "finish_reasons": [answer.finish_reason for answer in answers],
-                "policy_versions": [answer.policy_versions for answer in answers],
-                "prompt_token_ids": [answer.prompt_token_ids for answer in answers],
-                "cached": [answer.cached for answer in answers],
-            },
+            metadata,
         )
 
     def __len__(self) -> int:

@@ -11,7 +11,6 @@ against.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -195,6 +194,7 @@ class BackpropModule:
             initial_adapter=served.layers if served is not None else None,
             keeps_reference=True,
             keeps_values=self._value_head,
+            kv_bits=None if self.inference is None else self.inference.kv_bits,
         )
         if self._ref_model is not None and not _same(self._ref_model, self.source):
             other = self._ref_model
@@ -354,8 +354,8 @@ class BackpropModule:
         )
 
     def _policy_loss(self, played: Sequence[Played], advantages: Sequence[Any], loss: str) -> Loss:
-        options = loss_options(self._run_config("ppo", self.config, {}).rl_training)
-        term = partial(policy_loss, options=replace(options, loss=loss))
+        options = loss_options(self._run_config("ppo", self.config, {}).rl_training, loss)
+        term = partial(policy_loss, options=options)
         needs = frozenset(["reference"] if self.config.kl_coef else [])
         rollouts, rows = spread(played, advantages, "advantages")
         return Loss(self, rollouts, ((1.0, term),), rows, needs=needs)

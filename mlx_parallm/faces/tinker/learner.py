@@ -25,7 +25,7 @@ from mlx_parallm.losses.types import LossOutputs
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.blockwise import Scores
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.models.lora import linear_layers, linear_shape
+from mlx_parallm.models.lora import are_experts, linear_layers, linear_shape
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.rl_training.factory import build_trainer
@@ -151,7 +151,8 @@ class TinkerLearner:
         return model
 
     def _targets(self, choice: LoraChoice) -> tuple[str, ...]:
-        """Paths of the linear layers that get an adapter. Raises RequestError: none does."""
+        """Paths of the linear layers that get an adapter, without routed experts. Raises
+        RequestError: none does."""
 
         def wanted(path: str) -> bool:
             if ".layers." not in f".{path}":
@@ -159,7 +160,13 @@ class TinkerLearner:
             attention = any(name in part for part in path.split(".")[:-1] for name in ATTENTION)
             return choice.train_attn if attention else choice.train_mlp
 
-        targets = tuple(sorted(path for path in linear_layers(self.base.model) if wanted(path)))
+        targets = tuple(
+            sorted(
+                path
+                for path, layer in linear_layers(self.base.model).items()
+                if wanted(path) and not are_experts(layer)
+            )
+        )
         if not targets:
             raise RequestError(
                 "lora_config trains no layer of this model: set train_attn or train_mlp (its head"

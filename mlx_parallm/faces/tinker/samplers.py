@@ -32,7 +32,7 @@ class SamplerWeights:
     """Any thread that may wait.
 
     Args:
-        shapes: (in, out) of the model's linear layers by path.
+        shapes: `linear_shapes` of the model.
         uses: which adapters the engine's requests use, those of /v1 too.
         kept: sets of each run.
         total: sets of all runs.
@@ -41,7 +41,7 @@ class SamplerWeights:
     def __init__(
         self,
         weights: SharedWeights,
-        shapes: Mapping[str, tuple[int, int]],
+        shapes: Mapping[str, tuple[int, ...]],
         uses: AdapterUses,
         kept: int,
         total: int,

@@ -642,14 +642,16 @@ def _optimizer(name: str) -> str:
     """Pages are about where the states lie, so a paged optimizer is the plain one."""
     plain = name.removeprefix(PAGED)
     for kind in ("adamw", "lion", "adafactor", "muon"):
-        if plain.startswith(kind) and "4bit" not in plain:
-            if "8bit" not in plain:
+        if plain.startswith(kind):
+            if "8bit" not in plain and "4bit" not in plain:
                 return kind
-            if kind in ("adamw", "lion"):
+            if kind == "adamw" and "4bit" in plain:
+                return "adamw_4bit"
+            if kind in ("adamw", "lion") and "8bit" in plain:
                 return f"{kind}_8bit"
     raise ConfigError(
-        f'optim={name!r}: choose "adamw_torch", "adamw_8bit", "lion_32bit", "lion_8bit",'
-        ' "adafactor" or "muon"'
+        f'optim={name!r}: choose "adamw_torch", "adamw_8bit", "adamw_torch_4bit", "lion_32bit",'
+        ' "lion_8bit", "adafactor" or "muon"'
     )
 
 

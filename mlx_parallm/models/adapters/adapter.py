@@ -23,7 +23,8 @@ class SvdFactors:
 
 @dataclass(frozen=True)
 class LoraPair:
-    """One layer's update: a [in, r] and b [r, out], both float32, and its factor. With DoRA also
+    """One layer's update: a [in, r] and b [r, out], both float32, and its factor; of stacked
+    experts a [experts, in, r] and b [experts, r, out]. With DoRA also
     the magnitude m [out], and in serving `gain` = m / ‖W + scale · (AB)ᵀ‖ [out] over the base
     that it was loaded beside. With AdaLoRA, on disk and in the trainer, the factors of b."""
 

@@ -1,5 +1,5 @@
 """Quantisation-aware training of an adapter: the trainer computes with the weights that
-`mlx_parallm merge --q-bits` will write.
+`mlx_parallm merge --q-bits` or `mlx_parallm export --type q4_0` (q8_0) will write.
 
     rounded_layers          what an export quantises
     use_fake_quantization   gives the adapted layers of a trainer's tree a `Rounding`, and
@@ -13,47 +13,111 @@ gradients of A and B, and y = x W'ᵀ + (u - sg(u)) adds 0, where sg stops the g
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.adapters.linear import LoRALinear, dense_weight, merged_rows
+from mlx_parallm.models.adapters.linear import (
+    LoRALinear,
+    LoRASwitchLinear,
+    dense_weight,
+    merged_rows,
+)
 from mlx_parallm.models.cpu_kernels import use_unpacking
+from mlx_parallm.models.mlx_lm_api import SwitchLinear
 from mlx_parallm.models.quantize import quantizable
+
+GGUF, GGUF_BLOCK = "gguf", 32
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Last names of the linear layers that choose experts: float32 in a file of llama.cpp's."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a layer is exported: its dtype, and the arguments of `mx.quantize`; None: it is not
-    quantised."""
+    """How a layer is exported: its dtype, and the arguments of `mx.quantize`, or {"gguf": bits};
+    None: it is not quantised."""
 
     dtype: mx.Dtype
     settings: Mapping[str, Any] | None
 
     def weight(self, layer: LoRALinear) -> mx.array:
-        """W' [out, in] float32. Lazy."""
+        """W' [out, in], or [experts, out, in], float32. Lazy."""
         merged = merged_rows(dense_weight(layer.linear), layer.pair()).astype(self.dtype)
         if self.settings is None:
             return merged.astype(mx.float32)
+        if GGUF in self.settings:
+            return gguf_rounded(merged, self.settings[GGUF])
         packed, scales, *rest = mx.quantize(merged, **self.settings)
         if not rest:  # a mode without biases has scales that are no floating-point numbers
             return mx.dequantize(packed, scales, None, **self.settings).astype(mx.float32)
         wide, biases = scales.astype(mx.float32), rest[0].astype(mx.float32)
         return mx.dequantize(packed, wide, biases, **self.settings)
 
-    def __call__(self, layer: LoRALinear, x: mx.array) -> mx.array:
-        """x [..., in] → [..., out] in x's dtype, with the adapter's gradients."""
-        y = x @ mx.stop_gradient(self.weight(layer)).astype(x.dtype).T
-        if "bias" in layer.linear:
-            y = y + layer.linear.bias
-        update = layer.update_of(mx.stop_gradient(x)).astype(x.dtype)
+    def __call__(
+        self,
+        layer: LoRALinear,
+        x: mx.array,
+        indices: mx.array | None = None,
+        sorted_indices: bool = False,
+    ) -> mx.array:
+        """x [..., in] → [..., out] in x's dtype, with the adapter's gradients. `indices`: the
+        experts, as `LoRASwitchLinear` has them."""
+        weight = mx.stop_gradient(self.weight(layer)).astype(x.dtype).swapaxes(-1, -2)
+        bias = layer.linear.bias if "bias" in layer.linear else None
+        if indices is None:
+            y = x @ weight
+            update = layer.update_of(mx.stop_gradient(x))
+        else:
+            y = mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
+            bias = None if bias is None else bias[indices][..., None, :]
+            assert isinstance(layer, LoRASwitchLinear)
+            update = layer.update_of(mx.stop_gradient(x), indices, sorted_indices)
+        y = y if bias is None else y + bias
+        update = update.astype(x.dtype)
         return y + (update - mx.stop_gradient(update))
 
 
-def rounded_layers(model: nn.Module, bits: int | None) -> dict[str, dict[str, Any]]:
+def gguf_rounded(weight: mx.array, bits: int) -> mx.array:
+    """The numbers that llama.cpp's Q4_0 or Q8_0 keeps of a weight [..., in], float32
+    (ggml-quants.c, `quantize_row_q4_0_ref`, `quantize_row_q8_0_ref`). Lazy.
+
+    A block of 32 is q · d, d rounded to float16. Q4_0: d is the block's number of the largest size
+    ÷ -8, q in -8 … 7. Q8_0: d is its largest size ÷ 127.
+    """
+    blocks = weight.astype(mx.float32).reshape(-1, GGUF_BLOCK)
+    if bits == 4:
+        place = mx.argmax(mx.abs(blocks), axis=1, keepdims=True)
+        d = mx.take_along_axis(blocks, place, axis=1) / -8
+    else:
+        d = mx.abs(blocks).max(axis=1, keepdims=True) / 127
+    inverse = mx.where(d == 0, 0.0, 1.0 / mx.where(d == 0, 1.0, d))
+    scaled = blocks * inverse
+    if bits == 4:
+        q = mx.clip(mx.floor(scaled + 8.5), 0, 15) - 8
+    else:
+        q = mx.sign(scaled) * mx.floor(mx.abs(scaled) + 0.5)
+    return (q * d.astype(mx.float16).astype(mx.float32)).reshape(weight.shape)
+
+
+def _of_gguf(model: nn.Module, bits: int) -> dict[str, dict[str, Any]]:
+    """The layers whose weights `mlx_parallm export` writes in blocks: not the routers of experts,
+    nor rows that no block divides."""
+    kinds = (nn.Linear, nn.Embedding, SwitchLinear)
+    return {
+        path: {GGUF: bits}
+        for path, layer in model.named_modules()
+        if isinstance(layer, kinds)
+        and layer.weight.shape[-1] % GGUF_BLOCK == 0
+        and path.rpartition(".")[2] not in ROUTERS
+    }
+
+
+def rounded_layers(
+    model: nn.Module, bits: int | None, to: Literal["mlx", "gguf"] = "mlx"
+) -> dict[str, dict[str, Any]]:
     """The layers that an export in so many bits quantises, by path, and how; none without `bits`.
     Raises ConfigError: the model is quantised already."""
     if bits is None:
@@ -64,7 +128,7 @@ def rounded_layers(model: nn.Module, bits: int | None) -> dict[str, dict[str, An
             "rl_training.lora.qat_bits rounds base and adapter together, but this base is"
             " quantised: name the checkpoint that it was made from"
         )
-    return quantizable(model, bits)
+    return quantizable(model, bits) if to == "mlx" else _of_gguf(model, bits)
 
 
 def use_fake_quantization(
@@ -79,9 +143,16 @@ def use_fake_quantization(
     """
     for path, layer in model.named_modules():
         if isinstance(layer, LoRALinear):
-            layer._rounding = Rounding(dtype, settings.get(path))
+            chosen = settings.get(path)
+            # an export to GGUF rounds the sum itself, and keeps what it does not quantise
+            to_gguf = any(GGUF in each for each in settings.values())
+            layer._rounding = Rounding(mx.float32 if to_gguf else dtype, chosen)
         elif path in settings:
             width = layer.weight.dtype
+            if GGUF in settings[path]:
+                layer.weight = gguf_rounded(layer.weight, settings[path][GGUF]).astype(width)
+                mx.eval(layer.weight)
+                continue
             layer.weight = layer.weight.astype(dtype)
             quantized = layer.to_quantized(**settings[path])
             quantized.set_dtype(width)

@@ -13,6 +13,9 @@ constant of the gradient (the paper's section 4.3, as in PEFT and mlx-lm). AdaLo
 
     y = Wx + bias + s · ((xA) ⊙ E) B     s = alpha / (r + 1e-5), PEFT's
 
+A layer of stacked experts W [experts, out, in] has an A [experts, in, r] and a B [experts, r, out];
+a token is multiplied with those of its experts.
+
 The rows' norms need neither W + s(AB)ᵀ nor a dequantised W: ‖w + sAb‖² = ‖w‖² + 2s · b·(Aᵀw) + s² ·
 b·(AᵀA)b, where Aᵀw of all rows is the layer applied to r inputs.
 """
@@ -26,6 +29,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.errors import ModelError
 from mlx_parallm.models.adapters.adalora import product
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.sums import row_sums
@@ -80,24 +84,26 @@ class LoRALinear(nn.Module):
     def __init__(
         self,
         linear: nn.Module,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         rank: int,
         scale: float,
         dropout: AdapterDropout | None = None,
     ) -> None:
-        """`shape` (in, out) of `linear`. Uses this thread's MLX random state."""
+        """`shape` (in, out) of `linear`, or (experts, in, out). Uses this thread's MLX random
+        state."""
         super().__init__()
         self.linear = linear
         self.scale = scale
         self._dropout = dropout
         self._number = dropout.next_layer() if dropout else 0
         # the product with the rounded sum of base and update, in its place (fake_quantized.py)
-        self._rounding: Callable[[LoRALinear, mx.array], mx.array] | None = None
+        self._rounding: Callable[..., mx.array] | None = None
         # mlx-lm's draws a layer first that it throws away: a seed gives the adapter it gave there
         mx.random.uniform()
-        bound = 1 / math.sqrt(shape[0])
-        self.lora_a = mx.random.uniform(-bound, bound, (shape[0], rank))
-        self.lora_b = mx.zeros((rank, shape[1]))
+        *experts, inputs, outputs = shape
+        bound = 1 / math.sqrt(inputs)
+        self.lora_a = mx.random.uniform(-bound, bound, (*experts, inputs, rank))
+        self.lora_b = mx.zeros((*experts, rank, outputs))
 
     def __call__(self, x: mx.array) -> mx.array:
         if self._rounding is not None:
@@ -110,8 +116,41 @@ class LoRALinear(nn.Module):
 
     def update_of(self, x: mx.array) -> mx.array:
         """(s · xA) B, of what dropout leaves of x."""
-        read = x if self._dropout is None else self._dropout(x, self._number)
-        return (self.scale * (read @ self.lora_a)) @ self.lora_b
+        return self._reduced(x) @ self.lora_b
+
+    def _reduced(self, x: mx.array) -> mx.array:
+        """s · xA [..., r]."""
+        return self.scale * (self._kept(x) @ self.lora_a)
+
+    def _kept(self, x: mx.array) -> mx.array:
+        return x if self._dropout is None else self._dropout(x, self._number)
+
+
+class LoRASwitchLinear(LoRALinear):
+    """The same of stacked experts, of mlx-lm's SwitchLinear or QuantizedSwitchLinear."""
+
+    def __call__(  # type: ignore[override]
+        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> mx.array:
+        """x [..., 1 or k, 1, in] and the experts `indices` [..., k] → [..., k, 1, out]."""
+        if self._rounding is not None:
+            return self._rounding(self, x, indices, sorted_indices)
+        y = self.linear(x, indices, sorted_indices=sorted_indices)
+        return y + self.update_of(x, indices, sorted_indices).astype(x.dtype)
+
+    def update_of(  # type: ignore[override]
+        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> mx.array:
+        read = self._kept(x).astype(mx.float32)
+        return switch_update(read, self.lora_a, self.scale * self.lora_b, indices, sorted_indices)
+
+
+def switch_update(
+    x: mx.array, a: mx.array, b: mx.array, indices: mx.array, sorted_indices: bool
+) -> mx.array:
+    """(xA) B of each token's experts: a [experts, in, r], b [experts, r, out]."""
+    reduced = mx.gather_mm(x, a, rhs_indices=indices, sorted_indices=sorted_indices)
+    return mx.gather_mm(reduced, b, rhs_indices=indices, sorted_indices=sorted_indices)
 
 
 class SVDLinear(LoRALinear):
@@ -120,7 +159,7 @@ class SVDLinear(LoRALinear):
     def __init__(
         self,
         linear: nn.Module,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         rank: int,
         scale: float,
         dropout: AdapterDropout | None = None,
@@ -132,8 +171,7 @@ class SVDLinear(LoRALinear):
 
     def update_of(self, x: mx.array) -> mx.array:
         """((s · xA) ⊙ E) B, of what dropout leaves of x."""
-        read = x if self._dropout is None else self._dropout(x, self._number)
-        return ((self.scale * (read @ self.lora_a)) * self.lora_e) @ self.lora_b
+        return (self._reduced(x) * self.lora_e) @ self.lora_b
 
     def pair(self) -> LoraPair:
         b = product(self.lora_e, self.lora_b)
@@ -147,7 +185,7 @@ class DoRALinear(LoRALinear):
     def __init__(
         self,
         linear: nn.Module,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         rank: int,
         scale: float,
         dropout: AdapterDropout | None = None,
@@ -203,8 +241,11 @@ def merged_rows(weight: mx.array, pair: LoraPair, rows: mx.array | None = None) 
     """W + s(AB)ᵀ, with DoRA scaled to the magnitudes, summed in float32. Lazy.
 
     Args:
-        weight: [out, in]; or those `rows` [n] of it, in their order: [n, in].
+        weight: [out, in], or [experts, out, in]; or those `rows` [n] of it, in their order: [n, in]
+            (of stacked experts row e · out + o is row o of expert e).
     """
+    if pair.a.ndim > 2:
+        return weight.astype(mx.float32) + pair.scale * _rows_of_experts(pair, rows)
     b = pair.b if rows is None else pair.b[:, rows]
     merged = weight.astype(mx.float32) + pair.scale * (pair.a @ b).T
     if pair.magnitude is None:
@@ -214,15 +255,27 @@ def merged_rows(weight: mx.array, pair: LoraPair, rows: mx.array | None = None) 
     return merged * (magnitude / mx.where(norm > 0, norm, 1.0))[:, None]
 
 
+def _rows_of_experts(pair: LoraPair, rows: mx.array | None) -> mx.array:
+    if rows is None:
+        return (pair.a @ pair.b).swapaxes(-1, -2)
+    rank, outputs = pair.b.shape[-2:]
+    b = pair.b.swapaxes(-1, -2).reshape(-1, rank)[rows]
+    products = mx.gather_mm(b[:, None], pair.a.swapaxes(-1, -2), rhs_indices=rows // outputs)
+    return products[:, 0]
+
+
 def squared_norms(linear: nn.Module) -> mx.array:
     """‖W‖² of each output, [out] float32. Lazy."""
     return row_sums(mx.square(dense_weight(linear).astype(mx.float32)))
 
 
 def dense_weight(linear: nn.Module) -> mx.array:
-    """[out, in], before any rounding of a quantised layer's (affine scales in float32)."""
+    """[out, in] or [experts, out, in], before any rounding of a quantised layer's (affine scales in
+    float32). Raises ModelError: nvfp4 with a scale for each expert."""
     if "scales" not in linear:  # an embedding and stacked experts may be quantised too
         return linear.weight
+    if linear.get("global_scale") is not None:
+        raise ModelError("experts in nvfp4 with a scale for each expert cannot be unpacked here")
     if linear.mode != "affine":  # the scales are not floating point
         return mx.dequantize(
             linear.weight, linear.scales, None, linear.group_size, linear.bits, linear.mode

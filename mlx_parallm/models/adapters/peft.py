@@ -3,6 +3,9 @@
 PEFT stores A [r, in] and B [out, r], the transposes of mlx-lm's, and alpha in place of the factor
 alpha / r (with `use_rslora` alpha / √r), single layers' own rank and alpha in `rank_pattern` and
 `alpha_pattern`.
+
+An adapter of stacked experts has a layer for each of them there, as Hugging Face's checkpoints and
+vLLM do: `mlp.experts.3.up_proj` is expert 3 of `mlp.switch_mlp.up_proj`.
 """
 
 import json
@@ -46,6 +49,78 @@ _NOT_APPLIED: Mapping[str, str] = {
 """Part of a name → why the tensor is refused; the first that fits counts."""
 
 
+EXPERTS = {
+    "mlp.switch_mlp": ("mlp.experts", {}),
+    "block_sparse_moe.switch_mlp": (
+        "block_sparse_moe.experts",
+        {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},  # Mixtral's
+    ),
+}
+"""mlx-lm's name of a block of experts → Hugging Face's, and its names of the projections."""
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_EXPERT = re.compile(
+    r"(?P<block>.+)\.(?P<holder>mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\.(?P<name>[^.]+)"
+)
+
+
+def expert_names(path: str, experts: int) -> list[str]:
+    """Return Hugging Face's names of the layers that are stacked in the layer `path`. Raises
+    AdapterError: this architecture has others."""
+    for ours, (theirs, names) in EXPERTS.items():
+        prefix, holder, name = path.rpartition(f"{ours}.")
+        if holder and name in _PROJECTIONS:
+            return [f"{prefix}{theirs}.{e}.{names.get(name, name)}" for e in range(experts)]
+    raise AdapterError(
+        f"{path}: Hugging Face's checkpoint of this architecture has no layer for each expert, so"
+        " PEFT's format has no name for its adapter: keep mlx-lm's"
+    )
+
+
+def by_expert(layers: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
+    """Return the layers with those of stacked experts taken apart."""
+    apart: dict[str, LoraPair] = {}
+    for path, pair in layers.items():
+        if pair.a.ndim == 2:
+            apart[path] = pair
+            continue
+        for e, name in enumerate(expert_names(path, pair.a.shape[0])):
+            apart[name] = LoraPair(pair.a[e], pair.b[e], pair.scale)
+    return apart
+
+
+def stacked(layers: Mapping[str, LoraPair], file: Path) -> dict[str, LoraPair]:
+    """Return the layers with those of experts stacked as mlx-lm has them. Raises AdapterError:
+    some of a block's experts have none, or they differ in rank or factor."""
+    whole: dict[str, LoraPair] = {}
+    parts: dict[str, dict[int, LoraPair]] = {}
+    for path, pair in layers.items():
+        match = _EXPERT.fullmatch(path)
+        ours = f"{match['holder']}.switch_mlp" if match else ""
+        names = {theirs: mine for mine, theirs in EXPERTS[ours][1].items()} if match else {}
+        name = names.get(match["name"], match["name"]) if match else ""
+        if match is None or name not in _PROJECTIONS:
+            whole[path] = pair
+            continue
+        parts.setdefault(f"{match['block']}.{ours}.{name}", {})[int(match["number"])] = pair
+    for path, experts in parts.items():
+        if sorted(experts) != list(range(len(experts))):
+            absent = next(e for e in range(max(experts)) if e not in experts)
+            raise AdapterError(
+                f"{file}: expert {absent} of {path} has no adapter and expert {max(experts)} has"
+                " one: all experts of a block or none"
+            )
+        pairs = [experts[e] for e in range(len(experts))]
+        if len({(pair.a.shape, pair.b.shape, pair.scale) for pair in pairs}) > 1 or any(
+            pair.magnitude is not None for pair in pairs
+        ):
+            raise AdapterError(
+                f"{file}: the experts of {path} have to be LoRA of one rank and one factor"
+            )
+        a, b = mx.stack([pair.a for pair in pairs]), mx.stack([pair.b for pair in pairs])
+        whole[path] = LoraPair(a, b, pairs[0].scale)
+    return whole
+
+
 def is_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> bool:
     return "peft_type" in config or any(".lora_A" in key or ".lora_B" in key for key in tensors)
 
@@ -86,7 +161,7 @@ def read_peft(
         alpha = float(alphas.of(path, config.get("lora_alpha", DEFAULT_ALPHA)))
         scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         layers[path] = LoraPair(a.T, b.T, scale, leaves.get("lora_magnitude_vector"))
-    return layers
+    return stacked(layers, file)
 
 
 def _parts_of_layers(tensors: Mapping[str, mx.array], file: Path) -> dict[str, dict[str, mx.array]]:
@@ -183,6 +258,7 @@ def save_peft(
 ) -> None:
     """Write both files into `directory`. Raises AdapterError: PEFT's format cannot hold this
     adapter."""
+    layers = by_expert(layers)
     config = peft_config(layers, dropout=dropout, base=base)
     mx.save_safetensors(str(directory / PEFT_FILE), peft_tensors(layers), metadata={"format": "pt"})
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

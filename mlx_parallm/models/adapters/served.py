@@ -3,6 +3,7 @@ merged.
 
     LoraContext.activate   engine thread, under the weights' read lock: which row uses which adapter
     ServedLinear           every linear layer of the tree; adds what the context says
+    ServedSwitchLinear     every stack of experts, likewise; rows are known by the order of tokens
     AdapterStack           several adapters in one array a layer, for as long as rows use them
                            together
 
@@ -22,8 +23,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
-from mlx_parallm.models.adapters.linear import scaled
+from mlx_parallm.models.adapters.linear import scaled, switch_update
 from mlx_parallm.models.cpu_kernels import on_cpu
+from mlx_parallm.models.mlx_lm_api import SwitchGLU, SwitchMLP
 
 MAX_STACKS = 2  # decoding rows and a prefill may mix different adapters
 STACK_LIFETIME = 64  # forwards after which a stack that no row has used is dropped
@@ -35,7 +37,8 @@ class AdapterStack:
 
     `arrays`: path → A [S + 1, r, in] and B [S + 1, r, out], float32, the scale in B; r is the
     path's largest rank, and what an adapter does not have is zero. A lies transposed: a row's
-    product with it is a quarter faster.
+    product with it is a quarter faster. Of stacked experts A [S + 1, experts, in, r], and B [S + 1,
+    experts, r, out].
     `gains`: path → [S + 1, out] where an adapter is DoRA's; 1 for the others, which changes no bit
     of their rows.
     """
@@ -75,10 +78,11 @@ class AdapterStack:
                 for index, adapter in enumerate(adapters)
                 if path in adapter.layers
             }
-            rank = max(pair.a.shape[1] for pair in pairs.values())
+            rank = max(pair.a.shape[-1] for pair in pairs.values())
             first = next(iter(pairs.values()))
-            a = mx.zeros((count, rank, first.a.shape[0]), mx.float32)
-            self.arrays[path] = a, mx.zeros((count, rank, first.b.shape[1]), mx.float32)
+            *experts, inputs, _ = first.a.shape
+            a = mx.zeros((count, *experts, *((inputs, rank) if experts else (rank, inputs))))
+            self.arrays[path] = a, mx.zeros((count, *experts, rank, first.b.shape[-1]))
             if any(pair.gain is not None for pair in pairs.values()):
                 self.gains[path] = mx.ones((count, first.b.shape[1]), mx.float32)
             for index, pair in pairs.items():
@@ -88,7 +92,11 @@ class AdapterStack:
         """MLX writes in place: nothing else holds the arrays once the last step has been
         evaluated."""
         a, b = self.arrays[path]
-        rank = pair.a.shape[1]
+        rank = pair.a.shape[-1]
+        if pair.a.ndim > 2:
+            a[index, :, :, :rank] = pair.a
+            b[index, :, :rank] = pair.b * pair.scale
+            return
         a[index, :rank] = pair.a.T
         b[index, :rank] = pair.b * pair.scale
         if pair.gain is not None:
@@ -106,6 +114,7 @@ class LoraContext:
         self.stacked: Mapping[str, tuple[mx.array, mx.array]] = {}  # several …
         self.gains: Mapping[str, mx.array] = {}
         self.indices: mx.array | None = None  # … and each row's index, [B] uint32
+        self.experts: mx.array | None = None  # [..., k] of the block of experts that runs
         self._stacks: list[AdapterStack] = []
         self._turn = 0
         # [batch] uint32 of 0, where rows are multiplied one by one
@@ -147,6 +156,15 @@ class LoraContext:
             return x @ a
         return mx.gather_mm(x, a[None], rhs_indices=self._all_first)
 
+    def rows_of(self, indices: mx.array, *, sorted_indices: bool) -> mx.array:
+        """Each pair of a token and an expert's row of the batch, in the shape of `indices`, which
+        lie in the order of the rows, or as mlx-lm sorts them by experts."""
+        rows = mx.arange(indices.size) // (indices.size // self.batch)
+        if sorted_indices:
+            assert self.experts is not None, "a block of experts sorts them"
+            rows = rows[mx.argsort(self.experts.flatten())]
+        return rows.reshape(indices.shape)
+
     def release(self) -> None:
         """Drops the stacks and what the last forward read."""
         self._stacks, self.pairs, self.rows = [], {}, None
@@ -166,14 +184,32 @@ class LoraContext:
         return stack
 
 
-class ServedLinear(nn.Module):
-    """A linear layer, quantised or not, and what the active adapters add to it."""
+class _Served(nn.Module):
+    """A layer of the serving tree, whose attributes are those of the layer inside."""
 
     def __init__(self, linear: nn.Module, path: str, context: LoraContext) -> None:
         super().__init__()
         self.linear = linear
         object.__setattr__(self, "_path", path)
         object.__setattr__(self, "_context", context)
+
+    def __getattr__(self, name: str) -> Any:
+        # Architectures read attributes of their projections (weight, bias, bits); the wrapper is
+        # transparent.
+        if name in self or "linear" not in self:
+            return super().__getattr__(name)
+        return getattr(self["linear"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # gemma3n clips the weights of its projections in its forward.
+        if "linear" in self and name in self["linear"]:
+            setattr(self["linear"], name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+class ServedLinear(_Served):
+    """A linear layer, quantised or not, and what the active adapters add to it."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [B, ..., in] or [B * positions, in]."""
@@ -200,19 +236,55 @@ class ServedLinear(nn.Module):
             return updated.astype(y.dtype)
         return y
 
-    def __getattr__(self, name: str) -> Any:
-        # Architectures read attributes of their projections (weight, bias, bits); the wrapper is
-        # transparent.
-        if name in self or "linear" not in self:
-            return super().__getattr__(name)
-        return getattr(self["linear"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # gemma3n clips the weights of its projections in its forward.
-        if "linear" in self and name in self["linear"]:
-            setattr(self["linear"], name, value)
-        else:
-            super().__setattr__(name, value)
+class ServedSwitchLinear(_Served):
+    """A stack of experts, quantised or not, and what the active adapters add to each."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """x [..., 1 or k, 1, in], `indices` [..., k] → [..., k, 1, out]."""
+        context = self._context
+        y = self.linear(x, indices, sorted_indices=sorted_indices)
+        if pair := context.pairs.get(self._path):
+            update = switch_update(x.astype(pair.a.dtype), pair.a, pair.b, indices, sorted_indices)
+            updated = (y + pair.scale * update).astype(y.dtype)
+            if context.rows is None:
+                return updated
+            rows = context.rows_of(indices, sorted_indices=sorted_indices)
+            return mx.where(context.rows.flatten()[rows][..., None, None], updated, y)
+        if (arrays := context.stacked.get(self._path)) and context.indices is not None:
+            a, b = (array.reshape(-1, *array.shape[2:]) for array in arrays)
+            slots = context.indices[context.rows_of(indices, sorted_indices=sorted_indices)]
+            places = slots * arrays[0].shape[1] + indices
+            return (y + switch_update(x.astype(a.dtype), a, b, places, False)).astype(y.dtype)
+        return y
+
+
+class _ServedSwitch:
+    """A block of experts of a serving tree: its layers know what order the tokens come in."""
+
+    _lora_context: LoraContext
+
+    def __call__(self, x: mx.array, indices: mx.array) -> Any:
+        context = self._lora_context
+        before, context.experts = context.experts, indices
+        try:
+            return super().__call__(x, indices)  # type: ignore[misc]
+        finally:
+            context.experts = before
+
+
+_switches: dict[type, type] = {}
+
+
+def serve_switches(model: nn.Module, context: LoraContext) -> None:
+    """Let the blocks of experts tell the context which experts their tokens go to."""
+    for module in model.modules():
+        if isinstance(module, SwitchGLU | SwitchMLP):
+            kind = type(module)
+            module.__class__ = _switches.setdefault(
+                kind, type(kind.__name__, (_ServedSwitch, kind), {"__module__": kind.__module__})
+            )
+            object.__setattr__(module, "_lora_context", context)
 
 
 def _shapes(adapter: AdapterWeights) -> dict[str, tuple[tuple[int, ...], bool]]:

@@ -17,7 +17,7 @@ forces experts on it and looks.
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, cast
@@ -35,7 +35,6 @@ from mlx_parallm.models.mlx_lm_api import (
     SwitchMLP,
 )
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import RoutedExperts
 
 log = get_logger("trainer")
 UNFORCED = -1
@@ -53,16 +52,20 @@ class ForwardRouting:
 
     Args:
         forced: [tokens, layers, k] int32, the experts to take; `UNFORCED`: the router's own. None:
-            all are the router's own, and they are noted.
+            all are the router's own.
+        counted: [tokens] int32, 1 = the token's experts count in the load of `counts`. None: no
+            load is counted, and without `forced` the choices are noted.
     """
 
-    def __init__(self, forced: mx.array | None = None) -> None:
-        self.forced = forced
+    def __init__(self, forced: mx.array | None = None, counted: mx.array | None = None) -> None:
+        self.forced, self.counted = forced, counted
         self.chosen: dict[int, mx.array] = {}
-        """Layer → [tokens, k], of the newest forward; filled only where nothing is forced."""
-        self.differing: list[mx.array] | None = None
-        """[2] int32 of each block: tokens that are forced, and those of them for which the router
-        would have chosen another set. None: not counted."""
+        """Layer → [tokens, k], of the newest forward; filled only where nothing is forced or
+        counted."""
+        self.counts: list[mx.array] | None = None
+        """[3 + experts] int32 of each block: its layer, tokens that are forced, those of them for
+        which the router would have chosen another set, and the tokens of each expert (no load is
+        counted: 0). None: nothing is counted."""
         self._tokens: slice | np.ndarray = slice(None)
         self._layer: int | None = None
 
@@ -75,11 +78,26 @@ class ForwardRouting:
         chosen = partition[..., kth:] if kth < 0 else partition[..., : kth + 1]
         if self._layer is None:
             return partition
-        if self.forced is None:
+        if self.forced is None and self.counted is None:
             self.chosen[self._layer] = chosen.reshape(-1, chosen.shape[-1])
             return partition
         tokens = self._tokens if isinstance(self._tokens, slice) else mx.array(self._tokens)
-        forced = self.forced[tokens][:, self._layer]
+        taken, others = chosen, mx.zeros((2,), mx.int32)
+        if self.forced is not None:
+            taken, others = self._forced_of(self.forced[tokens][:, self._layer], chosen)
+        if self.counts is not None:
+            load = mx.zeros((partition.shape[-1],), mx.int32)
+            if self.counted is not None:
+                ids = taken.reshape(-1, taken.shape[-1])
+                weights = mx.broadcast_to(self.counted[tokens][:, None], ids.shape)
+                load = load.at[ids.flatten()].add(weights.flatten())
+            counts = mx.concatenate([mx.array([self._layer], mx.int32), others, load])
+            self.counts.append(mx.stop_gradient(counts))
+        return partition if self.forced is None else taken
+
+    def _forced_of(self, forced: mx.array, chosen: mx.array) -> tuple[mx.array, mx.array]:
+        """The experts to take, and [2] int32: how many tokens are forced, and how many of them to
+        another set than the router's."""
         if forced.size != chosen.size:
             raise ValueError(
                 f"{forced.shape[0]} tokens have {forced.shape[1]} recorded experts each; layer"
@@ -88,12 +106,10 @@ class ForwardRouting:
             )
         forced = forced.reshape(chosen.shape).astype(chosen.dtype)
         is_forced = forced != mx.array(UNFORCED).astype(chosen.dtype)
-        if self.differing is not None:
-            whole = is_forced.all(axis=-1)
-            same = (mx.sort(forced, axis=-1) == mx.sort(chosen, axis=-1)).all(axis=-1)
-            counts = mx.stack([whole.sum(), (whole & ~same).sum()])
-            self.differing.append(mx.stop_gradient(counts))
-        return mx.where(is_forced, forced, chosen)
+        whole = is_forced.all(axis=-1)
+        same = (mx.sort(forced, axis=-1) == mx.sort(chosen, axis=-1)).all(axis=-1)
+        others = mx.stack([whole.sum(), (whole & ~same).sum()]).astype(mx.int32)
+        return mx.where(is_forced, forced, chosen), others
 
     def by_token(self) -> mx.array:
         """Return what was chosen, [tokens, layers, k]."""
@@ -163,16 +179,16 @@ def routed(routing: ForwardRouting | None) -> Iterator[None]:
 
 @contextmanager
 def counted(routing: ForwardRouting | None) -> Iterator[list[mx.array]]:
-    """Count in how many places the router would have chosen other experts; see
-    `ForwardRouting.differing`. The counts may be evaluated with what the blocks return."""
+    """Count the experts that tokens go to; see `ForwardRouting.counts`. The counts may be evaluated
+    with what the blocks return."""
     counts: list[mx.array] = []
     if routing is not None:
-        routing.differing = counts
+        routing.counts = counts
     try:
         yield counts
     finally:
         if routing is not None:
-            routing.differing = None
+            routing.counts = None
 
 
 @contextmanager
@@ -223,8 +239,9 @@ def routing_shape(model: nn.Module) -> tuple[int, int, int] | None:
     if not chosen:
         return None
     [(_, k)] = {array.shape for array in chosen}
-    projections = _switch(blocks_of_experts(model)[0]).children()
-    number = next(p.num_experts for p in projections.values() if isinstance(p, _EXPERTS))
+    projections = cast("dict[str, Any]", _switch(blocks_of_experts(model)[0]).children()).values()
+    inside = (projection.get("linear", projection) for projection in projections)
+    number = next(layer.num_experts for layer in inside if isinstance(layer, _EXPERTS))
     return len(chosen), k, int(number)
 
 
@@ -270,21 +287,12 @@ def why_not_routed(model: nn.Module) -> str:
     return "" if not mx.array_equal(moved, free).item() else "other experts give the same logits"
 
 
-def replayed_experts(
-    model: nn.Module,
-    setting: Literal["off", "on", "auto"],
-    *,
-    staleness: int,
-    rounded: bool = False,
+def watched_experts(
+    model: nn.Module, setting: Literal["off", "on", "auto"]
 ) -> tuple[int, int, int] | None:
-    """Return `routing_shape` where the trainer repeats the engine's experts, and prepare the model
-    for it; None: each router chooses.
-
-    "auto": where the two may choose differently, because the weights are no float32 or rollouts may
-    be older than the weights by `staleness` steps, or because the trainer's weights are `rounded`,
-    and where the architecture allows it. Raises ConfigError: "on", and it does not.
-    """
-    if setting == "off" or not (blocks_of_experts(model) or setting == "on"):
+    """Prepare a model, and return `routing_shape`; None: it has no experts, or they cannot be
+    watched and repeated. Raises ConfigError: router_replay is "on", and they cannot."""
+    if not blocks_of_experts(model) and setting != "on":
         return None
     prepare_routing(model)
     if reason := why_not_routed(model):
@@ -292,12 +300,31 @@ def replayed_experts(
             raise ConfigError(
                 f'rl_training.router_replay = "on", but {reason}; leave it out or set it to "off"'
             )
-        log.warning("the router of the trainer chooses its own experts", reason=reason)
+        if setting == "auto":
+            log.warning("the router of the trainer chooses its own experts", reason=reason)
         return None
+    return routing_shape(model)
+
+
+def replays_experts(
+    model: nn.Module,
+    setting: Literal["off", "on", "auto"],
+    *,
+    staleness: int,
+    rounded: bool = False,
+    kv_bits: int | None = None,
+) -> bool:
+    """Whether the trainer of a model with `watched_experts` repeats the engine's.
+
+    "auto": where the two may choose differently, because the weights are no float32, rollouts may
+    be older than the weights by `staleness` steps, the trainer's weights are `rounded`, or the
+    engine keeps keys and values in `kv_bits`.
+    """
+    if setting != "auto":
+        return setting == "on"
     arrays = [array for _, array in tree_flatten(model.parameters())]
     exact = all(array.dtype == mx.float32 for array in arrays)
-    differs = staleness > 0 or rounded or not exact
-    return routing_shape(model) if setting == "on" or differs else None
+    return staleness > 0 or rounded or kv_bits is not None or not exact
 
 
 _FAULTS = (ValueError, TypeError, AttributeError, IndexError, RuntimeError, StopIteration)
@@ -348,24 +375,25 @@ def _order(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
 
 
-def expert_load(recorded: Iterable[RoutedExperts], experts: int) -> dict[str, float]:
-    """Return, over all layers of a model with so many `experts` in each:
+def expert_load(counts: np.ndarray) -> dict[str, float]:
+    """Return numbers about the tokens of each expert, `counts` [layers, experts]:
 
-    `expert_load_max`: tokens of a layer's busiest expert ÷ those of the average expert, the mean
-    over layers; 1 = all are used alike, experts ÷ (experts a token) = always the same ones.
+    `expert_tokens`: tokens of the average expert.
+    `expert_load_max`: tokens of a layer's busiest expert ÷ those of the average one, the mean over
+    layers; 1 = all are used alike, experts ÷ (experts a token) = always the same ones.
+    `expert_load_entropy`: entropy of a layer's load ÷ its highest, log(experts), the mean over
+    layers; 1 = all are used alike.
     `experts_unused`: share of the experts to which no token went.
 
-    Empty without a recorded token.
+    Empty where nothing was counted.
     """
-    counts: np.ndarray | None = None
-    for rollout in recorded:
-        places = rollout.array() + experts * np.arange(rollout.layers)[:, None]
-        tokens = np.bincount(places.ravel(), minlength=rollout.layers * experts)
-        tokens = tokens.reshape(rollout.layers, experts)
-        counts = tokens if counts is None else counts + tokens
-    if counts is None or not counts.any():
+    if not counts.any():
         return {}
+    share = counts / counts.sum(axis=1, keepdims=True)
+    logs = np.log(share, out=np.zeros_like(share), where=share > 0)
     return {
+        "expert_tokens": float(counts.mean()),
         "expert_load_max": float((counts.max(axis=1) / counts.mean(axis=1)).mean()),
+        "expert_load_entropy": float((-share * logs).sum(axis=1).mean() / np.log(counts.shape[1])),
         "experts_unused": float((counts == 0).mean()),
     }

@@ -19,10 +19,10 @@ its square.
 A recurrent block keeps a state (and the last inputs of a convolution) instead of keys and values.
 It takes prompts of one length at a time, without their padding, and what it keeps at their end is
 where each row goes on; the gradient flows back through it. Such blocks are not packed, because a
-state knows no mask. Windows, and blocks that keep both a state and keys and values, are not
-rearranged: `shareable` says which. Nor are sequences packed where a token's place in its row counts
-for more than its distance from others (learned positions). `BlockwiseModel` also compares the
-layouts once, at start.
+state knows no mask. Windows become trees only, and blocks that keep both a state and keys and
+values are not rearranged: `shareable`, `packable` and `mergeable` say which. Nor are sequences
+packed, or made a tree, where a token's place in its row counts for more than its distance from
+others (learned positions). `BlockwiseModel` also compares the layouts once, at start.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,12 @@ from mlx_parallm.models.layer_stack import (
 )
 from mlx_parallm.models.layouts.padding import padded_length
 from mlx_parallm.models.layouts.tree_rows import TreeOfRows, TreeRows, merge_rows
-from mlx_parallm.models.mlx_lm_api import ArraysCache, KVCache, make_prompt_cache
+from mlx_parallm.models.mlx_lm_api import (
+    ArraysCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 
 @dataclass(frozen=True)
@@ -408,14 +413,24 @@ def shareable(model: nn.Module) -> str:
 
 
 def packable(model: nn.Module) -> str:
-    """ "" where blocks keep keys and values only; else what stands in the way of `PackedRows` and
-    `TreeRows`."""
+    """ "" where blocks keep keys and values only; else what stands in the way of `PackedRows`."""
     return _keeps_others(model, {KVCache})
 
 
+def mergeable(model: nn.Module) -> str:
+    """ "" where blocks keep keys and values of all tokens, or of the last ones; else what stands in
+    the way of `TreeRows`."""
+    return _keeps_others(model, {KVCache, RotatingKVCache})
+
+
 def _keeps_others(model: nn.Module, kinds: set[type]) -> str:
+    """Name the caches that are of other kinds, or keep their first tokens beside a window."""
     others = sorted(
-        {type(cache).__name__ for cache in make_prompt_cache(model) if type(cache) not in kinds}
+        {
+            type(cache).__name__
+            for cache in make_prompt_cache(model)
+            if type(cache) not in kinds or getattr(cache, "keep", False)
+        }
     )
     return f"its blocks keep {', '.join(others)}" if others else ""
 
@@ -455,8 +470,10 @@ def compare_layouts(
     """Return why prompts are not shared, why sequences are not packed, and why rows do not become a
     tree ("": they do). Compares three rows, two of them with one prompt, in each layout. Gradients
     follow from the same operations."""
-    if reason := shareable(model):
-        return reason, packable(model), packable(model)
+    reasons = shareable(model), packable(model), mergeable(model)
+    if all(reasons):
+        return reasons
+    unshareable, unpackable, unmergeable = reasons
     tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 4, 0], [2, 4, 6, 1, 3, 5]], np.int32)
     positions = np.array([2, 4, 5, 8, 9, 13, 15, 17], np.int32)
     batch = TokenBatch(mx.array(tokens), mx.array(positions), mx.arange(8, dtype=mx.int32) % 7)
@@ -472,15 +489,15 @@ def compare_layouts(
         off = max(distance(a, b) for a, b in zip(scores, rows, strict=True))
         return f"scores are off by {off:.2g} (relative)" if off > bound else ""
 
-    unshared = why_not(share_prompts(tokens, positions))
-    if reason := packable(model):
-        return unshared, reason, reason
+    unshared = unshareable or why_not(share_prompts(tokens, positions))
+    if unpackable and unmergeable:
+        return unshared, unpackable, unmergeable
     if not mx.array_equal(hidden[:, 1:], hidden[:, :-1]).item():
         reason = "what enters its blocks depends on the position"
-        return unshared, reason, reason
+        return unshared, unpackable or reason, unmergeable or reason
     route_attention(model)
     return (
         unshared,
-        why_not(pack_rows(tokens, positions, [1, 2])),
-        why_not(merge_rows(tokens, positions)),
+        unpackable or why_not(pack_rows(tokens, positions, [1, 2])),
+        unmergeable or why_not(merge_rows(tokens, positions)),
     )

@@ -14,7 +14,9 @@ looks at other tokens: the cache returns a `RoutedKeys`, whose `attend` lets eac
 ancestors. In preorder the ancestors of the tokens a … b are those of a, and some of a … b itself.
 So blocks of BLOCK tokens attend to the path above their first token and to themselves, under a mask
 made of two numbers a token: it and the end of its subtree. Blocks with paths of nearly one length
-go together. Scores are BLOCK · (path + BLOCK) a block, whatever the size of the forest.
+go together. Scores are BLOCK · (path + BLOCK) a block, whatever the size of the forest. A layer
+with a window sees the ancestors whose depth is less than the window away; the rest of the path is
+not looked at.
 """
 
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ import numpy as np
 from mlx_parallm.models.attention import RoutedKeys, attend_with_mask
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
 from mlx_parallm.models.layouts.padding import padded_length
-from mlx_parallm.models.mlx_lm_api import make_prompt_cache
+from mlx_parallm.models.mlx_lm_api import RotatingKVCache, make_prompt_cache
 
 BLOCK = 128
 """Queries of a block. More make fewer products, and more scores that the mask hides."""
@@ -104,11 +106,14 @@ class TreeOfRows:
         self._offsets = mx.array(np.pad(tree.depths, (0, missing)))
         # the padding are trees of one token each
         alone = np.arange(count + 1, width + 1, dtype=np.int32)
-        self._attention = TreeAttention(np.append(tree.ends, alone))
+        self._ends = np.append(tree.ends, alone)
+        self._depths = np.pad(tree.depths, (0, missing))
 
     def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]:
-        count = len(make_prompt_cache(stack.model))  # of some architectures fewer than blocks
-        caches = [TreeCache(self._attention, self._offsets) for _ in range(count)]
+        # of some architectures fewer than blocks
+        windows = [window_of(cache) for cache in make_prompt_cache(stack.model)]
+        seen = {each: TreeAttention(self._ends, self._depths, each) for each in set(windows)}
+        caches = [TreeCache(seen[each], self._offsets) for each in windows]
         return stack.embed(self._inputs, caches)
 
     def run(self, block: nn.Module, hidden: mx.array, call: BlockCall) -> mx.array:
@@ -125,14 +130,28 @@ class _Group:
     seen: mx.array  # [G, 1, BLOCK, K] bool
 
 
-class TreeAttention:
-    """Which tokens of a forest see which, and attention over them. `ends` [W]: see `TreeRows`."""
+def window_of(cache: Any) -> int | None:
+    """Return how many tokens a layer with this cache sees, its own among them; None: all."""
+    return cache.max_size if isinstance(cache, RotatingKVCache) else None
 
-    def __init__(self, ends: np.ndarray) -> None:
-        self._size = len(ends)
+
+class TreeAttention:
+    """Which tokens of a forest see which, and attention over them.
+
+    Args:
+        ends, depths: [W], see `TreeRows`.
+        window: a token sees itself and the window - 1 tokens above it; None: all of them.
+    """
+
+    def __init__(self, ends: np.ndarray, depths: np.ndarray, window: int | None = None) -> None:
+        self.window, self._size = window, len(ends)
         self._blocks = -(-self._size // BLOCK)
         starts = np.arange(self._blocks) * BLOCK
         above = [np.flatnonzero(ends[:start] > start) for start in starts]
+        if window is not None:
+            for block, start in enumerate(starts):
+                nearest = depths[start : start + BLOCK].min() - window
+                above[block] = above[block][depths[above[block]] > nearest]
         widths = [-(-len(path) // PATH_STEP) * PATH_STEP for path in above]
         order = sorted(range(self._blocks), key=lambda block: (widths[block], block))
         self._groups = []
@@ -151,17 +170,28 @@ class TreeAttention:
             ancestor = (keys[:, None] <= queries[..., None]) & (
                 queries[..., None] < np.where(real, ends[keys], 0)[:, None]
             )
+            if window is not None:
+                depth = depths[np.minimum(queries, self._size - 1)]
+                ancestor &= depth[..., None] - depths[keys][:, None] < window
             self._groups.append(
                 _Group(*map(mx.array, (np.array(chosen, np.int32), keys, ancestor[:, None])))
             )
         self._back = mx.array(np.argsort(order).astype(np.int32))
 
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
         """Attention of each token over its ancestors and itself.
 
         Args:
             queries: [W, heads, 1, D].
             keys, values: [W, H, 1, D] and [W, H, 1, Dv].
+            sinks: see `RoutedKeys.attend`.
 
         Returns: [W, heads, 1, Dv].
         """
@@ -174,7 +204,9 @@ class TreeAttention:
                 array[:, :, 0][group.keys].swapaxes(1, 2) for array in (keys, values)
             )
             parts.append(
-                attend_with_mask(blocks[group.blocks], near_keys, near_values, scale, group.seen)
+                attend_with_mask(
+                    blocks[group.blocks], near_keys, near_values, scale, group.seen, sinks=sinks
+                )
             )
         out = mx.concatenate(parts)[self._back]  # [blocks, heads, BLOCK, Dv]
         out = out.swapaxes(1, 2).reshape(-1, *out.shape[1::2])
@@ -185,8 +217,8 @@ class _TreeKeys(RoutedKeys):
     def __init__(self, attention: TreeAttention, keys: mx.array, values: mx.array) -> None:
         self._attention, self._keys, self._values = attention, keys, values
 
-    def attend(self, queries: mx.array, scale: float) -> mx.array:
-        return self._attention.attend(queries, self._keys, self._values, scale)
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> mx.array:
+        return self._attention.attend(queries, self._keys, self._values, scale, sinks)
 
 
 class TreeCache:
@@ -196,8 +228,11 @@ class TreeCache:
         self._attention, self.offset = attention, offset
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        if window_size is not None:
-            raise ValueError("its attention sees a window")
+        if window_size not in (None, self._attention.window):
+            raise ValueError(
+                f"its attention sees a window of {window_size}, and its cache"
+                f" {self._attention.window or 'all'}"
+            )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         routed = _TreeKeys(self._attention, keys, values)

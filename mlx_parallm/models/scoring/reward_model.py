@@ -29,7 +29,13 @@ from mlx_parallm.models.adapters.linear import DoRALinear, LoRALinear
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.layouts.layout import TokenBatch, padded_length
 from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
-from mlx_parallm.models.lora import check_adapter, linear_layers, linear_shapes, load_adapter
+from mlx_parallm.models.lora import (
+    adapted_layer,
+    check_adapter,
+    linear_layers,
+    linear_shapes,
+    load_adapter,
+)
 from mlx_parallm.models.scoring.card import (
     PLACES,
     RewardModelCard,
@@ -267,7 +273,7 @@ def _put_adapter(model: nn.Module, directory: Path) -> None:
     layers, adapted = linear_layers(model), []
     for path, pair in pairs.items():
         kind = LoRALinear if pair.magnitude is None else DoRALinear
-        layer = kind(layers[path], shapes[path], int(pair.a.shape[-1]), pair.scale)
+        layer = adapted_layer(layers[path], int(pair.a.shape[-1]), pair.scale, kind=kind)
         layer.lora_a, layer.lora_b = pair.a, pair.b
         if pair.magnitude is not None:
             layer.m = pair.magnitude

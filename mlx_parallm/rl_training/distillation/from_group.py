@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.distillation.remote import rest_of
 from mlx_parallm.rl_training.distillation.scoring import Answer, Scored
 from mlx_parallm.rl_training.step.batch import TrainSequence
@@ -28,11 +29,24 @@ class ScoredAnswer(TrainSequence):
 
 
 class GroupTeacher:
-    """See the module."""
+    """See the module.
 
-    def __init__(self, name: str, vocab_size: int) -> None:
-        self.name, self._vocab_size = name, vocab_size
-        self.missing = 0  # tokens that were not among the teacher's
+    Args:
+        keep: as `Teacher.score` will be asked.
+        note: called with the reason where a token or a sequence has no score.
+
+    Raises ConfigError: the whole vocabulary is wanted, which no sender sends.
+    """
+
+    def __init__(
+        self, name: str, vocab_size: int, keep: int | None, note: Callable[[str], None]
+    ) -> None:
+        if keep == 0:
+            raise ConfigError(
+                f"distillation: teacher {name!r}: a group brings a few tokens a position, not the"
+                " whole vocabulary: set rl_training.distillation.top_k"
+            )
+        self.name, self._vocab_size, self._note = name, vocab_size, note
 
     def has(self, group: RolloutGroup) -> bool:
         return DISTILL in group.metadata
@@ -40,13 +54,21 @@ class GroupTeacher:
     def answer(
         self, group: RolloutGroup, number: int, segment: int, sequence: TrainSequence
     ) -> Answer | None:
-        """None: the fields are of other sequences."""
+        """None: the fields are of other sequences, or of another temperature, which is noted."""
         scores = group.metadata[DISTILL]
         flat = sum(len(rollout.segments) for rollout in group.rollouts[:number]) + segment
         if flat >= len(scores["token_ids"]):
+            self._note(f"{self.name}: the group's distill fields have no entry for a sequence")
+            return None
+        if sequence.rollout.temperature not in (0.0, 1.0):
+            self._note(
+                f"{self.name}: the sender's log-probabilities are at temperature 1, the answer was"
+                f" sampled at {sequence.rollout.temperature:g}"
+            )
             return None
         ids, logprobs = scores["token_ids"][flat], scores["logprobs"][flat]
         if len(ids) != len(sequence.rollout.tokens):
+            self._note(f"{self.name}: the group's distill fields are of another sequence")
             return None
         return ScoredAnswer(
             sequence.rollout,
@@ -77,7 +99,7 @@ class GroupTeacher:
             if token in by_id:
                 logprobs[row] = by_id[token]
             else:
-                self.missing += 1
+                self._note(f"{self.name}: a token is not among those that the sender scored")
             if best:
                 agrees[row] = float(best[0][0] == token)
             if keep is not None and best:

@@ -32,6 +32,7 @@ class OtherModel:
         context: the student, whose vocabulary it has to share.
         tokenizer: the student's.
         keep: as `Teacher.score` will be asked.
+        note: called with the reason where a sequence has no score.
 
     Raises ModelError: it cannot be loaded; ConfigError: its tokenizer differs.
     """
@@ -42,8 +43,9 @@ class OtherModel:
         context: TeacherContext,
         tokenizer: Tokenizer,
         keep: int | None,
+        note: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self.name = config.name
+        self.name, self._note = config.name, note
         training, vocab_size = context.training, context.vocab_size
         teacher_model = model_config(config, context.model)
         loaded = load_model(teacher_model, quantize=config.quantize)
@@ -62,13 +64,13 @@ class OtherModel:
             between_blocks=context.between_blocks,
         )
         self._budget = MicroBatchBudget(training)
-        self.too_long = 0
 
     def score(
         self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]
     ) -> list[Scored | None] | None:
         fits = [len(answer.rollout.tokens) <= self.max_model_len for answer in answers]
-        self.too_long += fits.count(False)
+        for _ in range(fits.count(False)):
+            self._note(f"{self.name}: a sequence is longer than its context, {self.max_model_len}")
         scored = forward(
             self._model,
             [answer for answer, fit in zip(answers, fits, strict=True) if fit],

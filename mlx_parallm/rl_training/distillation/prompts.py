@@ -2,6 +2,7 @@
 row's columns, or a function of the user's from (row, group) to messages."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -105,6 +106,8 @@ class TeacherPrompt:
 
     def _filled(self, question: Any, row: Mapping[str, Any], group: RolloutGroup) -> Any:
         last = question if isinstance(question, str) else question[-1]["content"]
+        if not isinstance(last, str):
+            raise NoPromptError("the last message of its prompt is no text")
         template = self._config.prompt
 
         def fill(text: str) -> str:
@@ -123,8 +126,9 @@ class TeacherPrompt:
         if name is None:
             return match[0][0]  # a brace
         if name == SOLVED:
-            best = max(group.rollouts, key=lambda rollout: rollout.reward)
-            if best.reward < self._config.solved_from:
+            scored = [one for one in group.rollouts if not math.isnan(one.reward)]
+            best = max(scored, key=lambda rollout: rollout.reward, default=None)
+            if best is None or best.reward < self._config.solved_from:
                 raise NoPromptError(
                     f"no answer of the group has a reward of {self._config.solved_from:g}"
                 )

@@ -115,6 +115,8 @@ class RemoteTeacher:
             try:
                 return future.result(timeout=TURN_S)
             except FutureTimeout:
+                if future.done():  # its own, which no turn makes
+                    raise
                 if should_stop():
                     future.cancel()
                     return None

@@ -32,6 +32,7 @@ from mlx_parallm.rl_training.step.teaching import (
     TARGETS,
     sequence_groups,
 )
+from mlx_parallm.rollout_store.checks import LOGPROB_TOLERANCE
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Rollout, RolloutGroup
 
@@ -88,10 +89,10 @@ class Teachers:
         if config.kind in OWN_KINDS:
             return own_teacher(config, context.trainer)
         if config.kind == "group":
-            return GroupTeacher(config.name, context.vocab_size)
+            return GroupTeacher(config.name, context.vocab_size, self.keep, self._note)
         if config.kind == "http":
             return RemoteTeacher(config, context, self.tokenizer, self.keep)
-        return OtherModel(config, context, self.tokenizer, self.keep)
+        return OtherModel(config, context, self.tokenizer, self.keep, self._note)
 
     # ------------------------------------------------------------------ who teaches what
 
@@ -106,12 +107,12 @@ class Teachers:
         column = self._config.column
         named = group.metadata.get(ROW, {}).get(column) if column is not None else None
         if named is not None:
-            if named not in self._by_name:
+            if not isinstance(named, str) or named not in self._by_name:
                 raise ConfigError(
                     f"distillation: a row's column {column!r} names the teacher {named!r}; there"
                     f" are {', '.join(self._by_name)}"
                 )
-            return str(named)
+            return named
         rest = None
         for name, (config, _, _) in self._by_name.items():
             if group.environment in config.environments:
@@ -262,11 +263,15 @@ class Teachers:
         ids = np.zeros((total, keep or 0), np.float32)
         for number, one in scored.items():
             place = slice(ends[number] - sequences[number].trained, ends[number])
-            logprobs[place] = np.maximum(one.logprobs, LEAST_LOGPROB)
+            # no number, or none of a probability: no score, and no step that is lost to it
+            sound = one.logprobs <= LOGPROB_TOLERANCE
+            if (np.isposinf(one.logprobs) | (np.isfinite(one.logprobs) & ~sound)).any():
+                self._note("a log-probability of a teacher is above 0")
+            logprobs[place] = np.where(sound, np.maximum(one.logprobs, LEAST_LOGPROB), np.nan)
             if one.agrees is not None:
                 agrees[place] = one.agrees
             if one.targets is not None and keep is not None:
-                broken = np.isnan(one.targets).any(axis=1, keepdims=True)
+                broken = ~(one.targets <= LOGPROB_TOLERANCE).all(axis=1, keepdims=True)
                 targets[place] = np.where(broken, np.float32(np.nan), one.targets)
             if one.ids is not None and keep:
                 ids[place] = one.ids

@@ -2,6 +2,7 @@
 them. No MLX."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,13 @@ from mlx_parallm.rl_training.metrics import MetricsFile
 EVALUATIONS_FILE = "evaluations.jsonl"
 
 Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BestEvaluation:
+    step: int
+    version: int
+    score: float
 
 
 class EvaluationLog:
@@ -67,6 +75,15 @@ class EvaluationLog:
             if (line["step"], line["version"]) == (step, version):
                 return flat(line).get(self._metric or "")
         return None
+
+    def best(self) -> BestEvaluation | None:
+        """Return the evaluation with the highest score, of equal ones the first."""
+        scored = [
+            BestEvaluation(line["step"], line["version"], flat(line)[self._metric])
+            for line in self.done()
+            if self._metric is not None and self._metric in flat(line)
+        ]
+        return max(scored, key=lambda each: each.score, default=None)
 
     def awaited(self, step: int) -> bool:
         """Whether the checkpoint of that step may yet turn out to be the best."""

@@ -2,6 +2,7 @@
 docs/evaluation.md.
 
     Evaluations     the schedule: when one is due, of which version, and where its result goes
+    FallGuard       back to the best weights, when the score falls
     EvaluationLog   the file of results, and the score of a checkpoint (log.py)
     best_by         by which score the best checkpoint is chosen (best_checkpoint.py)
 
@@ -24,7 +25,7 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import EpisodeTools
-from mlx_parallm.errors import CheckpointError
+from mlx_parallm.errors import CheckpointError, RefusedError
 from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rewards.functions import TrainingProgress
@@ -338,6 +339,46 @@ class Evaluations:
         if running.held:
             self._weights.history.release(running.version)
         self._running = self._log.running = None
+
+
+class FallGuard:
+    """Weights whose evaluation falls too far below the best one go back to it. Use it on the
+    trainer's thread.
+
+    It requests an ordinary rollback (`publish/rollback.py`), which the trainer performs between two
+    steps: weights and optimizer go back, steps and data go on.
+
+    Args:
+        max_fall: how far the metric that checkpoints are compared by may fall below its best.
+        roll_back: requests a rollback to a version. Raises RefusedError.
+    """
+
+    def __init__(
+        self, log: EvaluationLog, max_fall: float, roll_back: Callable[[int], object]
+    ) -> None:
+        self._log, self._max_fall, self._roll_back = log, max_fall, roll_back
+
+    def subscribe(self, events: RunEvents) -> None:
+        events.subscribe(EvaluationFinished, lambda event: self.take(event.line, events))
+
+    def take(self, line: Mapping[str, Any], events: RunEvents) -> None:
+        """Request a rollback if this evaluation, which is in the log already, is too bad."""
+        score = self._log.score(line["step"], line["version"])
+        best = self._log.best()
+        if score is None or best is None or best.score - score <= self._max_fall:
+            return
+        fell = {
+            "step": line["step"],
+            "score": round(score, 4),
+            "best": round(best.score, 4),
+            "best_step": best.step,
+        }
+        try:
+            self._roll_back(best.version)
+        except RefusedError as error:
+            events.warn("the evaluation fell, and nothing goes back", reason=str(error), **fell)
+            return
+        events.warn("the evaluation fell: the weights go back to the best ones", **fell)
 
 
 def _version_of(run: Path, step: int) -> int | None:

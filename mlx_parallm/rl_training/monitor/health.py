@@ -32,6 +32,7 @@ from mlx_parallm.rl_training.monitor.evidence import (
     reward_limit,
     values_of,
 )
+from mlx_parallm.rl_training.monitor.expert_signs import EXPERT_RULES
 from mlx_parallm.rl_training.monitor.reward_hole import reward_hole
 from mlx_parallm.rl_training.monitor.teacher_signs import TEACHER_RULES, is_taught
 
@@ -791,7 +792,7 @@ def _refused(arrivals: Arrivals) -> Sign | None:
     )
 
 
-RULES += [Rule(*rule) for rule in TEACHER_RULES]
+RULES += [Rule(*rule) for rule in (*TEACHER_RULES, *EXPERT_RULES)]
 
 
 def _share(value: float) -> str:

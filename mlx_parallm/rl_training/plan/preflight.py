@@ -33,16 +33,18 @@ from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_cla
 from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
+from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.images.support import tower_bytes
 from mlx_parallm.models.loading import check_model
-from mlx_parallm.models.lora import inject_lora, linear_shape, trainer_lora_layers
+from mlx_parallm.models.lora import are_experts, inject_lora, linear_shape, trainer_lora_layers
 from mlx_parallm.models.quantize import quantizable
 from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
-from mlx_parallm.rl_training.step.optimizer import EIGHT_BIT, state_bytes
+from mlx_parallm.rl_training.step.optimizer import QUANTISED, state_bytes
 from mlx_parallm.rl_training.step.states_8bit import SMALLEST
 from mlx_parallm.system.hardware import GIB, prefix_cache_bytes
+from mlx_parallm.types import NARROW_IDS
 
 PROCESS_BYTES = 240 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny`
@@ -69,6 +71,8 @@ ROUNDED_COPIES = 1.5
 SAMPLING_COPIES = 6
 """The same for one decode step: logits, noise, log-probabilities."""
 
+EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -93,6 +97,7 @@ class ModelShape:
     adapted: int = 0  # numbers of the layers that have an adapter
     rounded: int = 0  # qat_bits: numbers of the others, which the trainer holds quantised
     small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
+    routes: int = 0  # bytes of a sampled token's recorded experts, where they are repeated
     tower: int = 0  # bytes of the part that sees
 
     @classmethod
@@ -116,6 +121,7 @@ class ModelShape:
         )
         dtype, stored = _dtypes(config, model_config)
         model.set_dtype(dtype)
+        routes = _routes(model, config, model_config)
         arrays = tree_flatten(model.parameters())
         weights, count = (
             sum(array.nbytes for _, array in arrays),
@@ -123,7 +129,9 @@ class ModelShape:
         )
         others = adapted = 0
         if training.lora.enabled:
-            rounded = quantizable(model) if training.lora.qat_bits else {}
+            # for GGUF they are rounded in their place
+            to_mlx = training.lora.qat_bits is not None and training.lora.qat_format == "mlx"
+            rounded = quantizable(model) if to_mlx else {}
             inject_lora(model, training.lora)
             layers = trainer_lora_layers(model)
             adapted = sum(math.prod(linear_shape(layer.linear)) for layer in layers.values())
@@ -163,6 +171,7 @@ class ModelShape:
             adapted=adapted,
             rounded=others,
             small=sum(size for size in sizes if size < SMALLEST) + head,
+            routes=routes,
             tower=tower_bytes(config, dtype.size) if "vision_config" in model_config else 0,
         )
 
@@ -286,10 +295,12 @@ def predict_memory(
             "generating": int(prefill + decoding),
         }
     teachers = _teacher_bytes(config, shape, lengths)
+    routes = _route_bytes(config, shape, lengths)
     parts = {
         "weights": shape.weights,
         **({"tower": shape.tower} if shape.tower else {}),
         **({"teachers": teachers} if teachers else {}),
+        **({"recorded experts": routes} if routes else {}),
         "optimizer and gradients": shape.trained * kept + int(states),
         **engine,
         **_rounding(config, shape),
@@ -299,6 +310,37 @@ def predict_memory(
     }
     loading = max(0, shape.weights + shape.loading - sum(parts.values()))
     return MemoryEstimate(parts | {"loading": loading, "process": PROCESS_BYTES})
+
+
+def _routes(model: nn.Module, config: Config, model_config: Mapping[str, Any]) -> int:
+    """Bytes of a sampled token's experts; 0: none are repeated."""
+    training, blocks = config.rl_training, len(blocks_of_experts(model))
+    if not blocks or training.algorithm in DATA_ALGORITHMS:
+        return 0
+    if not replays_experts(
+        model,
+        training.router_replay,
+        staleness=training.max_staleness,
+        rounded=training.lora.qat_bits is not None,
+        kv_bits=config.server.kv_bits,
+    ):
+        return 0
+    text: Mapping[str, Any] = model_config.get("text_config", model_config)
+    each = next((int(text[key]) for key in EXPERTS_A_TOKEN if text.get(key)), 1)
+    experts = next(layer.num_experts for layer in model.modules() if are_experts(layer))
+    return blocks * each * (1 + (experts > NARROW_IDS))
+
+
+def _route_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
+    """Bytes of the recorded experts of a step's rollouts and of those that are sampled meanwhile,
+    and of a mini-batch's in 16 bits and 32."""
+    training = config.rl_training
+    rollouts = 2 * training.atropos.rollout_batch_size
+    ids = shape.routes * lengths.completion
+    wide = 3 if shape.routes else 0
+    return ids * rollouts + ids * wide * FLOAT // 2 * min(
+        training.batch_size, training.atropos.rollout_batch_size
+    )
 
 
 def _rounding(config: Config, shape: ModelShape) -> dict[str, int]:
@@ -601,7 +643,7 @@ def _candidates(
         return config.model_copy(update={"rl_training": training.model_copy(update=changes)})
 
     if cost == "rounding":
-        if (narrow := f"{training.optimizer}_8bit") in EIGHT_BIT:
+        if (narrow := f"{training.optimizer}_8bit") in QUANTISED:
             yield "rl_training.optimizer", f'"{narrow}"', with_training(optimizer=narrow), shape
         return
     if cost == "none":

@@ -17,7 +17,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.algorithm import PRESETS
+from mlx_parallm.config.algorithm import LOSS_SETTINGS, PRESETS
 from mlx_parallm.config.data import (
     BETAS,
     ONLINE_DPO,
@@ -40,7 +40,7 @@ from mlx_parallm.losses.advantages import (
     whiten,
 )
 from mlx_parallm.losses.distillation import with_divergence
-from mlx_parallm.losses.policy_gradient import LossOptions, policy_loss
+from mlx_parallm.losses.policy_gradient import LOSSES, LossOptions, policy_loss
 from mlx_parallm.losses.ppo import gae, with_value_loss
 from mlx_parallm.losses.preference import (
     cpo_loss,
@@ -156,15 +156,19 @@ def policy_gradient(config: RLTrainingConfig) -> Algorithm:
     )
 
 
-def loss_options(config: RLTrainingConfig) -> LossOptions:
+def loss_options(config: RLTrainingConfig, loss: str | None = None) -> LossOptions:
     """The policy loss's options. The configuration has a number for each key that its loss
-    reads."""
+    reads.
 
-    def number(value: float | None) -> float:
-        return math.nan if value is None else value
-
+    Args:
+        loss: a key of `LOSSES` in place of the configured loss, with the configured settings.
+    """
+    name = loss or cast(str, config.loss)
+    settings = config.model_dump(include=set(LOSS_SETTINGS[name]))
+    if "clip_ratio_high" in settings and settings["clip_ratio_high"] is None:
+        settings["clip_ratio_high"] = config.clip_ratio
     return LossOptions(
-        loss=cast(str, config.loss),
+        token_loss=partial(LOSSES[name], **settings),
         ratio_level=config.ratio_level or "token",
         aggregation=config.loss_aggregation or "token",
         kl_estimator=config.kl_estimator,
@@ -172,17 +176,6 @@ def loss_options(config: RLTrainingConfig) -> LossOptions:
         entropy_aggregation="token"
         if config.entropy_aggregation == "token"
         else config.loss_aggregation or "token",
-        clip_ratio=number(config.clip_ratio),
-        clip_ratio_high=number(
-            config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
-        ),
-        dual_clip=number(config.dual_clip),
-        ratio_delta=number(config.ratio_delta),
-        sapo_tau_positive=number(config.sapo_tau_positive),
-        sapo_tau_negative=number(config.sapo_tau_negative),
-        dppo_low=number(config.dppo_low),
-        dppo_high=number(config.dppo_high),
-        dppo_kl=number(config.dppo_kl),
     )
 
 

@@ -176,7 +176,9 @@ def collate(
                 cut = [(part.sequences, partial(pack_rows, counts=part.counts)) for part in packed]
         if merging and together == 1:
             merged, computed = _by_beginning(sequences, rows, token_budget)
-            if computed <= MERGING_PAYS_BELOW * min(fewest, _with_shared_prompts(sequences, rows)):
+            if share_prompts:
+                fewest = min(fewest, _with_shared_prompts(sequences, rows))
+            if computed <= MERGING_PAYS_BELOW * fewest:
                 cut = [(part, merge_rows) for part in merged]
     starts = np.concatenate([[0], np.cumsum([sequence.trained for sequence in sequences])]).astype(
         np.int64

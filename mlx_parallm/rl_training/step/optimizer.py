@@ -32,19 +32,28 @@ from mlx_parallm.models.cpu_kernels import fused
 from mlx_parallm.models.parameters import ParameterSlots, scalar
 from mlx_parallm.models.sums import total
 from mlx_parallm.models.value_head import is_value_head
-from mlx_parallm.rl_training.step import states_8bit
+from mlx_parallm.rl_training.step import states_4bit, states_8bit
 from mlx_parallm.rl_training.step.adaptive_ranks import AdaptiveRanks
+from mlx_parallm.rl_training.step.states_4bit import AdamW4bit
 from mlx_parallm.rl_training.step.states_8bit import AdamW8bit, Lion8bit
 
 MEASURED_ELEMENTS = 1 << 20
 """The most weights that `Movement` is measured on: all of a small adapter, an even sample of
 anything larger."""
 BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
-EIGHT_BIT = {"adamw_8bit": AdamW8bit, "lion_8bit": Lion8bit}
-ELEMENTWISE = ("adamw", "lion", *EIGHT_BIT)
+QUANTISED = {"adamw_8bit": AdamW8bit, "lion_8bit": Lion8bit, "adamw_4bit": AdamW4bit}
+ELEMENTWISE = ("adamw", "lion", *QUANTISED)
+UNITS = {
+    states_8bit.ABSMAX: states_8bit.BLOCK,
+    states_4bit.CODES: 2,
+    states_4bit.ABSMAX: states_4bit.BLOCK,
+}
+"""End of a state's name → how many numbers of the parameter one of its numbers is of, where that is
+not one."""
 STATE_BYTES = {"adamw": 8.0, "muon": 4.0, "lion": 4.0, "adafactor": 0.0} | {
     "adamw_8bit": 2 * states_8bit.STATE_BYTES,
     "lion_8bit": states_8bit.STATE_BYTES,
+    "adamw_4bit": 2 * states_4bit.STATE_BYTES,
 }
 """Bytes of the optimizer's state for each trained number, without masters (Adafactor: a row and
 a column a matrix)."""
@@ -53,7 +62,17 @@ a column a matrix)."""
 def state_bytes(kind: str, numbers: int, small: int) -> float:
     """Bytes of the optimizer's state for so many trained numbers, `small` of which are in arrays
     whose states are never quantised."""
-    return small * STATE_BYTES[kind.removesuffix("_8bit")] + (numbers - small) * STATE_BYTES[kind]
+    return small * STATE_BYTES[unquantised(kind)] + (numbers - small) * STATE_BYTES[kind]
+
+
+def unquantised(kind: str) -> str:
+    """The same optimizer with float32 states."""
+    return kind.partition("_")[0]
+
+
+def unit_of(kind: str) -> int:
+    """See `UNITS`."""
+    return next((unit for end, unit in UNITS.items() if kind.endswith(end)), 1)
 
 
 KINDS = {
@@ -268,7 +287,7 @@ class ParameterGroup:
         config: RLTrainingConfig,
     ) -> None:
         self.slots, self._rate, self._flat = list(slots), rate, kind in ELEMENTWISE
-        self._in_blocks = kind in EIGHT_BIT
+        self._in_blocks = kind in QUANTISED
         self._shapes = [array.shape for array in arrays]
         # as they lie in a bundle
         self._sizes = [
@@ -356,9 +375,7 @@ class ParameterGroup:
         kinds = sorted({kind for entry in kept for kind in entry})
         if self._flat:
             return {
-                kind: (self._unpack_blocks if kind.endswith(states_8bit.ABSMAX) else self._unpack)(
-                    {n: self._optimizer.state[n][kind] for n in self.masters}
-                )
+                kind: self._cut(kind, {n: self._optimizer.state[n][kind] for n in self.masters})
                 for kind in kinds
             }
         return {kind: [entry.get(kind, mx.zeros((0,))) for entry in kept] for kind in kinds}
@@ -366,8 +383,7 @@ class ParameterGroup:
     def restore(self, step: mx.array, state: Mapping[str, Sequence[mx.array]]) -> None:
         """The counterpart of `state`, evaluated."""
         for kind, arrays in state.items():
-            of_blocks = kind.endswith(states_8bit.ABSMAX)
-            packed = self._laid_out(arrays) if of_blocks else self.pack(arrays)
+            packed = self.pack(arrays) if unit_of(kind) == 1 else self._laid_out(arrays)
             for name, before in ((name, self._optimizer.state[name]) for name in self.masters):
                 if kind in before:
                     before[kind] = packed[name]
@@ -404,9 +420,10 @@ class ParameterGroup:
             for flat, shape in zip(self._parts(packed, 1), self._shapes, strict=True)
         ]
 
-    def _unpack_blocks(self, packed: Mapping[str, mx.array]) -> list[mx.array]:
-        """The same of arrays with one number a block: [blocks] each."""
-        return self._parts(packed, states_8bit.BLOCK)
+    def _cut(self, kind: str, packed: Mapping[str, mx.array]) -> list[mx.array]:
+        """The same of a state; flat where it has one number for several."""
+        unit = unit_of(kind)
+        return self._unpack(packed) if unit == 1 else self._parts(packed, unit)
 
     def _parts(self, packed: Mapping[str, mx.array], unit: int) -> list[mx.array]:
         """Cut the bundles at the slots; `unit`: numbers of a slot for each number in them."""
@@ -445,8 +462,8 @@ def optimizer_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> s
     """Muon is for the matrices of the blocks (and of adapters): embedding, head, norms,
     magnitudes and stacked experts are AdamW's (https://kellerjordan.github.io/posts/muon/). The
     states of small arrays are not quantised."""
-    if config.optimizer in EIGHT_BIT and math.prod(shape) < states_8bit.SMALLEST:
-        return config.optimizer.removesuffix("_8bit")
+    if config.optimizer in QUANTISED and math.prod(shape) < states_8bit.SMALLEST:
+        return unquantised(config.optimizer)
     is_matrix = len(shape) == 2 and (
         name.endswith((".lora_a", ".lora_b")) or re.search(r"\.\d+\.", name)
     )
@@ -475,9 +492,9 @@ def decay_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> float
 def make_optimizer(kind: str, config: RLTrainingConfig, decay: float) -> optimizers.Optimizer:
     """MLX's; the learning rate is set at each update."""
     rate = config.learning_rate
-    if kind in ("adamw", "adamw_8bit"):
+    if kind in ("adamw", "adamw_8bit", "adamw_4bit"):
         betas = [config.adam_beta1, config.adam_beta2]
-        return EIGHT_BIT.get(kind, optimizers.AdamW)(
+        return QUANTISED.get(kind, optimizers.AdamW)(
             learning_rate=rate,
             betas=betas,
             eps=config.adam_eps,
@@ -485,7 +502,7 @@ def make_optimizer(kind: str, config: RLTrainingConfig, decay: float) -> optimiz
             bias_correction=True,
         )
     if kind in ("lion", "lion_8bit"):
-        return EIGHT_BIT.get(kind, optimizers.Lion)(learning_rate=rate, weight_decay=decay)
+        return QUANTISED.get(kind, optimizers.Lion)(learning_rate=rate, weight_decay=decay)
     if kind == "muon":
         return optimizers.Muon(learning_rate=rate, weight_decay=decay)
     # the learning rate is the configuration's, not the paper's own schedule

@@ -31,7 +31,7 @@ from mlx_parallm.models.adapters.fake_quantized import rounded_layers, use_fake_
 from mlx_parallm.models.adapters.linear import AdapterDropout
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_swiglu
-from mlx_parallm.models.experts.routing import replayed_experts
+from mlx_parallm.models.experts.routing import replays_experts, watched_experts
 from mlx_parallm.models.lora import (
     adapter_layers,
     inject_lora,
@@ -67,9 +67,10 @@ class TrainedPolicy:
         needs_reference: whether `reference` will be used; default: whether the loss has a KL to it.
         needs_values: whether the tree gets a value head (models/value_head.py), trained beside the
             rest.
+        kv_bits: bits of the engine's keys and values; None: those of the model.
 
-    `replayed_experts`: (layers, experts a token, experts) where the trainer's forward takes the
-    experts that rollouts have recorded.
+    `experts`: (layers, experts a token, experts) of a model whose experts can be watched.
+    `replays_experts`: the trainer's forward takes those that rollouts have recorded.
 
     Raises ConfigError: full-weight training or `qat_bits` on a quantised base, no hidden state for
     a value head, router_replay = "on" for a model without it.
@@ -87,6 +88,7 @@ class TrainedPolicy:
         initial_adapter: Mapping[str, LoraPair] | None = None,
         needs_reference: bool | None = None,
         needs_values: bool = False,
+        kv_bits: int | None = None,
     ) -> None:
         self.model, self._source, self.model_config, self._base = (
             model,
@@ -96,11 +98,13 @@ class TrainedPolicy:
         )
         self.lora = config.lora.enabled
         setting = "off" if config.algorithm in DATA_ALGORITHMS else config.router_replay
-        self.replayed_experts = replayed_experts(
+        self.experts = watched_experts(model, setting)
+        self.replays_experts = self.experts is not None and replays_experts(
             model,
             setting,
             staleness=config.max_staleness,
             rounded=config.lora.qat_bits is not None,
+            kv_bits=kv_bits,
         )
         self._adalora = (
             config.lora.adalora.model_dump() | {"total_step": config.total_steps}
@@ -112,7 +116,7 @@ class TrainedPolicy:
         route_attention(model)
         if self.lora:
             mx.random.seed(config.seed)
-            rounded = rounded_layers(model, config.lora.qat_bits)
+            rounded = rounded_layers(model, config.lora.qat_bits, config.lora.qat_format)
             inject_lora(model, config.lora, self.dropout)
             if config.lora.qat_bits is not None:
                 use_fake_quantization(model, rounded, stored_dtype(model_config))

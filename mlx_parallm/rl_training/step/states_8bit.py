@@ -51,11 +51,7 @@ class DynamicMap:
 
     @classmethod
     def made(cls, *, signed: bool) -> "DynamicMap":
-        values = [0.0]
-        for decade in range(DECADES):
-            ends = np.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1)
-            values += list((ends[:-1] + ends[1:]) / 2 * 10.0 ** (decade - DECADES + 1))
-        positive = np.array([*values, 1.0])
+        positive = np.array(dynamic_values(DECADES, signed=signed))
         between = np.append((positive[:-1] + positive[1:]) / 2, np.inf)
         if not signed:
             between[0] = 0.0
@@ -67,6 +63,15 @@ class DynamicMap:
         return cls(
             signed, codes.astype(np.float32), between.astype(np.float32), cells.astype(np.uint8)
         )
+
+
+def dynamic_values(decades: int, *, signed: bool) -> list[float]:
+    """0, the means of the intervals of each decade, and 1, ascending."""
+    values = [0.0]
+    for decade in range(decades):
+        ends = np.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1)
+        values += list((ends[:-1] + ends[1:]) / 2 * 10.0 ** (decade - decades + 1))
+    return [*values, 1.0]
 
 
 MAPS = {"m": DynamicMap.made(signed=True), "v": DynamicMap.made(signed=False)}

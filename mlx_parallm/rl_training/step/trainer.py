@@ -319,6 +319,9 @@ class Trainer:
         at = position or StepPosition()
         self.drop()
         self.model.experts_forced = self.model.experts_differing = 0
+        if self.policy.experts is not None:
+            layers, _, experts = self.policy.experts
+            self.model.expert_load = np.zeros((layers, experts), np.int64)
         if self.images is not None:
             self.images.begin_step()
 
@@ -343,10 +346,9 @@ class Trainer:
                 at = replace(after, next_mini_batch=number + 1)
             at = replace(at, epoch=epoch + 1, order=(), next_mini_batch=0)
         result = self._result(at, prepared, learning_rate, started, finished=True)
-        if self.policy.replayed_experts is not None:
-            recorded = (sequence.rollout.routed_experts for sequence in batch.sequences)
-            present = [experts for experts in recorded if experts is not None]
-            result.metrics.update(expert_load(present, self.policy.replayed_experts[2]))
+        if self.model.expert_load is not None:
+            everyone = self.ranks.exchange(self.model.expert_load)
+            result.metrics.update({} if everyone is None else expert_load(np.sum(everyone, axis=0)))
         self._finish_step(batch.step, prepared)
         return result
 
@@ -630,7 +632,7 @@ class Trainer:
 
     @property
     def _replays(self) -> bool:
-        return self.policy.replayed_experts is not None
+        return self.policy.replays_experts
 
     def _prepare(self, batch: TrainBatch, scores: Scores) -> PreparedBatch:
         return prepare(
@@ -683,7 +685,7 @@ class Trainer:
             "optimizer_updates": at.updates,
             "skipped_steps": at.skipped,
         }
-        if self.policy.replayed_experts is not None:
+        if self.policy.replays_experts:
             metrics |= self._routing_metrics()
         if self.algorithm.stop_kl is not None:
             metrics |= {"mini_batches_left_out": at.left_out, "stopped_at_kl": at.stopped_at_kl}

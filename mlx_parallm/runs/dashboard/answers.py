@@ -13,9 +13,10 @@ GroupState = Literal["waiting", "taken", "dropped", "quarantined"]
 
 
 class RunSummary(TypedDict):
-    """`id`: by which routes are asked about the run. `inferred_rewards`: rewards are known from
-    advantages alone (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards
-    takes its answers' rewards. What follows `steps` is None where the run's configuration cannot
+    """`id`: by which routes are asked about the run. `feedback`: it learns from chats, and
+    /v1/feedback/review lists them. `inferred_rewards`: rewards are known from advantages alone
+    (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards takes its answers'
+    rewards. What follows `steps` is None where the run's configuration cannot
     be read."""
 
     id: int
@@ -24,6 +25,7 @@ class RunSummary(TypedDict):
     state: RunState
     live: bool
     rewards: bool
+    feedback: bool
     steps: int
     total_steps: int | None
     model: str | None

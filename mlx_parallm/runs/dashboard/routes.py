@@ -154,11 +154,14 @@ def _run_routes(router: APIRouter, views: Views, *, live: bool) -> None:
     @router.get("/dashboard/api/runs", responses=_answer(Runs))
     def runs(context: Context) -> Response:
         """The runs that this page shows. `live`: this process trains it, and can be talked to;
-        `rewards`: its answers may be rewarded."""
+        `rewards`: its answers may be rewarded; `feedback`: it learns from chats."""
         kept = context.deps.completions
         here = {"live": live, "rewards": live and kept is not None and kept.enabled}
+        elsewhere = {"live": False, "rewards": False}
         shown = [
-            view.summary() | {"id": number} | (here if number == 0 else dict.fromkeys(here, False))
+            view.summary()
+            | {"id": number, "feedback": live and number == 0 and view.learns_from_chats}
+            | (here if number == 0 else elsewhere)
             for number, view in views().items()
         ]
         return JSONResponse({"runs": shown})

@@ -47,6 +47,7 @@ percent of one core."""
 READ_BYTES = 1 << 20
 MOST_MARKS = 100
 MOST_SPANS, MOST_TIMELINE_STEPS = 3000, 64
+CHATS_FILE = "feedback.sqlite"  # of a run that learns from use (docs/feedback.md)
 MARK_KEY = "rolled_back_to"
 WATCHED = ("metrics", "evaluations", "rollouts", "marks", "spans")
 """Parts of a run whose changes the page is told of."""
@@ -191,6 +192,11 @@ class RunView:
         wait for it."""
         with suppress(ParallmError):
             self.groups(Search(limit=1))
+
+    @property
+    def learns_from_chats(self) -> bool:
+        """Whether the run has a file of chats that people had with it."""
+        return (self.path / CHATS_FILE).is_file()
 
     def summary(self) -> dict[str, Any]:
         with self._numbers_lock:

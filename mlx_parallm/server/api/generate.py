@@ -39,6 +39,7 @@ from mlx_parallm.server.protocol.fields import (
     StructureFields,
     TokenId,
 )
+from mlx_parallm.server.protocol.routes import as_int32, as_npy, require_recorded
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.schema_check import answer_check
 from mlx_parallm.types import (
@@ -78,6 +79,7 @@ class VllmBody(QueueFields, StructureFields, SamplingFields):
     stop: str | ListOf[str] | ListOf[TokenId] = Field(default_factory=list)  # type: ignore[assignment]
     max_tokens: int = Field(VLLM_MAX_TOKENS, ge=1)
     logprobs: LogprobCount | None = None
+    return_routed_experts: bool = False
 
     def prompt_value(self) -> str | list[int]:
         if not isinstance(self.prompt, VllmPrompt):
@@ -163,6 +165,8 @@ class SglangBody(QueueFields, Body):
     logprob_start_len: int = -1
     top_logprobs_num: LogprobCount = 0
     return_text_in_logprobs: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = Field(0, ge=0)
     stream: bool = False
 
     def prompt_values(self) -> tuple[list[Any], bool]:
@@ -273,6 +277,12 @@ def _vllm_answer(body: VllmBody, output: RequestOutput, default_version: int) ->
         response["schema_errors"] = [completion.error for completion in completions]
     if body.logprobs is not None:
         response["logprobs"] = [_vllm_logprobs(completion) for completion in completions]
+    if body.return_routed_experts:
+        length = len(output.prompt_token_ids)
+        response["routed_experts"] = [
+            as_npy(require_recorded(completion), length, completion.prompt_experts)
+            for completion in completions
+        ]
     if output.prompt_logprobs is not None:
         response["prompt_logprobs"] = _vllm_prompt_logprobs(
             output.prompt_token_ids, output.prompt_logprobs
@@ -352,6 +362,13 @@ def _sglang_objects(
             "weight_versions": version_spans(completion.policy_versions),
         }
         meta |= schema_error(completion)
+        if body.return_routed_experts:
+            meta["routed_experts"] = as_int32(
+                require_recorded(completion),
+                len(output.prompt_token_ids),
+                body.routed_experts_start_len,
+                completion.prompt_experts,
+            )
         if body.return_logprob:
             reader = tokenizer.detokenizer(opens_text=opens, skip_special_tokens=skips)
             meta["output_token_logprobs"] = triples(

@@ -304,6 +304,23 @@ def test_a_teachers_numbers_of_another_shape_are_refused(
         parse(distill(scored_data()) | change)
 
 
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([20, 100], r"distill_token_ids\[0\] has id 100, outside the vocabulary of 100"),
+        ([20, -1], r"distill_token_ids\[0\] has id -1, outside"),
+        ([20, 20], r"distill_token_ids\[0\] names a token twice"),
+    ],
+)
+def test_a_teachers_tokens_are_the_vocabularys(ids: list[int], reason: str) -> None:
+    """A divergence would read logits that there are not."""
+    group = parse(distill(scored_data()))
+    check_group(group, vocab_size=100, max_token_length=32)
+    group.metadata["distill"]["token_ids"][1][0] = ids
+    with pytest.raises(RolloutRejectedError, match=f"sequence 1: {reason}"):
+        check_group(group, vocab_size=100, max_token_length=32)
+
+
 def test_rewards_of_turns_go_through_the_sequences_of_an_episode() -> None:
     """Episode 0 is the sequences 0 and 2; the first has two turns."""
     labels = [[-100, 21, -100, 23, 24], [-100, 22, 23, 24, 25], [-100, -100, -100, -100, 26]]

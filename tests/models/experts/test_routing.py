@@ -17,9 +17,10 @@ from mlx_parallm.models.experts.routing import (
     ForwardRouting,
     expert_load,
     prepare_routing,
-    replayed_experts,
+    replays_experts,
     routed,
     routing_shape,
+    watched_experts,
     why_not_routed,
 )
 from mlx_parallm.models.layouts.layout import TokenBatch, pack_rows, share_prompts
@@ -29,7 +30,7 @@ from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import collate
 from mlx_parallm.rollout_store.checks import check_group
-from mlx_parallm.rollout_store.completions import _rollout
+from mlx_parallm.rollout_store.completions import rollout_of
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
 from mlx_parallm.types import Rollout, RolloutGroup, RoutedExperts, joined_experts
 from tests.engine.helpers import VOCAB, collect_deltas, request, run, serve
@@ -100,22 +101,36 @@ def test_an_architecture_takes_the_experts_that_it_is_told_to_take(name):
 
 def test_what_cannot_be_repeated_says_why():
     compiled, dense = model_of("deepseek_v3"), model_of("qwen2")
-    assert replayed_experts(dense, "auto", staleness=1) is None
-    assert replayed_experts(compiled, "auto", staleness=1) is None
+    assert watched_experts(dense, "auto") is None
+    assert watched_experts(compiled, "auto") is None
+    assert watched_experts(compiled, "off") is None
     for model, reason in ((compiled, "compiled function"), (dense, "has no experts")):
         with pytest.raises(ConfigError, match=f'router_replay = "on", but .*{reason}'):
-            replayed_experts(model, "on", staleness=0)
+            watched_experts(model, "on")
 
 
-def test_auto_repeats_where_engine_and_trainer_may_differ():
-    assert replayed_experts(experts_of("qwen3_moe"), "auto", staleness=0, rounded=True) == (2, 2, 4)
-    assert replayed_experts(experts_of("qwen3_moe"), "auto", staleness=0) is None
-    assert replayed_experts(experts_of("qwen3_moe"), "auto", staleness=1) == (2, 2, 4)
-    assert replayed_experts(experts_of("qwen3_moe"), "on", staleness=0) == (2, 2, 4)
-    assert replayed_experts(experts_of("qwen3_moe"), "off", staleness=1) is None
+@pytest.mark.parametrize(
+    ("setting", "differs", "replays"),
+    [
+        ("auto", {}, False),
+        ("auto", {"staleness": 1}, True),
+        ("auto", {"rounded": True}, True),
+        ("auto", {"kv_bits": 8}, True),
+        ("on", {}, True),
+        ("off", {"staleness": 1, "kv_bits": 4}, False),
+    ],
+)
+def test_auto_repeats_where_engine_and_trainer_may_differ(setting, differs, replays):
+    model = experts_of("qwen3_moe")
+    assert watched_experts(model, setting) == (2, 2, 4)
+    assert replays_experts(model, setting, **({"staleness": 0} | differs)) is replays
+
+
+def test_auto_repeats_with_a_quantised_base():
     packed = experts_of("qwen3_moe")
     nn.quantize(packed, group_size=32, bits=4)
-    assert replayed_experts(packed, "auto", staleness=0) == (2, 2, 4)
+    assert watched_experts(packed, "auto") == (2, 2, 4)
+    assert replays_experts(packed, "auto", staleness=0)
 
 
 # ---------------------------------------------------------------------- layouts and gradients
@@ -238,7 +253,7 @@ def test_the_trainer_repeats_what_the_engine_took(name):
     """The trainer's router is moved, as by updates since: without replay it takes other experts,
     with it none, and the scores are those of a plain forward with these experts."""
     trained = experts_of(name)
-    shape = replayed_experts(trained, "on", staleness=0)
+    shape = watched_experts(trained, "on")
     served = serve(copy.deepcopy(trained), max_rows=4, experts=shape)
     trained.unfreeze()
     prompts = [[5, 9, 2, 7], [8, 1, 1], [3, 3, 6, 2, 4]]
@@ -304,7 +319,7 @@ def part_experts(part):
 def test_the_engine_records_what_its_forwards_took_by_whatever_way():
     """Rows of different lengths, with and without steps that are started ahead."""
     model = experts_of("qwen3_moe")
-    shape = replayed_experts(model, "on", staleness=0)
+    shape = watched_experts(model, "on")
     ways = []
     for ahead in (False, True):
         served = serve(copy.deepcopy(model), max_rows=3, experts=shape, async_scheduling=ahead)
@@ -321,7 +336,7 @@ def test_the_engine_records_what_its_forwards_took_by_whatever_way():
     served.engine.add(streamed)
     deltas = collect_deltas(served.engine)["s"]
     assert {len(delta.token_ids) for delta in deltas} >= {1}, "in parts"
-    assert _rollout(streamed, deltas).routed_experts == ways[0][2].routed_experts
+    assert rollout_of(streamed, deltas).routed_experts == ways[0][2].routed_experts
     tokens = [*[6] * 8, *ways[0][2].token_ids]
     routing = ForwardRouting()
     with routed(routing):
@@ -379,11 +394,64 @@ def test_rows_without_experts_go_by_their_router():
 
 def test_the_load_of_experts():
     """Three tokens, two layers, four experts, one a token. Layer 0: expert 0 twice, 3 once: the
-    busiest has 2 of an average 0.75. Layer 1: always expert 1: 3 of 0.75. Five of eight are
-    unused."""
-    recorded = [RoutedExperts(2, 1, bytes([0, 1, 3, 1])), RoutedExperts(2, 1, bytes([0, 1]))]
-    assert expert_load(recorded, 4) == {
-        "expert_load_max": (2 / 0.75 + 3 / 0.75) / 2,
-        "experts_unused": 5 / 8,
-    }
-    assert expert_load([], 4) == {}
+    busiest has 2 of an average 0.75, the entropy is log 3 - 2/3 log 2. Layer 1: always expert 1: 3
+    of 0.75, entropy 0. Five of eight are unused."""
+    counts = np.array([[2, 0, 0, 1], [0, 3, 0, 0]])
+    assert expert_load(counts) == pytest.approx(
+        {
+            "expert_tokens": 0.75,
+            "expert_load_max": (2 / 0.75 + 3 / 0.75) / 2,
+            "expert_load_entropy": (np.log(3) - 2 / 3 * np.log(2)) / 2 / np.log(4),
+            "experts_unused": 5 / 8,
+        },
+        abs=1e-12,
+    )
+    assert expert_load(np.zeros((2, 4), np.int64)) == {}
+
+
+@pytest.mark.parametrize(("blocks", "rows"), [(0, 100), (1, 100), (1, 2)])
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("share", [False, True])
+def test_a_training_forward_counts_the_experts_of_its_scored_tokens_once(
+    blocks, rows, replay, share, monkeypatch
+):
+    """As one graph and block by block, also where the head goes in pieces of two rows; neither the
+    backward pass nor a score counts."""
+    monkeypatch.setattr("mlx_parallm.models.blockwise.head_rows", lambda *_, **__: rows)
+    trained = experts_of("qwen3_moe")
+    watched_experts(trained, "on")
+    inject_lora(trained, lora_config(rank=2, alpha=4))
+    rng = np.random.default_rng(0)
+    prompt, rollouts = tuple(rng.integers(0, VOCAB, 60).tolist()), []
+    for _ in range(2):
+        ids = rng.permuted(np.tile(np.arange(4, dtype=np.uint8), (6, 1)), axis=1)[:, :2]
+        rollouts.append(
+            Rollout(
+                tokens=(*prompt, *rng.integers(0, VOCAB, 3).tolist()),
+                mask=(0,) * 60 + (1,) * 3,
+                logprobs=(0.0,) * 60 + (-1.0,) * 3,
+                policy_versions=(0,) * 63,
+                temperature=1.0,
+                scores={},
+                routed_experts=RoutedExperts(2, 2, ids.tobytes()),
+            )
+        )
+    sequences = [TrainSequence(r, (0.0,) * len(r.tokens), fresh=True) for r in rollouts]
+    [part] = collate(sequences, [0, 1], token_budget=1000, share_prompts=share).micro_batches
+    model = BlockwiseModel(trained, blocks_per_eval=blocks)
+    model.expert_load = np.zeros((2, 4), np.int64)
+    batch = part.token_batch(replay=replay)
+    model.score(batch)
+    model.loss_and_gradients(batch, lambda logprobs, *_: (logprobs.sum(), ()))
+    routing = ForwardRouting()
+    with routed(routing):
+        trained(mx.array([rollout.tokens[:-1] for rollout in rollouts]))
+    tokens = np.array(routing.by_token()).reshape(2, 62, 2, 2)[:, 59:]
+    if replay:
+        tokens = np.stack([rollout.routed_experts.array() for rollout in rollouts])
+    counted = tokens.reshape(6, 2, 2)
+    if part.compact is not None:  # the end of the prompt is one token
+        counted = np.concatenate([tokens[:, 1:].reshape(4, 2, 2), tokens[part.rows[0], :1]])
+    assert (part.compact is not None) is share
+    wanted = [np.bincount(counted[:, layer].ravel(), minlength=4) for layer in range(2)]
+    np.testing.assert_array_equal(model.expert_load, wanted)

@@ -287,3 +287,18 @@ def test_our_own_server_says_what_the_same_weights_say_here(
             assert pair[1] == pytest.approx(pair[0], abs=1e-3)
         rest = [np.exp(scores[TARGETS].reshape(-1, 9)[:, 8]) for scores in (own, served)]
         assert rest[1] == pytest.approx(rest[0], abs=2e-5), "1 minus the others, in float32"
+
+
+def test_a_timeout_that_is_the_teachers_own_ends_the_waiting(tiny: LoadedModel) -> None:
+    """It has the type of a turn's end, and would be waited for again without an end."""
+    with scripted_http(lambda path, body: (200, {}, {"data": [{"id": "big"}]})) as (url, _):
+        trainer = tiny_trainer(tiny, {"name": "big", "kind": "http", "url": url})
+        teacher = trainer.teachers._by_name["big"][1]
+
+        async def late(*_: Any) -> None:
+            raise TimeoutError("its own")
+
+        teacher._all = late
+        with pytest.raises(TimeoutError, match="its own"):
+            teacher.score([], None, lambda: False)
+        trainer.teachers.close()

@@ -1,5 +1,6 @@
 """Teachers that are other models, older weights, or the policy that knows more; and who teaches what."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import mlx_parallm
+from mlx_parallm.config.distillation import TeacherConfig
 from mlx_parallm.config.load import load_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.training import RLTrainingConfig
@@ -31,7 +33,7 @@ from mlx_parallm.types import RolloutGroup
 from tests.rl_training.distillation.making import BASE, base_logprobs, taught_trainer
 from tests.rl_training.making import perturb_adapter
 from tests.rl_training.rollouts import make_batch, make_group, make_rollout, random_groups
-from tests.tiny_models import save_checkpoint
+from tests.tiny_models import QWEN3, save_checkpoint
 
 TINY = ModelConfig()
 SELF = {"name": "self", "kind": "policy"}
@@ -495,3 +497,87 @@ def test_a_broken_teacher_makes_no_loss_that_is_not_finite() -> None:
     assert metrics["skipped_steps"] == 0
     assert np.isfinite(metrics["loss"])
     assert np.isfinite(metrics["teacher_kl"])
+
+
+# ---------------------------------------------------------------------- what would vanish in silence
+
+
+def test_a_sender_has_no_whole_vocabulary() -> None:
+    """Its few numbers would be spread over all tokens."""
+    with pytest.raises(ConfigError, match="brings a few tokens a position, not the whole vocab"):
+        taught_trainer({"name": "sender", "kind": "group"}, mode="loss", top_k=0)
+
+
+def reasons(trainer: Trainer) -> list[str]:
+    return [reason for reason, count in trainer.teachers._reasons.items() for _ in range(count)]
+
+
+def test_what_a_sender_did_not_score_is_counted_with_the_reason() -> None:
+    trainer = taught_trainer({"name": "sender", "kind": "group"})
+    warm = with_numbers(make_group("a", [0.0, 1.0]))
+    short = with_numbers(make_group("b", [0.0, 1.0]))
+    short.metadata["distill"]["token_ids"][1].pop()
+    few = with_numbers(make_group("c", [0.0, 1.0]))
+    del few.metadata["distill"]["token_ids"][1]
+    warm = replace(warm, rollouts=tuple(replace(r, temperature=0.7) for r in warm.rollouts))
+    scores = trainer.teachers.score(make_batch([warm, short, few]), lambda: False)
+    assert np.isnan(scores[LOGPROBS]).sum() == 4 + 3 + 3
+    assert reasons(trainer) == [
+        *[
+            "sender: the sender's log-probabilities are at temperature 1, the answer was sampled at 0.7"
+        ]
+        * 2,
+        "sender: the group's distill fields are of another sequence",
+        "sender: the group's distill fields have no entry for a sequence",
+        *["sender: a token is not among those that the sender scored"] * 2,
+    ]
+    assert trainer.teachers.measured()["teacher_unscored"] == 4
+
+
+def test_a_sequence_longer_than_the_teachers_context_is_counted_with_the_reason(
+    tiny: LoadedModel, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path / "other", QWEN3 | {"max_position_embeddings": 4}, seed=5)
+    teacher = {"name": "other", "kind": "model", "path": str(tmp_path / "other")}
+    trainer = tiny_trainer(tiny, teacher)
+    group = question(1)
+    trainer.teachers.score(batch_of(group), lambda: False)
+    assert reasons(trainer) == ["other: a sequence is longer than its context, 4"] * len(
+        group.rollouts
+    )
+
+
+@pytest.mark.parametrize("number", [np.inf, 0.5, np.nan])
+def test_a_number_that_is_no_log_probability_has_no_signal(number: float) -> None:
+    """An infinite advantage would cost the mini-batch."""
+
+    class Wrong:
+        name = "base"
+
+        def score(self, answers: Any, keep: int | None, should_stop: Any) -> list[Scored]:
+            return [Scored(np.full(answer.trained, number, np.float32)) for answer in answers]
+
+        def close(self) -> None: ...
+
+    trainer = taught_trainer()
+    config, _, prompt = trainer.teachers._by_name["base"]
+    trainer.teachers._by_name["base"] = config, Wrong(), prompt
+    metrics = trainer.train_step(make_batch(random_groups(2))).metrics
+    assert metrics["teacher_share"] == 0.0
+    assert metrics["skipped_steps"] == 0
+    assert reasons(trainer) == ["a log-probability of a teacher is above 0"] * (
+        0 if np.isnan(number) else len(reasons(trainer))
+    )
+
+
+def test_a_reward_that_is_no_number_has_solved_nothing(tiny: LoadedModel) -> None:
+    tokenizer = load_tokenizer(tiny.path, ModelConfig())
+    config = TeacherConfig(name="t", kind="policy", prompt="{solved}")
+    group = question(2)
+    unsolved = tuple(replace(r, scores={"reward": math.nan}) for r in group.rollouts)
+    with pytest.raises(NoPromptError, match="no answer of the group has a reward of 1"):
+        TeacherPrompt(config, tokenizer, {}).tokens(replace(group, rollouts=unsolved))
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Sum"}]}]
+    asked = replace(group, metadata=group.metadata | {"asked": parts})
+    with pytest.raises(NoPromptError, match="the last message of its prompt is no text"):
+        TeacherPrompt(config, tokenizer, {}).tokens(asked)

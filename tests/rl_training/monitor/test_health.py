@@ -488,3 +488,19 @@ def test_nothing_is_named_in_a_run_that_learned():
         assert names(lines[max(0, end - WINDOW) : end], lines[: min(end, WINDOW)]) == [], (
             f"step {end}"
         )
+
+
+def test_experts_that_collapse_are_named_beside_the_first_steps():
+    start = window(expert_load_entropy=0.95, experts_unused=0.2, expert_load_max=2.0)
+    fewer = window(expert_load_entropy=0.93, experts_unused=0.4, expert_load_max=4.0)
+    narrow = window(expert_load_entropy=0.8, experts_unused=0.2, expert_load_max=9.0)
+    assert names(window(expert_load_entropy=0.9, experts_unused=0.3), start) == []
+    assert names(window(expert_load_entropy=0.1, experts_unused=0.9)) == []
+    assert names(fewer, start) == names(narrow, start) == ["experts-collapse"]
+    [one] = find(fewer, start)
+    assert one.sentence == (
+        "experts collapse: 40% of them get no token (20% in the first steps), the entropy of their"
+        " load went from 0.95 to 0.93 of its highest"
+    )
+    assert one.numbers["expert_load_max"] == 4.0
+    assert names(narrow[:2], start) == [], "two steps are no course"

@@ -432,3 +432,28 @@ def test_rounding_in_training_is_counted() -> None:
     )
     assert predict_memory(config, shape).parts["training: rounding"] == added
     assert not any("quantize_base" in key for key in what_fits(config, shape, 0)[0]), "not combined"
+
+
+def test_recorded_experts_are_counted_where_they_are_repeated() -> None:
+    """48 layers × 8 of 128 experts: 384 bytes a sampled token, of two steps' rollouts; a mini-batch
+    once more in 2 and once in 4 bytes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 48, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    model = sizes | heads | {"model_type": "qwen3_moe", "moe_intermediate_size": 32}
+    model |= {"num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
+    model |= {"mlp_only_layers": [], "norm_topk_prob": True, "rms_norm_eps": 1e-6}
+    model |= {"max_position_embeddings": 512, "rope_theta": 1e4, "tie_word_embeddings": True}
+
+    def bytes_of(*settings: str) -> int:
+        given = ["model.dtype=float32", "rl_training.atropos.rollout_batch_size=128"]
+        given += ["rl_training.batch_size=32", "rl_training.max_staleness=0", *settings]
+        config = load_config(None, given)
+        estimate = predict_memory(config, ModelShape.of(model, config), Lengths(100, 2000))
+        return dict(estimate.parts).get("recorded experts", 0)
+
+    wanted = 384 * 2000 * (2 * 128 + 6 * 32)
+    assert bytes_of("rl_training.router_replay=on") == wanted
+    assert bytes_of() == 0, "in float32 on the same weights both take the same"
+    assert bytes_of("rl_training.max_staleness=1") == wanted
+    assert bytes_of("server.kv_bits=8", "rl_training.sampler_correction=tis") == wanted
+    assert bytes_of("rl_training.max_staleness=1", "rl_training.router_replay=off") == 0

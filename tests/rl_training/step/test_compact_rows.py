@@ -195,6 +195,9 @@ def test_turns_of_rewritten_episodes_are_a_tree() -> None:
     single = make_batch(long_prompts(3))  # a prompt in common is no reason
     mini = collate(single.sequences, range(12), token_budget=400, merging=True, share_prompts=True)
     assert {type(part.compact) for part in mini.micro_batches} == {SharedRows}
+    # … but where prompts cannot be shared, as between layers with windows
+    mini = collate(single.sequences, range(12), token_budget=400, merging=True)
+    assert {type(part.compact) for part in mini.micro_batches} == {TreeRows}
 
 
 def cut_shared(batch: TrainBatch, rows: Sequence[int] | None = None, **options: int) -> MiniBatch:

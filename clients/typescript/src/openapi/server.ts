@@ -261,7 +261,7 @@ export interface paths {
         /**
          * Runs
          * @description The runs that this page shows. `live`: this process trains it, and can be talked to;
-         *     `rewards`: its answers may be rewarded.
+         *     `rewards`: its answers may be rewarded; `feedback`: it learns from chats.
          */
         get: operations["runs_dashboard_api_runs_get"];
         put?: never;
@@ -724,9 +724,10 @@ export interface components {
             to_read: components["schemas"]["AnswerToRead"][];
         };
         /**
-         * @description `id`: by which routes are asked about the run. `inferred_rewards`: rewards are known from
-         *     advantages alone (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards
-         *     takes its answers' rewards. What follows `steps` is None where the run's configuration cannot
+         * @description `id`: by which routes are asked about the run. `feedback`: it learns from chats, and
+         *     /v1/feedback/review lists them. `inferred_rewards`: rewards are known from advantages alone
+         *     (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards takes its answers'
+         *     rewards. What follows `steps` is None where the run's configuration cannot
          *     be read.
          */
         RunSummary: {
@@ -737,6 +738,7 @@ export interface components {
             state: "running" | "finished" | "stopped";
             live: boolean;
             rewards: boolean;
+            feedback: boolean;
             steps: number;
             total_steps: number | null;
             model: string | null;

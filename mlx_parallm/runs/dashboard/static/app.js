@@ -10,9 +10,10 @@ import { Tokens } from "./tokens.js";
 import { Chat } from "./chat.js";
 import { Compare } from "./compare.js";
 import { Controls } from "./controls.js";
+import { Feedback } from "./feedback.js";
 
 const HELP = [
-  ["1 … 8", "the tabs, from left to right"], ["[ ]", "step before, next step"], ["u i", "group before, next group; o opens it"],
+  ["1 … 9", "the tabs, from left to right"], ["[ ]", "step before, next step"], ["u i", "group before, next group; o opens it"],
   ["j k", "next answer, answer before"], ["← →", "move on a chart or through tokens"], ["Enter", "on a chart: the groups of that step"],
   ["t", "on a chart: its table"], ["/", "search"], ["?", "this help"],
 ];
@@ -119,7 +120,7 @@ function App() {
 
   const step = place.view === "step" ? Number(place.rest[0] ?? (last || 1)) : last || 1;
   const tabs = [["Overview", "overview"], ["Groups", "step", [step], ["group", "tokens"]], ["Search", "search"], ["Held-out", "heldout"], ["Timeline", "timeline"],
-    ...(info?.live ? [["Chat", "chat"], ["Controls", "controls"]] : []), ...(runs?.length > 1 ? [["Compare", "compare"]] : [])];
+    ...(info?.live ? [["Chat", "chat"], ["Controls", "controls"]] : []), ...(info?.feedback ? [["Feedback", "feedback"]] : []), ...(runs?.length > 1 ? [["Compare", "compare"]] : [])];
   useKeys((event) => {
     const numbered = tabs[Number(event.key) - 1];
     const to = event.key === "/" ? writePlace("search") : numbered && writePlace(numbered[1], numbered[2] ?? []);
@@ -144,6 +145,7 @@ function App() {
     search: () => html`<${Search} ...${shared} />`,
     chat: () => html`<${Chat} key=${run} ...${shared} />`,
     controls: () => html`<${Controls} key=${run} ...${shared} />`,
+    feedback: () => html`<${Feedback} key=${run} ...${shared} />`,
     heldout: () => html`<${HeldOutPrompts} key=${run} ...${shared} />`,
     timeline: () => html`<${Timeline} key=${run} ...${shared} />`,
     compare: () => runs?.length > 1 && html`<${Compare} ...${shared} runs=${runs} words=${words} smooth=${smooth} />`,

@@ -1,0 +1,150 @@
+"""Follows the chats of people who agreed: each answer as the engine sampled it, and what a request
+says about earlier ones. No MLX.
+
+Both are on the disk before the client sees the end of the answer.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from mlx_parallm.rollout_store.completions import Choice, rollout_of
+from mlx_parallm.rollout_store.payload import encode_group
+from mlx_parallm.server.protocol.openai import ChatBody
+from mlx_parallm.systems.feedback.consent import Consent
+from mlx_parallm.systems.feedback.conversation import ConversationReader, Reading
+from mlx_parallm.systems.feedback.store import FeedbackStore, NewAnswer
+from mlx_parallm.systems.traces.answers import ChunkReader, take_answer
+from mlx_parallm.systems.traces.recorder import RecordedCall
+from mlx_parallm.types import Request, Rollout, RolloutGroup
+
+ENVIRONMENT = "feedback"
+NOT_THE_POLICY = "another model than the policy answered"
+SECRET = "a secret or name was replaced in the chat: its tokens would show it"
+CUT_OFF = "the answer was cut off, or nothing was sampled"
+IMAGES = "the chat has images"
+CONTINUED = "the answer goes on with a message of the client's"
+
+
+def answer_id(response_id: str, choice: int) -> str:
+    """Return the id under which a choice is known: the completion's for the first one."""
+    return response_id if choice == 0 else f"{response_id}#{choice}"
+
+
+class ChatObserver:
+    """Follows one answer: an `AnswerObserver`.
+
+    Args:
+        is_policy: whether a request is answered by the policy that is being trained.
+        heard: called when something was written that somebody has to look at.
+    """
+
+    def __init__(
+        self,
+        store: FeedbackStore,
+        reader: ConversationReader,
+        consent: Consent,
+        *,
+        is_policy: Callable[[Request], bool],
+        heard: Callable[[], None],
+    ) -> None:
+        self._store, self._reader, self._consent = store, reader, consent
+        self._is_policy, self._heard = is_policy, heard
+        self._call, self._choices = RecordedCall("", [], [], None), 1
+        self._began = self._continues = False
+        self._rollouts: dict[int, Rollout | str] = {}
+        self._written = False
+
+    def begun(self, body: ChatBody) -> None:
+        self._call.messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+        self._call.tools = body.callable_tools
+        self._began, self._continues = True, body.continues_final_message
+        self._choices = body.n
+
+    def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
+        [request], [all_parts] = requests, choices
+        for parts in all_parts:
+            index = parts[0].index
+            if not self._is_policy(request):
+                self._rollouts[index] = NOT_THE_POLICY
+            elif request.images:
+                self._rollouts[index] = IMAGES
+            else:
+                self._rollouts[index] = rollout_of(request, parts)
+
+    async def whole(self, answer: Mapping[str, Any]) -> None:
+        take_answer(self._call, answer)
+        await self._write()
+
+    async def events(
+        self, events: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        reader, unfinished = ChunkReader(self._call, self._choices), self._choices
+        try:
+            async with aclosing(events):
+                async for chunk in events:
+                    reader.take(chunk)
+                    unfinished -= sum(
+                        choice["finish_reason"] is not None for choice in chunk["choices"]
+                    )
+                    if not unfinished:
+                        await self._write()
+                    yield chunk
+        finally:
+            await self.aborted()
+
+    async def aborted(self) -> None:
+        """Keep what the request said about earlier answers; it got no whole answer itself."""
+        if not self._written:
+            self._call.choices.clear()
+            await self._write()
+
+    async def _write(self) -> None:
+        if self._written or not self._began:
+            return
+        self._written = True
+        # the disk may take its time: nobody else waits for it
+        if await asyncio.to_thread(self._record):
+            self._heard()
+
+    def _record(self) -> bool:
+        """Read the request and write all that it says; return whether it says something about
+        earlier answers."""
+        reading = self._reader.read(self._consent.user, self._call.messages, self._call.tools)
+        answers = [self._answer(reading, index) for index in sorted(self._call.choices)]
+        self._store.record(answers, reading.signals)
+        for _ in range(reading.unjudged):
+            self._store.count("signal", "message", "nobody judges it")
+        return bool(reading.signals)
+
+    def _answer(self, reading: Reading, index: int) -> NewAnswer:
+        identity = answer_id(str(self._call.response_id), index)
+        choice = self._call.choices[index]
+        after, words, had_secret = self._reader.after(reading, choice.message)
+        rollout = self._rollouts.get(index, CUT_OFF)
+        reason: str | None = None
+        if isinstance(rollout, str):
+            reason = rollout
+        elif reading.redacted or had_secret:
+            reason = SECRET
+        elif self._continues:
+            reason = CONTINUED
+        elif rollout.stop_reason not in ("stop", "length") or 1 not in rollout.mask:
+            reason = CUT_OFF
+        payload = None
+        if reason is None and isinstance(rollout, Rollout):
+            payload = encode_group(
+                RolloutGroup(f"{ENVIRONMENT}-{identity}", ENVIRONMENT, (rollout,))
+            )
+        return NewAnswer(
+            identity,
+            self._consent.user,
+            self._consent.task,
+            reading.key,
+            after,
+            reading.question,
+            words,
+            payload,
+            reason,
+        )

@@ -1,0 +1,45 @@
+"""Values of signals, the running mean and the bound on updates, with numbers worked by hand."""
+
+import pytest
+
+from mlx_parallm.systems.feedback.signals import Baseline, edit_value, releasable, strongest
+
+
+def test_the_strongest_kind_decides() -> None:
+    assert strongest({"message": 1.0, "thumb": -1.0}) == ("thumb", -1.0)
+    assert strongest({"tool": 1.0, "regenerate": -1.0}) == ("regenerate", -1.0)
+    assert strongest({}) is None
+
+
+def test_an_edit_costs_what_it_changes() -> None:
+    """abcd → abxd: 3 of 4 letters in common, 2 · 3 / 8 = 0.75."""
+    assert edit_value("abcd", "abxd") == pytest.approx(-0.25)
+    assert edit_value("abcd", "xyzw") == -1.0
+    assert edit_value("a  b\n", "a b") is None
+
+
+def test_the_running_mean_forgets() -> None:
+    """d = 0.5, rewards 1, 0, -1: w = 1, 1.5, 1.75; s = 1, 0.5, -0.75; mean s / (w + 1)."""
+    baseline, means = Baseline(), []
+    for reward in (1.0, 0.0, -1.0):
+        baseline = baseline.after(reward, 0.5)
+        means.append(baseline.mean)
+    assert Baseline().mean == 0.0
+    assert means == pytest.approx([1 / 2, 0.5 / 2.5, -0.75 / 2.75])
+
+
+@pytest.mark.parametrize(
+    ("batches", "released", "most", "wanted"),
+    [
+        (5, [], None, 5),
+        (5, [1800.0], 2.0, 1),
+        (5, [1800.0, 3000.0], 2.0, 0),
+        (5, [-100.0], 1.0, 1),
+        (5, [-1700.0], 0.5, 0),  # 5,300 s ago, and one in 7,200 s may be
+        (5, [-4000.0], 0.5, 1),
+    ],
+)
+def test_batches_in_an_hour(
+    batches: int, released: list[float], most: float | None, wanted: int
+) -> None:
+    assert releasable(batches, released, most, now=3600.0) == wanted
