@@ -57,6 +57,7 @@ total_steps = 100000
 seed = {seed}
 learning_rate = {learning_rate}
 batch_size = {batch}
+update_epochs = {epochs}
 blocks_per_eval = 0
 max_staleness = 1000
 max_grad_norm = 1.0
@@ -259,6 +260,7 @@ def main() -> None:
     parser.add_argument(
         "--serve-priority", choices=("balanced", "serve", "train"), default="balanced"
     )
+    parser.add_argument("--epochs", type=int, default=1, help="passes over a batch")
     parser.add_argument("--guard", action="store_true", help="evaluation.max_fall")
     args = parser.parse_args()
     for seed in args.seeds:
@@ -275,6 +277,7 @@ def main() -> None:
                     learning_rate=args.learning_rate,
                     algorithm=args.algorithm,
                     priority=args.serve_priority,
+                    epochs=args.epochs,
                     guard=GUARD.format(task=args.task) if args.guard else "",
                 )
                 (directory / "use.toml").write_text(text)

@@ -15,7 +15,8 @@ down again, torch's AdamW. Each step prints
     uniform           p of a chi-square test that tokens were drawn as their probabilities say
 
 and the end prints how far torch's adapter is from the run's checkpoint, where the run kept one of
-that step. Only for `loss = "clip"`, `loss_aggregation = "token"`, AdamW, no KL, one update a step.
+that step. With `--trl` TRL's own GRPOTrainer gets the run's answers in place of its own, scores
+them, and trains: its loss, norm and share of groups without variance stand beside ours. Only for `loss = "clip"`, `loss_aggregation = "token"`, AdamW, no KL, one update a step.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from mlx_parallm.rl_training.step.optimizer import learning_rate_at
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.hardware import usable_cores
 from scripts.bench.real_model_trl import FOLLOWED, PYTHON
+from scripts.bench.real_model_trl import make_plan as plan_of_trl
 
 WORKER = Path(__file__).with_name("real_model_replay_worker.py")
 
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument(
         "--python", type=Path, default=PYTHON, help="has torch; default: %(default)s"
     )
+    parser.add_argument("--trl", action="store_true", help="by TRL's trainer")
     arguments = parser.parse_args()
     config = load_config(arguments.run / "config.toml")
     training = config.rl_training
@@ -59,6 +62,11 @@ def main() -> None:
         plan = make_plan(arguments.run, config, arguments.steps, Path(directory))
         if not plan["batches"]:
             parser.error(f"{arguments.run}: no step's rollouts are left")
+        if arguments.trl:
+            [environment] = config.environments
+            reward = environment.rewards[0].removeprefix("python:")
+            others = {"device": "cpu", "rows_at_once": training.batch_size, "trl": True}
+            plan |= plan_of_trl(config, reward) | others | {"steps": len(plan["batches"])}
         file = Path(directory) / "plan.json"
         file.write_text(json.dumps(plan), encoding="utf-8")
         subprocess.run([arguments.python, "-P", WORKER, file], check=True)
@@ -91,7 +99,7 @@ def make_plan(run: Path, config: Config, steps: int, directory: Path) -> dict[st
         "max_grad_norm": training.max_grad_norm,
         "rates": [learning_rate_at(step, training) for step in range(1, len(batches) + 1)],
         "metrics": [
-            {key: metrics[step][key] for key in ("loss", "grad_norm")}
+            {key: metrics[step][key] for key in ("loss", "grad_norm", "groups_without_variance")}
             for step in range(1, len(batches) + 1)
         ],
         "batches": [

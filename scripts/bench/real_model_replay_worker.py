@@ -19,6 +19,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+# python -P: the TRL worker beside this file
+sys.path.append(str(Path(__file__).parent))
+
 BINS = 10  # of the chi-square test
 
 
@@ -79,6 +82,9 @@ def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(plan["threads"])
     torch.manual_seed(0)
+    if "trl" in plan:
+        train_by_trl(plan)
+        return
     model = AutoModelForCausalLM.from_pretrained(plan["model"], dtype=torch.float32).eval()
     model.requires_grad_(False)
     untrained = load_file(plan["adapter"])
@@ -151,6 +157,74 @@ def gradient(
             total, off = total + float(loss), max(off, float((logprobs - old).abs().max()))
             drawn.add(logits.detach(), tokens, end)
     return total, off, drawn
+
+
+def train_by_trl(plan: dict[str, Any]) -> None:
+    """Let TRL's GRPOTrainer score and train on the plan's answers in place of its own."""
+    import real_model_trl_worker as peer
+
+    answers = {}
+    for step, groups in enumerate(plan["batches"]):
+        for rows in groups:
+            start = rows[0]["mask"].index(1)
+            prompt = tuple(rows[0]["tokens"][:start])
+            answers[step, prompt] = [row["tokens"][start:] for row in rows]
+
+    class Injected(peer.PlannedTrainer):  # type: ignore[misc]
+        def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+            ids = [peer.ids_of(self.processing_class, prompt) for prompt in prompts]
+            group, completions = self.num_generations, []
+            for first in ids[::group]:
+                completions += answers[self.state.global_step, tuple(first)]
+            texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
+            said = [[{"role": "assistant", "content": text}] for text in texts]
+            return ids, completions, None, said, None, {}, None, None
+
+    class Printer(peer.TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "grad_norm" in logs:
+                ours = plan["metrics"][state.global_step - 1]
+                print(
+                    f"step {state.global_step}: TRL's loss {logs['loss']:+.6f}"
+                    f" ({ours['loss']:+.6f}), norm {logs['grad_norm']:.6f}"
+                    f" ({ours['grad_norm']:.6f}), without variance"
+                    f" {logs['frac_reward_zero_std']} ({ours['groups_without_variance']})",
+                    flush=True,
+                )
+
+    tokenizer = peer.AutoTokenizer.from_pretrained(plan["model"])
+    model = AutoModelForCausalLM.from_pretrained(plan["model"], dtype=torch.float32)
+    function = peer.load_function(plan["reward"])
+
+    def reward(prompts: Any, completions: Any, columns: list[str], **others: Any) -> list[float]:
+        rows = [
+            {"prompt": p, "columns": json.loads(c)} for p, c in zip(prompts, columns, strict=True)
+        ]
+        return peer.score(function, rows, [said[0]["content"] for said in completions])
+
+    rows = [
+        {"prompt": row["prompt"], "columns": json.dumps(row["columns"])} for row in plan["rows"]
+    ]
+    lora = plan["lora"]
+    trainer = Injected(
+        model=model,
+        reward_funcs=reward,
+        args=peer.options(plan, Path(plan["adapter"]).parent / "trl"),
+        train_dataset=peer.Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=peer.LoraConfig(
+            r=lora["rank"], lora_alpha=lora["alpha"], lora_dropout=0.0, target_modules="all-linear",
+            use_rslora=lora["use_rslora"], bias="none", task_type="CAUSAL_LM",
+        ),
+    )  # fmt: skip
+    trainer.plan = plan
+    parameters = dict(trainer.model.named_parameters())
+    for name, array in load_file(plan["adapter"]).items():
+        layer, _, part = name.rpartition(".lora_")
+        name = f"base_model.model.{layer}.lora_{part.upper()}.default.weight"
+        parameters[name].data.copy_(array.T)
+    trainer.add_callback(Printer())
+    trainer.train()
 
 
 if __name__ == "__main__":

@@ -84,13 +84,14 @@ def test_a_kill_loses_no_acknowledged_rating(tmp_path: Path) -> None:
         people.talk("user-9", 4)  # wakes the worker, and shows that it goes on
         daemon.process.terminate()
         assert daemon.wait() == 0, daemon.output
+    released = states_of(run, people.rated)
     store = RolloutStore(run / "rollouts.sqlite", min_free_bytes=0)
     try:
-        learned = {name.removeprefix("feedback-") for name in store.known_ids()}
+        stored = {name.removeprefix("feedback-") for name in store.known_ids()}
+        # one that the kill kept from being acknowledged may be there too
+        assert released == stored & people.rated
     finally:
         store.close()
-    # the kill may have come between a rating's commit and its answer
-    assert states_of(run, people.rated | learned) == learned
 
 
 def states_of(run: Path, rated: set[str]) -> set[str]:

@@ -10,6 +10,7 @@ from PIL import Image
 
 from mlx_parallm import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from mlx_parallm.config.load import Config
+from mlx_parallm.environments.row_images import with_data_urls, with_stored_images
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.faces.atropos.wire import from_scored_data
 from mlx_parallm.faces.inference.module import InferenceModule
@@ -102,6 +103,17 @@ def test_a_group_of_atropos_carries_its_images(checkpoint: Path) -> None:
         ):
             with pytest.raises(RolloutRejectedError, match=reason):
                 read({**data, "images": images})
+
+
+def test_an_endpoint_gets_data_urls(tmp_path: Path) -> None:
+    file = tmp_path / "red.jpg"
+    colour("red").save(file)
+    stored = with_stored_images(question(file), "messages")
+    assert with_stored_images(stored, "messages") is stored, "once is enough"
+    [image, text] = with_data_urls(stored)[0]["content"]
+    assert image["image_url"]["url"] == data_url(file.read_bytes(), "image/jpeg")
+    assert text == question(file)[0]["content"][1]
+    assert with_data_urls("a text") == "a text"
 
 
 def test_grpo_trainer_takes_images(checkpoint: Path, tmp_path: Path) -> None:
