@@ -467,7 +467,6 @@ def test_configurations_of_rows() -> None:
         (GRPOConfig(overrides={"environments.3.weight": 1}), "no entry of 1"),
         (GRPOConfig(report_to="mlflow"), "mlflow"),
         (GRPOConfig(optim="sgd"), "adamw_torch"),
-        (GRPOConfig(optim="adamw_torch_4bit"), "adamw_8bit"),
         (GRPOConfig(optim="adafactor_8bit"), "adamw_8bit"),
         (GRPOConfig(model_init_kwargs={"quantization_config": 1}), "quantization_config"),
     ],
