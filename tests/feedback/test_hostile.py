@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, StoreError
 from mlx_parallm.rl_training.sources import SourceContext
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.redaction import Redactor
@@ -61,6 +61,21 @@ def test_a_judge_that_fails_is_asked_again_later(
     assert len(chat.store.waiting()) == 1  # the thumb decides
     assert chat.status()["signals"]["message"] == {"the judge failed": 1}
     assert chat.source._failures == {}
+
+
+def test_a_full_disk_costs_nobody_the_answer(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(*_: Any) -> None:
+        raise StoreError("feedback.sqlite: the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat.source._store, "record", record)
+        lost = chat.ask([user("Sum: 2+3")])
+    assert lost["choices"][0]["message"]["content"]
+    assert chat.status()["outcomes"]["it could not be written"] == 1
+    assert "the disk is full" in str(chat.source.health())
+    chat.give(chat.ask([user("Sum: 2+3")]), rating="up")  # a later one is learned
+    chat.turn()
+    assert len(chat.store.waiting()) == 1
 
 
 @pytest.mark.parametrize("chat", [{"feedback.settle_s": 3600}], indirect=True)

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from mlx_parallm.errors import StoreError
 from mlx_parallm.rollout_store.completions import Choice, rollout_of
 from mlx_parallm.rollout_store.payload import encode_group
 from mlx_parallm.server.protocol.openai import ChatBody
@@ -39,6 +40,7 @@ class ChatObserver:
     Args:
         is_policy: whether a request is answered by the policy that is being trained.
         heard: called when something was written that somebody has to look at.
+        lost: called when nothing could be written. The person gets the answer all the same.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class ChatObserver:
         *,
         is_policy: Callable[[Request], bool],
         heard: Callable[[], None],
+        lost: Callable[[StoreError], None],
     ) -> None:
         self._store, self._reader, self._consent = store, reader, consent
-        self._is_policy, self._heard = is_policy, heard
+        self._is_policy, self._heard, self._lost = is_policy, heard, lost
         self._call, self._choices = RecordedCall("", [], [], None), 1
         self._began = self._continues = self._as_tokens = False
         self._rollouts: dict[int, Rollout | str] = {}
@@ -108,7 +111,12 @@ class ChatObserver:
             return
         self._written = True
         # the disk may take its time: nobody else waits for it
-        if await asyncio.to_thread(self._record):
+        try:
+            says = await asyncio.to_thread(self._record)
+        except StoreError as error:
+            self._lost(error)
+            return
+        if says:
             self._heard()
 
     def _record(self) -> bool:

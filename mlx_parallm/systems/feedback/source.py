@@ -20,7 +20,7 @@ from fastapi import Request as HTTPRequest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mlx_parallm.config.load import Config
-from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.errors import ConfigError, RolloutRejectedError, StoreError
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.sources import (
     POLICY,
@@ -59,6 +59,7 @@ LONGEST_WAIT_S = 60.0  # between two looks, where nothing is known to be due
 RETRY_S = 10.0
 TRIES = 3  # of a judge that does not answer
 NO_CONSENT = "no consent"
+LOST = "it could not be written"
 ASKED = frozenset(
     ("/v1/chat/completions", "/v1/chat/completions/tokens", "/v1/responses", "/v1/messages")
 )
@@ -116,7 +117,8 @@ class FeedbackSource(RolloutSource):
             judges=self._judge is not None,
             regenerate_within_s=section.regenerate_within_s,
         )
-        self._without_consent = 0
+        self._without_consent = self._lost = 0
+        self._lost_at, self._lost_why = 0.0, ""
         # of the judge, by answer and reply: how many, and when to ask again
         self._failures: dict[tuple[str, str], tuple[int, float]] = {}
         self._problem: str | None = None
@@ -150,8 +152,18 @@ class FeedbackSource(RolloutSource):
             self._without_consent += request.method == "POST" and request.url.path in ASKED
             return None
         return ChatObserver(
-            self._store, self._reader, consent, is_policy=self._is_policy, heard=self.heard
+            self._store,
+            self._reader,
+            consent,
+            is_policy=self._is_policy,
+            heard=self.heard,
+            lost=self._note_lost,
         )
+
+    def _note_lost(self, error: StoreError) -> None:
+        self._lost += 1
+        self._lost_at, self._lost_why = time.time(), str(error)
+        log.warning("a chat is not learned", reason=self._lost_why)
 
     def _is_policy(self, request: Request) -> bool:
         lora = self._context.config.rl_training.lora.enabled
@@ -172,6 +184,8 @@ class FeedbackSource(RolloutSource):
         self._worker = self._thread.submit(self._work())
 
     def health(self) -> str | None:
+        if time.time() - self._lost_at < LONGEST_WAIT_S:
+            return f"chats are not learned: {self._lost_why}"
         return self._problem
 
     def check(self) -> None:
@@ -282,7 +296,7 @@ class FeedbackSource(RolloutSource):
     # ------------------------------------------------------------------ what is counted
 
     def _numbers(self) -> dict[str, int]:
-        return {NO_CONSENT: self._without_consent}
+        return {NO_CONSENT: self._without_consent} | ({LOST: self._lost} if self._lost else {})
 
     def _metrics(self) -> Iterator[Metric]:
         answers = CounterMetricFamily(
@@ -295,7 +309,8 @@ class FeedbackSource(RolloutSource):
             "What people said about answers, by what became of it",
             labels=["kind", "outcome"],
         )
-        answers.add_metric([NO_CONSENT], self._without_consent)
+        for outcome, number in self._numbers().items():
+            answers.add_metric([outcome], number)
         for (what, kind, outcome), number in self._store.counts().items():
             if what == "answer":
                 answers.add_metric([outcome], number)
