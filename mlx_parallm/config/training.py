@@ -296,9 +296,10 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     whole graph at once."""
     max_eval_ms: int | None = Field(None, ge=1)
     """Micro-batches shrink until one evaluation takes no longer; off in deterministic mode.
-    Default on Metal: 1000."""
-    serve_priority: Literal["balanced", "serve", "train"] = "balanced"
-    """Priority on one device: none, requests, or training (docs/operations.md)."""
+    Default on Metal: 1000; with serve_priority = "chat": 100."""
+    serve_priority: Literal["balanced", "serve", "train", "chat"] = "balanced"
+    """Priority on one device: none, requests, training, or requests with a negative `priority`
+    (docs/operations.md)."""
     reference: Literal["base", "initial", "ema"] = "base"
     """KL reference: the untouched base, the policy as the run started, or the policy's moving
     average."""

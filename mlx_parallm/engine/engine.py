@@ -183,6 +183,21 @@ class Engine:
         return not self.scheduler.active and not self._scoring
 
     @property
+    def lanes(self) -> "tuple[Engine, ...]":
+        """The engines whose counters together are this one's: itself, unless chats have their
+        own (chat_lane.py)."""
+        return (self,)
+
+    @property
+    def serves_chats(self) -> bool:
+        """True while rollouts and training rest for requests with a negative priority."""
+        return False
+
+    def holds(self, request_id: str) -> bool:
+        """Whether such a request has not ended."""
+        return request_id in self._live
+
+    @property
     def _scoring(self) -> bool:
         """True when there is a text to score; while admission is paused, one that has begun."""
         return bool(self._scores) and (not self.scheduler.paused or self._scores[0].done > 0)
@@ -259,7 +274,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError (or a subclass): nothing is queued then."""
         check_request(request, self.limits)
-        if request.request_id in self._live:
+        if self.holds(request.request_id):
             raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
         adapter = self._adapter_slot(request.adapter)
         params = request.params

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.engine.chat_lane import ChatLaneEngine
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.served_models import ServedModels
@@ -114,10 +115,9 @@ def start_engine(
         images = ImageFeatures(encoder, table)
     lora = prepare_for_serving(loaded.model)
     engine_tokenizer = tokenizer()
+    kind = ChatLaneEngine if config.rl_training.serve_priority == "chat" else Engine
     thread = EngineThread(
-        lambda: Engine(loaded.model, engine_tokenizer, weights, lora, options, images),
-        names,
-        turns,
+        lambda: kind(loaded.model, engine_tokenizer, weights, lora, options, images), names, turns
     )
     thread.start()
     return StartedEngine(thread, names, shapes)
