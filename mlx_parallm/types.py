@@ -331,6 +331,8 @@ class EngineStats:
     error: str | None = None
     prefix_cache_query_tokens: int = 0  # tokens of the prompts looked up in the prefix cache …
     prefix_cache_hit_tokens: int = 0  # … and how many of them it held
+    draft_tokens: int = 0  # guessed by prompt lookup …
+    accepted_draft_tokens: int = 0  # … and how many of them were sampled
     kv_tokens: int = 0  # positions of the running sequences, shared ones counted in each
     kv_bytes: int = 0  # memory of their keys and values
     kv_bytes_shared: int = 0  # what they would hold besides without sharing prompts

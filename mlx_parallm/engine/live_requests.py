@@ -55,6 +55,8 @@ class Counters:
     prompt_tokens: int = 0
     prefill_tokens: int = 0
     generation_tokens: int = 0
+    draft_tokens: int = 0  # guessed by prompt lookup …
+    accepted_draft_tokens: int = 0  # … and how many of them were sampled
     requests_finished: int = 0
     requests_failed: int = 0
     requests_aborted: int = 0

@@ -83,6 +83,9 @@ def start_engine(
             experts=routing_shape(loaded.model),
             prompt_experts=config.server.record_prompt_experts,
         )
+    if options.prompt_lookup and (why := no_drafts(config, options)):
+        get_logger(__name__).warning("server.prompt_lookup is off", reason=why)
+        options = replace(options, prompt_lookup=0)
     if advice := wire_memory(
         sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     ):
@@ -123,6 +126,13 @@ def start_engine(
     return StartedEngine(thread, names, shapes)
 
 
+def no_drafts(config: Config, options: EngineOptions) -> str:
+    """Return why texts are not drafted; "" where they are."""
+    if config.rl_training.deterministic:
+        return "rl_training.deterministic: which steps have a draft depends on who else is there"
+    return "the experts of sampled tokens are recorded" if options.experts is not None else ""
+
+
 def engine_options(config: Config, loaded: LoadedModel, processes: int = 1) -> EngineOptions:
     """Raises ConfigError: [server] wants a longer context than the model has."""
     server, context = config.server, loaded.max_model_len
@@ -143,6 +153,7 @@ def engine_options(config: Config, loaded: LoadedModel, processes: int = 1) -> E
         ),
         by_tokens=server.kv_layout == "auto",
         kv_bits=server.kv_bits,
+        prompt_lookup=server.prompt_lookup,
         prefix_cache_bytes=prefix_cache_bytes(
             server.prefix_cache_bytes, deterministic=deterministic, processes=processes
         ),

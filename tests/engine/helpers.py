@@ -88,6 +88,7 @@ def engine_options(**changes: Any) -> EngineOptions:
         architecture="this model",
         processed_alternatives=False,
         close_objects=True,
+        prompt_lookup=0,
     )
     return replace(plain, **changes)
 
