@@ -111,6 +111,7 @@ LEARNT: Mapping[str, dict[str, int]] = {
     "gymnasium CliffWalking": {"steps": 20, "rollouts": 16},
     "textarena Blackjack": {"steps": 40, "rollouts": 64},
     "textarena Nim, a scripted opponent": {"steps": 40, "rollouts": 32},
+    "textarena TwoThirds, policy@-2": {"steps": 20, "rollouts": 16},
     "openenv echo_env (tools)": {"steps": 20, "rollouts": 16},
     "openenv reasoning_gym_env": {"steps": 30, "rollouts": 32},
     "openenv connect4_env": {"steps": 30, "rollouts": 16},
@@ -251,6 +252,7 @@ def config_of(
             "batch_size": rollouts,
             "blocks_per_eval": 0,
             "seed": seed,
+            "max_oversampling": 1,  # groups whose rewards are all alike are not replaced
             "run_name": "run",
             "atropos": {"rollout_batch_size": rollouts, "max_token_length": 3072},
         },

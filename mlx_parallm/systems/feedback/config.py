@@ -83,6 +83,8 @@ class FeedbackConfig(Section):
     """The model's name at that server."""
     judge_api_key_file: Path | None = None
     """File with that server's key."""
+    judge_concurrency: int = Field(4, ge=1)
+    """Replies that are judged at once; a function is called by so many threads."""
     ambiguous_below: float = Field(0.4, ge=0, le=1)
     """A judgement closer to 0 than this is no signal, and is counted."""
     settle_s: float = Field(30.0, ge=0)
@@ -90,6 +92,9 @@ class FeedbackConfig(Section):
     edit, a message, a regenerate, a tool result."""
     keep_s: float = Field(7 * 24 * 3600.0, gt=0)
     """How long an answer waits for its first signal."""
+    max_answers: int = Field(100_000, ge=1)
+    """Answers that are remembered. Beyond it those go that were decided on longest ago, and then
+    the oldest that were not, which are counted."""
     regenerate_within_s: float = Field(600.0, gt=0)
     """The same question later than this is a new question."""
     review: bool = False
