@@ -73,9 +73,9 @@ CASES: Mapping[str, dict[str, Any]] = {
         "kind": "textarena",
         "options": NIM | {"opponent": f"python:{Path(__file__).resolve()}:any_move"},
     },
-    "textarena TwoThirds, policy@-2": {
+    "textarena TwoThirds, the base": {
         "kind": "textarena",
-        "options": TWO_THIRDS | {"opponent": "policy@-2"},
+        "options": TWO_THIRDS | {"opponent": "base"},
     },
     "openenv echo_env (tools)": {
         "kind": "openenv",
@@ -107,18 +107,16 @@ CASES: Mapping[str, dict[str, Any]] = {
     },
 }
 LEARNT: Mapping[str, dict[str, int]] = {
-    "gymnasium FrozenLake": {"steps": 60, "rollouts": 48},
+    "textarena TwoThirds, the base": {"steps": 20, "rollouts": 16},
+    "openenv reasoning_gym_env": {"steps": 20, "rollouts": 16},
+    "openenv echo_env (tools)": {"steps": 20, "rollouts": 8},
     "gymnasium CliffWalking": {"steps": 20, "rollouts": 16},
-    "textarena Blackjack": {"steps": 40, "rollouts": 64},
-    "textarena Nim, a scripted opponent": {"steps": 40, "rollouts": 32},
-    "textarena TwoThirds, policy@-2": {"steps": 20, "rollouts": 16},
-    "openenv echo_env (tools)": {"steps": 20, "rollouts": 16},
-    "openenv reasoning_gym_env": {"steps": 30, "rollouts": 32},
-    "openenv connect4_env": {"steps": 30, "rollouts": 16},
+    "gymnasium Blackjack": {"steps": 40, "rollouts": 32},
+    "textarena Nim, a scripted opponent": {"steps": 30, "rollouts": 8},
 }
 """What `--learn` trains, and how long."""
 GAMES: Mapping[str, dict[str, Any]] = {
-    "TwoThirds": {"options": TWO_THIRDS, "steps": 16, "before": 8},
+    "TwoThirds": {"options": TWO_THIRDS, "steps": 16, "before": 12},
     "Nim": {"options": NIM, "steps": 40, "before": 20},
 }
 """What `--self-play` plays; `before`: how many versions older the other player is."""

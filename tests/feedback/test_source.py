@@ -246,6 +246,28 @@ def test_so_many_updates_in_an_hour(chat: Chat) -> None:
     assert 3500 < due - time.time() <= 3600 or math.isclose(due - time.time(), 60, abs_tol=5)
 
 
+@pytest.mark.parametrize(
+    "chat",
+    [
+        {
+            "rl_training.algorithm": "online_kto",
+            "rl_training.preference.kto_loss": "apo_zero_unpaired",
+        }
+    ],
+    indirect=True,
+)
+def test_single_answers_are_good_or_bad(chat: Chat) -> None:
+    answers = [chat.ask([user(f"Sum: 2+{digit}")]) for digit in range(3)]
+    for answer, rating in zip(answers, ("up", "down", 0), strict=True):
+        chat.give(answer, rating=rating)
+        chat.turn()
+    groups = chat.store.waiting()
+    assert [group.rollouts[0].reward for group in groups] == [1.0, -1.0]
+    assert [group.advantages for group in groups] == [None, None]
+    assert chat.status()["outcomes"]["its reward is 0: neither good nor bad"] == 1
+    assert chat.status()["baselines"] == {}
+
+
 TOGETHER = """
 import threading
 both = threading.Barrier(2)
@@ -337,6 +359,23 @@ def test_keys_of_people_open_chats_alone(
     [
         ({"rl_training.deterministic": True, "rl_training.max_staleness": 0}, "does not repeat"),
         ({"rl_training.algorithm": "online_dpo"}, "compares two"),
+        (
+            {
+                "rl_training.algorithm": "kto",
+                "rl_training.batch_size": 2,
+                "data.path": "rows.jsonl",
+                "rl_training.atropos.rollout_batch_size": 128,
+            },
+            "its loss on answers of chats is rl_training.algorithm = 'online_kto'",
+        ),
+        (
+            {
+                "rl_training.algorithm": "online_kto",
+                "rl_training.preference.kto_loss": "apo_zero_unpaired",
+                "feedback.baseline_decay": 0.5,
+            },
+            "compares an answer with no mean",
+        ),
         (
             {
                 "rl_training.algorithm": "sft",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mlx_parallm.config.data import DATA_ALGORITHMS, ONLINE_DPO
+from mlx_parallm.config.data import DATA_ALGORITHMS, ONLINE_DPO, ONLINE_KTO
 from mlx_parallm.config.environment import Section
 from mlx_parallm.execution.user_code import is_reference
 
@@ -45,6 +45,15 @@ def check_run(config: "CoreConfig") -> None:
         raise ValueError(
             "feedback.enabled = true and rl_training.deterministic = true: what people say, and"
             " when, does not repeat"
+        )
+    if training.algorithm == "kto":
+        raise ValueError(
+            "feedback.enabled = true: kto learns from rows of a file alone: its loss on answers of"
+            f" chats is rl_training.algorithm = {ONLINE_KTO!r}"
+        )
+    if training.algorithm == ONLINE_KTO and "baseline_decay" in section.changed():
+        raise ValueError(
+            f"feedback.baseline_decay is set, but {ONLINE_KTO} compares an answer with no mean"
         )
     if training.algorithm in DATA_ALGORITHMS:
         raise ValueError(

@@ -140,7 +140,7 @@ class FeedbackRoutes:
         reader: ConversationReader,
         *,
         review: bool,
-        decay: float,
+        decay: float | None,
         heard: Callable[[], None],
         more: Callable[[], dict[str, int]],
     ) -> None:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from fastapi import Request as HTTPRequest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from mlx_parallm.config.data import ONLINE_KTO
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError, RolloutRejectedError, StoreError
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
@@ -94,6 +95,8 @@ class FeedbackSource(RolloutSource):
     def __init__(self, context: SourceContext) -> None:
         config, section = context.config, context.config.section(FeedbackConfig)
         self._context, self._section = context, section
+        self._by_sign = config.rl_training.algorithm == ONLINE_KTO
+        self._decay = None if self._by_sign else section.baseline_decay
         self._store = FeedbackStore(
             context.directory / FEEDBACK_FILE,
             settle_s=section.settle_s,
@@ -131,7 +134,7 @@ class FeedbackSource(RolloutSource):
             self._agreement,
             self._reader,
             review=section.review,
-            decay=section.baseline_decay,
+            decay=self._decay,
             heard=self.heard,
             more=self._numbers,
         )
@@ -213,7 +216,7 @@ class FeedbackSource(RolloutSource):
         await asyncio.to_thread(
             self._store.decide,
             review=section.review,
-            decay=section.baseline_decay,
+            decay=self._decay,
             keep_s=section.keep_s,
             max_answers=section.max_answers,
         )
@@ -290,7 +293,7 @@ class FeedbackSource(RolloutSource):
         group = replace(
             unscored,
             rollouts=(replace(rollout, scores={"reward": answer.reward}),),
-            advantages=(answer.advantage,),
+            advantages=None if self._by_sign else (answer.advantage,),
         )
         longest = self._context.config.rl_training.atropos.max_token_length
         try:

@@ -27,6 +27,7 @@ HOUR_S = 3600.0
 NO_SIGNAL = "no signal within keep_s"
 REJECTED = "rejected in the review"
 REFUSED = "a check refused it"
+NO_LABEL = "its reward is 0: neither good nor bad"
 NOTHING_NEW = "its reward is what its task gets on average"
 AMBIGUOUS = "ambiguous"
 WEAKER = "a stronger signal decided"
@@ -277,10 +278,11 @@ class FeedbackStore:
     # ------------------------------------------------------------------ what becomes of it
 
     def decide(
-        self, *, review: bool, decay: float, keep_s: float, max_answers: int = 1 << 30
+        self, *, review: bool, decay: float | None, keep_s: float, max_answers: int = 1 << 30
     ) -> None:
         """Decide on the answers whose signals have settled, give up those without one, and forget
-        the oldest beyond `max_answers`."""
+        the oldest beyond `max_answers`. `decay`: of the mean that rewards are compared with; None:
+        the sign of a reward is what is learned."""
         now = self._clock()
         with self._database.transaction() as connection:
             old = connection.execute(
@@ -328,7 +330,7 @@ class FeedbackStore:
         ).rowcount
         _count(connection, *FORGOTTEN, number=gone)
 
-    def review(self, answers: Iterable[str], *, approve: bool, decay: float) -> list[str]:
+    def review(self, answers: Iterable[str], *, approve: bool, decay: float | None) -> list[str]:
         """Approve or reject answers that wait for it; return the ids of those that did."""
         done = []
         with self._database.transaction() as connection:
@@ -358,8 +360,14 @@ class FeedbackStore:
         return kind, value * self._weights[kind]
 
     def _accept(
-        self, connection: Connection, answer: str, task: str, reward: float, decay: float
+        self, connection: Connection, answer: str, task: str, reward: float, decay: float | None
     ) -> None:
+        if decay is None:
+            if reward:
+                self._make_ready(connection, answer, reward)
+            else:
+                _give_up(connection, answer, NO_LABEL)
+            return
         row = connection.execute(
             "SELECT weight, total FROM baselines WHERE task = ?", (task,)
         ).fetchone()
@@ -372,6 +380,9 @@ class FeedbackStore:
         if not advantage:
             _give_up(connection, answer, NOTHING_NEW)
             return
+        self._make_ready(connection, answer, advantage)
+
+    def _make_ready(self, connection: Connection, answer: str, advantage: float) -> None:
         connection.execute(
             "UPDATE answers SET state = 'ready', advantage = ? WHERE id = ?", (advantage, answer)
         )
