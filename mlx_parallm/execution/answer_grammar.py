@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mlx_parallm.models.tokenizer import Tokenizer
 
 MISTRALS_ARGUMENTS = "[ARGS]"
+TAIL_TOKENS = 16  # enough for the markers with which a template opens an answer
 NO_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
     "properties": {},
@@ -74,6 +75,34 @@ class Calls:
     tools: Sequence[Mapping[str, Any]]
     format: ToolFormat
     parallel: bool
+
+
+def thinking_after(tokenizer: "Tokenizer", prompt_token_ids: Sequence[int]) -> Thinking | None:
+    """Return whether the answer to a prompt may begin with reasoning. None: the model does not
+    think, or the prompt has ended it.
+
+    Markers in a user's message must not count: only the prompt's end does.
+    """
+    markers = tokenizer.think_markers
+    if markers is None:
+        return None
+    tail = tokenizer.decode(list(prompt_token_ids[-TAIL_TOKENS:]), skip_special_tokens=False)
+    if tail.rstrip().endswith(markers[1]):
+        return None
+    return Thinking(markers, opened=tail.rstrip().endswith(markers[0]))
+
+
+def required_calls(
+    tokenizer: "Tokenizer", tools: Sequence[Mapping[str, Any]], prompt_token_ids: Sequence[int]
+) -> Structure | None:
+    """Return the structure of an answer that calls one of the tools or several, perhaps after its
+    reasoning: `tool_choice = "required"` of rollouts. `tools`: OpenAI's definitions, of which there
+    is one at least. Raises RequestError."""
+    definitions = [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+    ]
+    calls = Calls(definitions, forced_format(tokenizer), parallel=True)
+    return answer_grammar(tokenizer, thinking_after(tokenizer, prompt_token_ids), calls, None)
 
 
 def answer_grammar(
