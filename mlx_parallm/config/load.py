@@ -24,6 +24,7 @@ from mlx_parallm.config.algorithm import COMPARING, without_unread
 from mlx_parallm.config.data import (
     DATA_ALGORITHMS,
     ONLINE_DPO,
+    ONLINE_KTO,
     OPTIONS,
     ROLLOUT_KEYS,
     DataConfig,
@@ -166,8 +167,11 @@ def _check_data(data: DataConfig, training: RLTrainingConfig, environments: int)
         raise ValueError(
             f"rl_training.atropos.{changed[0]} is about rollouts: {algorithm} does not use it"
         )
-    elif algorithm == "kto" and training.preference.kto_loss == "kto" and training.batch_size < 2:
-        raise ValueError("kto estimates a KL over a mini-batch: batch_size has to be at least 2")
+    measures_kl = algorithm in ("kto", ONLINE_KTO) and training.preference.kto_loss == "kto"
+    if measures_kl and training.batch_size < 2:
+        raise ValueError(
+            f"{algorithm} estimates a KL over a mini-batch: batch_size has to be at least 2"
+        )
     _check_options(training)
 
 

@@ -411,6 +411,10 @@ class Episode:
     # judge) stay out of the trajectory.
 
     @property
+    def policy(self) -> TurnPolicy:
+        return self._policy
+
+    @property
     def client(self) -> object:
         return self._policy.client
 
@@ -626,6 +630,35 @@ class Episode:
             self.close()
             raise EpisodeOver
         return completion
+
+    def record(
+        self,
+        prompt: Prompt,
+        prompt_ids: Sequence[int],
+        spans: Sequence[Sequence[int] | Completion],
+        text: str,
+    ) -> None:
+        """Record a turn that somebody else sampled with this policy, in a sequence of its own.
+
+        Args:
+            spans: what follows the prompt: completions, and tokens between them that were given.
+            text: of all spans.
+
+        Raises RolloutRejectedError: the sequence is longer than the run allows.
+        """
+        sequence = SequenceRecorder(prompt_ids)
+        for span in spans:
+            if isinstance(span, Completion):
+                sequence.add_sampled(span)
+                self._last = LastTurn(prompt, {}, dataclasses.replace(span, text=text))
+            else:
+                sequence.add_prompt(span)
+        if (length := len(sequence.token_ids)) > self._policy.longest:
+            raise RolloutRejectedError(
+                f"{length} tokens are more than max_token_length = {self._policy.longest}"
+            )
+        self._sequences.append(sequence)
+        self._turns.append(Turn(text_of(prompt), text))
 
     def _new_text(self, prompt: Prompt) -> str:
         """Return a text as it is, and of messages those that are new since the last turn."""

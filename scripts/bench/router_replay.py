@@ -36,6 +36,13 @@ CASES = {
         "rl_training.lora.quantize_base=true",
         "rl_training.max_staleness=1",
     ),
+    "bfloat16, staleness 0": ("model.dtype=bfloat16", "rl_training.max_staleness=0"),
+    "bfloat16, staleness 4": ("model.dtype=bfloat16", "rl_training.max_staleness=4"),
+    "4 bits, bfloat16, staleness 4": (
+        "model.dtype=bfloat16",
+        "rl_training.lora.quantize_base=true",
+        "rl_training.max_staleness=4",
+    ),
 }
 MEASURED = ("experts_differing", "clip_fraction", "logprob_diff_mean", "mismatch_kl")
 

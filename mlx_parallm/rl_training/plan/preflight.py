@@ -34,6 +34,7 @@ from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
+from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.images.support import tower_bytes
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import are_experts, inject_lora, linear_shape, trainer_lora_layers
@@ -121,6 +122,7 @@ class ModelShape:
         )
         dtype, stored = _dtypes(config, model_config)
         model.set_dtype(dtype)
+        widen_experts(model)
         routes = _routes(model, config, model_config)
         arrays = tree_flatten(model.parameters())
         weights, count = (
