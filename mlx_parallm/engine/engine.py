@@ -290,7 +290,7 @@ class Engine:
         if draft:
             drafts.judge(len(draft), held, len(sequence.tokens))
             self.counters.draft_tokens += len(draft)
-            self.counters.accepted_draft_tokens += held
+            self.counters.accepted_draft_tokens += max(held, 0)  # -1: not a number
         if sequence.finished or drafts.none_soon(sequence.tokens):
             self._put_back()
         if sequence.error is not None:
