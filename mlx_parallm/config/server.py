@@ -53,8 +53,8 @@ class ServerConfig(Section):
     `return_routed_experts` (docs/router_replay.md). A training with router_replay records them
     anyway."""
     record_prompt_experts: bool = False
-    """enable_return_routed_experts: the prompt's tokens too, as they are computed in prefill; those
-    of a prefix that the cache held are not recorded."""
+    """enable_return_routed_experts: the prompt's tokens too, as they were computed in prefill. A
+    training with router_replay_prompts records them anyway."""
     async_scheduling: bool | None = None
     """Start a decode step before the one before it is read: the device does not wait for Python.
     Default: on a GPU; off on a CPU, which gains nothing, and when deterministic."""

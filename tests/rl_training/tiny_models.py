@@ -6,6 +6,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from tests.tiny_models import EXPERTS
+
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -31,6 +33,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "rotary_dim": 8,
     }
     | {"layer_norm_epsilon": 1e-5},
+    "qwen3_moe": EXPERTS,
     "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8.0},
 }
 
