@@ -343,6 +343,7 @@ class Serving:
         self.turns = Turns(config.rl_training.serve_priority)
         self._http: ServerThread | None = None
         self._engine: EngineThread | None = None
+        self._weights: SharedWeights | None = None
         self._path: Path | None = None
         # the base, once it is loaded, for a reward model that has the same one
         self._base: Future[LoadedModel | None] = Future()
@@ -394,6 +395,12 @@ class Serving:
     def client(self) -> EngineClient:
         assert self._engine is not None, "open() comes first"
         return self._engine.client
+
+    @property
+    def weights(self) -> SharedWeights:
+        """The engine's."""
+        assert self._weights is not None, "open() comes first"
+        return self._weights
 
     def listen(
         self,
@@ -504,7 +511,7 @@ class Serving:
             record_experts=record_experts,
             record_prompt_experts=record_prompt_experts,
         )
-        self._engine = engine.thread
+        self._engine, self._weights = engine.thread, weights
         roots = (*self.config.server.adapter_roots, *adapter_roots)
         loader = AdapterLoader(
             weights, engine.shapes, engine.names, roots, self.config.server.max_loaded_adapters

@@ -34,6 +34,7 @@ AlgorithmName = Literal[
     "sft",
     "reward_model",
     "online_dpo",
+    "online_kto",
 ]
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k3_ratio"]

@@ -27,6 +27,7 @@ import numpy as np
 
 from mlx_parallm.engine.cache.batch import RunningCache
 from mlx_parallm.engine.cache.prefill import arrays_of, present, states_of
+from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows, end_of
 from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.prompt_routes import PromptRoutes, pieces_between
@@ -258,10 +259,14 @@ class ModelRunner:
             routing = None if self._experts is None else ForwardRouting()
             with routed(routing), self._shifted(rows[start:stop]):
                 logits.append(self._model(tokens[start:stop, None], cache=caches)[:, -1])
-            if routing is not None and self._experts is not None:
-                kind = mx.uint16 if self._experts[2] > NARROW_IDS else mx.uint8
-                experts.append(routing.by_token().astype(kind))
+            if routing is not None:
+                experts.append(self._ids(routing))
         return _joined(logits), _joined(experts) if experts else None
+
+    def _ids(self, routing: ForwardRouting) -> mx.array:
+        """Return the experts of a forward, [tokens, layers, k] uint8 or uint16."""
+        assert self._experts is not None
+        return routing.by_token().astype(mx.uint16 if self._experts[2] > NARROW_IDS else mx.uint8)
 
     def _shifted(self, rows: SequenceOf[Sequence]) -> AbstractContextManager[None]:
         """Let rows behind images decode at their own positions."""
@@ -292,6 +297,39 @@ class ModelRunner:
         self._cache.place(prompts, row)
         if length:
             self._cache.write_prefixes(caches, prompts, row)
+
+    def take_out(self, sequence: Sequence) -> list[Any]:
+        """Take the only row out of the cache, which then holds nothing: mlx-lm's own caches of it,
+        which `launch_draft` extends and rewinds."""
+        arrays = self._cache.read(0, 0, sequence.cached)
+        text = (*sequence.prompt, *sequence.tokens)[: sequence.cached]
+        whole = PrefixChunk(Segment(None, 0, text, arrays=arrays), sequence.cached)
+        caches = self._cache.new_prefill(2 * sequence.cached, [(whole,)])
+        mx.eval(arrays_of(caches))
+        self._cache.truncate(0)
+        self._cache.shrink_to([])
+        return caches
+
+    def put_back(self, sequence: Sequence, caches: list[Any]) -> None:
+        """Make the row that `take_out` has taken the only one again."""
+        prompts = (PromptRows(0, 1, sequence.cached),)
+        self._cache.place(prompts, 0)
+        self._cache.write_prefixes(caches, prompts, 0)
+        sequence.chunks = ()
+
+    def launch_draft(
+        self, sequence: Sequence, draft: SequenceOf[int], caches: list[Any], view: WeightsView
+    ) -> LaunchedStep:
+        """Build the graph of a step that feeds the row its next token and a draft behind it, and
+        samples after each of them: `rows` is the sequence so many times."""
+        rows = (sequence,) * (1 + len(draft))
+        self._lora.activate([sequence.adapter])
+        logits = self._model(mx.array([[sequence.next_token, *draft]]), cache=caches)[0]
+        batch = SamplingBatch(rows, processed_alternatives=self._processed_alternatives)
+        start = len(sequence.tokens)
+        sampled = sample(logits, batch, [*range(start, start + len(rows))])
+        pending = sampled.arrays + arrays_of(caches)
+        return LaunchedStep(rows, view.policy_version, batch, sampled, pending)
 
     def try_forward(self) -> None:
         """Computes one token of the base alone. Raises when the model cannot compute at all."""
@@ -346,9 +384,7 @@ class ModelRunner:
 
     def _note_routes(self, chunk: PrefillChunk, routing: ForwardRouting) -> list[mx.array]:
         """Give each row of a prefill the experts of its tokens; returns them to be evaluated."""
-        assert self._experts is not None
-        kind = mx.uint16 if self._experts[2] > NARROW_IDS else mx.uint8
-        by_token = routing.by_token().astype(kind)
+        by_token = self._ids(routing)
         by_row = by_token.reshape(len(chunk.prefill.rows), -1, *by_token.shape[1:])
         arrays = [mx.contiguous(by_row[index]) for index in range(len(by_row))]
         for row, array in zip(chunk.prefill.rows, arrays, strict=True):

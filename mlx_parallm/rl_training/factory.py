@@ -177,6 +177,7 @@ def build_buffer(
         is_mismatched=is_mismatched,
         shaping=make_shaping(training, trainer.algorithm),
         pairs=trainer.algorithm.pairs,
+        singles=trainer.algorithm.singles,
         taught=lambda group: trainer.teachers is not None and trainer.teachers.teaches(group),
         dataset_completion=lambda group: (
             trainer.teachers.dataset_completion(group) if trainer.teachers else None

@@ -50,10 +50,12 @@ from mlx_parallm.models.layouts.padding import padded_length
 from mlx_parallm.models.layouts.tree_rows import TreeOfRows, TreeRows, merge_rows
 from mlx_parallm.models.mlx_lm_api import (
     ArraysCache,
+    CacheList,
     KVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
+from mlx_parallm.models.recurrent.layers import use_trees
 
 
 @dataclass(frozen=True)
@@ -423,17 +425,22 @@ def packable(model: nn.Module) -> str:
 
 
 def mergeable(model: nn.Module) -> str:
-    """ "" where blocks keep keys and values of all tokens, or of the last ones; else what stands in
-    the way of `TreeRows`."""
-    return _keeps_others(model, {KVCache, RotatingKVCache})
+    """ "" where blocks keep keys and values of all tokens, or of the last ones, or a recurrent
+    state; else what stands in the way of `TreeRows`."""
+    return _keeps_others(model, {KVCache, RotatingKVCache, ArraysCache}, several=True)
 
 
-def _keeps_others(model: nn.Module, kinds: set[type]) -> str:
-    """Name the caches that are of other kinds, or keep their first tokens beside a window."""
+def _keeps_others(model: nn.Module, kinds: set[type], *, several: bool = False) -> str:
+    """Name the caches that are of other kinds, or keep their first tokens beside a window.
+    `several`: a block may have several caches."""
+    caches = make_prompt_cache(model)
+    if several:
+        lists = [c.caches if isinstance(c, CacheList) else [c] for c in caches]
+        caches = [cache for one in lists for cache in one]
     others = sorted(
         {
             type(cache).__name__
-            for cache in make_prompt_cache(model)
+            for cache in caches
             if type(cache) not in kinds or getattr(cache, "keep", False)
         }
     )
@@ -490,7 +497,8 @@ def compare_layouts(
         try:
             scores = score(replace(batch, compact=compact))
         except (ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
-            return f"its blocks do not take such keys, values and masks: {error}"
+            line = str(error).partition("\n")[0]
+            return f"its blocks do not take such keys, values and masks: {line}"
         off = max(distance(a, b) for a, b in zip(scores, rows, strict=True))
         return f"scores are off by {off:.2g} (relative)" if off > bound else ""
 
@@ -500,7 +508,9 @@ def compare_layouts(
     if not mx.array_equal(hidden[:, 1:], hidden[:, :-1]).item():
         reason = "what enters its blocks depends on the position"
         return unshared, unpackable or reason, unmergeable or reason
-    route_attention(model)
+    for part in [model, *stack.blocks]:  # which stand beside the model while it is tried
+        route_attention(part)
+        use_trees(part)
     return (
         unshared,
         unpackable or why_not(pack_rows(tokens, positions, [1, 2])),

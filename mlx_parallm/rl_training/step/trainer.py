@@ -162,7 +162,7 @@ class Trainer:
         self._kl_coefficient = config.kl_beta
         self._correction = (
             None
-            if algorithm.on_data or algorithm.pairs
+            if algorithm.on_data or algorithm.pairs or algorithm.singles
             else sampler_correction(config, policy.model)
         )
         if self._correction is not None:
@@ -237,6 +237,13 @@ class Trainer:
         """Log-probabilities of each rollout's sampled tokens ([N], the first token of a sequence
         left out)."""
         return [scores[0] for scores in self.token_scores(rollouts)]
+
+    def log_ratios(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Return log π(y|x) - log π_ref(y|x) of each rollout's sampled tokens."""
+        now = self.logprobs(rollouts)
+        with self.policy.reference():
+            then = self.logprobs(rollouts)
+        return [math.fsum(a.astype(np.float64) - b) for a, b in zip(now, then, strict=True)]
 
     def token_scores(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """Log-probabilities, entropies (nats) and, with a value head, values of the same tokens:
@@ -335,6 +342,9 @@ class Trainer:
         if scored_position is None or scores is None:
             return self._result(batch, at, None, learning_rate, started, finished=False)
         at, prepared = replace(at, scores=scores), self._prepare(batch, scores)
+        if self.algorithm.constants is not None:
+            constants = self.algorithm.constants(batch, self.log_ratios)
+            batch = replace(batch, constants=constants)
         self.step_tokens = None if self.algorithm.on_data else prepared.step_tokens()
         for epoch in range(at.epoch, self.config.update_epochs):
             at = replace(at, order=at.order or self._order(batch, epoch))
