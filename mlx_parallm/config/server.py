@@ -53,8 +53,8 @@ class ServerConfig(Section):
     `return_routed_experts` (docs/router_replay.md). A training with router_replay records them
     anyway."""
     record_prompt_experts: bool = False
-    """enable_return_routed_experts: the prompt's tokens too, as they are computed in prefill; those
-    of a prefix that the cache held are not recorded."""
+    """enable_return_routed_experts: the prompt's tokens too, as they were computed in prefill. A
+    training with router_replay_prompts records them anyway."""
     prompt_lookup: int = Field(0, ge=0)
     """Longest draft of a text that repeats itself, checked in one forward where one sequence
     decodes alone; 0 = off (docs/serving.md). For agents that quote files: 16."""

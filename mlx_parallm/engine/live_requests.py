@@ -198,6 +198,7 @@ class LiveRequests:
             error=sequence.error,
             processed_logprobs=None if processed is None else tuple(processed[since:]),
             routed_experts=sequence.experts_since(since),
+            prompt_experts=() if since else sequence.prompt_experts(),
             cached_tokens=0 if since or sequence.index else sequence.cached_prompt_tokens,
         )
         self._events.append(StreamDelta(live.request.request_id, delta))

@@ -53,6 +53,7 @@ def start_engine(
     turns: Turns | None = None,
     processes: int = 1,
     record_experts: bool = False,
+    record_prompt_experts: bool = False,
 ) -> StartedEngine:
     """Wraps the tree of `loaded` for serving, and starts the thread.
 
@@ -64,6 +65,7 @@ def start_engine(
         processes: share this machine's memory, each with such an engine.
         record_experts: record to which experts each sampled token went
             (`Completion.routed_experts`); the model can be recorded (`why_not_routed`).
+        record_prompt_experts: `Completion.prompt_experts` too.
 
     Raises AdapterError: one does not fit; ConfigError; ModelError: the engine cannot decode the
     architecture.
@@ -81,7 +83,7 @@ def start_engine(
         options = replace(
             options,
             experts=routing_shape(loaded.model),
-            prompt_experts=config.server.record_prompt_experts,
+            prompt_experts=record_prompt_experts or config.server.record_prompt_experts,
         )
     if options.prompt_lookup and (why := no_drafts(config, options)):
         get_logger(__name__).warning("server.prompt_lookup is off", reason=why)

@@ -153,13 +153,14 @@ def sft_loss(kind: str, seed: int) -> float:
     return float([line["eval/loss"] for line in lines if "eval/loss" in line][-1])
 
 
-def rewards(seeds: int, steps: int) -> None:
+def rewards(seeds: int, steps: int, kinds: Sequence[str], trained_ones: Sequence[str]) -> None:
     """Held-out score and reward of each kind; within a seed the kinds follow one another."""
-    print("| trained | seed | " + " | ".join(ADAMS) + " |\n|---|---|---|---|---|")
-    for trained, settings in BY_REWARDS.items():
+    print("| trained | seed | " + " | ".join(kinds) + " |\n|---|---|" + "---|" * len(kinds))
+    for trained in trained_ones:
+        settings = BY_REWARDS[trained]
         for seed in range(seeds):
             cells = []
-            for kind in ADAMS:
+            for kind in kinds:
                 keys = {**settings, "rl_training.optimizer": kind}
                 outcome = train_by_rewards(keys, seed=seed, steps=steps)
                 cells.append(f"{outcome.after:.3f}, {outcome.reward:.3f}")
@@ -196,6 +197,8 @@ if __name__ == "__main__":
     parser.add_argument("part", choices=("steps", "updates", "runs", "rewards"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=90, help="of a run by rewards")
+    parser.add_argument("--kinds", nargs="+", choices=ADAMS, default=ADAMS, help="by rewards")
+    parser.add_argument("--trained", nargs="+", choices=BY_REWARDS, default=list(BY_REWARDS))
     options = parser.parse_args()
     if options.part == "steps":
         steps(options.seeds)
@@ -204,4 +207,4 @@ if __name__ == "__main__":
     elif options.part == "runs":
         runs(options.seeds)
     else:
-        rewards(options.seeds, options.steps)
+        rewards(options.seeds, options.steps, options.kinds, options.trained)

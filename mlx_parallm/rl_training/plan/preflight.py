@@ -336,11 +336,12 @@ def _routes(model: nn.Module, config: Config, model_config: Mapping[str, Any]) -
 
 
 def _route_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
-    """Bytes of the recorded experts of a step's rollouts and of those that are sampled meanwhile,
-    and of a mini-batch's in 16 bits and 32."""
+    """Bytes of the recorded experts of a step's rollouts and of those that are sampled meanwhile
+    (a prompt's once a rollout, at most), and of a mini-batch's in 16 bits and 32."""
     training = config.rl_training
     rollouts = 2 * training.atropos.rollout_batch_size
-    ids = shape.routes * lengths.completion
+    tokens = lengths.completion + training.router_replay_prompts * lengths.prompt
+    ids = shape.routes * tokens
     wide = 3 if shape.routes else 0
     return ids * rollouts + ids * wide * FLOAT // 2 * min(
         training.batch_size, training.atropos.rollout_batch_size
