@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RewardConfig,
         SFTConfig,
     )
+    from mlx_parallm.faces.trl.rollouts import generate_rollout_completions
     from mlx_parallm.faces.trl.trainers import (
         DistillationTrainer,
         DPOTrainer,
@@ -50,6 +51,7 @@ __all__ = [
     "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
+    "generate_rollout_completions",
 ]
 
 __getattr__, __dir__ = lazy_names(  # TRL's names (docs/trl.md); importing the package stays cheap
@@ -58,6 +60,7 @@ __getattr__, __dir__ = lazy_names(  # TRL's names (docs/trl.md); importing the p
         "config.training": "LoraConfig",
         "faces.trl.config": "GRPOConfig DistillationConfig GKDConfig SFTConfig DPOConfig KTOConfig"
         " RewardConfig",
+        "faces.trl.rollouts": "generate_rollout_completions",
         "faces.trl.trainers": "GRPOTrainer DistillationTrainer GKDTrainer SFTTrainer DPOTrainer"
         " KTOTrainer RewardTrainer",
     },

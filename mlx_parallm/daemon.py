@@ -343,6 +343,7 @@ class Serving:
         self.turns = Turns(config.rl_training.serve_priority)
         self._http: ServerThread | None = None
         self._engine: EngineThread | None = None
+        self._weights: SharedWeights | None = None
         self._path: Path | None = None
         # the base, once it is loaded, for a reward model that has the same one
         self._base: Future[LoadedModel | None] = Future()
@@ -394,6 +395,12 @@ class Serving:
     def client(self) -> EngineClient:
         assert self._engine is not None, "open() comes first"
         return self._engine.client
+
+    @property
+    def weights(self) -> SharedWeights:
+        """The engine's."""
+        assert self._weights is not None, "open() comes first"
+        return self._weights
 
     def listen(
         self,
@@ -478,6 +485,7 @@ class Serving:
         trains_base: bool = False,
         adapter_roots: Sequence[Path] = (),
         record_experts: bool = False,
+        record_prompt_experts: bool = False,
     ) -> None:
         """Start the engine on the loaded tree and let every route answer.
 
@@ -487,7 +495,7 @@ class Serving:
                 fit.
             main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
             adapter_roots: beside server.adapter_roots.
-            record_experts: see `start_engine`.
+            record_experts: see `start_engine`; `record_prompt_experts` too.
         """
         self._load_scorer(loaded)
         engine = start_engine(
@@ -501,8 +509,9 @@ class Serving:
             turns=self.turns,
             processes=self._processes,
             record_experts=record_experts,
+            record_prompt_experts=record_prompt_experts,
         )
-        self._engine = engine.thread
+        self._engine, self._weights = engine.thread, weights
         roots = (*self.config.server.adapter_roots, *adapter_roots)
         loader = AdapterLoader(
             weights, engine.shapes, engine.names, roots, self.config.server.max_loaded_adapters

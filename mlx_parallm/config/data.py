@@ -16,17 +16,30 @@ PAIRED = (
     REWARD_MODEL,
 )  # a row is a chosen and a rejected completion
 ONLINE_DPO = "online_dpo"  # pairs of answers that the policy itself has sampled
+ONLINE_KTO = "online_kto"  # single answers that the policy itself has sampled
+PREFER_SAMPLED = (ONLINE_DPO, ONLINE_KTO)
+"""Algorithms of rollouts whose loss is one of preferences, against the reference."""
 IN_PAIRS = (*PAIRED, ONLINE_DPO)
 DATA_ALGORITHMS = (*PAIRED, "kto", "sft")
 """Algorithms that learn from `[data]`: nothing is sampled, and there is no environment."""
-USES_REFERENCE = ("dpo", "kto", ONLINE_DPO)
+USES_REFERENCE = ("dpo", "kto", *PREFER_SAMPLED)
 
-BETAS = {"dpo": 0.1, ONLINE_DPO: 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0, "cpo": 0.1}
+BETAS = {
+    "dpo": 0.1,
+    ONLINE_DPO: 0.1,
+    "kto": 0.1,
+    ONLINE_KTO: 0.1,
+    "orpo": 0.1,
+    "simpo": 2.0,
+    "cpo": 0.1,
+}
 DPO_OPTIONS = {"beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau"}
+KTO_OPTIONS = {"beta", "desirable_weight", "undesirable_weight", "kto_loss"}
 OPTIONS = {
     "dpo": DPO_OPTIONS,
     ONLINE_DPO: DPO_OPTIONS,
-    "kto": {"beta", "desirable_weight", "undesirable_weight", "kto_loss"},
+    "kto": KTO_OPTIONS,
+    ONLINE_KTO: KTO_OPTIONS,
     "orpo": {"beta"},
     "simpo": {"beta", "gamma"},
     "cpo": {"beta", "nll_weight"},
@@ -50,15 +63,16 @@ ROLLOUT_KEYS = (
     "max_empty_rounds",
 )
 """Keys of [rl_training] about rollouts and their rewards, besides `algorithm.PRESET_KEYS`."""
-NOT_OF_PAIRS = (
-    *(n for n in PrepareConfig.model_fields if n not in ("mask_truncated", "router_replay")),
+_NOT_PREPARED = ("mask_truncated", "router_replay", "router_replay_prompts")
+NOT_OF_PREFERENCES = (
+    *(n for n in PrepareConfig.model_fields if n not in _NOT_PREPARED),
     "kl_beta",
     "kl_estimator",
     "entropy_weight",
     "entropy_aggregation",
     "constant_length",
 )
-"""Keys about rollouts that ONLINE_DPO's loss, which is DPO's, does not read."""
+"""Keys about rollouts that the losses of PREFER_SAMPLED do not read."""
 
 
 class DataConfig(Section):
@@ -148,11 +162,11 @@ class PreferenceConfig(Section):
     nll_weight: float = Field(1.0, ge=0)
     """cpo: weight of the chosen completion's negative log-likelihood (a mean over its tokens)."""
     desirable_weight: float = Field(1.0, gt=0)
-    """kto: weight of rows with label true."""
+    """kto, online_kto: weight of rows with label true, of answers with a reward above 0."""
     undesirable_weight: float = Field(1.0, gt=0)
-    """kto: weight of rows with label false."""
+    """kto, online_kto: weight of rows with label false, of answers with a reward below 0."""
     kto_loss: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """kto: KTO's loss, or APO-zero's of single rows, which is KTO's with a KL of 0."""
+    """kto, online_kto: KTO's loss, or APO-zero's of single rows, which is KTO's with a KL of 0."""
     sft_loss: Literal["nll", "dft"] = "nll"
     """sft: the negative log-likelihood, or DFT's, in which each token's is multiplied by its
     probability."""

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mlx_parallm.config.data import ONLINE_DPO
+from mlx_parallm.config.data import ONLINE_DPO, PREFER_SAMPLED
 from mlx_parallm.config.environment import Section
 from mlx_parallm.execution.user_code import is_reference
 
@@ -151,10 +151,15 @@ class DistillationConfig(Section):
         """Raises ValueError: contradicts the rest of [rl_training]."""
         if not self.teachers:
             return
-        if algorithm == ONLINE_DPO:
+        if algorithm in PREFER_SAMPLED:
+            what = (
+                "two answers of a group and which is better"
+                if algorithm == ONLINE_DPO
+                else ("single answers and whether they are good")
+            )
             raise ValueError(
-                f"distillation: {algorithm} learns from two answers of a group and which is better;"
-                " it reads no teacher: choose another algorithm of rollouts"
+                f"distillation: {algorithm} learns from {what}; it reads no teacher: choose another"
+                " algorithm of rollouts"
             )
         if learns_from_rows:
             raise ValueError(

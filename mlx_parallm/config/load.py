@@ -24,6 +24,7 @@ from mlx_parallm.config.algorithm import COMPARING, without_unread
 from mlx_parallm.config.data import (
     DATA_ALGORITHMS,
     ONLINE_DPO,
+    ONLINE_KTO,
     OPTIONS,
     ROLLOUT_KEYS,
     DataConfig,
@@ -44,6 +45,7 @@ API_KEY_VARIABLE = "MLX_PARALLM_API_KEY"
 GPU_PREFILL_CHUNK = 2048  # mlx-lm's own step on a GPU; on a CPU it would hold up decoding
 # macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267)
 METAL_EVAL_MS = 1000
+CHAT_EVAL_MS = 100  # a chat waits for the evaluation that runs as it comes
 # of a micro-batch: a guard for small machines, far below what the memory holds
 TOKENS_PER_GIB = 1024
 PATHS = ("data", "heldout_data", "pass_rates", "path", "eval_path")  # keys of files
@@ -165,8 +167,11 @@ def _check_data(data: DataConfig, training: RLTrainingConfig, environments: int)
         raise ValueError(
             f"rl_training.atropos.{changed[0]} is about rollouts: {algorithm} does not use it"
         )
-    elif algorithm == "kto" and training.preference.kto_loss == "kto" and training.batch_size < 2:
-        raise ValueError("kto estimates a KL over a mini-batch: batch_size has to be at least 2")
+    measures_kl = algorithm in ("kto", ONLINE_KTO) and training.preference.kto_loss == "kto"
+    if measures_kl and training.batch_size < 2:
+        raise ValueError(
+            f"{algorithm} estimates a KL over a mini-batch: batch_size has to be at least 2"
+        )
     _check_options(training)
 
 
@@ -264,12 +269,20 @@ def load_config(
     for override in overrides or []:
         _apply_override(data, override)
     moved_keys(data)
-    for key, value in (defaults or {}).items():
+    _set_defaults(data, defaults or {})
+    _make_paths_absolute(data, directories)
+    return parse_config(data, where, overrides or [])
+
+
+def _set_defaults(data: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Set what is left out: those of the machine, and those that follow from other keys."""
+    training = data.get("rl_training")
+    if isinstance(training, dict) and training.get("serve_priority") == "chat":
+        training.setdefault("max_eval_ms", CHAT_EVAL_MS)
+    for key, value in defaults.items():
         section, leaf = key.split(".")
         if isinstance(data.setdefault(section, {}), dict):
             data[section].setdefault(leaf, value)
-    _make_paths_absolute(data, directories)
-    return parse_config(data, where, overrides or [])
 
 
 def hardware_defaults(hardware: Hardware) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from pydantic import Field, field_validator, model_validator
 from mlx_parallm.config.algorithm import AlgorithmSection, PrepareConfig, check_prepared
 from mlx_parallm.config.data import (
     DATA_ALGORITHMS,
-    NOT_OF_PAIRS,
-    ONLINE_DPO,
+    NOT_OF_PREFERENCES,
+    ONLINE_KTO,
+    PREFER_SAMPLED,
     PreferenceConfig,
 )
 from mlx_parallm.config.distillation import DistillationConfig
@@ -296,9 +297,10 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     whole graph at once."""
     max_eval_ms: int | None = Field(None, ge=1)
     """Micro-batches shrink until one evaluation takes no longer; off in deterministic mode.
-    Default on Metal: 1000."""
-    serve_priority: Literal["balanced", "serve", "train"] = "balanced"
-    """Priority on one device: none, requests, or training (docs/operations.md)."""
+    Default on Metal: 1000; with serve_priority = "chat": 100."""
+    serve_priority: Literal["balanced", "serve", "train", "chat"] = "balanced"
+    """Priority on one device: none, requests, training, or requests with a negative `priority`
+    (docs/operations.md)."""
     reference: Literal["base", "initial", "ema"] = "base"
     """KL reference: the untouched base, the policy as the run started, or the policy's moving
     average."""
@@ -371,7 +373,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         check_prepared(self, self.kl_beta)
         if (
             self.lora.qat_bits is not None
-            and self.algorithm not in (*DATA_ALGORITHMS, ONLINE_DPO)
+            and self.algorithm not in (*DATA_ALGORITHMS, *PREFER_SAMPLED)
             and self.sampler_correction not in ("tis", "mis", "icepop")
         ):
             raise ValueError(
@@ -394,6 +396,15 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
                 f"batch_size ({self.batch_size}) is larger than atropos.rollout_batch_size"
                 f" ({self.atropos.rollout_batch_size}): a mini-batch is part of a step's rollouts"
             )
+        of_a_step = self.atropos.rollout_batch_size
+        if self.algorithm == ONLINE_KTO and (
+            self.batch_size != of_a_step or self.update_epochs != 1
+        ):
+            raise ValueError(
+                f"{ONLINE_KTO} has one KL for a step, which is one update: set batch_size"
+                f" ({self.batch_size}) and atropos.rollout_batch_size ({of_a_step}) to the same"
+                f" number, and update_epochs ({self.update_epochs}) to 1"
+            )
         return self
 
     def _check_read(self) -> None:
@@ -412,8 +423,11 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
             "dynamic_sampling = true": (self.dynamic_sampling, ("max_oversampling",)),
         }
         changed = self.changed()
-        if self.algorithm == ONLINE_DPO and (unread := [k for k in NOT_OF_PAIRS if k in changed]):
-            raise ValueError(f"{unread[0]} is set, but the loss of {ONLINE_DPO} does not read it")
+        unread = [key for key in NOT_OF_PREFERENCES if key in changed]
+        if self.algorithm in PREFER_SAMPLED and unread:
+            raise ValueError(
+                f"{unread[0]} is set, but the loss of {self.algorithm} does not read it"
+            )
         for reader, (chosen, keys) in readers.items():
             if unread := [key for key in keys if key in changed and not chosen]:
                 raise ValueError(f"{unread[0]} is set, but only read with {reader}")

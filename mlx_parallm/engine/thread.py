@@ -31,7 +31,7 @@ from mlx_parallm.engine.client import (
     post,
 )
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.live_requests import Counters, Event, Failed, StreamDelta
+from mlx_parallm.engine.live_requests import Counters, Event, Failed, StreamDelta, summed
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import EngineUnavailableError, ParallmError, RequestError
 from mlx_parallm.system.log import get_logger
@@ -108,19 +108,20 @@ class EngineThread:
                 error=self._error,
                 **vars(Counters()),
             )
-        prefix_cache = engine.scheduler.prefix_cache
+        lanes = engine.lanes
+        prefix_caches = [lane.scheduler.prefix_cache for lane in lanes]
         return EngineStats(
             alive=alive,
             ready=alive and not self._stopping,
             last_step_time=self._last_turn,
-            waiting=len(engine.scheduler.waiting),
+            waiting=sum(len(lane.scheduler.waiting) for lane in lanes),
             policy_version=engine.weights.version,
             error=self._error,
-            prefix_cache_query_tokens=prefix_cache.query_tokens,
-            prefix_cache_hit_tokens=prefix_cache.hit_tokens,
+            prefix_cache_query_tokens=sum(cache.query_tokens for cache in prefix_caches),
+            prefix_cache_hit_tokens=sum(cache.hit_tokens for cache in prefix_caches),
             holders=tuple(engine.holders),
             kv_layout=engine.cache.layout,
-            **vars(engine.counters) | {"step_seconds": {**engine.counters.step_seconds}},
+            **summed([lane.counters for lane in lanes]),
         )
 
     def _main(self) -> None:
@@ -146,9 +147,11 @@ class EngineThread:
     def _turn(self, engine: Engine) -> None:
         self._take_commands(engine)
         self._deliver(engine.take_events())
+        self._turns.chats(engine.serves_chats)
         if engine.has_work and not self._stopping:
             with self._turns.step():
                 self._step(engine)
+            self._turns.chats(engine.serves_chats)
         if self._idle_waiters and engine.idle:
             for event in self._idle_waiters:
                 event.set()
@@ -237,6 +240,7 @@ class EngineThread:
     def _shut_down(self, reason: str) -> None:
         """Answers all that still wait: requests, queued commands, idle waiters."""
         self._queue.close(reason)
+        self._turns.chats(False)
         unheard = list(self._mailboxes.values())
         while True:
             try:

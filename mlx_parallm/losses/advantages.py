@@ -116,6 +116,20 @@ def best_and_worst(rewards: Sequence[float]) -> tuple[float, ...] | None:
     return tuple(places.get(place, 0.0) for place in range(len(rewards)))
 
 
+def by_sign(
+    rewards: Sequence[float], *, weights: tuple[float, float] = (1.0, 1.0)
+) -> tuple[float, ...] | None:
+    """Return the label and weight of each answer: weights[0] for a reward above 0, -weights[1] for
+    one below, 0 for 0. None: no answer has a label.
+
+    Worked, weights (1, 2): [0.5, 0, -0.1] → [1, 0, -2].
+    """
+    labels = tuple(
+        0.0 if reward == 0 else weights[0] if reward > 0 else -weights[1] for reward in rewards
+    )
+    return labels if any(labels) else None
+
+
 @dataclass(frozen=True)
 class Shaping:
     """Changes to a group before its advantages are computed. `step.algorithms.make_shaping` builds

@@ -59,6 +59,7 @@ NO_PAIR = (
     "no pair: the rewards of the group are equal, or fewer than two of its answers are one sequence"
     " each that may be trained on"
 )
+NO_LABEL = "no label: the rewards of the group are 0, or none of its answers is trained on"
 TOO_OLD = "too old: sampled more than max_staleness steps ago"
 
 Advantages = tuple[tuple[float, ...], ...]
@@ -105,6 +106,7 @@ class RolloutBuffer:
             called before the group enters a batch.
         shaping: changes of rewards and rollouts before the advantages.
         pairs: the sequences of a batch are the best and the worst answer of each group.
+        singles: each sequence learns from the sign of its own reward.
         taught: whether a group has another signal than its rewards: it is kept where they are
             equal, unless none of its answers is trained on.
         dataset_completion: the answer to learn from in a group's place; None: the group's.
@@ -125,6 +127,7 @@ class RolloutBuffer:
         is_mismatched: Callable[[RolloutGroup], bool] | None = None,
         shaping: Shaping = PLAIN,
         pairs: bool = False,
+        singles: bool = False,
         taught: Callable[[RolloutGroup], bool] = lambda group: False,
         dataset_completion: Callable[[RolloutGroup], Rollout | None] = lambda group: None,
     ) -> None:
@@ -149,6 +152,7 @@ class RolloutBuffer:
         )
         self._seed, self._is_mismatched, self._shaping = config.seed, is_mismatched, shaping
         self._pairs = pairs
+        self._nothing = NO_PAIR if pairs else NO_LABEL if singles else NO_VARIANCE
         self._taught, self._dataset_completion = taught, dataset_completion
         # waiting in the store, read already; in the store's order
         self._held: dict[str, RolloutGroup] = {}
@@ -383,7 +387,7 @@ class RolloutBuffer:
                 self._take(group, advantages, age)
                 room -= len(group.rollouts)
         self._discard(stale, step, TOO_OLD)
-        self._discard(constant, step, NO_PAIR if self._pairs else NO_VARIANCE)
+        self._discard(constant, step, self._nothing)
         if sequences and sequences >= room:  # else it waits until there is enough to choose from
             self._choose_among(trainable, room, fillable, step)
 

@@ -35,6 +35,7 @@ from mlx_parallm.rollout_store.completions import KeptCompletions
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import RolloutGroup
+from mlx_parallm.weights import SharedWeights
 
 log = get_logger("train")
 
@@ -48,6 +49,8 @@ class Served(Protocol):
 
     @property
     def client(self) -> EngineClient: ...
+    @property
+    def weights(self) -> SharedWeights: ...
     def tokenizer(self) -> Tokenizer: ...
 
 
@@ -290,5 +293,6 @@ def policy_inference(config: Config, served: Served) -> InferenceModule:
         served.client,
         served.tokenizer(),
         adapter,
+        weights=served.weights,
         template_kwargs=config.model.chat_template_kwargs,
     )

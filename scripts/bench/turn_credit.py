@@ -3,11 +3,12 @@ turns decides.
 
     python scripts/bench/turn_credit.py --seeds 0 1 2
 
-The tiny model answers five sums, one after another, and the third one alone is worth 1. Credit by
-episode praises or blames the answers to the other four for it. Credit by turn gives the last two an
-advantage of 0; the first two have the third one's reward to go, unless `turn_gamma` is 0. Each run
+The tiny model is asked five things, one after another, and the third one alone is worth 1: a
+digit, which has to be 3. The others are words to reverse, which nobody scores. Credit by episode
+praises or blames those for the digit. Credit by turn gives the last two an advantage of 0; the first two
+have the third one's reward to go, unless `turn_gamma` is 0. Each run
 is `mlx_parallm train` with the same seeds and settings, the credits taking turns. `tokens to GOAL`
-are the sampled tokens, those of dropped groups included, until the mean reward of the last ten
+are the sampled tokens, those of dropped groups included, until the mean reward of the last three
 steps has reached it (`-`: some seed never did); `reward` is that mean at the end.
 """
 
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from rich.console import Console
@@ -29,9 +31,10 @@ from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.state import BaseEnvironment, State
 
 BIN = Path(sys.executable).parent
-WINDOW = 10
+WINDOW = 3
 TURNS, DECISIVE = 5, 2
-HIGHEST = 49
+LETTERS = 8  # of a word
+DIGIT = "3"  # builtin:tiny picks it in one answer of six
 CREDITS = {
     "episode": ['rl_training.credit="episode"'],
     "turn": ['rl_training.credit="turn"'],
@@ -43,17 +46,17 @@ base_path = "builtin:tiny"
 
 [server]
 port = 0
-batch_size = 64
+batch_size = 32
 
 [rl_training]
-learning_rate = 2e-3
+learning_rate = 3e-4
 batch_size = 32
 blocks_per_eval = 0
 max_staleness = 0
 run_name = "run"
 
 [rl_training.atropos]
-rollout_batch_size = 64
+rollout_batch_size = 32
 max_token_length = 64
 
 [evaluation]
@@ -65,41 +68,43 @@ sample_every = 0
 [[environments]]
 kind = "python:{Path(__file__).resolve()}:OneTurnDecides"
 group_size = 8
-max_tokens = 6
+max_tokens = 10
 """
 Lines = list[dict[str, Any]]
 
 
 class OneTurnDecides(BaseEnvironment):
-    """Five sums, each in a sequence of its own; one of them is worth 1, the others nothing."""
+    """A digit between four words, each in a sequence of its own; the digit is worth 1, the words
+    nothing."""
 
     rewards_turns = True
 
     def reset(self, seed: int = 0, split: Split = "train") -> State:
         rng = random.Random(f"{split} {seed}")
-        sums = [(rng.randint(0, HIGHEST), rng.randint(0, HIGHEST)) for _ in range(TURNS)]
-        return State(prompt=[_question(sums[0])], metadata={"sums": sums})
+        words = ["".join(rng.choices(ascii_lowercase, k=LETTERS)) for _ in range(TURNS)]
+        questions = [f"Reverse: {word}" for word in words]
+        questions[DECISIVE] = "Pick a digit."
+        return State(prompt=_message(questions[0]), metadata={"questions": questions})
 
     def update_state(self, state: State, response: str) -> State:
-        turn, sums = state.step_count, state.metadata["sums"]
+        turn = state.step_count
         state = super().update_state(state, response)
-        right = response.strip() == str(sum(sums[turn]))
-        state.turn_reward = float(right and turn == DECISIVE)
+        state.turn_reward = float(turn == DECISIVE and response.strip() == DIGIT)
         state.done = state.step_count == TURNS
         if not state.done:
-            state.prompt = [_question(sums[turn + 1])]
+            state.prompt = _message(state.metadata["questions"][turn + 1])
         return state
 
 
-def _question(numbers: tuple[int, int]) -> dict[str, str]:
-    return {"role": "user", "content": f"Sum: {numbers[0]}+{numbers[1]}"}
+def _message(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--goal", type=float, default=0.4, help="mean reward of ten steps")
+    parser.add_argument("--goal", type=float, default=0.8, help="mean reward of three steps")
     parser.add_argument("--credits", nargs="+", choices=CREDITS, default=list(CREDITS))
     args = parser.parse_args()
     console = Console(width=100)

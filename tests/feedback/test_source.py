@@ -14,6 +14,7 @@ from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.sources import SourceContext
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.systems.feedback.judge import FunctionJudge
 from mlx_parallm.systems.feedback.source import FeedbackSource, feedback_source, refuse_to_serve
 from tests.conftest import TinyEngine
 from tests.rollout_store.groups import VOCAB_SIZE
@@ -245,6 +246,79 @@ def test_so_many_updates_in_an_hour(chat: Chat) -> None:
     assert 3500 < due - time.time() <= 3600 or math.isclose(due - time.time(), 60, abs_tol=5)
 
 
+@pytest.mark.parametrize(
+    "chat",
+    [
+        {
+            "rl_training.algorithm": "online_kto",
+            "rl_training.preference.kto_loss": "apo_zero_unpaired",
+        }
+    ],
+    indirect=True,
+)
+def test_single_answers_are_good_or_bad(chat: Chat) -> None:
+    answers = [chat.ask([user(f"Sum: 2+{digit}")]) for digit in range(3)]
+    for answer, rating in zip(answers, ("up", "down", 0), strict=True):
+        chat.give(answer, rating=rating)
+        chat.turn()
+    groups = chat.store.waiting()
+    assert [group.rollouts[0].reward for group in groups] == [1.0, -1.0]
+    assert [group.advantages for group in groups] == [None, None]
+    assert chat.status()["outcomes"]["its reward is 0: neither good nor bad"] == 1
+    assert chat.status()["baselines"] == {}
+
+
+TOGETHER = """
+import threading
+both = threading.Barrier(2)
+
+def judge(question, answer, reply):
+    both.wait(10)  # for another one, which is judged at the same time
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("chat", [{"feedback.judge_concurrency": 2}], indirect=True)
+def test_replies_are_judged_at_once(chat: Chat, tmp_path: Path) -> None:
+    file = tmp_path / "together.py"
+    file.write_text(TOGETHER)
+    chat.source._judge = FunctionJudge(f"python:{file}:judge")
+    for digit in range(4):
+        question = [user(f"Sum: 2+{digit}")]
+        answer = chat.ask(question)
+        chat.ask([*question, said(answer), user("thanks")], {**LEARN, "X-Feedback-User": "anna"})
+    chat.turn()
+    assert chat.status()["signals"]["message"] == {"taken": 4}
+
+
+@pytest.mark.parametrize("chat", [{"feedback.max_answers": 3}], indirect=True)
+def test_answers_that_were_decided_on_are_forgotten_and_those_that_wait_are_counted(
+    chat: Chat,
+) -> None:
+    released = [chat.ask([user(f"Sum: 2+{digit}")]) for digit in range(2)]
+    for answer in released:
+        chat.give(answer, rating="up")
+    chat.turn()
+    waiting = [chat.ask([user(f"Sum: 3+{digit}")]) for digit in range(2)]
+    chat.turn()
+    state = chat.status()
+    assert (state["answers"], state["forgotten"]) == ({"open": 2, "released": 1}, 1)
+    assert state["outcomes"] == {"no consent": 0, "released": 2}
+    with chat.server.http() as client:  # its answer is not known any more
+        gone = client.post("/v1/feedback", json={"id": released[0]["id"], "rating": "up"})
+        assert gone.status_code == 404
+    waiting += [chat.ask([user(f"Sum: 4+{digit}")]) for digit in range(2)]
+    chat.turn()
+    state = chat.status()
+    assert (state["answers"], state["forgotten"]) == ({"open": 3}, 3)
+    assert state["outcomes"]["more answers than max_answers wait"] == 1
+    chat.give(waiting[1], rating="up")
+    chat.turn()
+    assert chat.status()["answers"] == {"open": 2, "released": 1}
+    with chat.server.http() as client:
+        assert "mlx_parallm_feedback_forgotten_total 3.0" in client.get("/metrics").text
+
+
 def test_keys_of_people_open_chats_alone(
     tmp_path: Path, store: RolloutStore, tiny_engine: TinyEngine, tiny_tokenizer: Any
 ) -> None:
@@ -285,6 +359,23 @@ def test_keys_of_people_open_chats_alone(
     [
         ({"rl_training.deterministic": True, "rl_training.max_staleness": 0}, "does not repeat"),
         ({"rl_training.algorithm": "online_dpo"}, "compares two"),
+        (
+            {
+                "rl_training.algorithm": "kto",
+                "rl_training.batch_size": 2,
+                "data.path": "rows.jsonl",
+                "rl_training.atropos.rollout_batch_size": 128,
+            },
+            "its loss on answers of chats is rl_training.algorithm = 'online_kto'",
+        ),
+        (
+            {
+                "rl_training.algorithm": "online_kto",
+                "rl_training.preference.kto_loss": "apo_zero_unpaired",
+                "feedback.baseline_decay": 0.5,
+            },
+            "compares an answer with no mean",
+        ),
         (
             {
                 "rl_training.algorithm": "sft",

@@ -53,7 +53,15 @@ def make_buffer(
     store: RolloutStore, versions: VersionSteps | None = None, **values: Any
 ) -> RolloutBuffer:
     """`values`: keys of [rl_training], `rollout_batch_size`, and arguments of RolloutBuffer."""
-    names = ("group_sizes", "request_groups", "minimums", "is_mismatched", "shaping", "pairs")
+    names = (
+        "group_sizes",
+        "request_groups",
+        "minimums",
+        "is_mismatched",
+        "shaping",
+        "pairs",
+        "singles",
+    )
     options = {"group_sizes": [2]} | {name: values.pop(name) for name in names if name in values}
     estimate = values.pop("estimate", group_advantages)
     config = RLTrainingConfig()

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.recurrent.layers import use_chunks
+from tests.tiny_models import EXPERTS
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
@@ -48,6 +49,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "partial_rotary_factor": 0.5,
     },
+    "qwen3_moe": EXPERTS,
     "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8.0},
 }
 

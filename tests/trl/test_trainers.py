@@ -562,7 +562,7 @@ def test_gkd_trains_on_a_share_of_the_rows_own_completions(teacher: Path, tmp_pa
             "reward models are not loaded",
         ),
         (lambda: GRPOTrainer(MODEL, letters), "train_dataset is missing"),
-        (lambda: GRPOTrainer(MODEL, letters, train_dataset=PROMPTS, rollout_func=letters), "roll"),
+        (lambda: DPOTrainer(MODEL, train_dataset=PAIRS, rollout_func=letters), "rollout_func"),
         (lambda: GRPOTrainer(MODEL, letters, train_dataset=PROMPTS, tool=1), "no argument 'tool'"),
         (lambda: GRPOTrainer(object(), letters, train_dataset=PROMPTS), "model is a object"),  # type: ignore[arg-type]
         (

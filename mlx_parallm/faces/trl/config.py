@@ -79,11 +79,6 @@ DTYPE = (
     " float32 copies"
 )
 ROUTES = 'the engine of this process samples; set its keys with overrides={"server.batch_size": 64}'
-OWN_ENVIRONMENT = (
-    "episodes with tools or several turns are an environment of your own"
-    " (docs/your_environment.md), which"
-    " primitives.GRPOAlgorithm trains, with a loss of your own too (docs/trl.md)"
-)
 OFF_SAMPLER = (
     "rollouts are sampled from the model's own distribution at `temperature`, which the loss"
     " assumes"

@@ -195,13 +195,20 @@ def with_environments(entry: Mapping[str, Any], of: Factories) -> dict[str, Any]
     class Played(FactoryEnvironments):
         pass
 
-    Played.entry, Played.factories = dict(entry), of
+    Played.factories = of
+    return played_by(Played, entry, f"environments_of_{entry['name']}")
+
+
+def played_by(source: Any, entry: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return an entry of [[environments]] of which a class of this process plays the rows: it
+    finds them in its `entry`."""
+    source.entry = dict(entry)
     here = {
         key: value
         for key, value in entry.items()
         if key not in (*DATASET_KEYS, *SCORING_KEYS, "data")
     }
-    return here | {"kind": reference_to(Played, f"environments_of_{entry['name']}")}
+    return here | {"kind": reference_to(source, name)}
 
 
 def rewards_of(of: Factories) -> tuple[list[Callable[..., Any]], list[str]]:

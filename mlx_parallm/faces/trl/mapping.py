@@ -8,8 +8,9 @@ UpdateSchedule   TRL counts optimizer updates; a step here is a batch of complet
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from mlx_parallm.faces.trl.config import (
     TrainerConfig,
 )
 from mlx_parallm.faces.trl.environments import Factories, with_environments
+from mlx_parallm.faces.trl.rollouts import RolloutCalls, with_rollout_func
 from mlx_parallm.faces.trl.rows import DataRows
 from mlx_parallm.models.adapters.settings import ADALORA_SCHEDULE, NAMES, TRAINED, check_trained
 from mlx_parallm.system.hardware import detect
@@ -315,6 +317,7 @@ def configuration(
     names: Iterable[str] = (),
     tools: Sequence[Any] = (),
     factories: Factories | None = None,
+    rollouts: RolloutCalls | None = None,
     reward_weights: Sequence[float] | None = None,
     loss: Any = None,
     teacher: str | None = None,
@@ -327,6 +330,7 @@ def configuration(
     Args:
         rewards: functions or references; `names`: of the functions.
         tools: functions that the model may call; `factories`: environments that play the rows.
+        rollouts: calls of the function that samples.
         reward_weights: of all rewards, in the place of those of `args`.
         teacher: directory, hub id or file of the teacher; None: the base.
 
@@ -371,7 +375,7 @@ def configuration(
         data["evaluation"].setdefault(
             "environments", [_evaluation_environment(data["environments"][0], evaluated)]
         )
-    _play_with(data, tools, factories)
+    _play_with(data, tools, factories, rollouts)
     return parse_config(data, type(args).__name__)
 
 
@@ -613,18 +617,27 @@ def _longest(args: SampledConfig, *splits: DataRows | None) -> int:
     return args.longest_completion + longest + SPARE_TOKENS
 
 
-def _play_with(data: dict[str, Any], tools: Sequence[Any], factories: Factories | None) -> None:
-    """Add the functions that the model may call, and let environments play the rows."""
+def _play_with(
+    data: dict[str, Any],
+    tools: Sequence[Any],
+    factories: Factories | None,
+    rollouts: RolloutCalls | None,
+) -> None:
+    """Add the functions that the model may call, and let environments play the rows, or a function
+    sample for them."""
     if tools:
         named = zip(tools, map(name_of, tools), strict=True)
         data.setdefault("tools", {})["functions"] = [reference_to(tool, n) for tool, n in named]
+    played: Callable[[Mapping[str, Any]], dict[str, Any]]
     if factories is not None:
-        entries = data["environments"]
-        entries[:] = [with_environments(entry, factories) for entry in entries]
-        held_out = data.get("evaluation", {}).get("environments", [])
-        held_out[:] = [
-            with_environments({"heldout_fraction": 1.0, **entry}, factories) for entry in held_out
-        ]
+        played = partial(with_environments, of=factories)
+    elif rollouts is not None:
+        played = partial(with_rollout_func, of=rollouts)
+    else:
+        return
+    data["environments"][:] = map(played, data["environments"])
+    held_out = data.get("evaluation", {}).get("environments", [])
+    held_out[:] = [played({"heldout_fraction": 1.0, **entry}) for entry in held_out]
 
 
 def _of_tools(tools: Sequence[Any], factories: Factories | None) -> int:

@@ -1,9 +1,12 @@
 """`trainer.model`: the MLX module that is trained, with the methods that users of TRL and PEFT
-look for first."""
+look for first; and the files that `trainer.save_model` writes."""
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +15,18 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.config.training import LoraConfig
+from mlx_parallm.models.adapters.adalora import PARAMETERS, save_adalora
+from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.loading import evaluate_module, load_model
+from mlx_parallm.models.lora import load_adapter
+from mlx_parallm.models.scoring.card import CARD_FILE
+from mlx_parallm.models.value_head import VALUE_HEAD_FILE
+from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.system.files import write_directory
 
 NOT_HERE: Mapping[str, str] = {
     "generate": "answers are sampled by the server: serve=True, then trainer.url; or `mlx_parallm"
@@ -100,3 +111,40 @@ def module_before_training(config: Config) -> nn.Module:
     )
     evaluate_module(policy.model)
     return with_methods(policy.model, loaded.config)
+
+
+def save(checkpoint: Path, target: Path, *, lora: LoraConfig, base: str) -> None:
+    """Write what a checkpoint holds into `target`: an adapter in PEFT's files, else all weights."""
+    if lora.enabled:
+        adapter = load_adapter(checkpoint)
+
+        def write(directory: Path) -> None:
+            if lora.use_adalora:
+                schedule = adapter.config[PARAMETERS]
+                save_adalora(
+                    directory, adapter.layers, dropout=lora.dropout, base=base, schedule=schedule
+                )
+            else:
+                save_peft(directory, adapter.layers, dropout=lora.dropout, base=base)
+            if (checkpoint / CARD_FILE).is_file():  # a reward model is more than its adapter
+                for name in (CARD_FILE, VALUE_HEAD_FILE):
+                    shutil.copyfile(checkpoint / name, directory / name)
+
+        write_into(target, write)
+        return
+    skipped = ("trainer_state", "optimizer", "served", CHECKSUMS_FILE)
+
+    def copy(directory: Path) -> None:
+        for file in checkpoint.iterdir():
+            if file.is_file() and not file.name.startswith(skipped):
+                shutil.copyfile(file, directory / file.name)
+
+    write_into(target, copy)
+
+
+def write_into(target: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a new directory, then move its files to `target`, so that none is half written."""
+    with TemporaryDirectory(dir=target, prefix=".saving_") as name:
+        write_directory(Path(name) / "files", fill)
+        for file in (Path(name) / "files").iterdir():
+            file.replace(target / file.name)

@@ -21,14 +21,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mlx_parallm.config.load import Config
-from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.daemon import COMPUTING_THREADS, training_run
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.user_code import is_reference, name_of
 from mlx_parallm.faces.trl.attributes import TrainerAttributes
 from mlx_parallm.faces.trl.callbacks import Callbacks, TRLState, evaluation_numbers
 from mlx_parallm.faces.trl.config import (
-    OWN_ENVIRONMENT,
     DistillationConfig,
     DPOConfig,
     GKDConfig,
@@ -49,17 +47,12 @@ from mlx_parallm.faces.trl.mapping import (
     rows_schedule,
     taught_schedule,
 )
-from mlx_parallm.faces.trl.model import module_before_training, with_methods
+from mlx_parallm.faces.trl.model import module_before_training, save, with_methods
+from mlx_parallm.faces.trl.rollouts import RolloutCalls, RolloutFunc, check_rows
 from mlx_parallm.faces.trl.rows import DataRows, read_rows, with_completions
-from mlx_parallm.models.adapters.adalora import PARAMETERS, save_adalora
-from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.loading import resolve_model_path
-from mlx_parallm.models.lora import load_adapter
-from mlx_parallm.models.scoring.card import CARD_FILE
 from mlx_parallm.models.threads import MLXThread, in_mlx_thread
-from mlx_parallm.models.value_head import VALUE_HEAD_FILE
 from mlx_parallm.rewards.functions import is_reward_reference
-from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE
 from mlx_parallm.rl_training.checkpoints.resume import placed
 from mlx_parallm.rl_training.data.source import Fit
 from mlx_parallm.rl_training.run_directory import (
@@ -73,7 +66,6 @@ from mlx_parallm.rl_training.run_directory import (
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.train import StartedRun, TrainingRun
 from mlx_parallm.system.blas import share_blas_between
-from mlx_parallm.system.files import write_directory
 from mlx_parallm.system.hardware import usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging
 from mlx_parallm.system.redaction import Redactor, environment_secrets
@@ -105,8 +97,7 @@ NOT_ARGUMENTS: Mapping[str, str] = {
     "optimizers": "optim and learning_rate choose the optimizer",
     "optimizer_cls_and_kwargs": "optim and learning_rate choose the optimizer",
     "quantization_config": "a 4-bit base: peft_config=LoraConfig(quantize_base=True)",
-    **dict.fromkeys(("tools", "environment_factory"), "GRPOTrainer has it"),
-    "rollout_func": OWN_ENVIRONMENT,
+    **dict.fromkeys(("tools", "environment_factory", "rollout_func"), "GRPOTrainer has it"),
     "data_collator": "batches are made of rows without padding",
     "compute_metrics": "trainer.evaluate() returns the loss and its metrics; a callback's"
     " on_evaluate gets them",
@@ -276,7 +267,7 @@ class TRLTrainer(TrainerAttributes):
         target.mkdir(parents=True, exist_ok=True)
         thread = MLXThread("save")
         lora = self._configuration().rl_training.lora
-        work = thread.submit(lambda: _save(checkpoint, target, lora=lora, base=self._base))
+        work = thread.submit(lambda: save(checkpoint, target, lora=lora, base=self._base))
         thread.close()
         work.result()
 
@@ -443,6 +434,8 @@ class GRPOTrainer(TRLTrainer):
         environment_factory: makes an environment with `reset`, whose other methods are tools; or
             name → such a factory, by the rows' column `environment`. Without train_dataset the
             prompt is what `reset` returns, and max_steps says how long.
+        rollout_func: samples the completions: (prompts, trainer) → `prompt_ids`, `completion_ids`,
+            `logprobs`, perhaps `env_mask`, and fields for the reward functions (`rollouts.py`).
         loss: not TRL's: a loss of your own, LossInputs → LossOutputs, in the place of loss_type
             (docs/trl.md).
     """
@@ -458,12 +451,20 @@ class GRPOTrainer(TRLTrainer):
         *,
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
+        rollout_func: RolloutFunc | None = None,
         loss: Callable[..., Any] | str | None = None,
         **others: Any,
     ) -> None:
         self.reward_funcs = _reward_functions(reward_funcs)
         self._tools = list(tools or ())
         self._factories = None if environment_factory is None else Factories(environment_factory)
+        self.rollout_func = rollout_func
+        self.rollout_calls = None if rollout_func is None else RolloutCalls(rollout_func, self)
+        if rollout_func is not None and (tools or environment_factory is not None):
+            raise ConfigError(
+                "GRPOTrainer: rollout_func samples whole episodes, so it calls tools and steps"
+                " environments itself: pass it without tools and environment_factory"
+            )
         self._own_rewards: tuple[list[Any], list[str]] = (
             ([], []) if self._factories is None else rewards_of(self._factories)
         )
@@ -478,11 +479,20 @@ class GRPOTrainer(TRLTrainer):
                 f'GRPOTrainer: loss is {loss!r}, neither a function nor "python:file.py:function"'
             )
         super().__init__(model, args, train_dataset, **others)
+        if rollout_func is not None and self.args.full_determinism:
+            raise ConfigError(
+                "GRPOTrainer(rollout_func=…): full_determinism cannot be promised of a function"
+                " that samples by itself"
+            )
 
     def _read(self, train: Any, evaluated: Any) -> tuple[DataRows, DataRows | None]:
         factories = self._factories
         if factories is None:
-            return super()._read(train, evaluated)
+            both = super()._read(train, evaluated)
+            if self.rollout_calls is not None:
+                check_rows(both[0], "train_dataset")
+                check_rows(both[1], "eval_dataset")
+            return both
         if train is None:
             if factories.several or self.args.max_steps <= 0:
                 raise ConfigError(
@@ -511,7 +521,11 @@ class GRPOTrainer(TRLTrainer):
     def _objects(self) -> dict[str, Any]:
         assert isinstance(self.args, GRPOConfig)
         names, functions = _unique_names(self.reward_funcs), list(self.reward_funcs)
-        objects: dict[str, Any] = {"tools": self._tools, "factories": self._factories}
+        objects: dict[str, Any] = {
+            "tools": self._tools,
+            "factories": self._factories,
+            "rollouts": self.rollout_calls,
+        }
         if self._factories is not None:
             added, added_names = self._own_rewards
             functions = [*map(sees_environments, functions), *added]
@@ -662,42 +676,6 @@ def _chat_template(tokenizer: Any, model: str) -> str | None:
         )
     template = getattr(tokenizer, "chat_template", None)
     return template if isinstance(template, str) else None
-
-
-def _save(checkpoint: Path, target: Path, *, lora: LoraConfig, base: str) -> None:
-    if lora.enabled:
-        adapter = load_adapter(checkpoint)
-
-        def write(directory: Path) -> None:
-            if lora.use_adalora:
-                schedule = adapter.config[PARAMETERS]
-                save_adalora(
-                    directory, adapter.layers, dropout=lora.dropout, base=base, schedule=schedule
-                )
-            else:
-                save_peft(directory, adapter.layers, dropout=lora.dropout, base=base)
-            if (checkpoint / CARD_FILE).is_file():  # a reward model is more than its adapter
-                for name in (CARD_FILE, VALUE_HEAD_FILE):
-                    shutil.copyfile(checkpoint / name, directory / name)
-
-        write_into(target, write)
-        return
-    skipped = ("trainer_state", "optimizer", "served", CHECKSUMS_FILE)
-
-    def copy(directory: Path) -> None:
-        for file in checkpoint.iterdir():
-            if file.is_file() and not file.name.startswith(skipped):
-                shutil.copyfile(file, directory / file.name)
-
-    write_into(target, copy)
-
-
-def write_into(target: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a new directory, then move its files to `target`, so that none is half written."""
-    with TemporaryDirectory(dir=target, prefix=".saving_") as name:
-        write_directory(Path(name) / "files", fill)
-        for file in (Path(name) / "files").iterdir():
-            file.replace(target / file.name)
 
 
 # ---------------------------------------------------------------------- a run on a thread of its

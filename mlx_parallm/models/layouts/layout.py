@@ -69,6 +69,7 @@ class SharedRows:
     owner: np.ndarray  # [B] int32: the prompt of each row
     # [N] int32: the scored positions, in prompts and rests, flattened and end to end
     positions: np.ndarray
+    places: np.ndarray  # [B, T] int32: where each token of the rows is there; -1 = nowhere
 
     @property
     def tokens(self) -> int:
@@ -83,6 +84,7 @@ class PackedRows:
     inputs: np.ndarray  # [R, W] int32, right-padded
     owner: np.ndarray  # [R, W] int32: the sequence that a token is of; -1 in padding
     positions: np.ndarray  # [N] int32: the scored positions in the flattened inputs
+    places: np.ndarray  # [B, T] int32, as in `SharedRows`
 
     @property
     def tokens(self) -> int:
@@ -107,6 +109,9 @@ class TokenBatch:
     # [N, layers, k] int16 or int32: the experts that predicted each token when it was sampled,
     # repeated in this forward; -1: the router's own choice
     experts: mx.array | None = None
+    # the same of prompts' tokens: their indices into the flattened [B · T], int32, and [M, layers,
+    # k]
+    prompt_experts: tuple[np.ndarray, mx.array] | None = None
     # further scores [n, …] of the scored tokens, made of their logits [n, V] and differentiated:
     # (logits, this batch, which of the scored tokens they are for)
     measure: "Callable[[mx.array, TokenBatch, slice], tuple[mx.array, ...]] | None" = None
@@ -154,12 +159,12 @@ def share_prompts(inputs: np.ndarray, positions: np.ndarray) -> SharedRows:
     )
     for row, (start, end) in enumerate(zip(prompt_lengths, ends, strict=True)):
         rests[row, : end - start] = inputs[row, start:end]
-    in_prompt = columns < prompt_lengths[rows]
-    of_prompt = owner[rows] * prompts.shape[1] + columns
-    of_rest = prompts.size + rows * rests.shape[1] + columns - prompt_lengths[rows]
-    return SharedRows(
-        prompts, lengths, rests, owner, np.where(in_prompt, of_prompt, of_rest).astype(np.int32)
-    )
+    column, each = np.arange(inputs.shape[1]), np.arange(len(inputs))[:, None]
+    of_prompt = owner[:, None] * prompts.shape[1] + column
+    of_rest = prompts.size + each * rests.shape[1] + column - prompt_lengths[:, None]
+    places = np.where(column < prompt_lengths[:, None], of_prompt, of_rest)
+    places = np.where(column < ends[:, None], places, -1).astype(np.int32)
+    return SharedRows(prompts, lengths, rests, owner, places[rows, columns], places)
 
 
 def pack_rows(inputs: np.ndarray, positions: np.ndarray, counts: Sequence[int]) -> PackedRows:
@@ -187,12 +192,12 @@ def pack_rows(inputs: np.ndarray, positions: np.ndarray, counts: Sequence[int]) 
         np.zeros((len(counts), width), np.int32),
         np.full((len(counts), width), -1, np.int32),
     )
+    places = np.full(inputs.shape, -1, np.int32)
     for sequence, (row, start, length) in enumerate(zip(place, starts, lengths, strict=True)):
         packed[row, start : start + length] = inputs[sequence, :length]
         owner[row, start : start + length] = sequence
-    return PackedRows(
-        packed, owner, (place[rows] * width + starts[rows] + columns).astype(np.int32)
-    )
+        places[sequence, :length] = np.arange(length) + row * width + start
+    return PackedRows(packed, owner, places[rows, columns], places)
 
 
 class Layout(Protocol):

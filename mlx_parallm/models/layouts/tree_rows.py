@@ -62,6 +62,7 @@ class TreeRows:
     depths: np.ndarray  # [W] int32: tokens above it
     ends: np.ndarray  # [W] int32: the first token behind its subtree
     positions: np.ndarray  # [N] int32: the scored positions, one index for each; some are equal
+    places: np.ndarray  # [B, T] int32: where each token of the rows is; -1 = nowhere
 
     @property
     def tokens(self) -> int:
@@ -86,7 +87,7 @@ def merge_rows(inputs: np.ndarray, positions: np.ndarray) -> TreeRows:
     total = sum(len(used[row]) - depth for row, depth in zip(order, common, strict=True))
     tokens, depths = np.zeros(total, np.int32), np.zeros(total, np.int32)
     ends = np.full(total, total, np.int32)
-    paths: dict[int, np.ndarray] = {}
+    places = np.full(inputs.shape, -1, np.int32)
     path, count = np.zeros(0, np.int32), 0
     for row, depth in zip(order, common, strict=True):
         ends[path[depth:]] = count  # the branch that is left here
@@ -94,10 +95,9 @@ def merge_rows(inputs: np.ndarray, positions: np.ndarray) -> TreeRows:
         tokens[count : count + new] = used[row][depth:]
         depths[count : count + new] = np.arange(depth, depth + new)
         path = np.append(path[:depth], np.arange(count, count + new, dtype=np.int32))
-        paths[row] = path
+        places[row, : len(path)] = path
         count += new
-    places = [paths[row][column] for row, column in zip(rows.tolist(), columns, strict=True)]
-    return TreeRows(tokens, depths, ends, np.array(places, np.int32))
+    return TreeRows(tokens, depths, ends, places[rows, columns], places)
 
 
 def shared_length(a: np.ndarray, b: np.ndarray) -> int:

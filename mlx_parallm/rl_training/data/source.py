@@ -8,7 +8,6 @@ metrics lines
 import hashlib
 import struct
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from mlx_parallm.config.load import Config
@@ -20,7 +19,7 @@ from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches, steps_per_epoch
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import Unit, encode_all, form_of
-from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut, log_ratios, no_ratios
+from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut, no_ratios
 from mlx_parallm.rl_training.sources import RolloutSource, Served
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.log import get_logger
@@ -93,7 +92,7 @@ class DataSource(RolloutSource):
 
     def batches(self, trainer: Trainer) -> DataBatches:
         training = self._config.rl_training
-        score = partial(log_ratios, trainer) if training.preference.kto_loss == "kto" else no_ratios
+        score = trainer.log_ratios if training.preference.kto_loss == "kto" else no_ratios
         return DataBatches(
             self._train,
             batch_size=training.batch_size,

@@ -117,9 +117,7 @@ class HeldOut:
         foreign = [mismatched(unit, other) for unit, other in zip(self._units, after, strict=True)]
         if self._trainer.config.preference.kto_loss != "kto":
             return kto_constants(self._units, foreign, no_ratios)
-        return kto_constants(
-            self._units, foreign, lambda rollouts: log_ratios(self._trainer, rollouts)
-        )
+        return kto_constants(self._units, foreign, self._trainer.log_ratios)
 
     def _reference_logprobs(self) -> list[np.ndarray]:
         if self._reference is None or self._reference_moves:
@@ -128,16 +126,8 @@ class HeldOut:
         return self._reference
 
 
-def log_ratios(trainer: Trainer, rollouts: Sequence[Rollout]) -> list[float]:
-    """log π(y|x) - log π_ref(y|x) of each sequence's trained tokens."""
-    now = trainer.logprobs(rollouts)
-    with trainer.policy.reference():
-        then = trainer.logprobs(rollouts)
-    return [math.fsum(a.astype(np.float64) - b) for a, b in zip(now, then, strict=True)]
-
-
 def no_ratios(rollouts: Sequence[Rollout]) -> list[float]:
-    """Stand in for `log_ratios` where the KL is 0 by definition (APO-zero)."""
+    """Stand in for `Trainer.log_ratios` where the KL is 0 by definition (APO-zero)."""
     return [0.0] * len(rollouts)
 
 

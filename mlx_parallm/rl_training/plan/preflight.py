@@ -34,6 +34,7 @@ from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
+from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.images.support import tower_bytes
 from mlx_parallm.models.layouts.tree_rows import BLOCK
 from mlx_parallm.models.loading import check_model
@@ -122,6 +123,7 @@ class ModelShape:
         )
         dtype, stored = _dtypes(config, model_config)
         model.set_dtype(dtype)
+        widen_experts(model)
         routes = _routes(model, config, model_config)
         arrays = tree_flatten(model.parameters())
         weights, count = (
@@ -334,11 +336,12 @@ def _routes(model: nn.Module, config: Config, model_config: Mapping[str, Any]) -
 
 
 def _route_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
-    """Bytes of the recorded experts of a step's rollouts and of those that are sampled meanwhile,
-    and of a mini-batch's in 16 bits and 32."""
+    """Bytes of the recorded experts of a step's rollouts and of those that are sampled meanwhile
+    (a prompt's once a rollout, at most), and of a mini-batch's in 16 bits and 32."""
     training = config.rl_training
     rollouts = 2 * training.atropos.rollout_batch_size
-    ids = shape.routes * lengths.completion
+    tokens = lengths.completion + training.router_replay_prompts * lengths.prompt
+    ids = shape.routes * tokens
     wide = 3 if shape.routes else 0
     return ids * rollouts + ids * wide * FLOAT // 2 * min(
         training.batch_size, training.atropos.rollout_batch_size

@@ -9,9 +9,10 @@ the user's own  `rl_training.advantage` and `rl_training.loss` as functions: loa
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import cast
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from mlx_parallm.config.algorithm import LOSS_SETTINGS, PRESETS
 from mlx_parallm.config.data import (
     BETAS,
     ONLINE_DPO,
+    ONLINE_KTO,
     PAIRED,
     REWARD_MODEL,
     USES_REFERENCE,
@@ -34,6 +36,7 @@ from mlx_parallm.losses.advantages import (
     Estimator,
     Shaping,
     best_and_worst,
+    by_sign,
     group_advantages,
     raw_rewards,
     to_go,
@@ -54,14 +57,18 @@ from mlx_parallm.losses.preference import (
 )
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.metrics import KEYS
+from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch
 from mlx_parallm.rl_training.step.teaching import Teaching
+from mlx_parallm.types import Rollout
 
 STOP_FACTOR = 1.5  # of the target KL, as in Spinning Up and Stable-Baselines3
 # columns of metrics.jsonl that a loss may fill
 LOSS_METRICS = ("kl", "entropy", "clip_fraction", "ratio_mean")
 
 Loss = Callable[[LossInputs], LossOutputs]
+Score = Callable[[Sequence[Rollout]], list[float]]
+"""Sequences → log π(y|x) - log π_ref(y|x) of each, under the weights as they are now."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,9 @@ class Algorithm:
     rows of a file, which no policy sampled. `rows_per_example`:
     consecutive sequences that only make sense together (2: a pair).
     `pairs`: an example is the best and the worst rollout of a group, in this order
-    (`losses.advantages.pair_advantages`). `stop_kl`: a mini-batch whose metric approx_kl is above
+    (`losses.advantages.pair_advantages`). `singles`: an example is one rollout, desirable or not by
+    the sign of its reward. `constants`: of a batch, which the loss reads; the trainer
+    scores. `stop_kl`: a mini-batch whose metric approx_kl is above
     it is not applied, and ends the updates of the step.
     `entropy_slope`: whether the loss depends on the entropy; without, the head is computed once.
     `fuse`: the loss takes arrays for numbers, and looks at none (`losses.types.LossInputs`), so it
@@ -86,6 +95,8 @@ class Algorithm:
     loss: Loss
     advantages: Estimator
     pairs: bool = False
+    singles: bool = False
+    constants: Callable[[TrainBatch, Score], Mapping[str, float]] | None = None
     needs_reference: bool = False
     needs_values: bool = False
     scores_values: bool = False
@@ -311,11 +322,60 @@ def online_dpo(config: RLTrainingConfig) -> Algorithm:
     )
 
 
+def online_kto(config: RLTrainingConfig) -> Algorithm:
+    """KTO's loss on answers that the policy has sampled, each for itself."""
+    preference = config.preference
+    weights = (preference.desirable_weight, preference.undesirable_weight)
+    return Algorithm(
+        name=ONLINE_KTO,
+        loss=partial(kto_loss, beta=preference.beta or BETAS[ONLINE_KTO]),
+        advantages=partial(by_sign, weights=weights),
+        singles=True,
+        constants=partial(kto_of_rollouts, measures_kl=preference.kto_loss == "kto"),
+        needs_reference=True,
+        entropy_slope=False,
+        fuse=True,
+    )
+
+
+def kto_of_rollouts(batch: TrainBatch, score: Score, *, measures_kl: bool) -> dict[str, float]:
+    """Return the constants of `kto_loss`: "kl" = max(0, mean log-ratio of each prompt with the
+    completion of the next sequence), and how many sequences have either label."""
+    rollouts = [sequence.rollout for sequence in batch.sequences if any(sequence.rollout.mask)]
+    following = [*rollouts[1:], *rollouts[:1]]
+    kl = 0.0
+    if measures_kl and rollouts:
+        foreign = map(_mismatched, rollouts, following)
+        kl = max(0.0, fmean(score(list(foreign))))
+    labels = [math.fsum(sequence.advantages) for sequence in batch.sequences]
+    return {
+        "kl": kl,
+        "desirable": float(sum(label > 0 for label in labels)),
+        "undesirable": float(sum(label < 0 for label in labels)),
+    }
+
+
+def _mismatched(rollout: Rollout, other: Rollout) -> Rollout:
+    """The prompt of one with the completion of another (arXiv:2402.01306, §3.3)."""
+    prompt, completion = rollout.mask.index(1), other.mask.index(1)
+    mask = (*(0,) * prompt, *other.mask[completion:])
+    return Rollout(
+        (*rollout.tokens[:prompt], *other.tokens[completion:]),
+        mask,
+        None,
+        (0,) * len(mask),
+        rollout.temperature,
+        {},
+        images=rollout.images,
+    )
+
+
 ALGORITHMS: dict[str, Callable[[RLTrainingConfig], Algorithm]] = {
     **dict.fromkeys(PRESETS, policy_gradient),
     "ppo": ppo,
     **dict.fromkeys(DATA_LOSSES, on_rows),
     ONLINE_DPO: online_dpo,
+    ONLINE_KTO: online_kto,
 }
 
 

@@ -37,7 +37,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.algorithm import sampler_bounds
-from mlx_parallm.config.data import DATA_ALGORITHMS, ONLINE_DPO
+from mlx_parallm.config.data import DATA_ALGORITHMS, PREFER_SAMPLED
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
@@ -531,7 +531,7 @@ def check_kv_bits(config: Config) -> None:
     policy than the one that is trained, and nothing corrects for it."""
     training, bits = config.rl_training, config.server.kv_bits
     corrected = training.sampler_correction in ("tis", "mis", "icepop")
-    reads_none = training.algorithm in (*DATA_ALGORITHMS, ONLINE_DPO)
+    reads_none = training.algorithm in (*DATA_ALGORITHMS, *PREFER_SAMPLED)
     if bits is not None and not reads_none and not corrected:
         raise ConfigError(
             f"server.kv_bits = {bits}: the trainer's keys and values are not quantised, so it is"

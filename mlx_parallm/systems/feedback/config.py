@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mlx_parallm.config.data import DATA_ALGORITHMS, ONLINE_DPO
+from mlx_parallm.config.data import DATA_ALGORITHMS, ONLINE_DPO, ONLINE_KTO
 from mlx_parallm.config.environment import Section
 from mlx_parallm.execution.user_code import is_reference
 
@@ -46,6 +46,15 @@ def check_run(config: "CoreConfig") -> None:
             "feedback.enabled = true and rl_training.deterministic = true: what people say, and"
             " when, does not repeat"
         )
+    if training.algorithm == "kto":
+        raise ValueError(
+            "feedback.enabled = true: kto learns from rows of a file alone: its loss on answers of"
+            f" chats is rl_training.algorithm = {ONLINE_KTO!r}"
+        )
+    if training.algorithm == ONLINE_KTO and "baseline_decay" in section.changed():
+        raise ValueError(
+            f"feedback.baseline_decay is set, but {ONLINE_KTO} compares an answer with no mean"
+        )
     if training.algorithm in DATA_ALGORITHMS:
         raise ValueError(
             f"feedback.enabled = true: {training.algorithm} learns from rows of a file alone:"
@@ -83,6 +92,8 @@ class FeedbackConfig(Section):
     """The model's name at that server."""
     judge_api_key_file: Path | None = None
     """File with that server's key."""
+    judge_concurrency: int = Field(4, ge=1)
+    """Replies that are judged at once; a function is called by so many threads."""
     ambiguous_below: float = Field(0.4, ge=0, le=1)
     """A judgement closer to 0 than this is no signal, and is counted."""
     settle_s: float = Field(30.0, ge=0)
@@ -90,6 +101,9 @@ class FeedbackConfig(Section):
     edit, a message, a regenerate, a tool result."""
     keep_s: float = Field(7 * 24 * 3600.0, gt=0)
     """How long an answer waits for its first signal."""
+    max_answers: int = Field(100_000, ge=1)
+    """Answers that are remembered. Beyond it those go that were decided on longest ago, and then
+    the oldest that were not, which are counted."""
     regenerate_within_s: float = Field(600.0, gt=0)
     """The same question later than this is a new question."""
     review: bool = False

@@ -23,7 +23,13 @@ from mlx_parallm.systems.feedback.consent import Agreement
 from mlx_parallm.systems.feedback.conversation import LONGEST_WORDS, ConversationReader
 from mlx_parallm.systems.feedback.observer import answer_id
 from mlx_parallm.systems.feedback.signals import Kind, Signal, edit_value
-from mlx_parallm.systems.feedback.store import LISTED, AnswerState, FeedbackStore, KeptAnswer
+from mlx_parallm.systems.feedback.store import (
+    FORGOTTEN,
+    LISTED,
+    AnswerState,
+    FeedbackStore,
+    KeptAnswer,
+)
 
 CHAT_PATHS = (
     "/v1/chat/completions",
@@ -79,13 +85,15 @@ class FeedbackAnswer(TypedDict):
 
 class FeedbackState(TypedDict):
     """`answers`: how many are in each state now. `outcomes`, `signals`: what became of answers, and
-    of each kind of signal, since the run began. `baselines`: mean reward by task."""
+    of each kind of signal, since the run began. `forgotten`: answers that were decided on, beyond
+    `max_answers`. `baselines`: mean reward by task."""
 
     object: Literal["feedback.state"]
     review: bool
     answers: dict[str, int]
     outcomes: dict[str, int]
     signals: dict[str, dict[str, int]]
+    forgotten: int
     baselines: dict[str, float]
 
 
@@ -132,7 +140,7 @@ class FeedbackRoutes:
         reader: ConversationReader,
         *,
         review: bool,
-        decay: float,
+        decay: float | None,
         heard: Callable[[], None],
         more: Callable[[], dict[str, int]],
     ) -> None:
@@ -185,7 +193,7 @@ class FeedbackRoutes:
         for (what, kind, outcome), number in counts.items():
             if what == "answer":
                 outcomes[outcome] = number
-            else:
+            elif what == "signal":
                 signals.setdefault(kind, {})[outcome] = number
         answer: FeedbackState = {
             "object": "feedback.state",
@@ -193,6 +201,7 @@ class FeedbackRoutes:
             "answers": await asyncio.to_thread(self._store.states),
             "outcomes": outcomes,
             "signals": signals,
+            "forgotten": counts.get(FORGOTTEN, 0),
             "baselines": await asyncio.to_thread(self._store.baselines),
         }
         return JSONResponse(answer)

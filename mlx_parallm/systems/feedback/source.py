@@ -19,6 +19,7 @@ from dataclasses import replace
 from fastapi import Request as HTTPRequest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from mlx_parallm.config.data import ONLINE_KTO
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError, RolloutRejectedError, StoreError
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
@@ -94,6 +95,8 @@ class FeedbackSource(RolloutSource):
     def __init__(self, context: SourceContext) -> None:
         config, section = context.config, context.config.section(FeedbackConfig)
         self._context, self._section = context, section
+        self._by_sign = config.rl_training.algorithm == ONLINE_KTO
+        self._decay = None if self._by_sign else section.baseline_decay
         self._store = FeedbackStore(
             context.directory / FEEDBACK_FILE,
             settle_s=section.settle_s,
@@ -131,7 +134,7 @@ class FeedbackSource(RolloutSource):
             self._agreement,
             self._reader,
             review=section.review,
-            decay=section.baseline_decay,
+            decay=self._decay,
             heard=self.heard,
             more=self._numbers,
         )
@@ -213,8 +216,9 @@ class FeedbackSource(RolloutSource):
         await asyncio.to_thread(
             self._store.decide,
             review=section.review,
-            decay=section.baseline_decay,
+            decay=self._decay,
             keep_s=section.keep_s,
+            max_answers=section.max_answers,
         )
         later = await asyncio.to_thread(self._release)
         now = time.time()
@@ -226,10 +230,17 @@ class FeedbackSource(RolloutSource):
         pending = await asyncio.to_thread(self._store.pending)
         waiting = {(kept.id, kept.reply) for kept in pending}
         self._failures = {key: each for key, each in self._failures.items() if key in waiting}
-        for kept in pending:
-            _, again = self._failures.get((kept.id, kept.reply), (0, 0.0))
-            if again <= time.time():
+        at_once = asyncio.Semaphore(self._section.judge_concurrency)
+
+        async def judge(kept: KeptAnswer) -> None:
+            async with at_once:
                 await self._judge_reply(kept)
+
+        async with asyncio.TaskGroup() as judging:
+            for kept in pending:
+                _, again = self._failures.get((kept.id, kept.reply), (0, 0.0))
+                if again <= time.time():
+                    judging.create_task(judge(kept))
         return min((again for _, again in self._failures.values()), default=None)
 
     async def _judge_reply(self, kept: KeptAnswer) -> None:
@@ -271,7 +282,7 @@ class FeedbackSource(RolloutSource):
                 continue  # others take the places of those that were refused
             # known ids are not added again: after a kill between the two the batch comes once
             self._context.store.add_all(groups, source=self.name)
-            self._store.released([answer.id for answer in ready])
+            self._store.released([answer.id for answer in ready], since=now - window)
             for listener in self._context.on_reward:
                 listener()
         return None
@@ -282,7 +293,7 @@ class FeedbackSource(RolloutSource):
         group = replace(
             unscored,
             rollouts=(replace(rollout, scores={"reward": answer.reward}),),
-            advantages=(answer.advantage,),
+            advantages=None if self._by_sign else (answer.advantage,),
         )
         longest = self._context.config.rl_training.atropos.max_token_length
         try:
@@ -309,16 +320,21 @@ class FeedbackSource(RolloutSource):
             "What people said about answers, by what became of it",
             labels=["kind", "outcome"],
         )
+        forgotten = CounterMetricFamily(
+            f"{PREFIX}_feedback_forgotten", "Answers that were decided on, and are forgotten"
+        )
         for outcome, number in self._numbers().items():
             answers.add_metric([outcome], number)
         for (what, kind, outcome), number in self._store.counts().items():
             if what == "answer":
                 answers.add_metric([outcome], number)
-            else:
+            elif what == "signal":
                 signals.add_metric([kind, outcome], number)
+            else:
+                forgotten.add_metric([], number)
         states = GaugeMetricFamily(
             f"{PREFIX}_feedback_answers_now", "Answers of chats by their state", labels=["state"]
         )
         for state, number in self._store.states().items():
             states.add_metric([state], number)
-        yield from (answers, signals, states)
+        yield from (answers, signals, forgotten, states)

@@ -27,12 +27,15 @@ HOUR_S = 3600.0
 NO_SIGNAL = "no signal within keep_s"
 REJECTED = "rejected in the review"
 REFUSED = "a check refused it"
+NO_LABEL = "its reward is 0: neither good nor bad"
 NOTHING_NEW = "its reward is what its task gets on average"
 AMBIGUOUS = "ambiguous"
 WEAKER = "a stronger signal decided"
 NOBODY_JUDGES = "nobody judges it"
 REPLACED = "replaced by a later one"
 LATE = "the answer was decided on already"
+NO_ROOM = "more answers than max_answers wait"
+FORGOTTEN = "forgotten", "", "decided on, beyond max_answers"
 
 AnswerState = Literal["open", "review", "ready", "released", "unused"]
 
@@ -274,8 +277,12 @@ class FeedbackStore:
 
     # ------------------------------------------------------------------ what becomes of it
 
-    def decide(self, *, review: bool, decay: float, keep_s: float) -> None:
-        """Decide on the answers whose signals have settled, and give up those without one."""
+    def decide(
+        self, *, review: bool, decay: float | None, keep_s: float, max_answers: int = 1 << 30
+    ) -> None:
+        """Decide on the answers whose signals have settled, give up those without one, and forget
+        the oldest beyond `max_answers`. `decay`: of the mean that rewards are compared with; None:
+        the sign of a reward is what is learned."""
         now = self._clock()
         with self._database.transaction() as connection:
             old = connection.execute(
@@ -300,8 +307,30 @@ class FeedbackStore:
                     )
                 else:
                     self._accept(connection, answer, task, reward, decay)
+            self._make_room(connection, max_answers)
 
-    def review(self, answers: Iterable[str], *, approve: bool, decay: float) -> list[str]:
+    def _make_room(self, connection: Connection, most: int) -> None:
+        """Remove rows beyond `most`: those that were decided on first; of the others, those that
+        are ready to be learned last."""
+        (rows,) = connection.execute("SELECT COUNT(*) FROM answers").fetchone()
+        if rows <= most:
+            return
+        undecided = "FROM answers WHERE state NOT IN ('released', 'unused')"
+        (wait,) = connection.execute(f"SELECT COUNT(*) {undecided}").fetchone()
+        oldest = connection.execute(
+            f"SELECT id {undecided} ORDER BY state = 'ready', sequence LIMIT ?",
+            (max(0, wait - most),),
+        ).fetchall()
+        for (answer,) in oldest:
+            _give_up(connection, answer, NO_ROOM)
+        gone = connection.execute(
+            "DELETE FROM answers WHERE sequence IN (SELECT sequence FROM answers WHERE state IN"
+            " ('released', 'unused') ORDER BY sequence LIMIT ?)",
+            (rows - most,),
+        ).rowcount
+        _count(connection, *FORGOTTEN, number=gone)
+
+    def review(self, answers: Iterable[str], *, approve: bool, decay: float | None) -> list[str]:
         """Approve or reject answers that wait for it; return the ids of those that did."""
         done = []
         with self._database.transaction() as connection:
@@ -331,8 +360,14 @@ class FeedbackStore:
         return kind, value * self._weights[kind]
 
     def _accept(
-        self, connection: Connection, answer: str, task: str, reward: float, decay: float
+        self, connection: Connection, answer: str, task: str, reward: float, decay: float | None
     ) -> None:
+        if decay is None:
+            if reward:
+                self._make_ready(connection, answer, reward)
+            else:
+                _give_up(connection, answer, NO_LABEL)
+            return
         row = connection.execute(
             "SELECT weight, total FROM baselines WHERE task = ?", (task,)
         ).fetchone()
@@ -345,6 +380,9 @@ class FeedbackStore:
         if not advantage:
             _give_up(connection, answer, NOTHING_NEW)
             return
+        self._make_ready(connection, answer, advantage)
+
+    def _make_ready(self, connection: Connection, answer: str, advantage: float) -> None:
         connection.execute(
             "UPDATE answers SET state = 'ready', advantage = ? WHERE id = ?", (advantage, answer)
         )
@@ -361,9 +399,11 @@ class FeedbackStore:
             ).fetchall()
         return [ReadyAnswer(*row) for row in rows]
 
-    def released(self, answers: Iterable[str]) -> None:
-        """Note that a batch of answers is in the run's rollout store, durably."""
+    def released(self, answers: Iterable[str], *, since: float = 0.0) -> None:
+        """Note that a batch of answers is in the run's rollout store, durably; forget batches that
+        were released before the Unix time `since`."""
         with self._database.transaction() as connection:
+            connection.execute("DELETE FROM releases WHERE at <= ?", (since,))
             connection.execute("INSERT INTO releases (at) VALUES (?)", (self._clock(),))
             for answer in answers:
                 connection.execute("UPDATE answers SET state = 'released' WHERE id = ?", (answer,))
@@ -394,7 +434,8 @@ class FeedbackStore:
         return None if due is None else float(due)
 
     def counts(self) -> dict[tuple[str, str, str], int]:
-        """Return ("answer" or "signal", kind, what became of it) → how many so far."""
+        """Return ("answer", "signal" or "forgotten", kind, what became of it) → how many so
+        far."""
         with self._database.reading() as connection:
             rows = connection.execute("SELECT what, kind, outcome, number FROM counts").fetchall()
         return {(what, kind, outcome): number for what, kind, outcome, number in rows}
@@ -429,10 +470,11 @@ def _kept(connection: Connection, answer: str) -> KeptAnswer | None:
     return None if row is None else KeptAnswer(*row)
 
 
-def _count(connection: Connection, what: str, kind: str, outcome: str) -> None:
+def _count(connection: Connection, what: str, kind: str, outcome: str, *, number: int = 1) -> None:
     connection.execute(
-        "INSERT INTO counts VALUES (?, ?, ?, 1) ON CONFLICT DO UPDATE SET number = number + 1",
-        (what, kind, outcome),
+        "INSERT INTO counts VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET"
+        " number = number + excluded.number",
+        (what, kind, outcome, number),
     )
 
 

@@ -18,7 +18,7 @@ from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches
 from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.data.tokens import Encoded, Unit
-from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut, log_ratios
+from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import TIMES, MetricsFile
 from mlx_parallm.rl_training.publish.versions import VersionSteps
@@ -190,7 +190,7 @@ def test_kl_of_kto_is_the_mean_log_ratio_of_what_was_not_asked(tmp_path: Path) -
     batch = batches.collect(1)
     rows = batches.rows(1)
     unasked = [encoded.rollout() for encoded in batches._mismatched(rows, 1)]
-    ratios = log_ratios(trainer, unasked)
+    ratios = trainer.log_ratios(unasked)
     assert batch.constants["kl"] == pytest.approx(max(0.0, sum(ratios) / len(ratios)))
     metrics = trainer.train_step(batch).metrics
     assert metrics["kto_kl"] == pytest.approx(batch.constants["kl"], abs=1e-6)

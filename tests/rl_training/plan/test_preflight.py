@@ -471,6 +471,8 @@ def test_recorded_experts_are_counted_where_they_are_repeated() -> None:
 
     wanted = 384 * 2000 * (2 * 128 + 6 * 32)
     assert bytes_of("rl_training.router_replay=on") == wanted
+    prompts = bytes_of("rl_training.router_replay=on", "rl_training.router_replay_prompts=true")
+    assert prompts == wanted * 2100 // 2000
     assert bytes_of() == 0, "in float32 on the same weights both take the same"
     assert bytes_of("rl_training.max_staleness=1") == wanted
     assert bytes_of("server.kv_bits=8", "rl_training.sampler_correction=tis") == wanted
