@@ -24,6 +24,7 @@ from mlx_parallm.types import Request
 from mlx_parallm.weights import SharedWeights
 
 LANE_ROWS = 8  # sequences that the lane decodes together
+LANE_LENGTH = 4096  # tokens that a chat without `max_tokens` needs room for
 LANE_SHARE = 8  # it has this part of the memory for keys and values, and of that for prefixes
 
 
@@ -49,6 +50,10 @@ class ChatLaneEngine(Engine):
     @property
     def lanes(self) -> tuple[Engine, ...]:
         return self, self._lane
+
+    @property
+    def lane(self) -> int:
+        return int(self._in_lane)
 
     @property
     def serves_chats(self) -> bool:
@@ -87,7 +92,7 @@ class ChatLaneEngine(Engine):
 
     def _is_chat(self, request: Request) -> bool:
         """Whether the request goes to the lane. A text that is scored, or one that its memory
-        does not hold, waits with the others."""
+        does not hold with its answer, waits with the others."""
         params = request.params
         if (
             request.priority >= 0
@@ -99,7 +104,11 @@ class ChatLaneEngine(Engine):
             check_request(request, self._lane.limits)
         except RequestError:
             return False
-        return True
+        if params.max_tokens is not None:
+            return True
+        prompt = len(request.prompt_token_ids)
+        longest = min(self.limits.default_length(prompt), LANE_LENGTH)
+        return self._lane.limits.default_length(prompt) >= longest
 
     def abort(self, request_id: str) -> None:
         super().abort(request_id)
