@@ -44,6 +44,7 @@ class ChatLaneEngine(Engine):
         main, lane = divided(options)
         super().__init__(model, tokenizer, weights, lora, main, images)
         self._lane = Engine(model, tokenizer, weights, lora, lane, images)
+        self._lane.grammars = self.grammars  # those that clients prepare on other threads
         self._in_lane = False  # the last step was the lane's
         self._step_s = self._rested_since = 0.0
 

@@ -157,6 +157,11 @@ def test_ids_aborts_pauses_and_prefixes_reach_both() -> None:
     assert engine.idle
 
 
+def test_grammars_of_chats_are_not_compiled_again_on_the_engines_thread() -> None:
+    engine = lane_engine()
+    assert engine.lanes[1].grammars is engine.grammars  # `EngineInfo` has these: prepared there
+
+
 def test_a_failing_chat_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = begun()
     engine.add(chat("c"))

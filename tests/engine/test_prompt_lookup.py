@@ -278,6 +278,8 @@ def test_what_excludes_drafts_is_refused_or_named() -> None:
     for changes in ({"kv_bits": 8}, {"enable_return_routed_experts": True}):
         with pytest.raises(ValueError, match="prompt_lookup exclude each other"):
             ServerConfig(prompt_lookup=8, **changes)
+    with pytest.raises(ValueError, match="prompt_lookup"):  # a row of logits for each token
+        ServerConfig(prompt_lookup=100_000)
     options = engine_options(prompt_lookup=8)
     assert no_drafts(Config(), options) == ""
     training = RLTrainingConfig(deterministic=True, max_staleness=0)
