@@ -132,13 +132,14 @@ async def test_it_samples_for_whole_groups_and_its_fields_reach_the_rewards(tiny
         ({"score": [1.0]}, "'score' has 1 entries for 2 prompts"),
         ("no dictionary", "returned str"),
         (ValueError("broken"), "rollout_func: .*test_rollouts.py, line .*ValueError: broken"),
+        (asyncio.CancelledError(), "rollout_func: CancelledError"),
         ({"temperature": 0.5}, "'temperature' would sample from another policy"),
         ({"as_chat": False}, "as_chat=False, but a prompt is list"),
     ],
 )
 async def test_what_is_no_rollout_is_a_lost_group_with_its_reason(tiny_tokenizer, changed, words):
     def wrong(prompts, trainer):
-        if isinstance(changed, Exception):
+        if isinstance(changed, BaseException):
             raise changed
         if isinstance(changed, str):
             return changed

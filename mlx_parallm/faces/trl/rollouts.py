@@ -192,9 +192,12 @@ class RolloutCalls:
             with user_code("rollout_func", RolloutRejectedError):
                 output = self._function(prompts, self._trainer)
                 columns = _columns(output, len(prompts))
-        except ParallmError as error:
+        except BaseException as error:  # noqa: BLE001 - boundary: also asyncio's CancelledError; the groups wait
+            failure = error if isinstance(error, ParallmError) else None
             for each in groups:
-                each.sampled.set_exception(error)
+                each.sampled.set_exception(
+                    failure or RolloutRejectedError(f"rollout_func: {type(error).__name__}")
+                )
             return
         finally:
             with self._lock:
