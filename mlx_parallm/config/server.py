@@ -55,7 +55,7 @@ class ServerConfig(Section):
     record_prompt_experts: bool = False
     """enable_return_routed_experts: the prompt's tokens too, as they were computed in prefill. A
     training with router_replay_prompts records them anyway."""
-    prompt_lookup: int = Field(0, ge=0)
+    prompt_lookup: int = Field(0, ge=0, le=256)
     """Longest draft of a text that repeats itself, checked in one forward where one sequence
     decodes alone; 0 = off (docs/serving.md). For agents that quote files: 16."""
     async_scheduling: bool | None = None

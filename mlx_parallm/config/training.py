@@ -22,6 +22,8 @@ from mlx_parallm.config.data import (
 from mlx_parallm.config.distillation import DistillationConfig
 from mlx_parallm.config.environment import Section
 
+CHAT_EVAL_MS = 100
+"""`max_eval_ms` with serve_priority = "chat", which waits for the evaluation that runs."""
 ADAM = ("adamw", "adamw_8bit", "adamw_4bit", "muon")
 """Optimizers that read AdamW's numbers."""
 PEFT_NAMES = {"r": "rank", "init_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
@@ -352,6 +354,13 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     ppo: PPOConfig = PPOConfig()
     weight_updates: WeightUpdateConfig = WeightUpdateConfig()
     distillation: DistillationConfig = DistillationConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_evaluations_for_chats(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("serve_priority") == "chat":
+            return {"max_eval_ms": CHAT_EVAL_MS, **data}
+        return data
 
     @model_validator(mode="after")
     def _consistent(self) -> "RLTrainingConfig":

@@ -24,6 +24,7 @@ from mlx_parallm.types import Request
 from mlx_parallm.weights import SharedWeights
 
 LANE_ROWS = 8  # sequences that the lane decodes together
+LANE_LENGTH = 4096  # tokens that a chat without `max_tokens` needs room for
 LANE_SHARE = 8  # it has this part of the memory for keys and values, and of that for prefixes
 
 
@@ -43,12 +44,17 @@ class ChatLaneEngine(Engine):
         main, lane = divided(options)
         super().__init__(model, tokenizer, weights, lora, main, images)
         self._lane = Engine(model, tokenizer, weights, lora, lane, images)
+        self._lane.grammars = self.grammars  # those that clients prepare on other threads
         self._in_lane = False  # the last step was the lane's
         self._step_s = self._rested_since = 0.0
 
     @property
     def lanes(self) -> tuple[Engine, ...]:
         return self, self._lane
+
+    @property
+    def lane(self) -> int:
+        return int(self._in_lane)
 
     @property
     def serves_chats(self) -> bool:
@@ -87,7 +93,7 @@ class ChatLaneEngine(Engine):
 
     def _is_chat(self, request: Request) -> bool:
         """Whether the request goes to the lane. A text that is scored, or one that its memory
-        does not hold, waits with the others."""
+        does not hold with its answer, waits with the others."""
         params = request.params
         if (
             request.priority >= 0
@@ -99,7 +105,11 @@ class ChatLaneEngine(Engine):
             check_request(request, self._lane.limits)
         except RequestError:
             return False
-        return True
+        if params.max_tokens is not None:
+            return True
+        prompt = len(request.prompt_token_ids)
+        longest = min(self.limits.default_length(prompt), LANE_LENGTH)
+        return self._lane.limits.default_length(prompt) >= longest
 
     def abort(self, request_id: str) -> None:
         super().abort(request_id)

@@ -200,6 +200,11 @@ class Engine:
         return (self,)
 
     @property
+    def lane(self) -> int:
+        """The place in `lanes` of the one that took the last step, or failed in it."""
+        return 0
+
+    @property
     def serves_chats(self) -> bool:
         """True while rollouts and training rest for requests with a negative priority."""
         return False
@@ -290,7 +295,7 @@ class Engine:
         if draft:
             drafts.judge(len(draft), held, len(sequence.tokens))
             self.counters.draft_tokens += len(draft)
-            self.counters.accepted_draft_tokens += max(held, 0)  # -1: not a number
+            self.counters.accepted_draft_tokens += max(held, 0)  # -1: not one token was finite
         if sequence.finished or drafts.none_soon(sequence.tokens):
             self._put_back()
         if sequence.error is not None:

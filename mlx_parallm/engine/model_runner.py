@@ -304,7 +304,9 @@ class ModelRunner:
         arrays = self._cache.read(0, 0, sequence.cached)
         text = (*sequence.prompt, *sequence.tokens)[: sequence.cached]
         whole = PrefixChunk(Segment(None, 0, text, arrays=arrays), sequence.cached)
-        caches = self._cache.new_prefill(2 * sequence.cached, [(whole,)])
+        # room to grow, within what the sequence can come to hold
+        room = min(2 * sequence.cached, len(sequence.prompt) + sequence.max_tokens)
+        caches = self._cache.new_prefill(room, [(whole,)])
         mx.eval(arrays_of(caches))
         self._cache.truncate(0)
         self._cache.shrink_to([])

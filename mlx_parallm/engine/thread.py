@@ -71,7 +71,7 @@ class EngineThread:
         self._error: str | None = None
         self._mailboxes: dict[str, Mailbox] = {}
         self._idle_waiters: list[threading.Event] = []
-        self._failed_steps = 0
+        self._failed_steps: dict[int, int] = {}  # in a row, by lane
         self._last_turn = time.monotonic()
         self._stopping = False
 
@@ -160,17 +160,18 @@ class EngineThread:
     def _step(self, engine: Engine) -> None:
         try:
             events = engine.step(ahead=not self._turns.engine_rests)
-            self._failed_steps = 0
+            self._failed_steps[engine.lane] = 0
         except Exception as error:  # boundary: a failed forward ends its requests, not the engine
             get_logger(__name__).exception("engine_step_failed")
-            self._failed_steps += 1
-            if self._failed_steps == 1:
+            lane = engine.lane
+            failed = self._failed_steps[lane] = self._failed_steps.get(lane, 0) + 1
+            if failed == 1:
                 if engine.recover():
-                    self._failed_steps = 0
+                    self._failed_steps[lane] = 0
                 events = engine.take_events()
             else:
                 events = engine.fail_active(f"the engine's step failed: {error!r}")
-            if self._failed_steps >= MAX_FAILED_STEPS:
+            if failed >= MAX_FAILED_STEPS:
                 self._deliver(events)
                 raise
         self._deliver(events)
@@ -184,6 +185,7 @@ class EngineThread:
             busy = engine.has_work or (bool(self._idle_waiters) and engine.idle)
             if not busy:
                 self._turns.engine_idle()
+                self._turns.chats(engine.serves_chats)  # one may have been frozen just now
             try:
                 command = self._queue.commands.get(block=not busy, timeout=IDLE_TURN_S)
             except queue.Empty:

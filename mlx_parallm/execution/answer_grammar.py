@@ -119,11 +119,14 @@ def required_calls(
 ) -> Structure | None:
     """Return the structure of an answer that calls one of the tools or several, perhaps after its
     reasoning: `tool_choice = "required"` of rollouts. `tools`: OpenAI's definitions, of which there
-    is one at least. Raises RequestError."""
+    is one at least. Raises RequestError.
+
+    The calls are in the model's own format also where its grammar is not here: rewards read that
+    one, and what stands between its markers is then any text."""
     definitions = [
         tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
     ]
-    calls = Calls(definitions, forced_format(tokenizer), parallel=True)
+    calls = Calls(definitions, tool_format(tokenizer), parallel=True)
     return answer_grammar(tokenizer, thinking_after(tokenizer, prompt_token_ids), calls, None)
 
 

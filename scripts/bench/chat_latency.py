@@ -35,6 +35,7 @@ from tests.tiny_models import QWEN3, save_checkpoint
 ROOT = Path(__file__).parents[2]
 SERVE, TAUGHT, TAUGHT_CHAT = "alone", "taught", "taught, chat"
 PRIORITIES = {TAUGHT: "balanced", TAUGHT_CHAT: "chat"}
+LONGEST_STEP_S = 300
 WARM_STEPS = 3  # of a run, before anything is measured
 
 
@@ -86,7 +87,10 @@ def trained_tokens(place: Path) -> float:
 
 
 def wait_for_steps(place: Path, number: int) -> None:
+    deadline = time.monotonic() + LONGEST_STEP_S
     while len(steps(place)) < number:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"no step in {LONGEST_STEP_S} s:\n{(place / 'log').read_text()}")
         time.sleep(0.05)  # another process's file
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.engine import chat_lane
-from mlx_parallm.engine.chat_lane import LANE_ROWS, LANE_SHARE, ChatLaneEngine, divided
+from mlx_parallm.engine.chat_lane import LANE_LENGTH, LANE_ROWS, LANE_SHARE, ChatLaneEngine, divided
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import Finished
 from mlx_parallm.engine.served_models import ServedModels
@@ -118,6 +119,20 @@ def test_a_chat_that_the_lane_has_no_memory_for_waits_with_the_others() -> None:
         engine.add(chat("endless", length=1000))
 
 
+def test_no_answer_is_cut_because_the_lane_has_little_memory() -> None:
+    token_bytes = lane_engine().cache.token_bytes()
+    engine = lane_engine(kv_cache_bytes=64 * LANE_SHARE * token_bytes)
+    unbounded = chat("c")
+    unbounded = replace(unbounded, params=replace(unbounded.params, max_tokens=None))
+    engine.add(unbounded)  # the others' memory holds an answer of hundreds of tokens
+    assert not engine.serves_chats
+    outputs = collect(engine)
+    assert len(outputs["c"].completions[0].token_ids) > 64
+    roomy = lane_engine(kv_cache_bytes=2 * LANE_LENGTH * LANE_SHARE * token_bytes)
+    roomy.add(unbounded)
+    assert roomy.serves_chats
+
+
 def test_ids_aborts_pauses_and_prefixes_reach_both() -> None:
     engine = begun()
     engine.add(chat("c"))
@@ -140,6 +155,11 @@ def test_ids_aborts_pauses_and_prefixes_reach_both() -> None:
     engine.release_memory()
     assert [lane.cache.nbytes for lane in engine.lanes] == [0, 0]
     assert engine.idle
+
+
+def test_grammars_of_chats_are_not_compiled_again_on_the_engines_thread() -> None:
+    engine = lane_engine()
+    assert engine.lanes[1].grammars is engine.grammars  # `EngineInfo` has these: prepared there
 
 
 def test_a_failing_chat_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,3 +205,58 @@ def test_the_trainer_hears_of_chats_and_stats_count_them() -> None:
     assert heard[-1] is False
     assert stats.generation_tokens == 6 + 4
     assert stats.requests_finished == 2
+
+
+def test_a_frozen_chat_does_not_keep_the_trainer_waiting() -> None:
+    begun = threading.Event()
+
+    class Heard(Turns):
+        def chats(self, served: bool) -> None:
+            super().chats(served)
+            if served:
+                begun.set()
+
+    engine, turns = lane_engine(), Heard("chat")
+    models = ServedModels("m", adapter_versions=dict, version=lambda: 0)
+    thread = EngineThread(lambda: engine, models, turns)
+    thread.start()
+
+    async def freeze() -> None:
+        answer = asyncio.ensure_future(thread.client.generate(chat("c", length=1500)))
+        await asyncio.to_thread(begun.wait, 10)
+        thread.client.pause_admission("someone", freeze=True)
+        rested = await asyncio.to_thread(turns._no_chat.wait, 10)
+        thread.client.resume_admission("someone")
+        assert rested
+        answer.cancel()
+
+    try:
+        asyncio.run(freeze())
+    finally:
+        thread.stop()
+
+
+def test_steps_of_others_do_not_hide_that_one_lane_fails_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = begun()
+    engine.add(chat("c"))
+    engine.step()
+    lane, failures = engine.lanes[1], 0
+
+    def fail(ahead: bool = True) -> Any:
+        nonlocal failures
+        failures += 1
+        raise ValueError("it fails, and not when it is computed alone")
+
+    monkeypatch.setattr(lane, "step", fail)
+    # the others' rest is over whenever the lane has failed
+    monkeypatch.setattr(chat_lane, "REST", 2.0)
+    models = ServedModels("m", adapter_versions=dict, version=lambda: 0)
+    thread = EngineThread(lambda: engine, models)
+    before = made(engine)[0]
+    for _ in range(12):
+        thread._step(engine)
+    assert made(engine)[0] > before
+    assert failures == 2
+    assert not lane.has_work

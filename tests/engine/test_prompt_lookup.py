@@ -184,6 +184,17 @@ def test_others_come_and_go_meanwhile() -> None:
     assert engine.counters.accepted_draft_tokens > 20
 
 
+def test_a_drafted_row_takes_no_more_room_than_it_can_come_to_hold() -> None:
+    engine = serve(circling_model(), prompt_lookup=8).engine
+    engine.add(request("a", REPEATED, temperature=0.0, max_tokens=40, ignore_eos=True))
+    while engine._alone is None:
+        engine.step()
+    most = (len(REPEATED) + 40) * engine.cache.token_bytes()
+    while engine._alone is not None:
+        assert engine.counters.kv_bytes <= most
+        engine.step()
+
+
 def test_an_abort_meanwhile_frees_the_row() -> None:
     engine = serve(circling_model(), prompt_lookup=8).engine
     engine.add(request("a", REPEATED, temperature=0.0, max_tokens=200, ignore_eos=True))
@@ -251,8 +262,10 @@ def test_nan_ends_the_request_and_nothing_else(monkeypatch: pytest.MonkeyPatch) 
         return launch(sequence, draft, caches, view)
 
     monkeypatch.setattr(engine._runner, "launch_draft", spoiled)
+    accepted = engine.counters.accepted_draft_tokens
     output = collect(engine)["a"]
     assert output.completions[0].finish_reason == "error"
+    assert engine.counters.accepted_draft_tokens >= accepted, "a counter of /metrics went back"
     monkeypatch.undo()
     after = run(engine, [request("b", [1, 2, 3], temperature=0.0, max_tokens=5)])["b"]
     fresh = run(
@@ -265,6 +278,8 @@ def test_what_excludes_drafts_is_refused_or_named() -> None:
     for changes in ({"kv_bits": 8}, {"enable_return_routed_experts": True}):
         with pytest.raises(ValueError, match="prompt_lookup exclude each other"):
             ServerConfig(prompt_lookup=8, **changes)
+    with pytest.raises(ValueError, match="prompt_lookup"):  # a row of logits for each token
+        ServerConfig(prompt_lookup=100_000)
     options = engine_options(prompt_lookup=8)
     assert no_drafts(Config(), options) == ""
     training = RLTrainingConfig(deterministic=True, max_staleness=0)

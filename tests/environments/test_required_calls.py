@@ -11,6 +11,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.answer_grammar import required_calls
 from tests.conftest import running_tiny_engine
 from tests.environments.test_with_engine import agrees, collect
 
@@ -95,3 +96,27 @@ def test_tools_whose_calls_are_made_exclude_it(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"tools = \[\]"):
         source.use_tools(Offered())  # type: ignore[arg-type]
+
+
+def test_calls_are_in_the_format_that_rewards_read() -> None:
+    """Also where that format has no grammar: calls in another one would never get a reward."""
+
+    class Own:
+        tool_markers = ("[CALL]", "[/CALL]")
+        tool_format = "qwen3_coder"
+        template_takes_tools = True
+        think_markers = None
+        eos_token_ids = special_ids = frozenset({0})
+
+        @staticmethod
+        def parse_tool_call(text: str, tools: Any) -> Any:
+            return {"name": text, "arguments": {}}
+
+        @staticmethod
+        def encode_within(text: str) -> list[int]:
+            return [1] * len(text)
+
+    structure = required_calls(Own(), [NOW], [1, 2, 3])  # type: ignore[arg-type]
+    assert structure is not None
+    assert "[CALL]" in structure.source
+    assert "<tool_call>" not in structure.source
