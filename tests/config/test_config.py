@@ -6,6 +6,7 @@ import pytest
 import tomli
 
 from mlx_parallm.config.load import load_config, parse_config
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
