@@ -70,6 +70,7 @@ def words(case: str, port: int, place: Path, args: argparse.Namespace) -> list[s
     if case in PRIORITIES:
         teacher = f'[{{name = "large", kind = "model", path = "{args.teacher}"}}]'
         values.append(f"rl_training.distillation.teachers={teacher}")
+    values += args.set
     settings = [part for value in values for part in ("--set", value)]
     config = str(ROOT / "train_configs" / "quickstart.toml")
     return [command("mlx_parallm"), "train", "--config", config, *settings]
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.2)
     parser.add_argument("--quiet", type=float, default=10, help="seconds without the person")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--set", action="append", default=[], help="of the run: KEY=VALUE")
     kinds = (SERVE, "balanced", "serve", "train", "chat", TAUGHT, TAUGHT_CHAT)
     parser.add_argument("--cases", nargs="+", choices=kinds, default=kinds)
     args = parser.parse_args()

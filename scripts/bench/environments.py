@@ -88,13 +88,22 @@ CASES: Mapping[str, dict[str, Any]] = {
         "kind": "openenv",
         "app": "grid_world_env",
         "options": {
-            "instructions": "Go to 4 4.",
-            "observation_text": "{x} {y}",
-            "action_of": "(?P<action>UP|DOWN|LEFT|RIGHT)",
+            "instructions": "",
+            "observation_text": "Pick a digit. {x} {y}",
+            "action_of": f"python:{Path(__file__).resolve()}:move",
         },
-        "max_tokens": 8,
+        "max_tokens": 4,
     },
-    "openenv maze_env": {"kind": "openenv", "app": "maze_env"},
+    "openenv maze_env": {
+        "kind": "openenv",
+        "app": "maze_env",
+        "options": {
+            "instructions": "Find the exit.",
+            "observation_text": "{current_position} {legal_actions}",
+            "action_of": "^(?P<action>[0-3])",  # its server fails on other numbers
+        },
+        "max_tokens": 4,
+    },
     "openenv connect4_env": {
         "kind": "openenv",
         "app": "connect4_env",
@@ -116,10 +125,16 @@ LEARNT: Mapping[str, dict[str, int]] = {
 }
 """What `--learn` trains, and how long."""
 GAMES: Mapping[str, dict[str, Any]] = {
-    "TwoThirds": {"options": TWO_THIRDS, "steps": 16, "before": 12},
+    "TwoThirds": {"options": TWO_THIRDS, "steps": 16, "before": 16},
     "Nim": {"options": NIM, "steps": 40, "before": 20},
 }
 """What `--self-play` plays; `before`: how many versions older the other player is."""
+
+
+def move(text: str) -> dict[str, str] | None:
+    """Return the move of grid_world_env that a digit stands for."""
+    names = {"1": "DOWN", "2": "RIGHT", "3": "UP", "4": "LEFT"}
+    return {"action": names[text[0]]} if text[:1] in names else None
 
 
 def any_move(observation: str) -> str:
@@ -146,7 +161,7 @@ def main() -> None:
     if args.self_play:
         play(args, console)
         return
-    table = Table(title="builtin:tiny, by [[environments]] alone")
+    table = Table(title="builtin:tiny, an entry of environments each")
     table.add_column("environment")
     columns = ("seed", "steps", "rollouts", "reward, first", "reward, last", "groups", "lost", "s")
     for column in columns:

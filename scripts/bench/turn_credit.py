@@ -8,7 +8,7 @@ digit, which has to be 3. The others are words to reverse, which nobody scores. 
 praises or blames those for the digit. Credit by turn gives the last two an advantage of 0; the first two
 have the third one's reward to go, unless `turn_gamma` is 0. Each run
 is `mlx_parallm train` with the same seeds and settings, the credits taking turns. `tokens to GOAL`
-are the sampled tokens, those of dropped groups included, until the mean reward of the last ten
+are the sampled tokens, those of dropped groups included, until the mean reward of the last three
 steps has reached it (`-`: some seed never did); `reward` is that mean at the end.
 """
 
@@ -31,7 +31,7 @@ from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.state import BaseEnvironment, State
 
 BIN = Path(sys.executable).parent
-WINDOW = 10
+WINDOW = 3
 TURNS, DECISIVE = 5, 2
 LETTERS = 8  # of a word
 DIGIT = "3"  # builtin:tiny picks it in one answer of six
@@ -49,7 +49,7 @@ port = 0
 batch_size = 32
 
 [rl_training]
-learning_rate = 2e-3
+learning_rate = 3e-4
 batch_size = 32
 blocks_per_eval = 0
 max_staleness = 0
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--goal", type=float, default=0.8, help="mean reward of ten steps")
+    parser.add_argument("--goal", type=float, default=0.8, help="mean reward of three steps")
     parser.add_argument("--credits", nargs="+", choices=CREDITS, default=list(CREDITS))
     args = parser.parse_args()
     console = Console(width=100)

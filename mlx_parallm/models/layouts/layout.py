@@ -19,10 +19,10 @@ its square.
 A recurrent block keeps a state (and the last inputs of a convolution) instead of keys and values.
 It takes prompts of one length at a time, without their padding, and what it keeps at their end is
 where each row goes on; the gradient flows back through it. Such blocks are not packed, because a
-state knows no mask. Windows become trees only, and blocks that keep both a state and keys and
-values are not rearranged: `shareable`, `packable` and `mergeable` say which. Nor are sequences
-packed, or made a tree, where a token's place in its row counts for more than its distance from
-others (learned positions). `BlockwiseModel` also compares the layouts once, at start.
+state knows no mask. Windows, and blocks that keep both a state and keys and values, become trees
+only: `shareable`, `packable` and `mergeable` say which. Sequences are not packed, nor made a tree,
+where a token's place in its row counts for more than its distance from others (learned positions).
+`BlockwiseModel` also compares the layouts once, at start.
 """
 
 from collections.abc import Callable, Sequence

@@ -19,9 +19,10 @@ with a window sees the ancestors whose depth is less than the window away; the r
 not looked at. Latent attention (MLA) compares its latents as keys, those of the rotated part beside
 them (`RoutedLatent`).
 
-A block with a recurrent state, and no keys and values beside it, gets all tokens in one row [1, W,
-D] and a cache without a state. Its convolution and its recurrence look up each token's parent
-(`recurrent/tree.py`); the rest of it looks at one token alone.
+A block with a recurrent state gets a cache without one. Its convolution and its recurrence look up
+each token's parent (`recurrent/tree.py`); the rest of it looks at one token alone. A convolution
+pads rows in front, so its block gets all tokens in one row, [1, W, D], where no rotary positions
+forbid it.
 """
 
 from dataclasses import dataclass
@@ -144,7 +145,10 @@ class TreeOfRows:
 
     def run(self, block: nn.Module, hidden: mx.array, call: BlockCall) -> mx.array:
         states = _of_kind(TreeStates, call)
-        in_one_row = states and not _of_kind(TreeCache, call)
+        # rotary positions, of keys and values or of lightning attention, are those of rows
+        in_one_row = not _of_kind(TreeCache, call) and any(
+            isinstance(module, nn.Conv1d) for module in block.modules()
+        )
         lookups, writes = self._forest.lookups, sum(each.writes for each in states)
         with over(self._forest):
             if in_one_row:

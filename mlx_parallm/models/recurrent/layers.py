@@ -21,6 +21,7 @@ import mlx.nn as nn
 from mlx_parallm.models.mlx_lm_api import chunked_simple_decay, ssm_steps
 from mlx_parallm.models.recurrent.chunks import gated_delta, linear_scan, selective_scan
 from mlx_parallm.models.recurrent.tree import (
+    TokenTree,
     convolve,
     current_tree,
     tree_gated_delta,
@@ -70,6 +71,8 @@ def use_trees(model: nn.Module) -> None:
             replace(inspect.unwrap(update).__globals__, "gated_delta_kernel", _gated_delta_kernel)
         if (update := names.get("ssm_update")) is not None:
             replace(inspect.unwrap(update).__globals__, "ssm_attn", _ssm_attn)
+        if kind.__module__.rpartition(".")[2] == "bailing_hybrid":
+            replace(names, "recurrent_gla", _gla_in_chunks)
         if kind is nn.Conv1d:
             replace(nn.Conv1d, "__call__", _conv1d)
 
@@ -187,13 +190,44 @@ def _conv1d(in_rows: Callable[..., Any]) -> Callable[..., Any]:
 def _recurrent_gla(by_token: Callable[..., Any]) -> Callable[..., Any]:
     def recurrent_gla(
         q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float, h: mx.array | None = None
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array | None]:
+        if (tree := current_tree()) is not None:
+            return _gla_over(tree, q, k, v, g, scale), h
         if q.shape[2] < FEWEST_TOKENS:
             return by_token(q, k, v, g, scale, h)
         y, state = chunked_simple_decay(q, k, v, g, scale=scale, h=h)
         return y, state.astype(q.dtype)
 
     return recurrent_gla
+
+
+def _gla_in_chunks(in_rows: Callable[..., Any]) -> Callable[..., Any]:
+    def recurrent_gla(
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        g: mx.array,
+        *,
+        scale: float,
+        h: mx.array | None = None,
+        mask: mx.array | None = None,
+        chunk: int = 128,
+    ) -> tuple[mx.array, mx.array | None]:
+        if (tree := current_tree()) is not None:
+            return _gla_over(tree, q, k, v, g, scale), h
+        y, state = in_rows(q, k, v, g, scale=scale, h=h, mask=mask, chunk=chunk)
+        return y, state
+
+    return recurrent_gla
+
+
+def _gla_over(
+    tree: TokenTree, q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float
+) -> mx.array:
+    """Lightning attention: h ← e^g h + k ⊗ v; y = q h, of [B, H, T, D] tokens and one g a head."""
+    c, b, x = (array.swapaxes(1, 2).flatten(0, 1) for array in (q * scale, k, v))
+    y = tree_ssd(tree, x, mx.broadcast_to(g, x.shape[:2]), b, c)
+    return y.reshape(v.swapaxes(1, 2).shape).swapaxes(1, 2).astype(q.dtype)
 
 
 def _rnn_scan(by_token: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,12 +25,11 @@ import numpy as np
 from mlx_parallm.models.mlx_lm_api import segment_sums
 from mlx_parallm.models.recurrent.chunks import delta_terms, selective_scan
 
-CHUNKS = (16, 32, 64)
-"""Lengths of chunks to choose from."""
-OVERHEAD = 8
-"""What a chunk costs beside its tokens, in tokens: its state."""
-SCAN_CHUNKS = (32, 64, 128)
-"""The same of a selective scan, whose levels cost more operations."""
+CHUNKS, OVERHEAD = (16, 32, 64), 8
+"""Lengths of chunks to choose from, and what a chunk costs beside its tokens, in tokens: its
+state."""
+SCAN_CHUNKS, SCAN_OVERHEAD = (32, 64, 128, 256), 25
+"""The same of a selective scan, whose levels are many operations each."""
 
 _thread = threading.local()
 
@@ -53,11 +52,6 @@ class TreeChunks:
     tokens: mx.array  # [N, C] int32: the row's tokens; its length in padding
     places: mx.array  # [W] int32: where each token stands in the flattened [N · C]
     levels: tuple[Level, ...]
-
-    @property
-    def real(self) -> mx.array:
-        """Return [N, C] bool: what is no padding."""
-        return self.tokens < len(self.places)
 
 
 class TokenTree:
@@ -91,15 +85,15 @@ class TokenTree:
             self._windows[count] = lists
         return self._windows[count]
 
-    def chunks(self, lengths: tuple[int, ...] = CHUNKS) -> TreeChunks:
-        """Return the chunks, of the length that computes least."""
+    def chunks(self, lengths: tuple[int, ...] = CHUNKS, overhead: int = OVERHEAD) -> TreeChunks:
+        """Return the chunks, of the length that costs least."""
         self.lookups += 1
         if lengths not in self._chunks:
             segments = segments_of(self._parents)
             sizes = np.diff(np.append(segments, len(self._parents)))
 
             def cost(length: int) -> int:
-                return int((-(-sizes // length)).sum()) * (length + OVERHEAD)
+                return int((-(-sizes // length)).sum()) * (length + overhead)
 
             length = min(lengths, key=cost)
             self._chunks[lengths] = self._cut(segments, sizes, length)
@@ -298,7 +292,7 @@ def tree_selective_scan(
 
     With δ = 0 padding leaves the state as it is.
     """
-    chunks = tree.chunks(SCAN_CHUNKS)
+    chunks = tree.chunks(SCAN_CHUNKS, SCAN_OVERHEAD)
     parts = [_gathered(chunks, array.flatten(0, 1)) for array in (x, delta, b, c)]
 
     def step(

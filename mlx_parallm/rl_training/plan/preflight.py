@@ -36,6 +36,7 @@ from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.images.support import tower_bytes
+from mlx_parallm.models.layouts.tree_rows import BLOCK
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import are_experts, inject_lora, linear_shape, trainer_lora_layers
 from mlx_parallm.models.quantize import quantizable
@@ -308,6 +309,7 @@ def predict_memory(
         **_rounding(config, shape),
         "training: activations": int(activations),
         "training: logits": int(logits),
+        "training: masks": _mask_bytes(config, lengths),
         "training: update": max(0, int(updating - activations - logits)),
     }
     loading = max(0, shape.weights + shape.loading - sum(parts.values()))
@@ -513,16 +515,7 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[float, float]:
     """Bytes of (activations, logits) at the peak of one micro-batch's backward pass."""
     training = config.rl_training
-    length = lengths.prompt + lengths.completion
-    if config.data.path is None:
-        length = min(length, training.atropos.max_token_length)
-    span = padded_length(max(length - 1, 1))
-    together = 2 if training.algorithm in IN_PAIRS else 1
-    rows = training.batch_size * together
-    computed, shared = _computed(config, lengths, rows, span)
-    tokens = max(
-        together * span, min(training.token_budget, computed, lengths.batch or sys.maxsize)
-    )
+    tokens, rows, span, shared = _rows_of_micro_batch(config, lengths)
     scored = min(tokens, rows * lengths.completion)
     size = training.blocks_per_eval or shape.layers
     groups = -(-shape.layers // size)
@@ -554,6 +547,30 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
     # computed again.
     above = max(block * unit - logits, size * stays * unit if piece >= scored else 0.0)
     return groups * d * unit + above, logits
+
+
+def _rows_of_micro_batch(config: Config, lengths: Lengths) -> tuple[int, int, int, bool]:
+    """Tokens of the largest micro-batch; rows of a mini-batch, and their length; whether prompts
+    are shared."""
+    training = config.rl_training
+    length = lengths.prompt + lengths.completion
+    if config.data.path is None:
+        length = min(length, training.atropos.max_token_length)
+    span = padded_length(max(length - 1, 1))
+    together = 2 if training.algorithm in IN_PAIRS else 1
+    rows = training.batch_size * together
+    computed, shared = _computed(config, lengths, rows, span)
+    tokens = max(
+        together * span, min(training.token_budget, computed, lengths.batch or sys.maxsize)
+    )
+    return tokens, rows, span, shared
+
+
+def _mask_bytes(config: Config, lengths: Lengths) -> int:
+    """Bytes of the masks of rows that share prompts, are packed, or become a tree: one of each
+    token for as many others as the longest row has, and in a tree for those of its block."""
+    tokens, rows, span, _ = _rows_of_micro_batch(config, lengths)
+    return tokens * (span + BLOCK) if rows > 1 else 0
 
 
 def _computed(config: Config, lengths: Lengths, rows: int, span: int) -> tuple[int, bool]:

@@ -186,7 +186,7 @@ def test_a_convolution_sees_a_tokens_ancestors() -> None:
 
 ARCHITECTURES = [
     *("qwen3_5", "qwen3_next", "kimi_linear", "olmo_hybrid", "mamba2", "lfm2", "jamba"),
-    *("nemotron_h", "falcon_h1", "deepseek_v3"),
+    *("nemotron_h", "falcon_h1", "deepseek_v3", "bailing_moe_linear", "bailing_hybrid"),
 ]
 
 
@@ -211,7 +211,6 @@ def test_of_an_adapter_alone(blocks: int) -> None:
         ("baichuan_m1", "a recurrence that does not go over trees"),
         ("recurrent_gemma", "a recurrence that does not go over trees"),
         ("rwkv7", "more than one hidden state"),
-        ("bailing_moe_linear", "do not take such keys"),
     ],
 )
 def test_what_does_not_know_forests_says_so(architecture: str, reason: str) -> None:
