@@ -485,6 +485,7 @@ class Serving:
         trains_base: bool = False,
         adapter_roots: Sequence[Path] = (),
         record_experts: bool = False,
+        record_prompt_experts: bool = False,
     ) -> None:
         """Start the engine on the loaded tree and let every route answer.
 
@@ -494,7 +495,7 @@ class Serving:
                 fit.
             main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
             adapter_roots: beside server.adapter_roots.
-            record_experts: see `start_engine`.
+            record_experts: see `start_engine`; `record_prompt_experts` too.
         """
         self._load_scorer(loaded)
         engine = start_engine(
@@ -508,6 +509,7 @@ class Serving:
             turns=self.turns,
             processes=self._processes,
             record_experts=record_experts,
+            record_prompt_experts=record_prompt_experts,
         )
         self._engine, self._weights = engine.thread, weights
         roots = (*self.config.server.adapter_roots, *adapter_roots)

@@ -156,6 +156,7 @@ class CompletionDelta:
     error: str | None = None
     processed_logprobs: tuple[float, ...] | None = None  # as Completion's
     routed_experts: "RoutedExperts | None" = None  # as Completion's, of these tokens
+    prompt_experts: "tuple[PromptExperts, ...]" = ()  # as Completion's, in each choice's first
     cached_tokens: int = 0  # in choice 0's first: tokens of the prompt that the prefix cache held
     rejected_tokens: int = 0  # in choice 0's first, as RequestOutput's
 
@@ -222,6 +223,40 @@ class RoutedExperts:
         return cls(**values | {"ids": base64.b64decode(values["ids"], validate=True)})
 
 
+@dataclass(frozen=True, slots=True)
+class PromptExperts:
+    """The experts of neighbouring tokens whose forward predicted no sampled token: of a prompt, or
+    of what stands between two turns. `start`: the first one's place in the sequence."""
+
+    start: int
+    experts: RoutedExperts
+
+    @property
+    def stop(self) -> int:
+        """Return the place behind the last one."""
+        return self.start + len(self.experts)
+
+    def behind(self, start: int) -> "PromptExperts | None":
+        """Return the part from the place `start` on."""
+        if start <= self.start:
+            return self
+        if start >= self.stop:
+            return None
+        whole = self.experts
+        ids = whole.ids[(start - self.start) * whole.token_bytes :]
+        return PromptExperts(start, RoutedExperts(whole.layers, whole.each, ids, whole.wide))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object from which `from_json` makes an equal one."""
+        return {"start": self.start, "experts": self.experts.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "PromptExperts":
+        """Read what `to_json` wrote. Raises ValueError, as `RoutedExperts.from_json`."""
+        values = _checked_keys(cls, data)
+        return cls(values["start"], RoutedExperts.from_json(values["experts"]))
+
+
 def joined_experts(
     parts: Sequence["RoutedExperts | None"],
 ) -> "RoutedExperts | None":
@@ -255,8 +290,8 @@ class Completion:
     error: str | None = None
     prompt_version: int = -1  # policy version under which the prompt was read; -1 = unknown
     routed_experts: RoutedExperts | None = None  # of T tokens, where the engine records them
-    # of the prompt's last tokens but one, as many as were computed, where they are recorded too
-    prompt_experts: RoutedExperts | None = None
+    # of the prompt's tokens before its last one, where they are recorded too
+    prompt_experts: tuple[PromptExperts, ...] = ()
     cached_tokens: int = 0  # tokens of the prompt that the prefix cache held
 
 
@@ -331,6 +366,8 @@ class EngineStats:
     error: str | None = None
     prefix_cache_query_tokens: int = 0  # tokens of the prompts looked up in the prefix cache …
     prefix_cache_hit_tokens: int = 0  # … and how many of them it held
+    draft_tokens: int = 0  # guessed by prompt lookup …
+    accepted_draft_tokens: int = 0  # … and how many of them were sampled
     kv_tokens: int = 0  # positions of the running sequences, shared ones counted in each
     kv_bytes: int = 0  # memory of their keys and values
     kv_bytes_shared: int = 0  # what they would hold besides without sharing prompts
@@ -378,6 +415,8 @@ class Rollout:
     earlier: tuple["Rollout", ...] = ()
     # of the tokens that the policy sampled, in their order; None: nobody recorded them
     routed_experts: RoutedExperts | None = None
+    # of the other tokens, as far as they were recorded; in the order of their places, none twice
+    prompt_experts: tuple[PromptExperts, ...] = ()
     # of the whole episode, oldest turn first; segments in `earlier` have none of their own
     turn_rewards: tuple[float, ...] = ()
     # sampled tokens of each turn of this sequence; empty: each run of sampled tokens is a turn
@@ -404,6 +443,7 @@ class Rollout:
             "routed_experts": None
             if self.routed_experts is None
             else self.routed_experts.to_json(),
+            "prompt_experts": [part.to_json() for part in self.prompt_experts],
             "turn_rewards": list(self.turn_rewards),
             "turn_lengths": list(self.turn_lengths),
             "images": list(self.images),
@@ -418,6 +458,8 @@ class Rollout:
         values["earlier"] = tuple(cls.from_json(segment) for segment in data.get("earlier", ()))
         if experts := data.get("routed_experts"):
             values["routed_experts"] = RoutedExperts.from_json(experts)
+        parts = data.get("prompt_experts", ())
+        values["prompt_experts"] = tuple(map(PromptExperts.from_json, parts))
         return cls(**_checked_keys(cls, values))
 
     @property

@@ -168,6 +168,7 @@ def gradients(model: Any) -> dict[str, Any]:
         "gradient": "" if finite and norm > 0 else f"norm {norm}",
         "share": round(moving / max(1, len(arrays)), 2),
         "blockwise": blockwise.fallback,
+        "unmerged": blockwise.unmerged,
     }
     return result | scan(model)
 
@@ -345,7 +346,7 @@ def run(name: str, environment: dict[str, str]) -> dict[str, Any]:
 
 def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> str:
     rows = {
-        name: (trains(row), prefixes(row), tokens(row), notes(row))
+        name: (trains(row), turns(row), prefixes(row), tokens(row), notes(row))
         for name, row in findings.items()
     }
 
@@ -378,19 +379,27 @@ def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) ->
         *bullets(0, TRAINS),
         "",
         (
+            "**turns**: how rows with a common beginning, such as the turns of an episode, are"
+            " trained"
+        ),
+        "([benchmarks/memory.md](benchmarks/memory.md#turns-of-an-episode-once-the-tree-of-tokens))",
+        "",
+        *bullets(1, TURNS),
+        "",
+        (
             "**prefixes**: whether a text goes on from what was computed before, such as an"
             " agent's next turn, or an"
         ),
         "evaluation's instructions ([serving.md](serving.md#how-much-at-once))",
         "",
-        *bullets(1, PREFIXES),
+        *bullets(2, PREFIXES),
         "",
         (
             "**tokens**: how the keys and values of the sequences that run at the same time lie"
             " in memory"
         ),
         "",
-        *bullets(2, TOKENS),
+        *bullets(3, TOKENS),
         "",
         (
             "**Mixtures of experts in 4 bits on a CPU** are slow in training and prefill: MLX"
@@ -418,8 +427,8 @@ def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) ->
         ),
         "that a publish waits for. Where memory allows it, leave such a base unquantised on a CPU.",
         "",
-        "| model_type | also | trains | prefixes | tokens | what else was found |",
-        "|---|---|---|---|---|---|",
+        "| model_type | also | trains | turns | prefixes | tokens | what else was found |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, cells in rows.items():
         also = ", ".join(f"`{other}`" for other in others.get(name, []))
@@ -443,6 +452,10 @@ TRAINS = {
         " engine."
     ),
     "not tried": "it could not be built or run here with generic small sizes; it may still work.",
+}
+TURNS = {
+    "tree": "each distinct token is computed and differentiated once.",
+    "rows": "row by row; prompts are still computed once where the log does not say otherwise.",
 }
 PREFIXES = {
     "yes": "from any token of a text that was computed.",
@@ -475,6 +488,13 @@ def trains(row: dict[str, Any]) -> str:
     if row.get("blockwise"):
         return f"as one graph: {row['blockwise'].rpartition(': ')[0]}"
     return "full speed"
+
+
+def turns(row: dict[str, Any]) -> str:
+    """Return "" where it does not train."""
+    if not trains(row).startswith(("full speed", "as one graph", "slowly")):
+        return ""
+    return f"rows: {row['unmerged'][:160]}" if row["unmerged"] else "tree"
 
 
 def prefixes(row: dict[str, Any]) -> str:

@@ -24,6 +24,8 @@ BEGINNINGS = ("Of ", "What ", "From ", "As ", "On ")
 PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
+    "engine.prompt_lookup": "plain Python beside the engine, which computes",
+    "models.experts.forcing": "which experts a batch forces is apart from how its blocks are computed",
     "rl_training.distillation.dataset_completions": "answers that nobody sampled are no matter of teachers",
     "rl_training.step.states_4bit": "a format of states, beside states_8bit",
     "rl_training.monitor.expert_signs": "the rule of one subject, for the list in health",

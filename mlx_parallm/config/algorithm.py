@@ -242,6 +242,9 @@ class PrepareConfig(Section):
     router_replay: Literal["off", "on", "auto"] = "auto"
     """Mixtures of experts: the trainer sends each sampled token to the experts that the engine took
     (R3); "auto": where the two may differ (docs/router_replay.md)."""
+    router_replay_prompts: bool = False
+    """router_replay: the tokens of prompts, and those between turns, too; the engine records their
+    experts in prefill."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where kl_beta's KL goes: a term of the loss, or -kl_beta · log(policy / reference) in each
     token's reward."""
@@ -258,6 +261,10 @@ class PrepareConfig(Section):
 
 def check_prepared(config: PrepareConfig, kl_beta: float) -> None:
     """Raises ValueError: keys of PrepareConfig that contradict each other."""
+    if config.router_replay_prompts and config.router_replay == "off":
+        raise ValueError(
+            'router_replay_prompts = true, but router_replay = "off": no experts are repeated'
+        )
     cap, floor = sampler_bounds(config)
     if floor >= cap:
         raise ValueError(

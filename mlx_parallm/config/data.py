@@ -63,8 +63,9 @@ ROLLOUT_KEYS = (
     "max_empty_rounds",
 )
 """Keys of [rl_training] about rollouts and their rewards, besides `algorithm.PRESET_KEYS`."""
+_NOT_PREPARED = ("mask_truncated", "router_replay", "router_replay_prompts")
 NOT_OF_PREFERENCES = (
-    *(n for n in PrepareConfig.model_fields if n not in ("mask_truncated", "router_replay")),
+    *(n for n in PrepareConfig.model_fields if n not in _NOT_PREPARED),
     "kl_beta",
     "kl_estimator",
     "entropy_weight",

@@ -63,6 +63,9 @@ class EnvironmentConfig(Section):
     tools_column: str | None = None
     """Column of the rows that names the tools of this task, a list: only these are in its
     prompt, and can be called; a row without it has all."""
+    tool_choice: Literal["auto", "required"] = "auto"
+    """dataset: whether an answer to a row with `tools` has to call one of them: it is sampled under
+    a grammar of calls then, as with OpenAI's `tool_choice`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment (e.g. reasoning-gym's data set keywords)."""
     data: str | None = None
@@ -150,6 +153,11 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 'prompt_format = "text" has no system prompt: write it into prompt_template'
             )
+        if self.tool_choice == "required" and self.prompt_format == "text":
+            raise ValueError(
+                'tool_choice = "required" needs the chat template, which shows the tools: leave out'
+                ' prompt_format = "text"'
+            )
         if self.heldout_data is not None and self.heldout_split is not None:
             raise ValueError(
                 "heldout_data and heldout_split contradict each other: set one of them"
@@ -172,6 +180,7 @@ def unique_names(environments: Sequence[EnvironmentConfig]) -> list[str]:
 
 NAMED_KINDS = ("tasks", "reasoning_gym")
 DATASET_KEYS = (
+    "tool_choice",
     "data",
     "data_subset",
     "data_split",

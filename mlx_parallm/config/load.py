@@ -45,6 +45,7 @@ API_KEY_VARIABLE = "MLX_PARALLM_API_KEY"
 GPU_PREFILL_CHUNK = 2048  # mlx-lm's own step on a GPU; on a CPU it would hold up decoding
 # macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267)
 METAL_EVAL_MS = 1000
+EVAL_KEY = "rl_training.max_eval_ms"
 # of a micro-batch: a guard for small machines, far below what the memory holds
 TOKENS_PER_GIB = 1024
 PATHS = ("data", "heldout_data", "pass_rates", "path", "eval_path")  # keys of files
@@ -268,12 +269,20 @@ def load_config(
     for override in overrides or []:
         _apply_override(data, override)
     moved_keys(data)
-    for key, value in (defaults or {}).items():
+    _set_defaults(data, defaults or {})
+    _make_paths_absolute(data, directories)
+    return parse_config(data, where, overrides or [])
+
+
+def _set_defaults(data: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Set the machine's defaults of what is left out, where no other key decides it."""
+    training = data.get("rl_training")
+    if isinstance(training, dict) and training.get("serve_priority") == "chat":
+        defaults = {key: each for key, each in defaults.items() if key != EVAL_KEY}
+    for key, value in defaults.items():
         section, leaf = key.split(".")
         if isinstance(data.setdefault(section, {}), dict):
             data[section].setdefault(leaf, value)
-    _make_paths_absolute(data, directories)
-    return parse_config(data, where, overrides or [])
 
 
 def hardware_defaults(hardware: Hardware) -> dict[str, Any]:
@@ -282,7 +291,7 @@ def hardware_defaults(hardware: Hardware) -> dict[str, Any]:
     if hardware.backend != "cpu":
         keys["server.prefill_chunk"] = GPU_PREFILL_CHUNK
     if hardware.backend == "metal":
-        keys["rl_training.max_eval_ms"] = METAL_EVAL_MS
+        keys[EVAL_KEY] = METAL_EVAL_MS
     affordable = TOKENS_PER_GIB * max(1, hardware.memory_bytes // GIB)
     if affordable < RLTrainingConfig.model_fields["token_budget"].default:
         keys["rl_training.token_budget"] = affordable

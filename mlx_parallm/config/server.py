@@ -53,8 +53,11 @@ class ServerConfig(Section):
     `return_routed_experts` (docs/router_replay.md). A training with router_replay records them
     anyway."""
     record_prompt_experts: bool = False
-    """enable_return_routed_experts: the prompt's tokens too, as they are computed in prefill; those
-    of a prefix that the cache held are not recorded."""
+    """enable_return_routed_experts: the prompt's tokens too, as they were computed in prefill. A
+    training with router_replay_prompts records them anyway."""
+    prompt_lookup: int = Field(0, ge=0, le=256)
+    """Longest draft of a text that repeats itself, checked in one forward where one sequence
+    decodes alone; 0 = off (docs/serving.md). For agents that quote files: 16."""
     async_scheduling: bool | None = None
     """Start a decode step before the one before it is read: the device does not wait for Python.
     Default: on a GPU; off on a CPU, which gains nothing, and when deterministic."""
@@ -118,6 +121,16 @@ class ServerConfig(Section):
     def _layout_fits(self) -> "ServerConfig":
         if self.record_prompt_experts and not self.enable_return_routed_experts:
             raise ValueError("record_prompt_experts is read with enable_return_routed_experts only")
+        if self.kv_bits is not None and self.prompt_lookup:
+            raise ValueError(
+                "kv_bits and prompt_lookup exclude each other: keys and values of a draft are not"
+                " quantised"
+            )
+        if self.enable_return_routed_experts and self.prompt_lookup:
+            raise ValueError(
+                "enable_return_routed_experts and prompt_lookup exclude each other: experts of a"
+                " draft are not recorded"
+            )
         if self.kv_bits is not None and self.kv_layout == "rectangle":
             raise ValueError(
                 'kv_bits needs keys and values by tokens: leave out kv_layout = "rectangle"'

@@ -22,6 +22,8 @@ from mlx_parallm.config.data import (
 from mlx_parallm.config.distillation import DistillationConfig
 from mlx_parallm.config.environment import Section
 
+CHAT_EVAL_MS = 100
+"""`max_eval_ms` with serve_priority = "chat", which waits for the evaluation that runs."""
 ADAM = ("adamw", "adamw_8bit", "adamw_4bit", "muon")
 """Optimizers that read AdamW's numbers."""
 PEFT_NAMES = {"r": "rank", "init_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
@@ -297,9 +299,10 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     whole graph at once."""
     max_eval_ms: int | None = Field(None, ge=1)
     """Micro-batches shrink until one evaluation takes no longer; off in deterministic mode.
-    Default on Metal: 1000."""
-    serve_priority: Literal["balanced", "serve", "train"] = "balanced"
-    """Priority on one device: none, requests, or training (docs/operations.md)."""
+    Default on Metal: 1000; with serve_priority = "chat": 100."""
+    serve_priority: Literal["balanced", "serve", "train", "chat"] = "balanced"
+    """Priority on one device: none, requests, training, or requests with a negative `priority`
+    (docs/operations.md)."""
     reference: Literal["base", "initial", "ema"] = "base"
     """KL reference: the untouched base, the policy as the run started, or the policy's moving
     average."""
@@ -351,6 +354,13 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     ppo: PPOConfig = PPOConfig()
     weight_updates: WeightUpdateConfig = WeightUpdateConfig()
     distillation: DistillationConfig = DistillationConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_evaluations_for_chats(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("serve_priority") == "chat":
+            return {"max_eval_ms": CHAT_EVAL_MS, **data}
+        return data
 
     @model_validator(mode="after")
     def _consistent(self) -> "RLTrainingConfig":

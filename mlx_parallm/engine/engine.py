@@ -30,13 +30,14 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.cache.batch import choose_cache
-from mlx_parallm.engine.cache.prefill import arrays_of
+from mlx_parallm.engine.cache.prefill import arrays_of, leaves
 from mlx_parallm.engine.grammar import Grammars
 from mlx_parallm.engine.images import ImageFeatures, image_ids
 from mlx_parallm.engine.live_requests import Counters, Event, LiveRequests, own_failure
 from mlx_parallm.engine.logit_edits import LogitEdits, spellings
 from mlx_parallm.engine.model_runner import LaunchedStep, ModelRunner, SampledToken
 from mlx_parallm.engine.output_text import OutputText
+from mlx_parallm.engine.prompt_lookup import Drafts
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.engine.scoring import Score, Scorer
 from mlx_parallm.engine.sequence import Sequence, random_stream
@@ -45,11 +46,13 @@ from mlx_parallm.errors import ModelNotFoundError, RequestError
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Request, SamplingParams
 from mlx_parallm.weights import SharedWeights, WeightsView
 
 NOT_FINITE = "the model's logits are not finite"
 ALL_FORBIDDEN = "no token may come next: allowed_token_ids, bad_words and min_tokens leave none"
+log = get_logger(__name__)
 CLEAR_CACHE_STEPS = 512  # MLX's buffer cache is emptied this often
 
 
@@ -70,6 +73,7 @@ class EngineOptions:
     architecture: str  # for error texts
     processed_alternatives: bool  # see SamplingBatch
     close_objects: bool  # see Grammars
+    prompt_lookup: int  # tokens of a draft (prompt_lookup.py); 0 = none
     async_scheduling: bool = False  # see ModelRunner.launch_after
     # 8 or 4: keys and values are quantised, by tokens; see cache/kv_format.py
     kv_bits: int | None = None
@@ -111,6 +115,11 @@ class Engine:
             by_tokens=options.by_tokens,
             kv_bits=options.kv_bits,
         )
+        if options.prompt_lookup and not self.cache.rewindable:
+            log.warning(
+                "server.prompt_lookup is off",
+                reason="a state of this model cannot go back to an earlier token",
+            )
         token_bytes = self._token_bytes = self.cache.token_bytes()
         bound = (
             None
@@ -137,6 +146,8 @@ class Engine:
             by_tokens=self.cache.shares,
             prompt_cost=prompt_cost,
         )
+        self._drafts: tuple[Sequence, Drafts] | None = None  # of the only row
+        self._alone: tuple[Sequence, list[Any]] | None = None  # that row, out of the cache
         self._note_memory()
         self.weights = weights
         self.images = images
@@ -183,6 +194,26 @@ class Engine:
         return not self.scheduler.active and not self._scoring
 
     @property
+    def lanes(self) -> "tuple[Engine, ...]":
+        """The engines whose counters together are this one's: itself, unless chats have their
+        own (chat_lane.py)."""
+        return (self,)
+
+    @property
+    def lane(self) -> int:
+        """The place in `lanes` of the one that took the last step, or failed in it."""
+        return 0
+
+    @property
+    def serves_chats(self) -> bool:
+        """True while rollouts and training rest for requests with a negative priority."""
+        return False
+
+    def holds(self, request_id: str) -> bool:
+        """Whether such a request has not ended."""
+        return request_id in self._live
+
+    @property
     def _scoring(self) -> bool:
         """True when there is a text to score; while admission is paused, one that has begun."""
         return bool(self._scores) and (not self.scheduler.paused or self._scores[0].done > 0)
@@ -195,6 +226,12 @@ class Engine:
         """
         self.scheduler.beside = self._scores[0].positions if self._scores else 0
         self._lap()
+        if self._ahead is None and (alone := self._lookup_row()) is not None:
+            if self._step_with_draft(*alone):
+                self._after_step()
+                return self._live.drain_events()
+        else:
+            self._put_back()
         launched, self._ahead = self._ahead or self._launch(), None
         if ahead and self.options.async_scheduling and self._may_go_ahead(launched):
             self._runner.make_room_after(launched)
@@ -215,6 +252,62 @@ class Engine:
         events = self._live.drain_events()
         self._lap("read")
         return events
+
+    def _lookup_row(self) -> tuple[Sequence, Drafts] | None:
+        """The only row, where a draft may be tried on it, and its drafts."""
+        rows = self.scheduler.rows
+        if not self.options.prompt_lookup or len(rows) != 1 or not self.cache.rewindable:
+            return None
+        if self.frozen or self._scores or not self.scheduler.steady:
+            return None
+        [sequence] = rows
+        if sequence.matcher is not None or sequence.edits is not None or sequence.images:
+            return None
+        if self._drafts is None or self._drafts[0] is not sequence:
+            longest = self.options.prompt_lookup
+            self._drafts = (sequence, Drafts(sequence.prompt, longest))
+        return self._drafts
+
+    def _step_with_draft(self, sequence: Sequence, drafts: Drafts) -> bool:
+        """Give the only row the tokens of its draft that hold, and one more. False: there is no
+        draft, and the row is in the cache."""
+        draft = drafts.next(sequence.tokens)[: sequence.max_tokens - len(sequence.tokens) - 1]
+        if not draft and self._alone is None:
+            return False
+        self.scheduler.pass_step()
+        if self._alone is None:
+            self._alone = (sequence, self._runner.take_out(sequence))
+        _, caches = self._alone
+        with self.weights.read() as view:
+            self._note_weights(view)
+            launched = self._runner.launch_draft(sequence, draft, caches, view)
+        self._lap("build")
+        sampled = self._runner.collect(launched)
+        self._lap("compute")
+        before = len(sequence.tokens)
+        for place, token in enumerate(sampled):
+            self._take_token(token, launched.version)
+            if sequence.finished or [token.token] != draft[place : place + 1]:
+                break
+        held = len(sequence.tokens) - before - 1
+        for cache in leaves(caches):
+            cache.trim(len(draft) - held)
+        if draft:
+            drafts.judge(len(draft), held, len(sequence.tokens))
+            self.counters.draft_tokens += len(draft)
+            self.counters.accepted_draft_tokens += max(held, 0)  # -1: not one token was finite
+        if sequence.finished or drafts.none_soon(sequence.tokens):
+            self._put_back()
+        if sequence.error is not None:
+            self.cache.scrub_row(sequence.row)
+        self._lap("read")
+        return True
+
+    def _put_back(self) -> None:
+        """Put the row that is out of the cache back."""
+        if self._alone is not None:
+            (sequence, caches), self._alone = self._alone, None
+            self._runner.put_back(sequence, caches)
 
     def _launch(self) -> LaunchedStep:
         with self.weights.read() as view:
@@ -243,10 +336,16 @@ class Engine:
             and not self.frozen
             and self.scheduler.steady
             and not self._scores
+            and not self._has_draft()
             and not any(
                 s.matcher or s.edits or len(s.tokens) + 1 >= s.max_tokens for s in launched.rows
             )
         )
+
+    def _has_draft(self) -> bool:
+        """Whether the next step may have one: it is not started ahead then."""
+        alone = self._lookup_row()
+        return alone is not None and bool(alone[1].next(alone[0].tokens))
 
     def _read(self, launched: LaunchedStep) -> None:
         tokens = self._runner.collect(launched)
@@ -259,7 +358,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError (or a subclass): nothing is queued then."""
         check_request(request, self.limits)
-        if request.request_id in self._live:
+        if self.holds(request.request_id):
             raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
         adapter = self._adapter_slot(request.adapter)
         params = request.params
@@ -334,7 +433,7 @@ class Engine:
     def _forget_rows(self) -> list[Sequence]:
         """Drops keys, values and the step under way; returns the sequences that had not
         finished."""
-        self._ahead = None
+        self._ahead = self._alone = None
         lost = self.scheduler.forget_rows()
         self._runner.reset()
         return lost
@@ -373,6 +472,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when rows, lengths and positions do not fit each other."""
+        self._put_back()
         rows = self.scheduler.rows
         assert all(sequence.row == row for row, sequence in enumerate(rows)), [s.row for s in rows]
         assert all(s.cached == len(s.prompt) + len(s.tokens) - 1 for s in rows if not s.finished)
@@ -472,7 +572,7 @@ class Engine:
     def _take_token(self, sampled: SampledToken, version: int) -> None:
         sequence = sampled.sequence
         finite = math.isfinite(sampled.logprob)
-        if not finite:
+        if not finite and self._alone is None:
             self.cache.scrub_row(sequence.row)  # for the next owner, also where this one has gone
         if sequence.finished:  # while the step was under way, which has fed its newest token
             sequence.cached += 1
@@ -554,7 +654,8 @@ class Engine:
 
     def _note_memory(self) -> None:
         self.counters.kv_tokens = sum([sequence.cached for sequence in self.scheduler.rows])
-        self.counters.kv_bytes = self.cache.nbytes
+        alone = [] if self._alone is None else arrays_of(self._alone[1])
+        self.counters.kv_bytes = self.cache.nbytes + sum(array.nbytes for array in alone)
         self.counters.kv_bytes_shared = self.cache.saved_positions * self._token_bytes
 
     def _after_step(self) -> None:

@@ -4,9 +4,10 @@
 of a request).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.errors import ParallmError
@@ -54,6 +55,8 @@ class Counters:
     prompt_tokens: int = 0
     prefill_tokens: int = 0
     generation_tokens: int = 0
+    draft_tokens: int = 0  # guessed by prompt lookup …
+    accepted_draft_tokens: int = 0  # … and how many of them were sampled
     requests_finished: int = 0
     requests_failed: int = 0
     requests_aborted: int = 0
@@ -62,6 +65,18 @@ class Counters:
     kv_bytes: int = 0  # memory of keys and values, room for more included
     kv_bytes_shared: int = 0  # what rows would hold besides, if each had a copy of what it shares
     step_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
+
+
+def summed(counters: Iterable[Counters]) -> dict[str, Any]:
+    """Return the sum of each counter, by name."""
+    total: dict[str, Any] = vars(Counters())
+    for some in counters:
+        parts = {part: total["step_seconds"][part] + some.step_seconds[part] for part in STEP_PARTS}
+        total = {
+            name: parts if name == "step_seconds" else total[name] + value
+            for name, value in vars(some).items()
+        }
+    return total
 
 
 @dataclass
@@ -183,6 +198,7 @@ class LiveRequests:
             error=sequence.error,
             processed_logprobs=None if processed is None else tuple(processed[since:]),
             routed_experts=sequence.experts_since(since),
+            prompt_experts=() if since else sequence.prompt_experts(),
             cached_tokens=0 if since or sequence.index else sequence.cached_prompt_tokens,
         )
         self._events.append(StreamDelta(live.request.request_id, delta))

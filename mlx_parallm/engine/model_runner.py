@@ -27,8 +27,10 @@ import numpy as np
 
 from mlx_parallm.engine.cache.batch import RunningCache
 from mlx_parallm.engine.cache.prefill import arrays_of, present, states_of
+from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows, end_of
 from mlx_parallm.engine.images import ImageFeatures
+from mlx_parallm.engine.prompt_routes import PromptRoutes, pieces_between
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import PrefillChunk, PrefixSave, SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
@@ -257,10 +259,14 @@ class ModelRunner:
             routing = None if self._experts is None else ForwardRouting()
             with routed(routing), self._shifted(rows[start:stop]):
                 logits.append(self._model(tokens[start:stop, None], cache=caches)[:, -1])
-            if routing is not None and self._experts is not None:
-                kind = mx.uint16 if self._experts[2] > NARROW_IDS else mx.uint8
-                experts.append(routing.by_token().astype(kind))
+            if routing is not None:
+                experts.append(self._ids(routing))
         return _joined(logits), _joined(experts) if experts else None
+
+    def _ids(self, routing: ForwardRouting) -> mx.array:
+        """Return the experts of a forward, [tokens, layers, k] uint8 or uint16."""
+        assert self._experts is not None
+        return routing.by_token().astype(mx.uint16 if self._experts[2] > NARROW_IDS else mx.uint8)
 
     def _shifted(self, rows: SequenceOf[Sequence]) -> AbstractContextManager[None]:
         """Let rows behind images decode at their own positions."""
@@ -292,6 +298,41 @@ class ModelRunner:
         if length:
             self._cache.write_prefixes(caches, prompts, row)
 
+    def take_out(self, sequence: Sequence) -> list[Any]:
+        """Take the only row out of the cache, which then holds nothing: mlx-lm's own caches of it,
+        which `launch_draft` extends and rewinds."""
+        arrays = self._cache.read(0, 0, sequence.cached)
+        text = (*sequence.prompt, *sequence.tokens)[: sequence.cached]
+        whole = PrefixChunk(Segment(None, 0, text, arrays=arrays), sequence.cached)
+        # room to grow, within what the sequence can come to hold
+        room = min(2 * sequence.cached, len(sequence.prompt) + sequence.max_tokens)
+        caches = self._cache.new_prefill(room, [(whole,)])
+        mx.eval(arrays_of(caches))
+        self._cache.truncate(0)
+        self._cache.shrink_to([])
+        return caches
+
+    def put_back(self, sequence: Sequence, caches: list[Any]) -> None:
+        """Make the row that `take_out` has taken the only one again."""
+        prompts = (PromptRows(0, 1, sequence.cached),)
+        self._cache.place(prompts, 0)
+        self._cache.write_prefixes(caches, prompts, 0)
+        sequence.chunks = ()
+
+    def launch_draft(
+        self, sequence: Sequence, draft: SequenceOf[int], caches: list[Any], view: WeightsView
+    ) -> LaunchedStep:
+        """Build the graph of a step that feeds the row its next token and a draft behind it, and
+        samples after each of them: `rows` is the sequence so many times."""
+        rows = (sequence,) * (1 + len(draft))
+        self._lora.activate([sequence.adapter])
+        logits = self._model(mx.array([[sequence.next_token, *draft]]), cache=caches)[0]
+        batch = SamplingBatch(rows, processed_alternatives=self._processed_alternatives)
+        start = len(sequence.tokens)
+        sampled = sample(logits, batch, [*range(start, start + len(rows))])
+        pending = sampled.arrays + arrays_of(caches)
+        return LaunchedStep(rows, view.policy_version, batch, sampled, pending)
+
     def try_forward(self) -> None:
         """Computes one token of the base alone. Raises when the model cannot compute at all."""
         mx.eval(self._forward((0,), None, self._cache.new_prefill(1)))
@@ -310,6 +351,8 @@ class ModelRunner:
         prefill = chunk.prefill
         if not prefill.length:  # prompts of one token, which the decode step feeds
             return []
+        for row in prefill.rows if self._records_prompts else ():
+            row.reuse_routes()
         in_segments = all(end_of(row.chunks) == prefill.length for row in prefill.rows)
         if chunk.prompts and in_segments and self._cache.rewindable:
             for row in prefill.rows:  # nothing to compute, nothing to copy
@@ -321,34 +364,33 @@ class ModelRunner:
             )
             for row in prefill.rows:
                 row.prefix = ()
-        routes: list[mx.array] = []
-        if chunk.stop > chunk.start:
-            pieces = [row.tokens[chunk.start : chunk.stop] for row in prefill.rows]
-            self._lora.activate([row.owner.adapter for row in prefill.rows])
-            owners = [row.owner for row in prefill.rows]
-            routing = ForwardRouting() if self._records_prompts else None
-            with routed(routing):
-                self._run(pieces, chunk.stop - chunk.start, prefill.caches, owners, chunk.start)
-            routes = [] if routing is None else self._note_routes(chunk, routing)
-        kept = routes + ([] if chunk.save is None else self._keep(prefill.caches, chunk.save))
+        kept = self._compute(chunk) if chunk.stop > chunk.start else []
+        if chunk.save is not None:
+            kept += self._keep(prefill.caches, chunk.save, prefill.rows[0].routes)
         if chunk.prompts:
             self._cache.write_prefixes(prefill.caches, chunk.prompts, chunk.first_row)
             prefill.caches = []
-            for row in prefill.rows:
-                for sequence in row.sequences:
-                    sequence.prompt_routes = tuple(row.routes)
             return kept  # the decode step reads the rows
         return kept + arrays_of(prefill.caches)
 
+    def _compute(self, chunk: PrefillChunk) -> list[mx.array]:
+        """Put a chunk of a prefill through the model; returns what else is to be evaluated."""
+        prefill = chunk.prefill
+        pieces = [row.tokens[chunk.start : chunk.stop] for row in prefill.rows]
+        self._lora.activate([row.owner.adapter for row in prefill.rows])
+        owners = [row.owner for row in prefill.rows]
+        routing = ForwardRouting() if self._records_prompts else None
+        with routed(routing):
+            self._run(pieces, chunk.stop - chunk.start, prefill.caches, owners, chunk.start)
+        return [] if routing is None else self._note_routes(chunk, routing)
+
     def _note_routes(self, chunk: PrefillChunk, routing: ForwardRouting) -> list[mx.array]:
         """Give each row of a prefill the experts of its tokens; returns them to be evaluated."""
-        assert self._experts is not None
-        kind = mx.uint16 if self._experts[2] > NARROW_IDS else mx.uint8
-        by_token = routing.by_token().astype(kind)
+        by_token = self._ids(routing)
         by_row = by_token.reshape(len(chunk.prefill.rows), -1, *by_token.shape[1:])
         arrays = [mx.contiguous(by_row[index]) for index in range(len(by_row))]
         for row, array in zip(chunk.prefill.rows, arrays, strict=True):
-            row.routes.append((chunk.start, array))
+            row.routes.add(chunk.start, min(chunk.stop, len(row.tokens)), array)
         return arrays
 
     def _run(
@@ -371,11 +413,14 @@ class ModelRunner:
             tokens[index, : len(row)] = row
         return self._model(mx.array(tokens), cache=caches)
 
-    def _keep(self, caches: list[Any], save: PrefixSave) -> list[mx.array]:
+    def _keep(self, caches: list[Any], save: PrefixSave, routes: PromptRoutes) -> list[mx.array]:
         """Puts what a prefill of one row has computed into the prefix cache; returns arrays to
         be evaluated."""
         kept: list[mx.array] = []
         if save.segment is not None:
+            save.segment.routes = pieces_between(
+                routes.pieces, save.segment.start, save.segment.stop
+            )
             save.segment.arrays = self._cache.read_prefill(
                 caches, save.segment.start, save.segment.stop
             )

@@ -34,6 +34,7 @@ from mlx_parallm.engine.cache.sharing import (
     size_class,
     worth_a_segment,
 )
+from mlx_parallm.engine.prompt_routes import PromptRoutes, pieces_between
 from mlx_parallm.engine.sequence import Sequence, Status
 
 AGEING_STEPS = 256
@@ -76,7 +77,14 @@ class PrefillRow:
     reused: int
     sequences: list[Sequence]
     chunks: tuple[PrefixChunk, ...] = ()
-    routes: list[tuple[int, Any]] = field(default_factory=list)  # as `Sequence.prompt_routes`
+    routes: PromptRoutes = field(default_factory=PromptRoutes)
+
+    def reuse_routes(self) -> None:
+        """Note where the experts of its reused positions are recorded, for its sequences too."""
+        for chunk in self.prefix:
+            self.routes.pieces += pieces_between(chunk.segment.routes, chunk.start, chunk.stop)
+        for sequence in self.sequences:
+            sequence.prompt_routes = self.routes
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -315,6 +323,8 @@ class Scheduler:
                 text = [*sequence.prompt, *sequence.tokens][:stop]
                 if save := self._save(key, tuple(text), sequence.row):
                     saves.append(save)
+                    if new := save.segment:
+                        new.routes = sequence.routes_between(new.start, new.stop)
         return saves
 
     def _save_prefill(

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from mlx_parallm.engine.grammar import Matcher, OnlyTokens
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
+from mlx_parallm.engine.prompt_routes import Piece, PromptRoutes, pieces_between
 from mlx_parallm.types import (
     NARROW_IDS,
     Completion,
     FinishReason,
+    PromptExperts,
     PromptImage,
     RoutedExperts,
     SamplingParams,
@@ -83,9 +85,7 @@ class Sequence:
     # (layers, experts a token, experts) where they are recorded, and the ids so far
     routing: tuple[int, int, int] | None = None
     experts: bytearray = field(default_factory=bytearray)
-    # where they are recorded: (place, the experts [n, layers, k] of the prompt's tokens from there
-    # on), in order; padding may follow the prompt
-    prompt_routes: tuple[tuple[int, Any], ...] = ()
+    prompt_routes: PromptRoutes | None = None  # where its prompt's are recorded too
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -142,24 +142,23 @@ class Sequence:
             else self.pinned_version,
             cached_tokens=self.cached_prompt_tokens,
             routed_experts=self.experts_since(0),
-            prompt_experts=self._prompt_experts(),
+            prompt_experts=self.prompt_experts(),
         )
 
-    def _prompt_experts(self) -> RoutedExperts | None:
-        """The experts of the prompt's tokens before its last one, from the first recorded place on
-        to the end; None: none were recorded."""
-        if not self.prompt_routes or self.routing is None:
-            return None
-        layers, each, number = self.routing
-        parts = [
-            bytes(array)[: self._bytes_until_the_end(place)] for place, array in self.prompt_routes
-        ]
-        return RoutedExperts(layers, each, b"".join(parts), number > NARROW_IDS)
+    def prompt_experts(self) -> tuple[PromptExperts, ...]:
+        """The experts of the prompt's tokens before its last one, as far as they are recorded."""
+        if self.prompt_routes is None or self.routing is None:
+            return ()
+        return self.prompt_routes.experts(self.routing)
 
-    def _bytes_until_the_end(self, place: int) -> int:
-        assert self.routing is not None
-        layers, each, number = self.routing
-        return max(0, len(self.prompt) - 1 - place) * layers * each * (1 + (number > NARROW_IDS))
+    def routes_between(self, start: int, stop: int) -> tuple[Piece, ...]:
+        """Where the experts of these places of its text, prompt and output, are recorded; (): its
+        prompt's are not."""
+        if self.prompt_routes is None:
+            return ()
+        first = len(self.prompt) - 1  # its forward predicted the first sampled token
+        sampled = Piece(first, first, first + len(self.tokens), bytes(self.experts))
+        return pieces_between([*self.prompt_routes.pieces, sampled], start, stop)
 
     def experts_since(self, start: int) -> RoutedExperts | None:
         """The experts of the sampled tokens from `start` on; None: none were recorded."""

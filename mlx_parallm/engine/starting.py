@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.engine.chat_lane import ChatLaneEngine
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.served_models import ServedModels
@@ -52,6 +53,7 @@ def start_engine(
     turns: Turns | None = None,
     processes: int = 1,
     record_experts: bool = False,
+    record_prompt_experts: bool = False,
 ) -> StartedEngine:
     """Wraps the tree of `loaded` for serving, and starts the thread.
 
@@ -63,6 +65,7 @@ def start_engine(
         processes: share this machine's memory, each with such an engine.
         record_experts: record to which experts each sampled token went
             (`Completion.routed_experts`); the model can be recorded (`why_not_routed`).
+        record_prompt_experts: `Completion.prompt_experts` too.
 
     Raises AdapterError: one does not fit; ConfigError; ModelError: the engine cannot decode the
     architecture.
@@ -80,8 +83,11 @@ def start_engine(
         options = replace(
             options,
             experts=routing_shape(loaded.model),
-            prompt_experts=config.server.record_prompt_experts,
+            prompt_experts=record_prompt_experts or config.server.record_prompt_experts,
         )
+    if options.prompt_lookup and (why := no_drafts(config, options)):
+        get_logger(__name__).warning("server.prompt_lookup is off", reason=why)
+        options = replace(options, prompt_lookup=0)
     if advice := wire_memory(
         sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
     ):
@@ -114,13 +120,19 @@ def start_engine(
         images = ImageFeatures(encoder, table)
     lora = prepare_for_serving(loaded.model)
     engine_tokenizer = tokenizer()
+    kind = ChatLaneEngine if config.rl_training.serve_priority == "chat" else Engine
     thread = EngineThread(
-        lambda: Engine(loaded.model, engine_tokenizer, weights, lora, options, images),
-        names,
-        turns,
+        lambda: kind(loaded.model, engine_tokenizer, weights, lora, options, images), names, turns
     )
     thread.start()
     return StartedEngine(thread, names, shapes)
+
+
+def no_drafts(config: Config, options: EngineOptions) -> str:
+    """Return why texts are not drafted; "" where they are."""
+    if config.rl_training.deterministic:
+        return "rl_training.deterministic: which steps have a draft depends on who else is there"
+    return "the experts of sampled tokens are recorded" if options.experts is not None else ""
 
 
 def engine_options(config: Config, loaded: LoadedModel, processes: int = 1) -> EngineOptions:
@@ -143,6 +155,7 @@ def engine_options(config: Config, loaded: LoadedModel, processes: int = 1) -> E
         ),
         by_tokens=server.kv_layout == "auto",
         kv_bits=server.kv_bits,
+        prompt_lookup=server.prompt_lookup,
         prefix_cache_bytes=prefix_cache_bytes(
             server.prefix_cache_bytes, deterministic=deterministic, processes=processes
         ),

@@ -31,7 +31,7 @@ from mlx_parallm.engine.client import (
     post,
 )
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.live_requests import Counters, Event, Failed, StreamDelta
+from mlx_parallm.engine.live_requests import Counters, Event, Failed, StreamDelta, summed
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import EngineUnavailableError, ParallmError, RequestError
 from mlx_parallm.system.log import get_logger
@@ -71,7 +71,7 @@ class EngineThread:
         self._error: str | None = None
         self._mailboxes: dict[str, Mailbox] = {}
         self._idle_waiters: list[threading.Event] = []
-        self._failed_steps = 0
+        self._failed_steps: dict[int, int] = {}  # in a row, by lane
         self._last_turn = time.monotonic()
         self._stopping = False
 
@@ -108,19 +108,20 @@ class EngineThread:
                 error=self._error,
                 **vars(Counters()),
             )
-        prefix_cache = engine.scheduler.prefix_cache
+        lanes = engine.lanes
+        prefix_caches = [lane.scheduler.prefix_cache for lane in lanes]
         return EngineStats(
             alive=alive,
             ready=alive and not self._stopping,
             last_step_time=self._last_turn,
-            waiting=len(engine.scheduler.waiting),
+            waiting=sum(len(lane.scheduler.waiting) for lane in lanes),
             policy_version=engine.weights.version,
             error=self._error,
-            prefix_cache_query_tokens=prefix_cache.query_tokens,
-            prefix_cache_hit_tokens=prefix_cache.hit_tokens,
+            prefix_cache_query_tokens=sum(cache.query_tokens for cache in prefix_caches),
+            prefix_cache_hit_tokens=sum(cache.hit_tokens for cache in prefix_caches),
             holders=tuple(engine.holders),
             kv_layout=engine.cache.layout,
-            **vars(engine.counters) | {"step_seconds": {**engine.counters.step_seconds}},
+            **summed([lane.counters for lane in lanes]),
         )
 
     def _main(self) -> None:
@@ -146,9 +147,11 @@ class EngineThread:
     def _turn(self, engine: Engine) -> None:
         self._take_commands(engine)
         self._deliver(engine.take_events())
+        self._turns.chats(engine.serves_chats)
         if engine.has_work and not self._stopping:
             with self._turns.step():
                 self._step(engine)
+            self._turns.chats(engine.serves_chats)
         if self._idle_waiters and engine.idle:
             for event in self._idle_waiters:
                 event.set()
@@ -157,17 +160,18 @@ class EngineThread:
     def _step(self, engine: Engine) -> None:
         try:
             events = engine.step(ahead=not self._turns.engine_rests)
-            self._failed_steps = 0
+            self._failed_steps[engine.lane] = 0
         except Exception as error:  # boundary: a failed forward ends its requests, not the engine
             get_logger(__name__).exception("engine_step_failed")
-            self._failed_steps += 1
-            if self._failed_steps == 1:
+            lane = engine.lane
+            failed = self._failed_steps[lane] = self._failed_steps.get(lane, 0) + 1
+            if failed == 1:
                 if engine.recover():
-                    self._failed_steps = 0
+                    self._failed_steps[lane] = 0
                 events = engine.take_events()
             else:
                 events = engine.fail_active(f"the engine's step failed: {error!r}")
-            if self._failed_steps >= MAX_FAILED_STEPS:
+            if failed >= MAX_FAILED_STEPS:
                 self._deliver(events)
                 raise
         self._deliver(events)
@@ -181,6 +185,7 @@ class EngineThread:
             busy = engine.has_work or (bool(self._idle_waiters) and engine.idle)
             if not busy:
                 self._turns.engine_idle()
+                self._turns.chats(engine.serves_chats)  # one may have been frozen just now
             try:
                 command = self._queue.commands.get(block=not busy, timeout=IDLE_TURN_S)
             except queue.Empty:
@@ -237,6 +242,7 @@ class EngineThread:
     def _shut_down(self, reason: str) -> None:
         """Answers all that still wait: requests, queued commands, idle waiters."""
         self._queue.close(reason)
+        self._turns.chats(False)
         unheard = list(self._mailboxes.values())
         while True:
             try:

@@ -235,6 +235,12 @@ class EnvironmentSource(ABC):
         self.tools = self.policy_tools(
             tools if tools is None or names is None else tools.only(names, what)
         )
+        if self.config.tool_choice == "required" and self.tools is not None:
+            raise ConfigError(
+                f'environments: {self.name}: tool_choice = "required" is for tools of rows, whose'
+                " calls nobody makes; with those of [tools] no answer would ever end an episode:"
+                " set tools = []"
+            )
         if self.config.tools_column is not None and self.tools is None:
             raise ConfigError(
                 f"{what}_column: the policy calls no tools of [tools] in this environment"

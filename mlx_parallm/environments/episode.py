@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, Protocol, SupportsFloat, cast
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.episode_tools import EpisodeTools
@@ -26,6 +26,7 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import Prompt, State, shown_text, text_of
 from mlx_parallm.environments.trajectory import SequenceRecorder, continuation
 from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.execution.answer_grammar import required_calls
 from mlx_parallm.execution.prompt_images import image_refs
 from mlx_parallm.execution.tool_calls import (
     ParsedCalls,
@@ -276,10 +277,19 @@ class EpisodePolicy:
             f"the prompt has {characters} characters, and at most {self.longest} tokens are allowed"
         )
 
+    def _for_row_tools(self, turn: TurnRequest, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return what sampling needs where the row has tools and an answer has to call one."""
+        tools = turn.options.get("tools")
+        if not tools or turn.config.tool_choice != "required":
+            return {}
+        with self.tokenizer_lock:
+            structure = required_calls(cast(Any, self.tokenizer), tools, token_ids)
+        return {"structure": structure, "skip_special_tokens": False}  # its markers may be such
+
     def _request(
         self, turn: TurnRequest, token_ids: Sequence[int], room: int, n: int = 1
     ) -> Request:
-        overrides = dict(turn.overrides)
+        overrides = self._for_row_tools(turn, token_ids) | dict(turn.overrides)
         params = SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,

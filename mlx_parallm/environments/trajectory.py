@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from mlx_parallm.types import (
     ChatTokenizer,
     Completion,
+    PromptExperts,
     Rollout,
     RoutedExperts,
     joined_experts,
@@ -25,6 +26,10 @@ class SequenceRecorder:
         self._versions: list[int] = []
         self._turns: list[int] = []  # sampled tokens of each
         self._experts: list[RoutedExperts | None] = []  # of each turn
+        # of what each turn's prompt adds; earlier turns have recorded what is before their last
+        # token
+        self._prompt_experts: list[PromptExperts] = []
+        self._last_sampled = 0
         self.images: tuple[str, ...] = ()  # names of those in its prompts so far
         self.add_prompt(prompt_ids)
 
@@ -58,6 +63,9 @@ class SequenceRecorder:
         self._turns.append(len(completion.token_ids))
         if completion.token_ids:
             self._experts.append(completion.routed_experts)
+            parts = (part.behind(self._last_sampled) for part in completion.prompt_experts)
+            self._prompt_experts += [part for part in parts if part is not None]
+            self._last_sampled = len(self._tokens) - 1
 
     def rollout(
         self, *, temperature: float, stop_reason: str | None, error: str | None = None
@@ -75,6 +83,7 @@ class SequenceRecorder:
             stop_reason=stop_reason,
             error=error,
             routed_experts=joined_experts(self._experts),
+            prompt_experts=tuple(self._prompt_experts),
             # nothing was asked between two turns: the mask does not tell them apart
             turn_lengths=() if turns == sampled_runs(self._mask) else turns,
         )

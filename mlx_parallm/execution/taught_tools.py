@@ -6,7 +6,7 @@ history in plain text.
     role tool              → a user's message with <tool_response>\\n…\\n</tool_response>; several
                            make one message
 
-What the model is taught here is what its answer is read as (`server/protocol/answer_grammar.py`,
+What the model is taught here is what its answer is read as (`execution/answer_grammar.py`,
 GENERIC).
 """
 

@@ -33,6 +33,17 @@ class RoutedKeys:
         raise NotImplementedError
 
 
+class RoutedLatent(RoutedKeys):
+    """Keys of latent attention (MLA), whose layer gives the products of the rotated queries and
+    keys as a mask. Its cache returns the identity in the place of the rotated keys, so what comes
+    as the mask are the rotated queries times `scale`. Abstract."""
+
+    def attend_latent(self, queries: mx.array, rotated: mx.array, scale: float) -> mx.array:
+        """Attention of queries [n, heads, 1, D] and rotated ones [n, heads, 1, R] over the latents
+        that each row holds → [n, heads, 1, D]."""
+        raise NotImplementedError
+
+
 def route_attention(model: nn.Module) -> bool:
     """Let calls of the model's attention layers come here; return whether there are any. Those
     of other models of the same modules do too."""
@@ -77,6 +88,8 @@ def _attention(
         if isinstance(keys, mx.array):
             return attend_with_mask(queries, keys, values, scale, mask, cache, sinks)
         return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
+    if isinstance(keys, RoutedLatent) and isinstance(mask, mx.array) and values is keys:
+        return keys.attend_latent(queries, mask, scale)
     if mask is not None or values is not keys:
         raise NotImplementedError("its attention has a mask of its own")
     return keys.attend(queries, scale, sinks)

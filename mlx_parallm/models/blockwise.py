@@ -37,7 +37,8 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.models.cpu_kernels import fused, unpacks
-from mlx_parallm.models.experts.routing import UNFORCED, ForwardRouting, counted, current, routed
+from mlx_parallm.models.experts.forcing import routing_of
+from mlx_parallm.models.experts.routing import ForwardRouting, counted, current, routed
 from mlx_parallm.models.layer_stack import (
     ROUNDED,
     BlockCall,
@@ -91,8 +92,9 @@ class BlockwiseModel:
 
     `between_blocks` is called after each evaluation: the place to give the serving thread a turn.
     `longest_eval_ms`: of all evaluations since it was last set to 0. `experts_forced`: pairs of a
-    token and a layer whose experts were repeated; `experts_differing`: those of them for which the
-    router would have chosen others. `expert_load`: [layers, experts] tokens that gradients were
+    scored token and a layer whose experts were repeated; `experts_differing`: those of them for
+    which the router would have chosen others; `prompt_experts_…`: the same of prompts' tokens;
+    since `forget_routing`. `expert_load`: [layers, experts] tokens that gradients were
     computed of, where it is set to an array (of zeros); the model's routing is prepared then.
     `fallback`: why the model is differentiated as one graph; `unshared`, `unpacked`, `unmerged`:
     why prompts are not shared, sequences not packed, and rows no tree; else "". Gradients are lists
@@ -110,7 +112,7 @@ class BlockwiseModel:
         self.slots = ParameterSlots(model)
         self._between_blocks = between_blocks
         self.longest_eval_ms = 0.0
-        self.experts_forced = self.experts_differing = 0
+        self.forget_routing()
         self.expert_load: np.ndarray | None = None
         self._blocks_per_eval = blocks_per_eval
         self._stack: LayerStack | None = None
@@ -133,6 +135,11 @@ class BlockwiseModel:
             self.unshared, self.unpacked, self.unmerged = compare_layouts(
                 model, self._stack, self.score
             )
+
+    def forget_routing(self) -> None:
+        """Count repeated experts anew."""
+        self.experts_forced = self.experts_differing = 0
+        self.prompt_experts_forced = self.prompt_experts_differing = 0
 
     @property
     def shares_prompts(self) -> bool:
@@ -482,29 +489,8 @@ class BlockwiseModel:
     # ------------------------------------------------------------------ parts
 
     def _routing(self, batch: TokenBatch, *, counts: bool = False) -> ForwardRouting | None:
-        """Return the choice of experts that the batch asks for. `counts`: their load is counted,
-        once a scored token, however many rows share it."""
-        if batch.experts is None and not counts:
-            return None
         compact = None if self._stack is None else self._compact(batch)
-        size = batch.inputs.size if compact is None else compact.tokens
-        counted = None
-        if counts:
-            places = batch.positions if compact is None else mx.array(np.unique(compact.positions))
-            counted = mx.zeros((size,), mx.int32)
-            counted[places] = 1
-        if batch.experts is None:
-            return ForwardRouting(None, counted)
-        forced = mx.full((size, *batch.experts.shape[1:]), UNFORCED, mx.int32)
-        if compact is None:
-            forced[batch.positions] = batch.experts
-        else:
-            # a token of several rows is computed once: the first row that knows its experts counts
-            unknown = np.array(batch.experts[:, 0, 0]) == UNFORCED
-            order = np.argsort(unknown, kind="stable")
-            at, firsts = np.unique(compact.positions[order], return_index=True)
-            forced[mx.array(at)] = batch.experts[mx.array(order[firsts])]
-        return ForwardRouting(forced, counted)
+        return routing_of(batch, compact, counts=counts)
 
     @contextmanager
     def _counting(self) -> Iterator[list[mx.array]]:
@@ -516,9 +502,11 @@ class BlockwiseModel:
 
     def _note(self, counts: list[mx.array]) -> None:
         for array in counts:
-            layer, forced, other, *load = cast("list[int]", array.tolist())
+            layer, forced, other, prompts, others, *load = cast("list[int]", array.tolist())
             self.experts_forced += forced
             self.experts_differing += other
+            self.prompt_experts_forced += prompts
+            self.prompt_experts_differing += others
             if self.expert_load is not None:
                 self.expert_load[layer] += np.array(load)
 

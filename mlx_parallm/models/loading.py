@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.cpu_kernels import on_cpu, use_unpacking
+from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.formats import (
     check_directory,
     check_names,
@@ -274,6 +275,7 @@ def _make_ready(model: nn.Module, dtype_name: str) -> None:
     dtype = _dtype(dtype_name)
     if dtype is not None:
         model.set_dtype(dtype)
+        widen_experts(model)
     # recurrent_gemma of mlx-lm 0.32.2 leaves out nn.Module's constructor
     if not hasattr(model, "_no_grad"):
         nn.Module.__init__(model)

@@ -20,6 +20,8 @@ with file_limit_kept():
         RotatingKVCache,
         make_prompt_cache,
     )
+    from mlx_lm.models.ssm import compute_dt as ssm_steps
+    from mlx_lm.models.ssm import segsum as segment_sums
     from mlx_lm.models.switch_layers import (
         QuantizedSwitchLinear,
         SwitchGLU,
@@ -80,5 +82,7 @@ __all__ = [
     "model_classes",
     "save_config",
     "save_model",
+    "segment_sums",
+    "ssm_steps",
     "tool_parsers",
 ]

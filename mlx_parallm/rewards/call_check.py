@@ -50,8 +50,9 @@ def tool_call(*, column: str = "calls", threshold: float | None = None) -> "Call
     """1 where the answer makes the calls of the row's `column` and no others, else a part of it:
     for each wanted call 0.2 for a call, 0.2 for its function, 0.2 for its parameters, 0.4 for their
     values, divided by the number of calls that are wanted or made, whichever is larger. A call that
-    begins and cannot be read gets 0.1, and 0.1 for its function. Where no calls are wanted: 1
-    without a call, else 0.
+    begins and cannot be read gets 0.1, and 0.1 for its function; one of a function that is not
+    offered gets 0.1 (a small model copies such a call from an example). Where no calls are wanted:
+    1 without a call, else 0.
 
     Calls are read in the model's own format, or the one that is taught to models without one.
 
@@ -151,7 +152,7 @@ def score_calls(
         return float(not made)
     left, total = list(made), 0.0
     for name, accepted in wanted:
-        scores = [score_call(call, name, accepted, schemas[name]) for call in left]
+        scores = [score_call(call, name, accepted, schemas) for call in left]
         if scores:
             best = max(scores)
             total += best
@@ -160,14 +161,18 @@ def score_calls(
 
 
 def score_call(
-    call: Call, name: str, accepted: Mapping[str, Sequence[Any]], schema: Mapping[str, Any]
+    call: Call,
+    name: str,
+    accepted: Mapping[str, Sequence[Any]],
+    schemas: Mapping[str, Mapping[str, Any]],
 ) -> float:
     """Return the score of one call against one that is wanted, from 0 to 1."""
     made, arguments = call
     if arguments is None:
         return (BEGUN + (made == name)) / 10
     if made != name:
-        return CALL / 10
+        return (CALL if made in schemas else BEGUN) / 10
+    schema = schemas[name]
     properties = schema.get("properties") or {}
     needed = {parameter for parameter, values in accepted.items() if "" not in values}
     needed |= set(schema.get("required") or ())

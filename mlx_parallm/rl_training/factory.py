@@ -38,6 +38,7 @@ def build_policy(
     keeps_reference: bool = False,
     keeps_values: bool = False,
     kv_bits: int | None = None,
+    watches_experts: bool = True,
 ) -> TrainedPolicy:
     """Make the trained tree: a module tree of its own, which shares the arrays of `loaded`.
 
@@ -46,6 +47,8 @@ def build_policy(
         keeps_reference: keep a reference policy even where `algorithm` needs none.
         keeps_values: the same of a value head.
         kv_bits: of the engine that samples (server.kv_bits).
+        watches_experts: count and repeat where tokens go in a mixture of experts; False: nobody
+            reads it, and its sequences have no recorded experts.
     """
     return TrainedPolicy(
         copy.deepcopy(loaded.model),
@@ -57,6 +60,7 @@ def build_policy(
         needs_reference=keeps_reference or algorithm.needs_reference,
         needs_values=keeps_values or algorithm.has_values,
         kv_bits=kv_bits,
+        watches_experts=watches_experts,
     )
 
 
@@ -69,17 +73,23 @@ def build_trainer(
     between_blocks: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
     kv_bits: int | None = None,
+    watches_experts: bool = True,
 ) -> Trainer:
     """Make the policy, its optimizer and the trainer that updates it.
 
     Args:
         algorithm: default: the configured one.
-        initial_adapter, kv_bits: as in `build_policy`.
+        initial_adapter, kv_bits, watches_experts: as in `build_policy`.
         between_blocks, ranks: as in `Trainer`.
     """
     algorithm = algorithm or make_algorithm(training)
     policy = build_policy(
-        loaded, training, algorithm, initial_adapter=initial_adapter, kv_bits=kv_bits
+        loaded,
+        training,
+        algorithm,
+        initial_adapter=initial_adapter,
+        kv_bits=kv_bits,
+        watches_experts=watches_experts,
     )
     return Trainer(
         policy,

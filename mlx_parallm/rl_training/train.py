@@ -140,6 +140,7 @@ class PolicyServer(Served, Protocol):
         trains_base: bool,
         adapter_roots: Sequence[Path],
         record_experts: bool,
+        record_prompt_experts: bool,
     ) -> None: ...
     def observe_publish(self, report: PublishReport) -> None: ...
     def watch_tools(self, counts: Callable[[], Mapping[str, float]]) -> None: ...
@@ -780,6 +781,7 @@ def open_serving(
         trains_base=not policy.lora,
         adapter_roots=adapter_roots,
         record_experts=policy.replays_experts,
+        record_prompt_experts=policy.replays_prompts,
     )
     return weights
 

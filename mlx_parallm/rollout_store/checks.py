@@ -91,6 +91,7 @@ def with_fitting_experts(group: RolloutGroup, experts: tuple[int, int, int] | No
     """
     segments = [segment for rollout in group.rollouts for segment in rollout.segments]
     recorded = [s.routed_experts for s in segments if s.routed_experts is not None]
+    recorded += [part.experts for segment in segments for part in segment.prompt_experts]
     if experts is None:
         if not recorded:
             return group
@@ -116,7 +117,7 @@ def with_fitting_experts(group: RolloutGroup, experts: tuple[int, int, int] | No
 
 def _without_experts(rollout: Rollout) -> Rollout:
     earlier = tuple(_without_experts(segment) for segment in rollout.earlier)
-    return replace(rollout, routed_experts=None, earlier=earlier)
+    return replace(rollout, routed_experts=None, prompt_experts=(), earlier=earlier)
 
 
 def is_too_large(group: RolloutGroup) -> bool:
@@ -163,6 +164,14 @@ def _check_lengths(rollout: Rollout, max_token_length: int) -> None:
         raise RolloutRejectedError(
             f"experts of {len(experts)} tokens for {sum(rollout.mask)} sampled ones"
         )
+    end = 0
+    for part in rollout.prompt_experts:
+        if part.start < end or part.stop >= length:
+            raise RolloutRejectedError(
+                f"experts of the prompt's tokens {part.start} to {part.stop - 1}, behind those up"
+                f" to {end - 1}, of {length} tokens: the last one has none"
+            )
+        end = part.stop
     if length > max_token_length:
         raise RolloutRejectedError(
             f"{length} tokens are more than max_token_length = {max_token_length}"

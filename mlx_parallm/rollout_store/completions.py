@@ -231,6 +231,7 @@ def rollout_of(request: Request, parts: Choice) -> Rollout:
         stop_reason=parts[-1].finish_reason,
         processed_logprobs=processed,
         routed_experts=joined_experts([part.routed_experts for part in parts if part.token_ids]),
+        prompt_experts=next((part.prompt_experts for part in parts if part.prompt_experts), ()),
     )
 
 

@@ -5,7 +5,8 @@ nothing is rounded.
 (JSON) · columns. The header holds everything that is not per token, and for each column its `array`
 type code and length. Columns come in a fixed order: for each rollout tokens, mask, logprobs (when
 there are any), policy_versions, processed_logprobs and routed experts (when there are any), then
-the same of its earlier segments; then the advantages, row by row. Log-probabilities are float32
+the same of its earlier segments; then the advantages, row by row. Before all of them: the experts
+of prompts, each distinct stretch once in a group. Log-probabilities are float32
 values in Python floats: a column whose values survive float32 is stored in 4 bytes a token, any
 other in 8. All platforms of MLX are little-endian.
 """
@@ -14,11 +15,11 @@ import dataclasses
 import json
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.types import Rollout, RolloutGroup, RoutedExperts
+from mlx_parallm.types import PromptExperts, Rollout, RolloutGroup, RoutedExperts
 
 _LENGTH_BYTES = 4
 MAX_REJECT_BYTES = 1 << 20  # compressed; a larger reject keeps its reason only
@@ -33,25 +34,19 @@ def encode_group(group: RolloutGroup) -> bytes:
     Raises RolloutRejectedError when `metadata` or `scores` hold something that JSON does not know,
     or an integer does not fit 64 bits.
     """
-    columns = _ColumnWriter()
+    columns, of_prompts = _ColumnWriter(), _of_prompts(group)
+    for experts in of_prompts:
+        columns.bytes(experts.ids)
     for rollout in group.rollouts:
         for segment in (rollout, *rollout.earlier):
-            columns.integers(segment.tokens)
-            columns.integers(segment.mask)
-            if segment.logprobs is not None:
-                columns.floats(segment.logprobs)
-            columns.integers(segment.policy_versions)
-            if segment.processed_logprobs is not None:
-                columns.floats(segment.processed_logprobs)
-            if segment.routed_experts is not None:
-                columns.bytes(segment.routed_experts.ids)
+            columns.segment(segment)
     per_token = bool(group.advantages) and isinstance(
         cast(tuple[Any, ...], group.advantages)[0], tuple
     )
     if per_token:
         for row in cast(tuple[tuple[float, ...], ...], group.advantages):
             columns.floats(row)
-    header = {
+    header: dict[str, Any] = {
         "group_id": group.group_id,
         "environment": group.environment,
         "index": group.index,
@@ -59,9 +54,11 @@ def encode_group(group: RolloutGroup) -> bytes:
         "advantages": len(group.advantages)
         if group.advantages is not None and per_token
         else group.advantages,
-        "rollouts": [_rollout_header(rollout) for rollout in group.rollouts],
+        "rollouts": [_rollout_header(rollout, of_prompts) for rollout in group.rollouts],
         "columns": columns.description,
     }
+    if of_prompts:
+        header["prompt_experts"] = [_shape(experts) for experts in of_prompts]
     try:
         text = json.dumps(header, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
@@ -78,7 +75,8 @@ def decode_group(payload: bytes) -> RolloutGroup:
     start = _LENGTH_BYTES + int.from_bytes(raw[:_LENGTH_BYTES], "little")
     header = json.loads(raw[_LENGTH_BYTES:start])
     columns = _ColumnReader(memoryview(raw)[start:], header["columns"])
-    rollouts = tuple(_rollout(entry, columns) for entry in header["rollouts"])
+    of_prompts = [_experts(shape, columns) for shape in header.get("prompt_experts", ())]
+    rollouts = tuple(_rollout(entry, columns, of_prompts) for entry in header["rollouts"])
     advantages = header["advantages"]
     if isinstance(advantages, int):
         advantages = tuple(columns.next() for _ in range(advantages))
@@ -128,8 +126,8 @@ def _as_json(value: Any) -> Any:
     return repr(value)
 
 
-def _rollout_header(rollout: Rollout) -> dict[str, Any]:
-    header = {
+def _rollout_header(rollout: Rollout, of_prompts: Mapping[RoutedExperts, int]) -> dict[str, Any]:
+    header: dict[str, Any] = {
         "temperature": rollout.temperature,
         "scores": dict(rollout.scores),
         "stop_reason": rollout.stop_reason,
@@ -140,7 +138,10 @@ def _rollout_header(rollout: Rollout) -> dict[str, Any]:
     if rollout.logprobs is None:
         header["logprobs"] = False
     if (experts := rollout.routed_experts) is not None:
-        header["routed_experts"] = [experts.layers, experts.each, experts.wide]
+        header["routed_experts"] = _shape(experts)
+    if rollout.prompt_experts:
+        parts = [[part.start, of_prompts[part.experts]] for part in rollout.prompt_experts]
+        header["prompt_experts"] = parts
     if rollout.turn_rewards:
         header["turn_rewards"] = list(rollout.turn_rewards)
     if rollout.turn_lengths:
@@ -148,11 +149,13 @@ def _rollout_header(rollout: Rollout) -> dict[str, Any]:
     if rollout.images:
         header["images"] = list(rollout.images)
     if rollout.earlier:
-        header["earlier"] = [_rollout_header(segment) for segment in rollout.earlier]
+        header["earlier"] = [_rollout_header(segment, of_prompts) for segment in rollout.earlier]
     return header
 
 
-def _rollout(entry: dict[str, Any], columns: "_ColumnReader") -> Rollout:
+def _rollout(
+    entry: dict[str, Any], columns: "_ColumnReader", of_prompts: Sequence[RoutedExperts]
+) -> Rollout:
     return Rollout(
         tokens=columns.next(),
         mask=columns.next(),
@@ -162,16 +165,36 @@ def _rollout(entry: dict[str, Any], columns: "_ColumnReader") -> Rollout:
         routed_experts=_experts(entry["routed_experts"], columns)
         if "routed_experts" in entry
         else None,
+        prompt_experts=tuple(
+            PromptExperts(start, of_prompts[number])
+            for start, number in entry.get("prompt_experts", ())
+        ),
         temperature=entry["temperature"],
         scores=entry["scores"],
         stop_reason=entry["stop_reason"],
         error=entry["error"],
         zero_advantage=entry["zero_advantage"],
-        earlier=tuple(_rollout(segment, columns) for segment in entry.get("earlier", ())),
+        earlier=tuple(
+            _rollout(segment, columns, of_prompts) for segment in entry.get("earlier", ())
+        ),
         turn_rewards=tuple(entry.get("turn_rewards", ())),
         turn_lengths=tuple(entry.get("turn_lengths", ())),
         images=tuple(entry.get("images", ())),
     )
+
+
+def _of_prompts(group: RolloutGroup) -> dict[RoutedExperts, int]:
+    """Each distinct stretch of prompts' experts, and its number."""
+    numbers: dict[RoutedExperts, int] = {}
+    for rollout in group.rollouts:
+        for segment in rollout.segments:
+            for part in segment.prompt_experts:
+                numbers.setdefault(part.experts, len(numbers))
+    return numbers
+
+
+def _shape(experts: RoutedExperts) -> list[Any]:
+    return [experts.layers, experts.each, experts.wide]
 
 
 def _experts(shape: list[Any], columns: "_ColumnReader") -> RoutedExperts:
@@ -183,6 +206,17 @@ class _ColumnWriter:
     def __init__(self) -> None:
         self.data = bytearray()
         self.description: list[tuple[str, int]] = []
+
+    def segment(self, segment: Rollout) -> None:
+        self.integers(segment.tokens)
+        self.integers(segment.mask)
+        if segment.logprobs is not None:
+            self.floats(segment.logprobs)
+        self.integers(segment.policy_versions)
+        if segment.processed_logprobs is not None:
+            self.floats(segment.processed_logprobs)
+        if segment.routed_experts is not None:
+            self.bytes(segment.routed_experts.ids)
 
     def integers(self, values: Sequence[int]) -> None:
         for code in "biq":

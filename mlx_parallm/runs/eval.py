@@ -195,6 +195,8 @@ class EndpointPolicy:
             return await self._with_tools(prompt, tools.definitions, params, sequences)
         if tools:  # a row's own
             definitions = [tool.get("function", tool) for tool in tools]
+            if turn.config.tool_choice == "required":
+                params["tool_choice"] = "required"
             return await self._with_tools(prompt, definitions, params, sequences)
         [[answer]] = await self.backend.generate([prompt], params, logprobs=False)
         sequences.append(SequenceRecorder(answer.prompt_token_ids or ()))

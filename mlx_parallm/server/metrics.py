@@ -42,6 +42,8 @@ _COUNTERS = {
     "prefix_cache_query_tokens": "Tokens of the prompts that were looked up in the prefix cache",
     "prefix_cache_hit_tokens": "How many of them it held",
     "generation_tokens": "Tokens sampled",
+    "draft_tokens": "Tokens guessed by prompt lookup",
+    "accepted_draft_tokens": "How many of them were sampled",
     "requests_finished": "Generation requests that ended normally",
     "requests_failed": "Generation requests that ended with an error",
     "requests_aborted": "Generation requests given up (client gone, shutdown)",

@@ -4,7 +4,8 @@ Both submit work at any time. While the other one has work, the one with the low
 after each piece (a decode step, an evaluation of a few blocks) for the time that the piece took. So
 the other one has the device alone about half of the time, no rest is longer than the last piece,
 and nothing can hang. With "balanced" the trainer, whose pieces are longer, rests half as long
-(docs/benchmarks/sharing.md).
+(docs/benchmarks/sharing.md). With "chat" it does so too, and while the engine answers a chat
+(engine/chat_lane.py) it rests until that has ended, at most `REST` times as long as the piece took.
 """
 
 import threading
@@ -13,21 +14,23 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Literal
 
-Priority = Literal["balanced", "serve", "train"]
+Priority = Literal["balanced", "serve", "train", "chat"]
 
-TRAINER_RESTS = {"balanced": 0.5, "serve": 1.0, "train": 0.0}
+REST = 9.0  # times its last piece that others rest for chats
+TRAINER_RESTS = {"balanced": 0.5, "serve": 1.0, "train": 0.0, "chat": 0.5}
 """The trainer's rest after an evaluation, as a share of the evaluation's time."""
 
 
 class Turns:
-    """The engine thread calls `step` and `engine_idle`, the trainer `training` and
+    """The engine thread calls `step`, `chats` and `engine_idle`, the trainer `training` and
     `after_evaluation`."""
 
     def __init__(self, priority: Priority = "balanced") -> None:
         self._priority = priority
         self._engine_idle, self._trainer_idle = threading.Event(), threading.Event()
-        self._engine_idle.set()
-        self._trainer_idle.set()
+        self._no_chat = threading.Event()
+        for event in (self._engine_idle, self._trainer_idle, self._no_chat):
+            event.set()
         self._resumed = perf_counter()
 
     @property
@@ -43,6 +46,10 @@ class Turns:
         yield
         if self._priority == "train":
             self._trainer_idle.wait(perf_counter() - started)
+
+    def chats(self, served: bool) -> None:
+        """Note whether the engine answers a chat for which the trainer rests."""
+        (self._no_chat.clear if served else self._no_chat.set)()
 
     def engine_idle(self) -> None:
         """Note that the engine has no work."""
@@ -60,6 +67,8 @@ class Turns:
 
     def after_evaluation(self) -> None:
         """Rest between two evaluations of the trainer, if the priority wants it."""
-        if rest := TRAINER_RESTS[self._priority] * (perf_counter() - self._resumed):
+        took = perf_counter() - self._resumed
+        if rest := TRAINER_RESTS[self._priority] * took:
             self._engine_idle.wait(rest)
+        self._no_chat.wait(REST * took)
         self._resumed = perf_counter()

@@ -245,7 +245,7 @@ def step_times() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch) / "large"
         student = load_model(ModelConfig())
-        save_checkpoint(place, QWEN3 | _four_times(student))
+        save_checkpoint(place, QWEN3 | four_times(student))
         large = load_model(ModelConfig(base_path=str(place)))
         teachers = [{"name": "large", "kind": "model", "path": str(place)}]
         batch = _batch()
@@ -270,7 +270,7 @@ def _size(loaded: LoadedModel) -> int:
     return sum(array.size for _, array in tree_flatten(loaded.model.parameters()))
 
 
-def _four_times(student: LoadedModel) -> dict[str, Any]:
+def four_times(student: LoadedModel) -> dict[str, Any]:
     """The student's shape, twice as wide."""
     shape = student.config
     wide = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")

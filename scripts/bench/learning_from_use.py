@@ -143,7 +143,13 @@ class Use:
         began = time.perf_counter()
         reply = await self.client.post(
             "/v1/chat/completions",
-            json={"model": "default", "messages": list(messages), "max_tokens": 8, **body},
+            json={
+                "model": "default",
+                "messages": list(messages),
+                "max_tokens": 8,
+                "priority": -1,  # which only serve_priority = "chat" heeds: all requests are chats
+                **body,
+            },
             headers=headers,
         )
         seconds = time.perf_counter() - began
@@ -258,7 +264,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=6e-4)
     parser.add_argument("--algorithm", default="grpo")
     parser.add_argument(
-        "--serve-priority", choices=("balanced", "serve", "train"), default="balanced"
+        "--serve-priority", choices=("balanced", "serve", "train", "chat"), default="balanced"
     )
     parser.add_argument("--epochs", type=int, default=1, help="passes over a batch")
     parser.add_argument("--guard", action="store_true", help="evaluation.max_fall")

@@ -62,7 +62,11 @@ TASKS: Mapping[str, Task] = {
     "tool_calling": Task(
         _tool_calling,
         "builtin:tool_call",
-        ("environments.0.max_tokens=96", "rl_training.atropos.max_token_length=1024"),
+        (
+            'environments.0.tool_choice="required"',
+            "environments.0.max_tokens=96",
+            "rl_training.atropos.max_token_length=1024",
+        ),
     ),
 }
 VARIANTS: Mapping[str, tuple[str, ...]] = {

@@ -36,8 +36,26 @@ CASES = {
         "rl_training.lora.quantize_base=true",
         "rl_training.max_staleness=1",
     ),
+    "bfloat16, staleness 0": ("model.dtype=bfloat16", "rl_training.max_staleness=0"),
+    "bfloat16, staleness 4": ("model.dtype=bfloat16", "rl_training.max_staleness=4"),
+    "4 bits, bfloat16, staleness 4": (
+        "model.dtype=bfloat16",
+        "rl_training.lora.quantize_base=true",
+        "rl_training.max_staleness=4",
+    ),
 }
-MEASURED = ("experts_differing", "clip_fraction", "logprob_diff_mean", "mismatch_kl")
+REPLAYS = {
+    "off": ("rl_training.router_replay=off",),
+    "on": ("rl_training.router_replay=on",),
+    "prompts too": ("rl_training.router_replay=on", "rl_training.router_replay_prompts=true"),
+}
+MEASURED = (
+    "experts_differing",
+    "prompt_experts_differing",
+    "clip_fraction",
+    "logprob_diff_mean",
+    "mismatch_kl",
+)
 
 
 def upcycle(source: Path, target: Path, seed: int = 0) -> None:
@@ -114,6 +132,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--replays", nargs="+", choices=REPLAYS, default=["off", "on"])
+    parser.add_argument("--set", action="append", default=[], help="passed on to every run")
     arguments = parser.parse_args()
     results: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -121,11 +141,12 @@ def main() -> None:
         upcycle(resolve_model_path("builtin:tiny"), model)
         for case in arguments.cases:
             for seed in arguments.seeds:
-                for replay in ("off", "on"):
+                for replay in arguments.replays:
                     settings = [
                         *CASES[case],
-                        f"rl_training.router_replay={replay}",
+                        *REPLAYS[replay],
                         f"rl_training.total_steps={arguments.steps}",
+                        *arguments.set,
                     ]
                     directory = Path(scratch) / f"{case}-{seed}-{replay}"
                     lines = run(model, directory, settings, seed)

@@ -115,7 +115,11 @@ def timed(function: Callable[[], object], rounds: int) -> tuple[float, float, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="qwen3", help="gemma3_text has layers with windows")
+    parser.add_argument(
+        "--model",
+        default="qwen3",
+        help="gemma3_text has layers with windows, qwen3_5, kimi_linear and mamba recurrent ones",
+    )
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)

@@ -154,3 +154,16 @@ def test_a_bound_on_oversampling_needs_something_to_replace() -> None:
         load_config(None, text="[rl_training]\ndynamic_sampling = false\nmax_oversampling = 2.0")
     with pytest.raises(ConfigError, match="has to be at least 1, or 0 for no bound"):
         load_config(None, text="[rl_training]\nmax_oversampling = 0.5")
+
+
+def test_evaluations_are_short_where_chats_come_first(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    metal = {"rl_training.max_eval_ms": 1000}
+    for text, expected in (
+        ('serve_priority = "chat"', 100),
+        ('serve_priority = "chat"\nmax_eval_ms = 30', 30),
+        ('serve_priority = "serve"', 1000),
+    ):
+        file.write_text(f"[rl_training]\n{text}\n")
+        assert load_config(file, defaults=metal).rl_training.max_eval_ms == expected
+    assert RLTrainingConfig(serve_priority="chat").max_eval_ms == 100

@@ -88,6 +88,7 @@ def engine_options(**changes: Any) -> EngineOptions:
         architecture="this model",
         processed_alternatives=False,
         close_objects=True,
+        prompt_lookup=0,
     )
     return replace(plain, **changes)
 
@@ -110,13 +111,14 @@ def serve(
     policy: str | None = None,
     keep_versions: int = 1,
     tokenizer: Any = None,
+    kind: type[Engine] = Engine,
     **options: Any,
 ) -> Served:
     plain = copy.deepcopy(model)
     layers = linear_layers(plain)
     weights = SharedWeights(model, policy=policy, keep_versions=keep_versions)
     lora = prepare_for_serving(model)
-    engine = Engine(model, tokenizer or ByteTokenizer(), weights, lora, engine_options(**options))
+    engine = kind(model, tokenizer or ByteTokenizer(), weights, lora, engine_options(**options))
     return Served(engine, plain, weights, lora, layers)
 
 

@@ -27,12 +27,22 @@ def managed(tokenizer):
     """Makes managers with a sink that are stopped at the end of the test."""
     managers = []
 
-    def make(client, *, inbox=None, sources=None, start=True, seed=0, num_parallel=64, **options):
+    def make(
+        client,
+        *,
+        inbox=None,
+        sources=None,
+        start=True,
+        seed=0,
+        num_parallel=64,
+        longest=256,
+        **options,
+    ):
         inbox = inbox or Inbox()
         entries = [EnvironmentConfig(kind="tasks", name="sum", group_size=4)]
         manager = RolloutManager(
             sources or build_sources(entries, seed=0),
-            RolloutConfig(seed=seed, num_parallel=num_parallel, max_token_length=256),
+            RolloutConfig(seed=seed, num_parallel=num_parallel, max_token_length=longest),
             client=client,
             tokenizer=tokenizer,
             on_failure=inbox.failed,

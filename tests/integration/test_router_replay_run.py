@@ -86,6 +86,7 @@ def test_the_experts_that_sampled_are_the_experts_that_learn(
         f"rl_training.checkpoint_dir={tmp_path}",
         f"rl_training.router_replay={replay}",
         f"rl_training.lora.routed_experts={str(adapted).lower()}",
+        f"rl_training.router_replay_prompts={str(replay != 'off').lower()}",
     )
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -109,7 +110,17 @@ def test_the_experts_that_sampled_are_the_experts_that_learn(
     if replay == "off":
         assert all(experts is None for experts, _ in recorded)
         assert not any("experts_differing" in line for line in lines)
+        assert not any(rollout.prompt_experts for group in groups for rollout in group.rollouts)
         return
+    for group in groups:
+        stretches = [rollout.prompt_experts for rollout in group.rollouts]
+        assert all(
+            part.start == 0 and part.stop == rollout.mask.index(1) - 1
+            for [part], rollout in zip(stretches, group.rollouts, strict=True)
+        )
+    assert all(line["prompt_experts_missing"] == 0.0 for line in lines)
+    assert lines[0]["prompt_experts_differing"] == 0.0
+    assert lines[-1]["prompt_experts_differing"] > 0.0
     for experts, sampled in recorded:
         assert (experts.layers, experts.each, len(experts)) == (LAYERS, EACH, sampled)
         assert experts.array().max() < EXPERTS

@@ -170,7 +170,7 @@ def test_a_window_ends_where_it_should() -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: recurrent_model("mamba2"), "ArraysCache"),
+        (lambda: recurrent_model("baichuan_m1"), "does not go over trees"),
         (lambda: make_model("gpt2", **GPT2), "depends on the position"),
     ],
 )

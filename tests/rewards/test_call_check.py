@@ -57,7 +57,8 @@ RIGHT = written("weather", city="Paris", days=3)
         (written("weather", city="Paris", days=3, hours=1), 0.8),  # two of three: 0.4 + 0.6 · 2 / 3
         (written("weather", city="Paris"), 0.7),  # one of two: 0.4 + 0.6 / 2
         (written("weather", town="Paris"), 0.4),
-        (written("now"), 0.2),
+        (written("now"), 0.2),  # another one that is offered
+        (written("set_reminder", hour=7), 0.1),  # one that is not
         ('<tool_call>\n{"name": "weather", "arguments": {...}}\n</tool_call>', 0.2),
         ("<tool_call>\nweather\n</tool_call>", 0.1),
         (f"{RIGHT}\n{RIGHT}", 0.5),  # one call too many

@@ -65,6 +65,20 @@ def test_the_kl_is_of_each_prompt_with_the_next_answer() -> None:
     assert kto_of_rollouts(batch, score, measures_kl=False)["kl"] == 0.0
 
 
+def test_the_kl_scores_nothing_longer_than_the_sequences_themselves() -> None:
+    lengths: list[int] = []
+
+    def score(rollouts: list) -> list[float]:
+        lengths.extend(len(rollout.tokens) for rollout in rollouts)
+        assert all(len(rollout.mask) == len(rollout.tokens) for rollout in rollouts)
+        return [0.0] * len(rollouts)
+
+    long_prompt, long_answer = single([*range(8)], 1.0, prompt=9), single([*range(8, 16)], -1.0)
+    batch = batch_of(long_prompt, long_answer)
+    kto_of_rollouts(batch, score, measures_kl=True)
+    assert max(lengths) == max(len(each.rollout.tokens) for each in batch.sequences)
+
+
 def test_groups_without_a_label_are_dropped(store: RolloutStore) -> None:
     player = Player(store, lambda index: [0.0, 0.0] if index % 2 else [0.0, 1.0])
     buffer = make_buffer(store, singles=True, estimate=by_sign, request_groups=player)

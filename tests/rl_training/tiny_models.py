@@ -6,6 +6,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.models.recurrent.layers import use_chunks
+from tests.tiny_models import EXPERTS
+
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -31,6 +34,22 @@ EXTRA: dict[str, dict[str, Any]] = {
         "rotary_dim": 8,
     }
     | {"layer_norm_epsilon": 1e-5},
+    "qwen3_next": {
+        "full_attention_interval": 3,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 1,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 0,
+        "num_experts_per_tok": 0,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 32,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [],
+        "partial_rotary_factor": 0.5,
+    },
+    "qwen3_moe": EXPERTS,
     "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8.0},
 }
 
@@ -42,6 +61,7 @@ def make_model(architecture: str = "qwen3", seed: int = 0, **overrides: Any) -> 
     module = importlib.import_module(f"mlx_lm.models.{architecture}")
     config = SHAPE | EXTRA.get(architecture, {}) | {"model_type": architecture} | overrides
     model = module.Model(module.ModelArgs.from_dict(config))
+    use_chunks(model)
     model.freeze()
     mx.eval(model.parameters())
     return model

@@ -343,3 +343,37 @@ async def test_an_endpoints_calls_are_made_and_answered_as_its_api_has_it() -> N
     [call] = second["messages"][1]["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": '{"a": 2, "b": 40}'}
     assert second["messages"][2] == {"role": "tool", "tool_call_id": call["id"], "content": "42"}
+
+
+async def test_an_endpoint_has_to_call_where_the_rows_say_so(tmp_path: Path) -> None:
+    function = {"name": "add", "arguments": '{"a": 2, "b": 40}'}
+    called = {
+        "content": "",
+        "tool_calls": [{"id": "x", "type": "function", "function": function}],
+    }
+    reply = {
+        "choices": [{"message": called, "finish_reason": "tool_calls"}],
+        "usage": {"completion_tokens": 3},
+    }
+    rows = tmp_path / "rows.jsonl"
+    row = {
+        "prompt": "2 + 40?",
+        "tools": [{"name": "add", "parameters": {"type": "object"}}],
+        "calls": [{"add": {"a": [2], "b": [40]}}],
+    }
+    rows.write_text(json.dumps(row) + "\n")
+    for choice in ("required", "auto"):
+        config = EnvironmentConfig(
+            kind="dataset",
+            name="calls",
+            data=str(rows),
+            heldout_fraction=1,
+            rewards=("builtin:tool_call",),
+            tool_choice=choice,
+        )
+        endpoint = Endpoint(reply)
+        with InferenceModule("m", backend="openai", base_url=Endpoint.base_url) as inference:
+            problems = draw_problems(build_sources([config], seed=0), 1)
+            await evaluate(endpoint.policy(inference), problems, EvaluationConfig(problems=1))
+        [(_, body)] = endpoint.asked
+        assert body.get("tool_choice", "auto") == choice

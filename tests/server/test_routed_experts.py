@@ -109,7 +109,8 @@ def test_each_route_returns_the_experts_that_the_model_took(recording: Any) -> N
 
 
 def test_the_prompts_experts_are_recorded_in_prefill_by_setting(directory: Path) -> None:
-    """A prompt of several chunks, two that share a prefill, and one that the prefix cache holds."""
+    """A prompt of several chunks, two that share a prefill, and one whose beginning the prefix cache
+    holds."""
     rng = np.random.default_rng(0)
     long, other = rng.integers(0, 300, 40).tolist(), rng.integers(0, 300, 7).tolist()
     settings = {"enable_return_routed_experts": True, "record_prompt_experts": True}
@@ -125,10 +126,7 @@ def test_the_prompts_experts_are_recorded_in_prefill_by_setting(directory: Path)
         [choice] = http.post("/inference/v1/generate", json=again).json()["choices"]
         array = np.sort(npy(choice["routed_experts"]), axis=-1)
         wanted = rows_of(directory, [*long, 5, 6, *choice["token_ids"][:-1]])
-        unknown = (array == -1).all(axis=(1, 2))
-        reused = int(unknown.sum())
-        assert unknown[:reused].all() and reused <= len(long), "from the beginning on"
-        np.testing.assert_array_equal(array[reused:], wanted[reused:])
+        np.testing.assert_array_equal(array, wanted)
 
 
 def test_a_stream_has_none_and_says_so(recording: Any) -> None:
@@ -246,10 +244,16 @@ def test_experts_of_another_form_are_rejected(text: str, words: str) -> None:
 
 def test_a_sequence_of_several_turns_keeps_the_rows_of_its_sampled_tokens() -> None:
     rows = np.arange(5 * 2 * 2).reshape(5, 2, 2)
-    experts = read_npy(saved(rows), [0, 1, 0, 0, 1, 1])
+    experts, others = read_npy(saved(rows), [0, 1, 0, 0, 1, 1])
     np.testing.assert_array_equal(experts.array(), rows[[0, 3, 4]])
     assert not experts.wide
-    assert read_npy(saved(rows + 250), [0, 1, 0, 0, 1, 1]).wide
+    [between] = others
+    assert between.start == 1
+    np.testing.assert_array_equal(between.experts.array(), rows[1:3])
+    rows[1] = -1
+    [_, [left]] = read_npy(saved(rows), [0, 1, 0, 0, 1, 1])
+    assert left == between.behind(2)
+    assert read_npy(saved(rows + 250), [0, 1, 0, 0, 1, 1])[0].wide
 
 
 def test_lists_of_other_lengths_are_rejected() -> None:

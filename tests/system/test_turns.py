@@ -73,3 +73,17 @@ def test_who_is_alone_never_waits(clock: Clock, priority: str) -> None:
     with turns.training():
         clock.now += 30.0
         assert ended(started(turns.after_evaluation), LONG)
+
+
+def test_the_trainer_rests_until_the_chat_has_ended(clock: Clock) -> None:
+    turns = Turns("chat")
+    with turns.training():
+        turns.chats(True)
+        clock.now += LONG
+        trainer = started(turns.after_evaluation)
+        assert not ended(trainer, SOON)
+        turns.chats(False)
+        assert ended(trainer, LONG)
+        turns.chats(True)
+        clock.now += SOON / module.REST  # and no longer than nine times its piece
+        assert ended(started(turns.after_evaluation), LONG)

@@ -22,6 +22,7 @@ from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings
 from mlx_parallm.system.turns import Turns
 from tests.tinker.serving import request_of
+from tests.tiny_models import EXPERTS, QWEN3, save_checkpoint
 
 PLAIN = AdamWSettings(0.9, 0.95, 1e-12, 0.0, 0.0)
 RNG = np.random.default_rng(7)
@@ -350,3 +351,18 @@ def test_prompts_are_computed_apart_only_where_rows_share_them(
 
 def test_a_loss_to_which_every_position_counts_is_computed_whole(learner: TinkerLearner) -> None:
     assert split_prompts(batch(learner, answers("dro", 20, 6), "dro")) is None
+
+
+def test_a_mixtures_router_is_not_probed_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples of the SDK carry no experts, and nobody reads their load."""
+    directory = save_checkpoint(tmp_path / "mixture", QWEN3 | EXPERTS | {"model_type": "qwen3_moe"})
+    config = load_config(None, [f"model.base_path={directory}"], text="")
+    monkeypatch.setattr("mlx_parallm.rl_training.step.policy.watched_experts", None)
+    made = TinkerLearner(load_model(config.model), config.rl_training, Turns(), 64)
+    try:
+        model = new(made)
+        assert model.step == 0
+    finally:
+        made.close()

@@ -623,3 +623,13 @@ def test_samples_are_limited_cancelled_and_told_of_together(client: WireClient) 
     }
     assert client.post("retrieve_futures", **body)["completions"] == []
     client.post("retrieve_future", status=410, request_id=done["request_id"])
+
+
+def test_a_sample_with_its_experts_is_refused_by_name(client: WireClient) -> None:
+    """The SDK's answer has no field for them, and our own route returns them."""
+    sampler = client.live_sampler(client.create_model(), 1, 0)
+    refused = client.sample(sampler, 1, TOKENS, status=400, return_routed_experts=True)
+    assert "SampleResponse has no field for experts" in str(refused)
+    assert "/inference/v1/generate" in str(refused)
+    few = {"max_tokens": 2}
+    client.samples(client.sample(sampler, 1, TOKENS, params=few, return_routed_experts=False))

@@ -46,6 +46,7 @@ def source(function, rewards=ones, rows=ROWS, **options):
 
 async def played(tokenizer, built, answer="done", *, groups=1, size=2):
     client = ScriptedClient(tokenizer, lambda request, _: answer)
+    client.vocab_size = 512  # as the engine's
     policy = EpisodePolicy(client, tokenizer, temperature=1.0, max_token_length=300)
     plans = [GroupPlan(f"g{number}", built, number, size, seed=number) for number in range(groups)]
     return await EpisodeRunner(policy).run(plans), client
@@ -118,9 +119,12 @@ async def test_it_samples_for_whole_groups_and_its_fields_reach_the_rewards(tiny
         ({"prompt_ids": [[1]]}, "'prompt_ids' has 1 entries for 2 prompts"),
         ({"logprobs": [[-1.0]] * 2}, r"logprobs\[0\] has 1 entries for 2 completion_ids"),
         ({"logprobs": [[-1.0, None]] * 2}, r"logprobs\[0\] holds None"),
+        ({"logprobs": [[-1.0, 0.4]] * 2}, r"logprobs\[0\] holds 0.4: expected the log"),
         ({"logprobs": [[[-1.0], [-1.0]]] * 2}, r"logprobs\[0\] holds \[-1.0\]"),
         ({"completion_ids": [[], []]}, r"completion_ids\[0\] is empty"),
         ({"completion_ids": [["a", 2]] * 2}, "holds 'a', which is no token id"),
+        ({"completion_ids": [[1, 512]] * 2}, "holds 512, which is no token id of the model"),
+        ({"prompt_ids": [[-1]] * 2}, "holds -1, which is no token id of the model"),
         ({"prompt_ids": [[1] * 400] * 2}, "more than max_token_length = 300"),
         ({"env_mask": [[0, 0]] * 2}, "a 1 for each token that the policy sampled"),
         ({"env_mask": 1}, "'env_mask' is int"),
@@ -128,13 +132,14 @@ async def test_it_samples_for_whole_groups_and_its_fields_reach_the_rewards(tiny
         ({"score": [1.0]}, "'score' has 1 entries for 2 prompts"),
         ("no dictionary", "returned str"),
         (ValueError("broken"), "rollout_func: .*test_rollouts.py, line .*ValueError: broken"),
+        (asyncio.CancelledError(), "rollout_func: CancelledError"),
         ({"temperature": 0.5}, "'temperature' would sample from another policy"),
         ({"as_chat": False}, "as_chat=False, but a prompt is list"),
     ],
 )
 async def test_what_is_no_rollout_is_a_lost_group_with_its_reason(tiny_tokenizer, changed, words):
     def wrong(prompts, trainer):
-        if isinstance(changed, Exception):
+        if isinstance(changed, BaseException):
             raise changed
         if isinstance(changed, str):
             return changed

@@ -23,6 +23,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_parallm.engine.prompt_routes import Piece
+
 Key = tuple[Hashable, str | None]  # what identifies the weights, cache_salt
 
 
@@ -39,6 +41,7 @@ class Segment:
     children: dict[tuple[int, int], "Segment"] = field(default_factory=dict)
     arrays: list[Any] = field(default_factory=list)
     snapshots: dict[int, list[Any]] = field(default_factory=dict)
+    routes: tuple[Piece, ...] = ()  # where its tokens' experts are recorded
 
     @property
     def stop(self) -> int:

@@ -9,6 +9,7 @@ import copy
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
 from mlx_parallm.environments.rows import common_columns, read_prompts
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.functions import Prompt, RewardFunctions
 
 
@@ -24,6 +25,13 @@ class DatasetSource(EnvironmentSource):
         """Raises ConfigError: a bad row, a reward function that cannot be loaded or called."""
         super().__init__(config, seed=seed, name=name)
         self.rows = read_prompts(config, seed=seed)
+        if config.tool_choice == "required":
+            rows = [*self.rows.train, *self.rows.heldout]
+            if not any(row.tools for row in rows):
+                raise ConfigError(
+                    f'environments: {self.name}: tool_choice = "required", but no row has a column'
+                    " `tools` with definitions of functions"
+                )
         self.rewards = (
             RewardFunctions.from_config(
                 config, columns=common_columns(self.rows) if self.columns_are_all else None

@@ -41,7 +41,7 @@ from mlx_parallm.execution.prompt_images import ImageReader, data_url_bytes
 from mlx_parallm.rollout_store.checks import LOGPROB_TOLERANCE
 from mlx_parallm.server.protocol.fields import ListOf
 from mlx_parallm.server.protocol.routes import read_npy
-from mlx_parallm.types import Rollout, RolloutGroup, RoutedExperts, sampled_runs
+from mlx_parallm.types import PromptExperts, Rollout, RolloutGroup, RoutedExperts, sampled_runs
 
 GIVEN = -100  # the label of a token that is not trained on
 # what atroposlib's DummyManagedServer invents for servers without token ids
@@ -283,6 +283,7 @@ def _rollout(
         raise RolloutRejectedError(
             f"sequence {number}: {len(turn_rewards)} turn_rewards for {turns} turns"
         )
+    experts, prompt_experts = _experts(wire, number, mask)
     return Rollout(
         tokens=tuple(tokens),
         mask=tuple(mask),
@@ -292,15 +293,18 @@ def _rollout(
         scores={"reward": wire.scores[number]},
         zero_advantage=bool(override.get("set_advantage_to_zero")),
         turn_rewards=turn_rewards,
-        routed_experts=_experts(wire, number, mask),
+        routed_experts=experts,
+        prompt_experts=prompt_experts,
         images=images,
     )
 
 
-def _experts(wire: ScoredData, number: int, mask: list[int]) -> RoutedExperts | None:
+def _experts(
+    wire: ScoredData, number: int, mask: list[int]
+) -> tuple[RoutedExperts | None, tuple[PromptExperts, ...]]:
     text = None if wire.routed_experts is None else wire.routed_experts[number]
     if text is None:
-        return None
+        return None, ()
     try:
         return read_npy(text, mask)
     except ValueError as error:

@@ -198,6 +198,17 @@ class SampleBody(TinkerBody):
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None
+    return_routed_experts: bool | None = None
+
+    @model_validator(mode="after")
+    def _asks_for_no_experts(self) -> Self:
+        if self.return_routed_experts:
+            raise RequestError(
+                "return_routed_experts: a SampleResponse has no field for experts: sample by"
+                " POST /inference/v1/generate, which returns them",
+                param="return_routed_experts",
+            )
+        return self
 
 
 class RetrieveBody(TinkerBody):

@@ -143,7 +143,11 @@ class TinkerLearner:
         }
         training = self._training.model_copy(update=values)
         trainer = build_trainer(
-            self.base, training, _UNUSED, between_blocks=self._turns.after_evaluation
+            self.base,
+            training,
+            _UNUSED,
+            between_blocks=self._turns.after_evaluation,
+            watches_experts=False,  # the SDK has no field for those of a sample
         )
         model = LearnedModel(trainer)
         if checkpoint is not None:

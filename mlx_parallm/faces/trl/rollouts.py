@@ -30,6 +30,7 @@ from mlx_parallm.faces.trl.environments import played_by
 from mlx_parallm.faces.trl.rows import DataRows
 from mlx_parallm.rewards.functions import ARGUMENTS
 from mlx_parallm.rewards.threads import Worker
+from mlx_parallm.rollout_store.checks import LEAST_LOGPROB, LOGPROB_TOLERANCE
 from mlx_parallm.types import Completion, FinishReason
 
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
@@ -185,14 +186,18 @@ class RolloutCalls:
                 return
             self._running = groups[0]
         version = 0 if groups[0].weights is None else groups[0].weights.version
+        ids = getattr(groups[0].policy.client, "vocab_size", None)
         prompts = [copy.deepcopy(each.prompt) for each in groups for _ in range(each.size)]
         try:
             with user_code("rollout_func", RolloutRejectedError):
                 output = self._function(prompts, self._trainer)
                 columns = _columns(output, len(prompts))
-        except ParallmError as error:
+        except BaseException as error:  # noqa: BLE001 - boundary: also asyncio's CancelledError; the groups wait
+            failure = error if isinstance(error, ParallmError) else None
             for each in groups:
-                each.sampled.set_exception(error)
+                each.sampled.set_exception(
+                    failure or RolloutRejectedError(f"rollout_func: {type(error).__name__}")
+                )
             return
         finally:
             with self._lock:
@@ -201,7 +206,9 @@ class RolloutCalls:
         for each in groups:
             try:
                 with user_code("rollout_func", RolloutRejectedError):
-                    rows = [_row(columns, begins + number, version) for number in range(each.size)]
+                    rows = [
+                        _row(columns, begins + number, version, ids) for number in range(each.size)
+                    ]
             except RolloutRejectedError as error:
                 each.sampled.set_exception(error)
             else:
@@ -360,8 +367,10 @@ def _columns(output: Any, size: int) -> dict[str, Any]:
     return columns
 
 
-def _row(columns: Mapping[str, list[Any]], number: int, version: int) -> Sampled:
-    """Raises RolloutRejectedError: it is no rollout."""
+def _row(
+    columns: Mapping[str, list[Any]], number: int, version: int, vocab_size: int | None
+) -> Sampled:
+    """Raises RolloutRejectedError: it is no rollout. `vocab_size`: None: unknown."""
 
     ids = _numbers(columns, "completion_ids", number)
     prompt_ids, logprobs = (_numbers(columns, name, number) for name in ("prompt_ids", "logprobs"))
@@ -382,8 +391,14 @@ def _row(columns: Mapping[str, list[Any]], number: int, version: int) -> Sampled
             raise RolloutRejectedError(
                 f"rollout_func: {name}[{number}] holds {wrong[0]!r}, which is no token id"
             )
+        if min(listed) < 0 or (vocab_size is not None and max(listed) >= vocab_size):
+            outside = min(listed) if min(listed) < 0 else max(listed)
+            raise RolloutRejectedError(
+                f"rollout_func: {name}[{number}] holds {outside!r}, which is no token id of the"
+                " model"
+            )
     of_sampled = [value for value, sampled in zip(logprobs, mask, strict=True) if sampled]
-    if wrong := [value for value in of_sampled if not _is_number(value)]:
+    if wrong := [each for each in of_sampled if not (_is_number(each) and _is_logprob(each))]:
         raise RolloutRejectedError(
             f"rollout_func: logprobs[{number}] holds {wrong[0]!r}: expected the log-probability of"
             " each token"
@@ -439,6 +454,10 @@ def _numbers(columns: Mapping[str, list[Any]], name: str, number: int) -> list[A
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _is_logprob(value: float) -> bool:
+    return LEAST_LOGPROB <= value <= LOGPROB_TOLERANCE
 
 
 def _listed(value: Any) -> list[Any] | None:

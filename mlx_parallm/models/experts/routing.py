@@ -53,19 +53,25 @@ class ForwardRouting:
     Args:
         forced: [tokens, layers, k] int32, the experts to take; `UNFORCED`: the router's own. None:
             all are the router's own.
+        of_prompts: [tokens] bool, the forced tokens that `counts` has apart. None: there are none.
         counted: [tokens] int32, 1 = the token's experts count in the load of `counts`. None: no
             load is counted, and without `forced` the choices are noted.
     """
 
-    def __init__(self, forced: mx.array | None = None, counted: mx.array | None = None) -> None:
-        self.forced, self.counted = forced, counted
+    def __init__(
+        self,
+        forced: mx.array | None = None,
+        of_prompts: mx.array | None = None,
+        counted: mx.array | None = None,
+    ) -> None:
+        self.forced, self.of_prompts, self.counted = forced, of_prompts, counted
         self.chosen: dict[int, mx.array] = {}
         """Layer → [tokens, k], of the newest forward; filled only where nothing is forced or
         counted."""
         self.counts: list[mx.array] | None = None
-        """[3 + experts] int32 of each block: its layer, tokens that are forced, those of them for
-        which the router would have chosen another set, and the tokens of each expert (no load is
-        counted: 0). None: nothing is counted."""
+        """[5 + experts] int32 of each block: its layer, tokens that are forced, those of them for
+        which the router would have chosen another set, the same two of prompts' tokens, and the
+        tokens of each expert (no load is counted: 0). None: nothing is counted."""
         self._tokens: slice | np.ndarray = slice(None)
         self._layer: int | None = None
 
@@ -82,9 +88,11 @@ class ForwardRouting:
             self.chosen[self._layer] = chosen.reshape(-1, chosen.shape[-1])
             return partition
         tokens = self._tokens if isinstance(self._tokens, slice) else mx.array(self._tokens)
-        taken, others = chosen, mx.zeros((2,), mx.int32)
+        taken, others = chosen, mx.zeros((4,), mx.int32)
         if self.forced is not None:
-            taken, others = self._forced_of(self.forced[tokens][:, self._layer], chosen)
+            of_prompts = None if self.of_prompts is None else self.of_prompts[tokens]
+            forced = self.forced[tokens][:, self._layer]
+            taken, others = self._forced_of(forced, of_prompts, chosen)
         if self.counts is not None:
             load = mx.zeros((partition.shape[-1],), mx.int32)
             if self.counted is not None:
@@ -95,9 +103,11 @@ class ForwardRouting:
             self.counts.append(mx.stop_gradient(counts))
         return partition if self.forced is None else taken
 
-    def _forced_of(self, forced: mx.array, chosen: mx.array) -> tuple[mx.array, mx.array]:
-        """The experts to take, and [2] int32: how many tokens are forced, and how many of them to
-        another set than the router's."""
+    def _forced_of(
+        self, forced: mx.array, of_prompts: mx.array | None, chosen: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """The experts to take, and [4] int32: how many tokens are forced, how many of them to
+        another set than the router's, and the same of prompts' tokens."""
         if forced.size != chosen.size:
             raise ValueError(
                 f"{forced.shape[0]} tokens have {forced.shape[1]} recorded experts each; layer"
@@ -108,7 +118,14 @@ class ForwardRouting:
         is_forced = forced != mx.array(UNFORCED).astype(chosen.dtype)
         whole = is_forced.all(axis=-1)
         same = (mx.sort(forced, axis=-1) == mx.sort(chosen, axis=-1)).all(axis=-1)
-        others = mx.stack([whole.sum(), (whole & ~same).sum()]).astype(mx.int32)
+        counts = [whole, whole & ~same]
+        if of_prompts is None:
+            apart = [mx.zeros_like(whole)] * 2
+        else:
+            prompts = of_prompts.reshape(whole.shape)
+            apart = [each & prompts for each in counts]
+            counts = [each & ~prompts for each in counts]
+        others = mx.stack([each.sum() for each in (*counts, *apart)]).astype(mx.int32)
         return mx.where(is_forced, forced, chosen), others
 
     def by_token(self) -> mx.array:

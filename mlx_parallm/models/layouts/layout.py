@@ -19,10 +19,10 @@ its square.
 A recurrent block keeps a state (and the last inputs of a convolution) instead of keys and values.
 It takes prompts of one length at a time, without their padding, and what it keeps at their end is
 where each row goes on; the gradient flows back through it. Such blocks are not packed, because a
-state knows no mask. Windows become trees only, and blocks that keep both a state and keys and
-values are not rearranged: `shareable`, `packable` and `mergeable` say which. Nor are sequences
-packed, or made a tree, where a token's place in its row counts for more than its distance from
-others (learned positions). `BlockwiseModel` also compares the layouts once, at start.
+state knows no mask. Windows, and blocks that keep both a state and keys and values, become trees
+only: `shareable`, `packable` and `mergeable` say which. Sequences are not packed, nor made a tree,
+where a token's place in its row counts for more than its distance from others (learned positions).
+`BlockwiseModel` also compares the layouts once, at start.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,10 +50,12 @@ from mlx_parallm.models.layouts.padding import padded_length
 from mlx_parallm.models.layouts.tree_rows import TreeOfRows, TreeRows, merge_rows
 from mlx_parallm.models.mlx_lm_api import (
     ArraysCache,
+    CacheList,
     KVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
+from mlx_parallm.models.recurrent.layers import use_trees
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class SharedRows:
     owner: np.ndarray  # [B] int32: the prompt of each row
     # [N] int32: the scored positions, in prompts and rests, flattened and end to end
     positions: np.ndarray
+    places: np.ndarray  # [B, T] int32: where each token of the rows is there; -1 = nowhere
 
     @property
     def tokens(self) -> int:
@@ -81,6 +84,7 @@ class PackedRows:
     inputs: np.ndarray  # [R, W] int32, right-padded
     owner: np.ndarray  # [R, W] int32: the sequence that a token is of; -1 in padding
     positions: np.ndarray  # [N] int32: the scored positions in the flattened inputs
+    places: np.ndarray  # [B, T] int32, as in `SharedRows`
 
     @property
     def tokens(self) -> int:
@@ -105,6 +109,9 @@ class TokenBatch:
     # [N, layers, k] int16 or int32: the experts that predicted each token when it was sampled,
     # repeated in this forward; -1: the router's own choice
     experts: mx.array | None = None
+    # the same of prompts' tokens: their indices into the flattened [B · T], int32, and [M, layers,
+    # k]
+    prompt_experts: tuple[np.ndarray, mx.array] | None = None
     # further scores [n, …] of the scored tokens, made of their logits [n, V] and differentiated:
     # (logits, this batch, which of the scored tokens they are for)
     measure: "Callable[[mx.array, TokenBatch, slice], tuple[mx.array, ...]] | None" = None
@@ -152,12 +159,12 @@ def share_prompts(inputs: np.ndarray, positions: np.ndarray) -> SharedRows:
     )
     for row, (start, end) in enumerate(zip(prompt_lengths, ends, strict=True)):
         rests[row, : end - start] = inputs[row, start:end]
-    in_prompt = columns < prompt_lengths[rows]
-    of_prompt = owner[rows] * prompts.shape[1] + columns
-    of_rest = prompts.size + rows * rests.shape[1] + columns - prompt_lengths[rows]
-    return SharedRows(
-        prompts, lengths, rests, owner, np.where(in_prompt, of_prompt, of_rest).astype(np.int32)
-    )
+    column, each = np.arange(inputs.shape[1]), np.arange(len(inputs))[:, None]
+    of_prompt = owner[:, None] * prompts.shape[1] + column
+    of_rest = prompts.size + each * rests.shape[1] + column - prompt_lengths[:, None]
+    places = np.where(column < prompt_lengths[:, None], of_prompt, of_rest)
+    places = np.where(column < ends[:, None], places, -1).astype(np.int32)
+    return SharedRows(prompts, lengths, rests, owner, places[rows, columns], places)
 
 
 def pack_rows(inputs: np.ndarray, positions: np.ndarray, counts: Sequence[int]) -> PackedRows:
@@ -185,12 +192,12 @@ def pack_rows(inputs: np.ndarray, positions: np.ndarray, counts: Sequence[int]) 
         np.zeros((len(counts), width), np.int32),
         np.full((len(counts), width), -1, np.int32),
     )
+    places = np.full(inputs.shape, -1, np.int32)
     for sequence, (row, start, length) in enumerate(zip(place, starts, lengths, strict=True)):
         packed[row, start : start + length] = inputs[sequence, :length]
         owner[row, start : start + length] = sequence
-    return PackedRows(
-        packed, owner, (place[rows] * width + starts[rows] + columns).astype(np.int32)
-    )
+        places[sequence, :length] = np.arange(length) + row * width + start
+    return PackedRows(packed, owner, places[rows, columns], places)
 
 
 class Layout(Protocol):
@@ -418,17 +425,22 @@ def packable(model: nn.Module) -> str:
 
 
 def mergeable(model: nn.Module) -> str:
-    """ "" where blocks keep keys and values of all tokens, or of the last ones; else what stands in
-    the way of `TreeRows`."""
-    return _keeps_others(model, {KVCache, RotatingKVCache})
+    """ "" where blocks keep keys and values of all tokens, or of the last ones, or a recurrent
+    state; else what stands in the way of `TreeRows`."""
+    return _keeps_others(model, {KVCache, RotatingKVCache, ArraysCache}, several=True)
 
 
-def _keeps_others(model: nn.Module, kinds: set[type]) -> str:
-    """Name the caches that are of other kinds, or keep their first tokens beside a window."""
+def _keeps_others(model: nn.Module, kinds: set[type], *, several: bool = False) -> str:
+    """Name the caches that are of other kinds, or keep their first tokens beside a window.
+    `several`: a block may have several caches."""
+    caches = make_prompt_cache(model)
+    if several:
+        lists = [c.caches if isinstance(c, CacheList) else [c] for c in caches]
+        caches = [cache for one in lists for cache in one]
     others = sorted(
         {
             type(cache).__name__
-            for cache in make_prompt_cache(model)
+            for cache in caches
             if type(cache) not in kinds or getattr(cache, "keep", False)
         }
     )
@@ -485,7 +497,8 @@ def compare_layouts(
         try:
             scores = score(replace(batch, compact=compact))
         except (ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
-            return f"its blocks do not take such keys, values and masks: {error}"
+            line = str(error).partition("\n")[0]
+            return f"its blocks do not take such keys, values and masks: {line}"
         off = max(distance(a, b) for a, b in zip(scores, rows, strict=True))
         return f"scores are off by {off:.2g} (relative)" if off > bound else ""
 
@@ -495,7 +508,9 @@ def compare_layouts(
     if not mx.array_equal(hidden[:, 1:], hidden[:, :-1]).item():
         reason = "what enters its blocks depends on the position"
         return unshared, unpackable or reason, unmergeable or reason
-    route_attention(model)
+    for part in [model, *stack.blocks]:  # which stand beside the model while it is tried
+        route_attention(part)
+        use_trees(part)
     return (
         unshared,
         unpackable or why_not(pack_rows(tokens, positions, [1, 2])),

@@ -16,7 +16,13 @@ So blocks of BLOCK tokens attend to the path above their first token and to them
 made of two numbers a token: it and the end of its subtree. Blocks with paths of nearly one length
 go together. Scores are BLOCK · (path + BLOCK) a block, whatever the size of the forest. A layer
 with a window sees the ancestors whose depth is less than the window away; the rest of the path is
-not looked at.
+not looked at. Latent attention (MLA) compares its latents as keys, those of the rotated part beside
+them (`RoutedLatent`).
+
+A block with a recurrent state gets a cache without one. Its convolution and its recurrence look up
+each token's parent (`recurrent/tree.py`); the rest of it looks at one token alone. A convolution
+pads rows in front, so its block gets all tokens in one row, [1, W, D], where no rotary positions
+forbid it.
 """
 
 from dataclasses import dataclass
@@ -27,10 +33,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.models.attention import RoutedKeys, attend_with_mask
+from mlx_parallm.models.attention import RoutedKeys, RoutedLatent, attend_with_mask
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
 from mlx_parallm.models.layouts.padding import padded_length
-from mlx_parallm.models.mlx_lm_api import RotatingKVCache, make_prompt_cache
+from mlx_parallm.models.mlx_lm_api import (
+    ArraysCache,
+    CacheList,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from mlx_parallm.models.recurrent.tree import TokenTree, over
 
 BLOCK = 128
 """Queries of a block. More make fewer products, and more scores that the mask hides."""
@@ -50,6 +62,7 @@ class TreeRows:
     depths: np.ndarray  # [W] int32: tokens above it
     ends: np.ndarray  # [W] int32: the first token behind its subtree
     positions: np.ndarray  # [N] int32: the scored positions, one index for each; some are equal
+    places: np.ndarray  # [B, T] int32: where each token of the rows is; -1 = nowhere
 
     @property
     def tokens(self) -> int:
@@ -74,7 +87,7 @@ def merge_rows(inputs: np.ndarray, positions: np.ndarray) -> TreeRows:
     total = sum(len(used[row]) - depth for row, depth in zip(order, common, strict=True))
     tokens, depths = np.zeros(total, np.int32), np.zeros(total, np.int32)
     ends = np.full(total, total, np.int32)
-    paths: dict[int, np.ndarray] = {}
+    places = np.full(inputs.shape, -1, np.int32)
     path, count = np.zeros(0, np.int32), 0
     for row, depth in zip(order, common, strict=True):
         ends[path[depth:]] = count  # the branch that is left here
@@ -82,10 +95,9 @@ def merge_rows(inputs: np.ndarray, positions: np.ndarray) -> TreeRows:
         tokens[count : count + new] = used[row][depth:]
         depths[count : count + new] = np.arange(depth, depth + new)
         path = np.append(path[:depth], np.arange(count, count + new, dtype=np.int32))
-        paths[row] = path
+        places[row, : len(path)] = path
         count += new
-    places = [paths[row][column] for row, column in zip(rows.tolist(), columns, strict=True)]
-    return TreeRows(tokens, depths, ends, np.array(places, np.int32))
+    return TreeRows(tokens, depths, ends, places[rows, columns], places)
 
 
 def shared_length(a: np.ndarray, b: np.ndarray) -> int:
@@ -104,21 +116,54 @@ class TreeOfRows:
         self.positions = mx.array(tree.positions)
         self._inputs = mx.array(np.pad(tree.inputs, (0, missing)))[:, None]
         self._offsets = mx.array(np.pad(tree.depths, (0, missing)))
+        self._forest = TokenTree(tree.depths, width)
         # the padding are trees of one token each
         alone = np.arange(count + 1, width + 1, dtype=np.int32)
         self._ends = np.append(tree.ends, alone)
         self._depths = np.pad(tree.depths, (0, missing))
 
     def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]:
+        attentions: dict[int | None, TreeAttention] = {}
+
+        def of_tree(cache: Any) -> Any:
+            if isinstance(cache, CacheList):
+                return tuple(map(of_tree, cache.caches))
+            if isinstance(cache, ArraysCache):
+                return TreeStates(len(cache.cache))
+            window = window_of(cache)
+            if window not in attentions:
+                attentions[window] = TreeAttention(self._ends, self._depths, window)
+            return TreeCache(attentions[window], self._offsets)
+
         # of some architectures fewer than blocks
-        windows = [window_of(cache) for cache in make_prompt_cache(stack.model)]
-        seen = {each: TreeAttention(self._ends, self._depths, each) for each in set(windows)}
-        caches = [TreeCache(seen[each], self._offsets) for each in windows]
-        return stack.embed(self._inputs, caches)
+        caches = [of_tree(cache) for cache in make_prompt_cache(stack.model)]
+        hidden, calls = stack.embed(self._inputs, caches)
+        for block, call in zip(stack.blocks, calls, strict=True):
+            for cache in _of_kind(TreeCache, call):
+                cache.latent = any("embed_q" in module for module in block.modules())
+        return hidden, calls
 
     def run(self, block: nn.Module, hidden: mx.array, call: BlockCall) -> mx.array:
-        out: mx.array = block(hidden, *call.args, **call.kwargs)
-        return out
+        states = _of_kind(TreeStates, call)
+        # rotary positions, of keys and values or of lightning attention, are those of rows
+        in_one_row = not _of_kind(TreeCache, call) and any(
+            isinstance(module, nn.Conv1d) for module in block.modules()
+        )
+        lookups, writes = self._forest.lookups, sum(each.writes for each in states)
+        with over(self._forest):
+            if in_one_row:
+                hidden = hidden.swapaxes(0, 1)
+            out: mx.array = block(hidden, *call.args, **call.kwargs)
+        if self._forest.lookups - lookups < sum(each.writes for each in states) - writes:
+            raise ValueError("it has a recurrence that does not go over trees")
+        return out.swapaxes(0, 1) if in_one_row else out
+
+
+def _of_kind(kind: type, call: BlockCall) -> list[Any]:
+    """Return the caches of that kind among a block's arguments."""
+    arguments = [*call.args, *call.kwargs.values()]
+    flat = [one for each in arguments for one in (each if isinstance(each, tuple) else [each])]
+    return [cache for cache in flat if isinstance(cache, kind)]
 
 
 @dataclass(frozen=True)
@@ -221,8 +266,21 @@ class _TreeKeys(RoutedKeys):
         return self._attention.attend(queries, self._keys, self._values, scale, sinks)
 
 
+class _TreeLatents(RoutedLatent):
+    def __init__(self, attention: TreeAttention, latents: mx.array, rotated: mx.array) -> None:
+        self._attention, self._latents = attention, latents
+        self._keys = mx.concatenate([latents, rotated], axis=-1)
+
+    def attend_latent(self, queries: mx.array, rotated: mx.array, scale: float) -> mx.array:
+        queries = mx.concatenate([queries, rotated / scale], axis=-1)
+        return self._attention.attend(queries, self._keys, self._latents, scale, None)
+
+
 class TreeCache:
-    """A block's cache in the forward of a forest. `offset` [W] int32: the tokens' depths."""
+    """A block's cache in the forward of a forest. `offset` [W] int32: the tokens' depths. `latent`:
+    its attention keeps latents, and the rotated part of the keys (MLA)."""
+
+    latent = False
 
     def __init__(self, attention: TreeAttention, offset: mx.array) -> None:
         self._attention, self.offset = attention, offset
@@ -235,5 +293,18 @@ class TreeCache:
             )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        if self.latent:
+            identity = mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
+            return _TreeLatents(self._attention, keys, values), identity
         routed = _TreeKeys(self._attention, keys, values)
         return routed, routed
+
+
+class TreeStates(ArraysCache):
+    """A recurrent block's cache of `size` arrays in the forward of a forest: there is nothing
+    before its tokens, and nothing is kept of them. `writes`: how many arrays should have been."""
+
+    writes = 0
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        self.writes += 1

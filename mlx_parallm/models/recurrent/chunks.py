@@ -60,11 +60,8 @@ def gated_delta(
         q, k = (mx.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
     chunk = min(chunk, 1 << (length - 1).bit_length())
     q, k, v, beta = (_in_chunks(x, chunk) for x in (q, k, v, beta[..., None]))
-    weighted = beta * k
-    within, inverse, from_start, to_end = _triangles(q, k, weighted, _in_chunks(decay, chunk, 1.0))
-    u, w = inverse @ (beta * v), inverse @ (weighted * from_start)
-    queries, keys = q * from_start, (k * to_end).swapaxes(-1, -2)
-    faded = from_start[..., -1, :, None]  # [B, H, N, Dk or 1, 1]
+    terms = delta_terms(q, k, v, _in_chunks(decay, chunk, 1.0), beta)
+    queries, keys, within, u, w, faded = terms
     state = (
         mx.zeros((batch, heads, k.shape[-1], v.shape[-1]))
         if state is None
@@ -77,6 +74,24 @@ def gated_delta(
         state = faded[:, :, n] * state + keys[:, :, n] @ fresh
     y = mx.stack(outputs, axis=2).reshape(batch, heads, -1, v.shape[-1])[:, :, :length]
     return y.swapaxes(1, 2).astype(dtype), state.swapaxes(-1, -2)
+
+
+def delta_terms(
+    q: mx.array, k: mx.array, v: mx.array, decay: mx.array, beta: mx.array
+) -> tuple[mx.array, ...]:
+    """Compute of chunks of the gated delta rule what needs no state.
+
+    Args:
+        q, k: […, C, Dk] float32; v: […, C, Dv]; decay: […, C, 1 or Dk]; beta: […, C, 1].
+
+    Returns: queries, keys, within, u, w and faded. Of them a state S […, Dk, Dv] makes `fresh` = u
+    - w S, the outputs queries S + within fresh, and the next state faded S + keys fresh.
+    """
+    weighted = beta * k
+    within, inverse, from_start, to_end = _triangles(q, k, weighted, decay)
+    u, w = inverse @ (beta * v), inverse @ (weighted * from_start)
+    queries, keys = q * from_start, (k * to_end).swapaxes(-1, -2)
+    return queries, keys, within, u, w, from_start[..., -1, :, None]  # the last: […, Dk or 1, 1]
 
 
 def _float(x: mx.array) -> mx.array:

@@ -1,6 +1,8 @@
 """Puts the recurrences in chunks (`chunks.py`) in the place of mlx-lm's loops over tokens.
 
     use_chunks      in the layers of a model: training, and prompts where there is no Metal kernel
+    use_trees       the same layers, convolutions and Mamba 2 go over a forest of tokens (`tree.py`)
+                    where their thread does
 
 A few tokens, such as a decode step's, keep mlx-lm's own step; so does everything in front of the
 recurrence. On Metal mlx-lm's kernels stay where they are called: in evaluation mode, without a
@@ -16,8 +18,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.mlx_lm_api import chunked_simple_decay
+from mlx_parallm.models.mlx_lm_api import chunked_simple_decay, ssm_steps
 from mlx_parallm.models.recurrent.chunks import gated_delta, linear_scan, selective_scan
+from mlx_parallm.models.recurrent.tree import (
+    TokenTree,
+    convolve,
+    current_tree,
+    tree_gated_delta,
+    tree_selective_scan,
+    tree_ssd,
+)
 from mlx_parallm.system.log import get_logger
 
 log = get_logger(__name__)
@@ -33,9 +43,7 @@ def use_chunks(model: nn.Module) -> list[str]:
     trains as slowly as mlx-lm does.
     """
     replaced = []
-    # MLX goes from the last layer to the first
-    first = {type(module): path for path, module in model.named_modules()}
-    for kind, path in first.items():
+    for kind, path in _kinds(model):
         replace = partial(_replace, f"{path} ({kind.__name__})")
         names = vars(sys.modules[kind.__module__])
         # imported by name; it calls a global of its own
@@ -51,6 +59,28 @@ def use_chunks(model: nn.Module) -> list[str]:
         if kind.__name__ == "JambaMambaMixer":
             replaced += replace(kind, "ssm_step", _jamba_step)
     return replaced
+
+
+def use_trees(model: nn.Module) -> None:
+    """Let what `use_chunks` does not replace go over a forest, too; for the process. A function
+    that is not mlx-lm's is left as it is, with a warning: `TreeOfRows` refuses its layer."""
+    for kind, path in _kinds(model):
+        replace = partial(_replace, f"{path} ({kind.__name__})")
+        names = vars(sys.modules[kind.__module__])
+        if (update := names.get("gated_delta_update")) is not None:
+            replace(inspect.unwrap(update).__globals__, "gated_delta_kernel", _gated_delta_kernel)
+        if (update := names.get("ssm_update")) is not None:
+            replace(inspect.unwrap(update).__globals__, "ssm_attn", _ssm_attn)
+        if kind.__module__.rpartition(".")[2] == "bailing_hybrid":
+            replace(names, "recurrent_gla", _gla_in_chunks)
+        if kind is nn.Conv1d:
+            replace(nn.Conv1d, "__call__", _conv1d)
+
+
+def _kinds(model: nn.Module) -> list[tuple[type, str]]:
+    """Return the classes of the modules, and the path of the first module of each. MLX goes from
+    the last layer to the first."""
+    return list({type(module): path for path, module in model.named_modules()}.items())
 
 
 def _replace(layer: str, owner: Any, name: str, make: Callable[[Any], Any]) -> list[str]:
@@ -85,7 +115,9 @@ def _gated_delta_ops(by_token: Callable[..., Any]) -> Callable[..., Any]:
         beta: mx.array,
         state: mx.array | None = None,
         mask: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array | None]:
+        if (tree := current_tree()) is not None:
+            return tree_gated_delta(tree, q, k, v, g, beta), state
         if q.shape[1] < FEWEST_TOKENS:
             return by_token(q, k, v, g, beta, state, mask)
         return gated_delta(q, k, v, g, beta, state, mask)
@@ -93,16 +125,109 @@ def _gated_delta_ops(by_token: Callable[..., Any]) -> Callable[..., Any]:
     return gated_delta_ops
 
 
+def _gated_delta_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def gated_delta_kernel(
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        g: mx.array,
+        beta: mx.array,
+        state: mx.array,
+        mask: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        if (tree := current_tree()) is not None:
+            return tree_gated_delta(tree, q, k, v, g, beta), state
+        computed: tuple[mx.array, mx.array] = kernel(q, k, v, g, beta, state, mask)
+        return computed
+
+    return gated_delta_kernel
+
+
+def _ssm_attn(in_rows: Callable[..., Any]) -> Callable[..., Any]:
+    def ssm_attn(
+        x: mx.array,
+        A_log: mx.array,
+        B: mx.array,
+        C: mx.array,
+        D: mx.array,
+        dt: mx.array,
+        dt_bias: mx.array,
+        state: mx.array | None = None,
+        time_step_limit: tuple[float, float] = (0.001, 100.0),
+        mask: mx.array | None = None,
+        lengths: mx.array | None = None,
+        step: int = 256,
+    ) -> tuple[mx.array, mx.array | None]:
+        if (tree := current_tree()) is None:
+            computed: tuple[mx.array, mx.array] = in_rows(
+                x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths, step
+            )
+            return computed
+        dt = ssm_steps(dt, dt_bias, time_step_limit)
+        log_decay = dt * -mx.exp(A_log).astype(dt.dtype)
+        inputs = (dt[..., None] * x, log_decay, B, C)
+        y = tree_ssd(tree, *(array.flatten(0, 1) for array in inputs))
+        return y.reshape(x.shape).astype(x.dtype) + x * D[:, None], state
+
+    return ssm_attn
+
+
+def _conv1d(in_rows: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: Layer, x: mx.array) -> mx.array:
+        if (tree := current_tree()) is None:
+            convolved: mx.array = in_rows(self, x)
+            return convolved
+        rows, kernel = x.shape[0], self.weight.shape[1]
+        x = x[:, kernel - 1 :]  # behind an empty state
+        if self.weight.shape[2] != 1 or rows * x.shape[1] != tree.width:
+            raise ValueError("its convolution looks at other tokens, or mixes channels")
+        out = convolve(tree, x.flatten(0, 1), self.weight, self.get("bias"))
+        return out.reshape(rows, -1, out.shape[-1])
+
+    return __call__
+
+
 def _recurrent_gla(by_token: Callable[..., Any]) -> Callable[..., Any]:
     def recurrent_gla(
         q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float, h: mx.array | None = None
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array | None]:
+        if (tree := current_tree()) is not None:
+            return _gla_over(tree, q, k, v, g, scale), h
         if q.shape[2] < FEWEST_TOKENS:
             return by_token(q, k, v, g, scale, h)
         y, state = chunked_simple_decay(q, k, v, g, scale=scale, h=h)
         return y, state.astype(q.dtype)
 
     return recurrent_gla
+
+
+def _gla_in_chunks(in_rows: Callable[..., Any]) -> Callable[..., Any]:
+    def recurrent_gla(
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        g: mx.array,
+        *,
+        scale: float,
+        h: mx.array | None = None,
+        mask: mx.array | None = None,
+        chunk: int = 128,
+    ) -> tuple[mx.array, mx.array | None]:
+        if (tree := current_tree()) is not None:
+            return _gla_over(tree, q, k, v, g, scale), h
+        y, state = in_rows(q, k, v, g, scale=scale, h=h, mask=mask, chunk=chunk)
+        return y, state
+
+    return recurrent_gla
+
+
+def _gla_over(
+    tree: TokenTree, q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float
+) -> mx.array:
+    """Lightning attention: h ← e^g h + k ⊗ v; y = q h, of [B, H, T, D] tokens and one g a head."""
+    c, b, x = (array.swapaxes(1, 2).flatten(0, 1) for array in (q * scale, k, v))
+    y = tree_ssd(tree, x, mx.broadcast_to(g, x.shape[:2]), b, c)
+    return y.reshape(v.swapaxes(1, 2).shape).swapaxes(1, 2).astype(q.dtype)
 
 
 def _rnn_scan(by_token: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,8 +243,8 @@ def _rnn_scan(by_token: Callable[..., Any]) -> Callable[..., Any]:
 def _mamba_sequence(by_token: Callable[..., Any]) -> Callable[..., Any]:
     def _process_sequence(
         self: Layer, x: mx.array, conv_cache: mx.array | None, state_cache: mx.array | None
-    ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
-        if x.shape[1] < FEWEST_TOKENS:
+    ) -> tuple[mx.array, tuple[mx.array, mx.array | None]]:
+        if x.shape[1] < FEWEST_TOKENS and current_tree() is None:
             return by_token(self, x, conv_cache, state_cache)
         x, z = self.in_proj(x).split(indices_or_sections=2, axis=-1)
         before = self.conv_kernel_size - 1
@@ -143,8 +268,8 @@ def _mamba_sequence(by_token: Callable[..., Any]) -> Callable[..., Any]:
 def _jamba_step(by_token: Callable[..., Any]) -> Callable[..., Any]:
     def ssm_step(
         self: Layer, x: mx.array, A: mx.array, state: mx.array | None = None
-    ) -> tuple[mx.array, mx.array]:
-        if x.shape[1] < FEWEST_TOKENS:
+    ) -> tuple[mx.array, mx.array | None]:
+        if x.shape[1] < FEWEST_TOKENS and current_tree() is None:
             return by_token(self, x, A, state)
         delta, b, c = _selected(self, x)
         norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
@@ -162,8 +287,9 @@ def _selected(layer: Layer, x: mx.array) -> Any:
 
 def _scanned(
     layer: Layer, x: mx.array, delta: mx.array, b: mx.array, c: mx.array, state: mx.array | None
-) -> tuple[mx.array, mx.array]:
-    y, state = selective_scan(
-        x, nn.softplus(layer.dt_proj(delta)), -mx.exp(layer.A_log), b, c, state
-    )
+) -> tuple[mx.array, mx.array | None]:
+    inputs = x, nn.softplus(layer.dt_proj(delta)), -mx.exp(layer.A_log), b, c
+    if (tree := current_tree()) is not None:
+        return tree_selective_scan(tree, *inputs) + layer.D * x, state
+    y, state = selective_scan(*inputs, state)
     return y + layer.D * x, state

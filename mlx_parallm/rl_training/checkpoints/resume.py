@@ -133,7 +133,7 @@ MAY_CHANGE = (
             "overlong_buffer",
             "overlong_length",
             "sampler_correction*",
-            "router_replay",
+            "router_replay*",
             "kl_in",
             "kl_target",
             "kl_horizon",

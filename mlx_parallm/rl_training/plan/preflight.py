@@ -34,7 +34,9 @@ from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
+from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.images.support import tower_bytes
+from mlx_parallm.models.layouts.tree_rows import BLOCK
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import are_experts, inject_lora, linear_shape, trainer_lora_layers
 from mlx_parallm.models.quantize import quantizable
@@ -121,6 +123,7 @@ class ModelShape:
         )
         dtype, stored = _dtypes(config, model_config)
         model.set_dtype(dtype)
+        widen_experts(model)
         routes = _routes(model, config, model_config)
         arrays = tree_flatten(model.parameters())
         weights, count = (
@@ -306,6 +309,7 @@ def predict_memory(
         **_rounding(config, shape),
         "training: activations": int(activations),
         "training: logits": int(logits),
+        "training: masks": _mask_bytes(config, lengths),
         "training: update": max(0, int(updating - activations - logits)),
     }
     loading = max(0, shape.weights + shape.loading - sum(parts.values()))
@@ -332,11 +336,12 @@ def _routes(model: nn.Module, config: Config, model_config: Mapping[str, Any]) -
 
 
 def _route_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
-    """Bytes of the recorded experts of a step's rollouts and of those that are sampled meanwhile,
-    and of a mini-batch's in 16 bits and 32."""
+    """Bytes of the recorded experts of a step's rollouts and of those that are sampled meanwhile
+    (a prompt's once a rollout, at most), and of a mini-batch's in 16 bits and 32."""
     training = config.rl_training
     rollouts = 2 * training.atropos.rollout_batch_size
-    ids = shape.routes * lengths.completion
+    tokens = lengths.completion + training.router_replay_prompts * lengths.prompt
+    ids = shape.routes * tokens
     wide = 3 if shape.routes else 0
     return ids * rollouts + ids * wide * FLOAT // 2 * min(
         training.batch_size, training.atropos.rollout_batch_size
@@ -510,16 +515,7 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[float, float]:
     """Bytes of (activations, logits) at the peak of one micro-batch's backward pass."""
     training = config.rl_training
-    length = lengths.prompt + lengths.completion
-    if config.data.path is None:
-        length = min(length, training.atropos.max_token_length)
-    span = padded_length(max(length - 1, 1))
-    together = 2 if training.algorithm in IN_PAIRS else 1
-    rows = training.batch_size * together
-    computed, shared = _computed(config, lengths, rows, span)
-    tokens = max(
-        together * span, min(training.token_budget, computed, lengths.batch or sys.maxsize)
-    )
+    tokens, rows, span, shared = _rows_of_micro_batch(config, lengths)
     scored = min(tokens, rows * lengths.completion)
     size = training.blocks_per_eval or shape.layers
     groups = -(-shape.layers // size)
@@ -551,6 +547,30 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
     # computed again.
     above = max(block * unit - logits, size * stays * unit if piece >= scored else 0.0)
     return groups * d * unit + above, logits
+
+
+def _rows_of_micro_batch(config: Config, lengths: Lengths) -> tuple[int, int, int, bool]:
+    """Tokens of the largest micro-batch; rows of a mini-batch, and their length; whether prompts
+    are shared."""
+    training = config.rl_training
+    length = lengths.prompt + lengths.completion
+    if config.data.path is None:
+        length = min(length, training.atropos.max_token_length)
+    span = padded_length(max(length - 1, 1))
+    together = 2 if training.algorithm in IN_PAIRS else 1
+    rows = training.batch_size * together
+    computed, shared = _computed(config, lengths, rows, span)
+    tokens = max(
+        together * span, min(training.token_budget, computed, lengths.batch or sys.maxsize)
+    )
+    return tokens, rows, span, shared
+
+
+def _mask_bytes(config: Config, lengths: Lengths) -> int:
+    """Bytes of the masks of rows that share prompts, are packed, or become a tree: one of each
+    token for as many others as the longest row has, and in a tree for those of its block."""
+    tokens, rows, span, _ = _rows_of_micro_batch(config, lengths)
+    return tokens * (span + BLOCK) if rows > 1 else 0
 
 
 def _computed(config: Config, lengths: Lengths, rows: int, span: int) -> tuple[int, bool]:

@@ -340,12 +340,16 @@ def online_kto(config: RLTrainingConfig) -> Algorithm:
 
 def kto_of_rollouts(batch: TrainBatch, score: Score, *, measures_kl: bool) -> dict[str, float]:
     """Return the constants of `kto_loss`: "kl" = max(0, mean log-ratio of each prompt with the
-    completion of the next sequence), and how many sequences have either label."""
+    completion of the next sequence), and how many sequences have either label.
+
+    A prompt with another's completion is cut where it is longer than the longest sequence: memory
+    and the model's context are for those."""
     rollouts = [sequence.rollout for sequence in batch.sequences if any(sequence.rollout.mask)]
     following = [*rollouts[1:], *rollouts[:1]]
     kl = 0.0
     if measures_kl and rollouts:
-        foreign = map(_mismatched, rollouts, following)
+        longest = max(len(rollout.tokens) for rollout in rollouts)
+        foreign = map(partial(_mismatched, longest=longest), rollouts, following)
         kl = max(0.0, fmean(score(list(foreign))))
     labels = [math.fsum(sequence.advantages) for sequence in batch.sequences]
     return {
@@ -355,12 +359,13 @@ def kto_of_rollouts(batch: TrainBatch, score: Score, *, measures_kl: bool) -> di
     }
 
 
-def _mismatched(rollout: Rollout, other: Rollout) -> Rollout:
-    """The prompt of one with the completion of another (arXiv:2402.01306, §3.3)."""
+def _mismatched(rollout: Rollout, other: Rollout, *, longest: int) -> Rollout:
+    """The first tokens of the prompt of one with the completion of another (arXiv:2402.01306,
+    §3.3)."""
     prompt, completion = rollout.mask.index(1), other.mask.index(1)
-    mask = (*(0,) * prompt, *other.mask[completion:])
+    mask = (*(0,) * prompt, *other.mask[completion:])[:longest]
     return Rollout(
-        (*rollout.tokens[:prompt], *other.tokens[completion:]),
+        (*rollout.tokens[:prompt], *other.tokens[completion:])[:longest],
         mask,
         None,
         (0,) * len(mask),

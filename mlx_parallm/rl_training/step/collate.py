@@ -78,6 +78,8 @@ class MicroBatch:
     # [N, layers, k] int16, or int32 of more experts than a byte counts, see `TokenBatch.experts`;
     # None: no rollout has recorded its experts
     experts: np.ndarray | None = None
+    # ([M] int32, [M, layers, k]), see `TokenBatch.prompt_experts`; None: they are not repeated
+    prompt_experts: tuple[np.ndarray, np.ndarray] | None = None
     compact: CompactRows | None = None  # the same tokens, fewer of them computed
 
     @property
@@ -101,6 +103,7 @@ class MicroBatch:
             if len(temperatures) and (temperatures == temperatures[0]).all()
             else None
         )
+        prompts = self.prompt_experts if replay else None
         return TokenBatch(
             inputs=mx.array(self.inputs),
             positions=mx.array(self.positions),
@@ -108,6 +111,7 @@ class MicroBatch:
             temperature=mx.array(temperatures) if same is None else same,
             compact=self.compact,
             experts=mx.array(self.experts) if replay and self.experts is not None else None,
+            prompt_experts=None if prompts is None else (prompts[0], mx.array(prompts[1])),
             entropy_slope=entropy_slope,
             measure=measure,
         )
@@ -137,6 +141,7 @@ def collate(
     share_prompts: bool = False,
     packing: bool = False,
     merging: bool = False,
+    prompt_experts: bool = False,
 ) -> MiniBatch:
     """The mini-batch of these rows. A sequence longer than the budget is a micro-batch of its own;
     one without a trained token is in none, and counts among the sequences.
@@ -148,6 +153,7 @@ def collate(
             it.
         packing: the model can compute several sequences in one row. Pairs are not packed.
         merging: the model can compute rows as a tree. Pairs are not merged.
+        prompt_experts: the recorded experts of prompts' tokens are repeated too.
 
     Prompts are shared, or rows packed, where that computes less than rows sorted by length
     (PAYS_BELOW); of the two, the one with fewer tokens. Rows are merged where that computes less
@@ -183,7 +189,9 @@ def collate(
     starts = np.concatenate([[0], np.cumsum([sequence.trained for sequence in sequences])]).astype(
         np.int64
     )
-    micro_batches = tuple(_micro_batch(sequences, part, arrange, starts) for part, arrange in cut)
+    micro_batches = tuple(
+        _micro_batch(sequences, part, arrange, starts, prompt_experts) for part, arrange in cut
+    )
     return MiniBatch(
         micro_batches, sum(len(part.positions) for part in micro_batches), count, sequences
     )
@@ -194,6 +202,7 @@ def _micro_batch(
     rows: Sequence[int],
     arrange: Arrange | None,
     starts: np.ndarray,
+    prompt_experts: bool,
 ) -> MicroBatch:
     """`starts` [sequences + 1]: where the columns of each sequence begin."""
     width = padded_length(max(len(sequences[row].rollout.tokens) for row in rows) - 1)
@@ -224,6 +233,7 @@ def _micro_batch(
         scatter=scatter.reshape(shape),
         columns=np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows]),
         experts=_experts(sequences, rows),
+        prompt_experts=_prompt_experts(sequences, rows, mask) if prompt_experts else None,
         compact=compact if compact is not None and compact.tokens < inputs.size else None,
     )
 
@@ -245,6 +255,41 @@ def _experts(sequences: Sequence[TrainSequence], rows: Sequence[int]) -> np.ndar
             # the first token of a sequence is never trained on
             parts.append(experts.array()[len(experts) - sequence.trained :].astype(kind))
     return np.concatenate(parts)
+
+
+def _prompt_experts(
+    sequences: Sequence[TrainSequence], rows: Sequence[int], mask: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Places in the flattened [B · T] and experts of the tokens that were recorded, without those
+    that predict a trained one or are behind the last of these; None: there are none."""
+    places, parts = [], []
+    for i, row in enumerate(rows):
+        for part in sequences[row].rollout.prompt_experts:
+            columns = np.arange(part.start, part.stop)
+            last = int(np.flatnonzero(mask[i])[-1])
+            chosen = columns < last
+            chosen[chosen] = ~mask[i, columns[chosen]]
+            places.append(columns[chosen] + i * mask.shape[1])
+            parts.append(part.experts.array()[chosen])
+    if not sum(map(len, places)) or any(sequences[row].targets_each > 1 for row in rows):
+        return None
+    kind = np.int32 if any(part.dtype.itemsize > 1 for part in parts) else np.int16
+    ids = np.concatenate([part.astype(kind) for part in parts])
+    return np.concatenate(places).astype(np.int32), ids
+
+
+def prompt_coverage(sequences: Sequence[TrainSequence]) -> tuple[int, int]:
+    """How many tokens stand before the last trained one of each sequence and predict no trained
+    one, and how many of them have recorded experts."""
+    places = recorded = 0
+    for sequence in sequences:
+        if sequence.trained:
+            mask = np.array(sequence.rollout.mask[1:], bool)
+            free = ~mask[: np.flatnonzero(mask)[-1]]
+            places += int(free.sum())
+            for part in sequence.rollout.prompt_experts:
+                recorded += int(free[part.start : part.stop].sum())
+    return places, recorded
 
 
 def _targets(

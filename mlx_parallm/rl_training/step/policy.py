@@ -89,6 +89,7 @@ class TrainedPolicy:
         needs_reference: bool | None = None,
         needs_values: bool = False,
         kv_bits: int | None = None,
+        watches_experts: bool = True,
     ) -> None:
         self.model, self._source, self.model_config, self._base = (
             model,
@@ -98,7 +99,7 @@ class TrainedPolicy:
         )
         self.lora = config.lora.enabled
         setting = "off" if config.algorithm in DATA_ALGORITHMS else config.router_replay
-        self.experts = watched_experts(model, setting)
+        self.experts = watched_experts(model, setting) if watches_experts else None
         self.replays_experts = self.experts is not None and replays_experts(
             model,
             setting,
@@ -106,6 +107,12 @@ class TrainedPolicy:
             rounded=config.lora.qat_bits is not None,
             kv_bits=kv_bits,
         )
+        self.replays_prompts = self.replays_experts and config.router_replay_prompts
+        if config.router_replay_prompts and self.experts is None:
+            raise ConfigError(
+                "rl_training.router_replay_prompts = true, but this model has no experts that can"
+                " be repeated: leave it out"
+            )
         self._adalora = (
             config.lora.adalora.model_dump() | {"total_step": config.total_steps}
             if config.lora.use_adalora

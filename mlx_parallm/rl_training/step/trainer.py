@@ -54,6 +54,7 @@ from mlx_parallm.rl_training.step.collate import (
     MiniBatch,
     collate,
     epoch_order,
+    prompt_coverage,
 )
 from mlx_parallm.rl_training.step.images import StepImages
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, Update, learning_rate_at
@@ -325,7 +326,7 @@ class Trainer:
         started = time.perf_counter()
         at = position or StepPosition()
         self.drop()
-        self.model.experts_forced = self.model.experts_differing = 0
+        self.model.forget_routing()
         if self.policy.experts is not None:
             layers, _, experts = self.policy.experts
             self.model.expert_load = np.zeros((layers, experts), np.int64)
@@ -339,7 +340,7 @@ class Trainer:
         scored_position = self.ask_teachers(batch, at, stopping)
         scores = None if scored_position is None else self._score(batch, scored_position, stopping)
         if scored_position is None or scores is None:
-            return self._result(at, None, learning_rate, started, finished=False)
+            return self._result(batch, at, None, learning_rate, started, finished=False)
         at, prepared = replace(at, scores=scores), self._prepare(batch, scores)
         if self.algorithm.constants is not None:
             constants = self.algorithm.constants(batch, self.log_ratios)
@@ -352,10 +353,10 @@ class Trainer:
             ):
                 after = self._update(batch, prepared, at, number, learning_rate, stopping)
                 if after is None:
-                    return self._result(at, prepared, learning_rate, started, finished=False)
+                    return self._result(batch, at, prepared, learning_rate, started, finished=False)
                 at = replace(after, next_mini_batch=number + 1)
             at = replace(at, epoch=epoch + 1, order=(), next_mini_batch=0)
-        result = self._result(at, prepared, learning_rate, started, finished=True)
+        result = self._result(batch, at, prepared, learning_rate, started, finished=True)
         if self.model.expert_load is not None:
             everyone = self.ranks.exchange(self.model.expert_load)
             result.metrics.update({} if everyone is None else expert_load(np.sum(everyone, axis=0)))
@@ -566,6 +567,7 @@ class Trainer:
             share_prompts=self.model.shares_prompts and not plain,
             merging=self.model.merges_rows and not plain,
             packing=self.config.packing and self.model.packs_rows and not plain,
+            prompt_experts=self.policy.replays_prompts,
         )
 
     def _score(
@@ -634,11 +636,23 @@ class Trainer:
     def _scores_of(self, micro_batch: MicroBatch, replay: bool) -> list[np.ndarray]:
         return [np.array(part) for part in self.model.score(micro_batch.token_batch(replay=replay))]
 
-    def _routing_metrics(self) -> dict[str, float | None]:
+    def _routing_metrics(self, batch: TrainBatch) -> dict[str, float | None]:
         """How many of the experts that this process repeated its own router would not have
-        chosen."""
-        forced = self.model.experts_forced
-        return {"experts_differing": self.model.experts_differing / forced if forced else None}
+        chosen, and how many of a prompt's it could not repeat."""
+        model, differing = self.model, {}
+        counts = {
+            "experts_differing": (model.experts_differing, model.experts_forced),
+            "prompt_experts_differing": (
+                model.prompt_experts_differing,
+                model.prompt_experts_forced,
+            ),
+        }
+        if self.policy.replays_prompts:
+            places, recorded = prompt_coverage(batch.sequences)
+            counts["prompt_experts_missing"] = (places - recorded, places)
+        for name, (part, whole) in counts.items():
+            differing[name] = part / whole if whole else None
+        return differing
 
     @property
     def _replays(self) -> bool:
@@ -669,6 +683,7 @@ class Trainer:
 
     def _result(
         self,
+        batch: TrainBatch,
         at: StepPosition,
         prepared: PreparedBatch | None,
         learning_rate: float,
@@ -696,7 +711,7 @@ class Trainer:
             "skipped_steps": at.skipped,
         }
         if self.policy.replays_experts:
-            metrics |= self._routing_metrics()
+            metrics |= self._routing_metrics(batch)
         if self.algorithm.stop_kl is not None:
             metrics |= {"mini_batches_left_out": at.left_out, "stopped_at_kl": at.stopped_at_kl}
         return StepResult(finished, at, metrics, time.perf_counter() - started)

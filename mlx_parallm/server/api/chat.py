@@ -9,6 +9,15 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.answer_grammar import (
+    Calls,
+    Thinking,
+    answer_grammar,
+    arguments_schema,
+    forced_format,
+    thinking_after,
+    tool_format,
+)
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.generation import (
     AnswerForm,
@@ -21,14 +30,6 @@ from mlx_parallm.server.generation import (
     observer_of,
     resolve_model,
     respond,
-)
-from mlx_parallm.server.protocol.answer_grammar import (
-    Calls,
-    Thinking,
-    answer_grammar,
-    arguments_schema,
-    forced_format,
-    tool_format,
 )
 from mlx_parallm.server.protocol.answer_parts import AnswerFormat, AnswerSplitter
 from mlx_parallm.server.protocol.answers import (
@@ -52,7 +53,6 @@ from mlx_parallm.types import (
 )
 from mlx_parallm.types import Request as EngineRequest
 
-_TAIL_TOKENS = 16  # enough for the markers with which a template opens an answer
 router = json_router("openai")
 
 
@@ -196,9 +196,6 @@ def _thinking(
     markers = tokenizer.think_markers
     if markers is None:
         return None
-    # Markers in a user's message must not count: only the prompt's end does, or the message that is
-    # continued.
-    tail = tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     if body.continues_final_message:
         messages = body.template_messages(images=context.images is not None)
         tail = str(messages[-1]["content"])
@@ -207,9 +204,7 @@ def _thinking(
             if tail.rfind(markers[0]) > tail.rfind(markers[1])
             else None
         )
-    if tail.rstrip().endswith(markers[1]):
-        return None
-    return Thinking(markers, opened=tail.rstrip().endswith(markers[0]))
+    return thinking_after(tokenizer, prompt_token_ids)
 
 
 def reasoning_tokens(

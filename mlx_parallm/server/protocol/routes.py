@@ -19,7 +19,7 @@ import numpy as np
 from numpy.lib.format import MAGIC_PREFIX
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.types import Completion, RoutedExperts
+from mlx_parallm.types import Completion, PromptExperts, RoutedExperts
 
 NOT_RECORDED = -1
 FIELD = "return_routed_experts"
@@ -47,8 +47,10 @@ def require_recorded(completion: Completion) -> RoutedExperts:
     return completion.routed_experts
 
 
-def as_npy(recorded: RoutedExperts, prompt_tokens: int, prompt: RoutedExperts | None = None) -> str:
-    """`prompt`: of its last tokens but one (`Completion.prompt_experts`)."""
+def as_npy(
+    recorded: RoutedExperts, prompt_tokens: int, prompt: Sequence[PromptExperts] = ()
+) -> str:
+    """`prompt`: `Completion.prompt_experts`."""
     rows = _rows(recorded, prompt_tokens, prompt)
     file = io.BytesIO()
     np.save(file, rows.astype(np.int32 if recorded.wide else np.int16), allow_pickle=False)
@@ -59,24 +61,26 @@ def as_int32(
     recorded: RoutedExperts,
     prompt_tokens: int,
     start: int = 0,
-    prompt: RoutedExperts | None = None,
+    prompt: Sequence[PromptExperts] = (),
 ) -> str:
     """`start`: SGLang's `routed_experts_start_len`, the first token with a row."""
     rows = _rows(recorded, prompt_tokens, prompt)[start:]
     return base64.b64encode(rows.astype("<i4").tobytes()).decode()
 
 
-def _rows(recorded: RoutedExperts, prompt_tokens: int, prompt: RoutedExperts | None) -> np.ndarray:
+def _rows(
+    recorded: RoutedExperts, prompt_tokens: int, prompt: Sequence[PromptExperts]
+) -> np.ndarray:
     ids = recorded.array().astype(np.int32)
     rows = np.full((prompt_tokens - 1, *ids.shape[1:]), NOT_RECORDED, np.int32)
-    if prompt is not None and len(prompt):
-        rows[-len(prompt) :] = prompt.array()
+    for part in prompt:
+        rows[part.start : part.stop] = part.experts.array()
     return np.concatenate([rows, ids])
 
 
-def read_npy(text: str, mask: Sequence[int]) -> RoutedExperts:
-    """Return the experts of the sampled tokens out of `as_npy`'s form. Raises ValueError: it is
-    something else, or a sampled token has none."""
+def read_npy(text: str, mask: Sequence[int]) -> tuple[RoutedExperts, tuple[PromptExperts, ...]]:
+    """Return the experts of the sampled tokens out of `as_npy`'s form, and those of the others, as
+    far as they are there. Raises ValueError: it is something else, or a sampled token has none."""
     try:
         file = base64.b64decode(text, validate=True)
         if not file.startswith(MAGIC_PREFIX):
@@ -95,4 +99,10 @@ def read_npy(text: str, mask: Sequence[int]) -> RoutedExperts:
     if ids.size and ids.min() < 0:
         token = int(sampled[(ids < 0).any(axis=(1, 2))][0]) + 1
         raise ValueError(f"sampled token {token} has no recorded experts")
-    return RoutedExperts.of(ids)
+    present = (rows >= 0).all(axis=(1, 2)) & (np.asarray(mask[1:]) == 0)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], present, [False]])))
+    parts = [
+        PromptExperts(int(start), RoutedExperts.of(rows[start:stop]))
+        for start, stop in edges.reshape(-1, 2)
+    ]
+    return RoutedExperts.of(ids), tuple(parts)

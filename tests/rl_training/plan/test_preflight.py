@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
@@ -13,6 +14,7 @@ from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
+from mlx_parallm.models.layouts.tree_rows import TreeAttention, merge_rows
 from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from mlx_parallm.rl_training.plan import preflight
@@ -145,6 +147,22 @@ def test_a_micro_batch_takes_what_is_said() -> None:
         assert parts["training: activations"] + parts["training: logits"] == pytest.approx(
             taken, rel=0.25
         )
+
+
+def test_masks_of_a_tree_are_counted() -> None:
+    """Four rows of 500 tokens that have 328 in common are 1,016 tokens, in micro-batches of 1,024."""
+    inputs = np.tile(np.arange(500, dtype=np.int32), (4, 1))
+    inputs[:, 328:] += 1000 * np.arange(4)[:, None]
+    tree = merge_rows(inputs, 500 * np.arange(4, dtype=np.int32) + 499)
+    assert tree.tokens == 1024
+    groups = TreeAttention(tree.ends, tree.depths)._groups
+    taken = sum(group.seen.nbytes for group in groups)
+    config = small(token_budget=1024, batch_size=4).model_copy(update={"environments": ()})
+    shape = ModelShape.of(QWEN3_06B, config)
+    masks = predict_memory(config, shape, Lengths(400, 100)).parts["training: masks"]
+    assert taken <= masks <= 2 * taken
+    single = small(token_budget=1024, batch_size=1).model_copy(update={"environments": ()})
+    assert predict_memory(single, shape, Lengths(400, 100)).parts["training: masks"] == 0
 
 
 def test_a_pair_computes_its_prompt_once() -> None:
@@ -453,6 +471,8 @@ def test_recorded_experts_are_counted_where_they_are_repeated() -> None:
 
     wanted = 384 * 2000 * (2 * 128 + 6 * 32)
     assert bytes_of("rl_training.router_replay=on") == wanted
+    prompts = bytes_of("rl_training.router_replay=on", "rl_training.router_replay_prompts=true")
+    assert prompts == wanted * 2100 // 2000
     assert bytes_of() == 0, "in float32 on the same weights both take the same"
     assert bytes_of("rl_training.max_staleness=1") == wanted
     assert bytes_of("server.kv_bits=8", "rl_training.sampler_correction=tis") == wanted

@@ -291,6 +291,13 @@ def test_pairs_stay_together_in_their_order() -> None:
             {"batch": 24, "batch_size": 24, "token_budget": 300, "kl_beta": 0.2, "lora": False},
             1e-5,
         ),
+        (
+            rewritten_episodes(2),
+            TreeRows,
+            {"architecture": "qwen3_next", "batch": 24, "batch_size": 24, "token_budget": 300}
+            | {"kl_beta": 0.2},
+            1e-5,
+        ),
         (long_prompts(3), SharedRows, {"batch_size": 12, "token_budget": 300}, 1e-5),
         (
             long_prompts(3),
@@ -309,10 +316,12 @@ def test_pairs_stay_together_in_their_order() -> None:
 def test_a_step_is_the_same_step(
     groups: list[RolloutGroup], kind: type, values: dict[str, Any], near: float
 ) -> None:
-    batch = make_batch(groups)
+    batch, architecture = make_batch(groups), {"architecture": values.get("architecture", "qwen3")}
+    values = {key: value for key, value in values.items() if key not in architecture}
 
     def gradient(*, compact: bool) -> tuple[np.ndarray, dict[str, float | None], int]:
-        trainer = make_trainer(make_config(**{"batch_size": 16, "packing": compact} | values))
+        config = make_config(**{"batch_size": 16, "packing": compact} | values)
+        trainer = make_trainer(config, **architecture)
         if not compact:
             trainer.model.unshared = trainer.model.unmerged = "for comparison"
         perturb_adapter(trainer.policy)

@@ -24,6 +24,7 @@ from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
 from mlx_parallm.system.hardware import RANK_VARIABLES, launched_rank
+from mlx_parallm.types import PromptExperts, Rollout, RoutedExperts
 from tests.rl_training.data.test_data_training import open_source
 from tests.rl_training.making import (
     make_config,
@@ -73,11 +74,17 @@ class Watched:
     passes: int = 0
 
 
-def train(ranks: Ranks, config: RLTrainingConfig, batch: TrainBatch, **step: Any) -> Watched:
+def train(
+    ranks: Ranks,
+    config: RLTrainingConfig,
+    batch: TrainBatch,
+    *,
+    architecture: str = "qwen3",
+    **step: Any,
+) -> Watched:
     algorithm = make_algorithm(config)
-    trainer = Trainer(
-        make_policy(config, needs_values=algorithm.has_values), config, algorithm, ranks=ranks
-    )
+    policy = make_policy(config, architecture=architecture, needs_values=algorithm.has_values)
+    trainer = Trainer(policy, config, algorithm, ranks=ranks)
     perturb_adapter(trainer.policy)
     trainer.optimizer.reload()
     gradients, update = [], trainer.optimizer.update
@@ -138,6 +145,41 @@ def test_ranks_together_have_the_gradients_of_one(count: int, values: dict[str, 
     known = {name: value for name, value in one.result.metrics.items() if value is not None}
     assert {name: many[0].result.metrics[name] for name in known} == pytest.approx(
         known, rel=1e-3, abs=1e-5
+    )
+
+
+def test_ranks_repeat_recorded_experts() -> None:
+    """Those of prompts too: the gradients are one process's, and others than the routers'."""
+    replay = {"router_replay": "on", "router_replay_prompts": True}
+    groups = [
+        replace(group, rollouts=tuple(map(with_experts, group.rollouts)))
+        for group in random_groups(4)
+    ]
+    batch, found = make_batch(groups), []
+    for values in ({"router_replay": "off"}, {"router_replay": "on"}, replay):
+        config = make_config(batch_size=16, **values)
+        one = train(ALONE, config, batch, architecture="qwen3_moe")
+        found.append(np.concatenate([g.ravel() for g in one.gradients[0]]))
+    for rank in together(2, lambda ranks: train(ranks, config, batch, architecture="qwen3_moe")):
+        first = np.concatenate([g.ravel() for g in rank.gradients[0]])
+        assert rank.passes > 0
+        assert np.linalg.norm(first - found[2]) <= 1e-5 * np.linalg.norm(found[2])
+    off, sampled, everything = found
+    assert np.linalg.norm(off - sampled) > 1e-3 * np.linalg.norm(off)
+    assert np.linalg.norm(everything - sampled) > 1e-3 * np.linalg.norm(off)
+
+
+def with_experts(rollout: Rollout) -> Rollout:
+    """Two random experts of four, in three layers, for each token."""
+    rng = np.random.default_rng(rollout.tokens[-1])
+    count = len(rollout.tokens) - 1
+    ids = rng.permuted(np.tile(np.arange(4), (count, 3, 1)), axis=2)[..., :2]
+    sampled = np.array(rollout.mask[1:], bool)
+    prompt = PromptExperts(0, RoutedExperts.of(ids[~sampled]))
+    return replace(
+        rollout,
+        routed_experts=RoutedExperts.of(ids[sampled]),
+        prompt_experts=(prompt,) if len(prompt.experts) else (),
     )
 
 

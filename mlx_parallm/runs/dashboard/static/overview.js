@@ -9,7 +9,7 @@ export const KEYS = [
   "groups_all_right", "groups_all_wrong", "groups_same_answer", "staleness", "staleness_max", "serve_tok_s", "trained_tok_s",
   "time_rollout_s", "time_train_s", "time_publish_s", "logprob_diff_mean", "heldout_score", "loss", "tokens", "trained_tokens",
   "teacher_kl", "teacher_agreement", "teacher_seconds", "distill_loss",
-  "expert_load_max", "expert_load_entropy", "experts_unused", "experts_differing", "expert_tokens",
+  "expert_load_max", "expert_load_entropy", "experts_unused", "experts_differing", "prompt_experts_differing", "expert_tokens",
 ];
 
 // A chart is hidden while none of its numbers is there.
@@ -27,7 +27,7 @@ const CHARTS = [
   { section: "Experts" },
   { title: "Load of the busiest expert", note: "times the average; 1 = all alike", keys: { expert_load_max: "mean over layers" } },
   { title: "Entropy of the experts' load", note: "1 = all alike", keys: { expert_load_entropy: "of its highest" }, percent: true },
-  { title: "Experts", keys: { experts_unused: "without a token", experts_differing: "other than the engine's" }, percent: true },
+  { title: "Experts", keys: { experts_unused: "without a token", experts_differing: "other than the engine's", prompt_experts_differing: "the same, of prompts" }, percent: true },
   { title: "Tokens of an expert", note: "in a step, mean", keys: { expert_tokens: "tokens" } },
   { section: "Answers" },
   { title: "Length", note: "tokens of an answer", keys: { completion_tokens_mean: "tokens" } },

@@ -12,21 +12,44 @@ those tokens, others are text.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.taught_tools import MARKERS, read_taught_call
 from mlx_parallm.types import Structure
 
-if TYPE_CHECKING:
-    from mlx_parallm.models.tokenizer import Tokenizer
-
 MISTRALS_ARGUMENTS = "[ARGS]"
+TAIL_TOKENS = 16  # enough for the markers with which a template opens an answer
 NO_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
     "properties": {},
     "additionalProperties": False,
 }
+
+
+class GrammarTokenizer(Protocol):
+    """The part of `models.tokenizer.Tokenizer` that grammars need."""
+
+    eos_token_ids: frozenset[int]
+    special_ids: frozenset[int]
+    tool_markers: tuple[str, str] | None
+    parse_tool_call: Callable[[str, Any], Any] | None
+    tool_format: str
+
+    @property
+    def think_markers(self) -> tuple[str, str] | None: ...
+
+    @property
+    def template_takes_tools(self) -> bool: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def encode_within(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +65,7 @@ class ToolFormat:
 GENERIC = ToolFormat("json_tools", MARKERS, read_taught_call)
 
 
-def tool_format(tokenizer: "Tokenizer") -> ToolFormat:
+def tool_format(tokenizer: GrammarTokenizer) -> ToolFormat:
     """The format in which the model is asked to call: its own, or the generic one where its chat
     template takes no tools or the format of its calls is unknown."""
     markers, parse = tokenizer.tool_markers, tokenizer.parse_tool_call
@@ -51,7 +74,7 @@ def tool_format(tokenizer: "Tokenizer") -> ToolFormat:
     return ToolFormat(tokenizer.tool_format, markers, parse)
 
 
-def forced_format(tokenizer: "Tokenizer") -> ToolFormat:
+def forced_format(tokenizer: GrammarTokenizer) -> ToolFormat:
     """The format of calls that a grammar writes."""
     model_format = tool_format(tokenizer)
     return model_format if model_format.name in _CALLS else GENERIC
@@ -76,8 +99,42 @@ class Calls:
     parallel: bool
 
 
+def thinking_after(tokenizer: GrammarTokenizer, prompt_token_ids: Sequence[int]) -> Thinking | None:
+    """Return whether the answer to a prompt may begin with reasoning. None: the model does not
+    think, or the prompt has ended it.
+
+    Markers in a user's message must not count: only the prompt's end does.
+    """
+    markers = tokenizer.think_markers
+    if markers is None:
+        return None
+    tail = tokenizer.decode(prompt_token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+    if tail.rstrip().endswith(markers[1]):
+        return None
+    return Thinking(markers, opened=tail.rstrip().endswith(markers[0]))
+
+
+def required_calls(
+    tokenizer: GrammarTokenizer, tools: Sequence[Mapping[str, Any]], prompt_token_ids: Sequence[int]
+) -> Structure | None:
+    """Return the structure of an answer that calls one of the tools or several, perhaps after its
+    reasoning: `tool_choice = "required"` of rollouts. `tools`: OpenAI's definitions, of which there
+    is one at least. Raises RequestError.
+
+    The calls are in the model's own format also where its grammar is not here: rewards read that
+    one, and what stands between its markers is then any text."""
+    definitions = [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+    ]
+    calls = Calls(definitions, tool_format(tokenizer), parallel=True)
+    return answer_grammar(tokenizer, thinking_after(tokenizer, prompt_token_ids), calls, None)
+
+
 def answer_grammar(
-    tokenizer: "Tokenizer", thinking: Thinking | None, calls: Calls | None, schema: Structure | None
+    tokenizer: GrammarTokenizer,
+    thinking: Thinking | None,
+    calls: Calls | None,
+    schema: Structure | None,
 ) -> Structure | None:
     """Return the structure that the whole answer must match: the calls, the schema, or either of
     them. None: both are None."""
@@ -104,7 +161,7 @@ def answer_grammar(
 
 
 class _Writer:
-    def __init__(self, tokenizer: "Tokenizer") -> None:
+    def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self.tokenizer = tokenizer
         self.rules: list[str] = []
         self.parts: list[Structure] = []
