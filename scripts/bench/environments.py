@@ -125,8 +125,8 @@ LEARNT: Mapping[str, dict[str, int]] = {
 }
 """What `--learn` trains, and how long."""
 GAMES: Mapping[str, dict[str, Any]] = {
-    "TwoThirds": {"options": TWO_THIRDS, "steps": 16, "before": 16},
-    "Nim": {"options": NIM, "steps": 40, "before": 20},
+    "TwoThirds": {"options": TWO_THIRDS, "steps": 16, "before": 16, "rollouts": 32},
+    "Nim": {"options": NIM, "steps": 20, "before": 20, "rollouts": 16},
 }
 """What `--self-play` plays; `before`: how many versions older the other player is."""
 
@@ -203,7 +203,10 @@ def play(args: argparse.Namespace, console: Console) -> None:
         table.add_column(column, justify="right")
     for game, seed in itertools.product(args.cases or GAMES, args.seeds):
         options, before = GAMES[game]["options"], GAMES[game]["before"]
-        steps, rollouts = args.steps or GAMES[game]["steps"], args.rollouts or 32
+        steps, rollouts = (
+            args.steps or GAMES[game]["steps"],
+            args.rollouts or GAMES[game]["rollouts"],
+        )
         entry = {"kind": "textarena", "options": options, "max_tokens": 8}
         rewards = {"reward_options": {"result": {"baseline": "role"}}}
         config = config_of({**entry, **rewards}, args, seed, steps, rollouts)

@@ -72,7 +72,7 @@ max_token_length = 128
 enabled = true
 settle_s = 0
 judge = "python:{directory}/judge.py:judge"
-baseline_decay = 0.98
+{mean}
 {guard}
 [logging]
 level = "warning"
@@ -284,6 +284,7 @@ def main() -> None:
                     algorithm=args.algorithm,
                     priority=args.serve_priority,
                     epochs=args.epochs,
+                    mean="" if args.algorithm == "online_kto" else "baseline_decay = 0.98",
                     guard=GUARD.format(task=args.task) if args.guard else "",
                 )
                 (directory / "use.toml").write_text(text)
