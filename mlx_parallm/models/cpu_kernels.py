@@ -16,8 +16,8 @@ of its own. docs/benchmarks/serving.md.
 MLX's CPU product with quantised weights works row by row; from a few rows on, unpacking the weights
 once and a BLAS product is faster (55 times for 512 rows, docs/benchmarks/memory.md). Plain
 differentiation would keep the unpacked weights until the backward pass: float32 of the whole model.
-So the gradient is written out and unpacks them again. Experts (`SwitchLinear`) are left as they
-are: their products gather weights by token.
+So the gradient is written out and unpacks them again. Experts (`SwitchLinear`) are unpacked all at
+once, one projection at a time, where there are more products than experts.
 """
 
 import math
@@ -31,6 +31,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
 from mlx_parallm.system.log import get_logger
 
 log = get_logger(__name__)
@@ -84,6 +85,7 @@ _SCALES = (1.0, 1000.0)
 FEWEST_ROWS = 2  # one row is faster in MLX's product
 # weights that are unpacked at a time: 8 MiB of float32; MLX allocates some dozens of them ahead
 UNPACKED = 1 << 21
+UNPACKED_EXPERTS = 1 << 28  # weights of one projection of all experts: 1 GiB of float32
 
 
 def on_cpu() -> bool:
@@ -373,12 +375,71 @@ class UnpackingEmbedding(nn.QuantizedEmbedding):
         return super().as_linear(x) if _rows(x) < FEWEST_ROWS else _product(x, self)
 
 
+class UnpackingSwitchLinear(QuantizedSwitchLinear):
+    """mlx-lm's quantised experts, whose weights are unpacked where there are more products than
+    experts, and room: MLX's `gather_qmm` multiplies token by token on a CPU."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        experts, outputs, _ = self.weight.shape
+        size = experts * outputs * self.input_dims
+        if indices.size < experts or size > UNPACKED_EXPERTS:
+            y: mx.array = super().__call__(x, indices, sorted_indices)
+            return y
+        y = _product_of_experts(x, indices, self, sorted_indices)
+        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+
+def _product_of_experts(
+    x: mx.array, indices: mx.array, layer: Any, sorted_indices: bool
+) -> mx.array:
+    """x [..., 1, in] · W[indices]ᵀ → [..., 1, out] in x's dtype, computed in float32."""
+
+    def multiply(x: mx.array) -> mx.array:
+        weights = _whole(layer).swapaxes(-1, -2)
+        y = mx.gather_mm(
+            x.astype(mx.float32), weights, rhs_indices=indices, sorted_indices=sorted_indices
+        )
+        return y.astype(x.dtype)
+
+    product = mx.custom_function(multiply)
+
+    @product.vjp
+    def gradient(x: mx.array, slope: mx.array, _: mx.array) -> mx.array:
+        return mx.vjp(multiply, [x], [slope])[1][0]  # the product itself is not evaluated again
+
+    y = product(x)
+    assert isinstance(y, mx.array)
+    return y
+
+
+def _whole(layer: Any) -> mx.array:
+    """All weights [experts, out, in] float32."""
+    experts, outputs, groups = layer.scales.shape
+    if layer.bits not in _UNPACK:
+        return mx.dequantize(
+            layer.weight,
+            layer.scales.astype(mx.float32),
+            layer.biases.astype(mx.float32),
+            layer.group_size,
+            layer.bits,
+        )
+    packed = mx.view(layer.weight, mx.uint8).reshape(experts, outputs, groups, -1)
+    scales, biases = (array.astype(mx.float32)[..., None] for array in (layer.scales, layer.biases))
+    planes = _UNPACK[layer.bits](packed, scales, biases)
+    whole = planes[0] if len(planes) == 1 else mx.stack(planes, axis=-1)
+    return whole.reshape(experts, outputs, -1)
+
+
 def use_unpacking(model: nn.Module) -> int:
     """Changes the quantised layers in place where MLX computes on a CPU; returns how many.
     Formats other than scale and bias a group ("affine") stay as they are."""
     if not on_cpu():
         return 0
-    kinds = {nn.QuantizedLinear: UnpackingLinear, nn.QuantizedEmbedding: UnpackingEmbedding}
+    kinds: dict[type[nn.Module], type[nn.Module]] = {
+        nn.QuantizedLinear: UnpackingLinear,
+        nn.QuantizedEmbedding: UnpackingEmbedding,
+        QuantizedSwitchLinear: UnpackingSwitchLinear,
+    }
     modules = [
         module for module in model.modules() if type(module) in kinds and module.mode == "affine"
     ]
@@ -388,7 +449,7 @@ def use_unpacking(model: nn.Module) -> int:
 
 
 def unpacks(module: nn.Module) -> bool:
-    return isinstance(module, UnpackingLinear | UnpackingEmbedding)
+    return isinstance(module, UnpackingLinear | UnpackingEmbedding | UnpackingSwitchLinear)
 
 
 def _rows(x: mx.array) -> int:

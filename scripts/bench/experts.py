@@ -1,4 +1,4 @@
-"""Measure what 4-bit experts cost on this CPU, and what unpacking their weights would bring
+"""Measure what 4-bit experts cost on this CPU, and what unpacking their weights brings
 (docs/models.md).
 
     .venv/bin/python -m scripts.bench.experts [--tokens 512] [--experts 32] [--chosen 4] [--hidden 512] [--inner 256]
@@ -6,9 +6,10 @@
 One mixture of mlx-lm's (`SwitchGLU`), a forward and a backward pass by its input, milliseconds, the
 best of three:
 
-    4 bits         as it is served and trained: MLX's `gather_qmm`
+    4 bits         MLX's `gather_qmm`
     float32        the same weights in float32: `gather_mm`
-    unpacked       4 bits, all experts' weights unpacked for each product, then `gather_mm`
+    unpacked       4 bits as they are trained: all experts' weights unpacked for each product, then
+                   `gather_mm`
     grouped        float32 weights, tokens of one expert in one product: what a loop over experts
                    could reach; it has to know how many tokens each expert has before it can build
                    the graph
@@ -26,7 +27,7 @@ from scripts.bench.models import VOCAB  # the fast BLAS comes before MLX
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
+from mlx_lm.models.switch_layers import SwitchGLU
 from rich.console import Console
 from rich.table import Table
 
@@ -34,23 +35,6 @@ from mlx_parallm.models.cpu_kernels import use_unpacking
 
 assert VOCAB
 REPEATS = 3
-
-
-class Unpacked(nn.Module):
-    """`QuantizedSwitchLinear` by way of float32 weights."""
-
-    def __init__(self, layer: QuantizedSwitchLinear) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        layer = self.layer
-        weights = mx.dequantize(
-            layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits
-        )
-        return mx.gather_mm(
-            x, weights.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=sorted_indices
-        )
 
 
 class Grouped(nn.Module):
@@ -110,8 +94,7 @@ def main() -> None:
     packed = copy.deepcopy(whole)
     nn.quantize(packed, group_size=64, bits=4)
     unpacked = copy.deepcopy(packed)
-    for name in ("up_proj", "gate_proj", "down_proj"):
-        unpacked[name] = Unpacked(packed[name])
+    use_unpacking(unpacked)
     dense = Dense(args.hidden, args.inner * args.chosen)
     nn.quantize(dense, group_size=64, bits=4)
     use_unpacking(dense)

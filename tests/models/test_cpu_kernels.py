@@ -19,6 +19,7 @@ import pytest
 
 from mlx_parallm.models import cpu_kernels
 from mlx_parallm.models.lora import linear_layers
+from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
 from tests.tiny_models import QWEN3, make_model
 
 needs_cpu = pytest.mark.skipif(not cpu_kernels.on_cpu(), reason="MLX computes on a GPU")
@@ -341,6 +342,52 @@ def test_half_precision_is_computed_in_float32(dtype: mx.Dtype) -> None:
     assert y.dtype == dtype
     exact = np.array(x.astype(mx.float32), np.float64) @ weights.T
     np.testing.assert_allclose(np.array(y.astype(mx.float32)), exact, rtol=1e-2, atol=1e-2)
+
+
+@needs_cpu
+@pytest.mark.parametrize(("bits", "bias"), [(4, True), (8, False), (3, True)])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_experts_and_their_gradients_are_those_of_the_weights(
+    bits: int, bias: bool, ordered: bool
+) -> None:
+    mx.random.seed(bits)
+    theirs = QuantizedSwitchLinear(128, 24, 6, bias=bias, bits=bits)
+    ours = copy.deepcopy(theirs)
+    assert cpu_kernels.use_unpacking(nn.Sequential(ours)) == 1
+    assert type(ours) is cpu_kernels.UnpackingSwitchLinear and cpu_kernels.unpacks(ours)
+    indices = mx.random.randint(0, 6, (5, 4, 2))
+    x = mx.random.normal((5, 4, 1, 1, 128))  # every token has two experts
+    if ordered:
+        indices = mx.sort(indices.flatten())
+        x = mx.random.normal((40, 1, 128))
+    slope = mx.random.normal((*indices.shape, 1, 24))
+    (y,), (gradient,) = mx.vjp(lambda x: ours(x, indices, ordered), [x], [slope])
+    weights = np.array(
+        mx.dequantize(theirs.weight, theirs.scales, theirs.biases, 64, bits), np.float64
+    )[np.array(indices)]  # [..., out, in]
+    exact = np.array(x, np.float64) @ np.swapaxes(weights, -1, -2)
+    if bias:
+        exact = exact + np.array(theirs.bias)[np.array(indices)][..., None, :]
+    np.testing.assert_allclose(y, exact, atol=2e-5)
+    towards = np.array(slope, np.float64) @ weights
+    if not ordered:
+        towards = towards.sum(axis=2, keepdims=True)  # of the token's experts
+    np.testing.assert_allclose(gradient, towards, atol=2e-5)
+
+
+@needs_cpu
+def test_few_products_of_experts_and_large_ones_are_mlx_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs = QuantizedSwitchLinear(128, 24, 6, bias=False)
+    ours = copy.deepcopy(theirs)
+    cpu_kernels.use_unpacking(nn.Sequential(ours))
+    x, few, many = mx.random.normal((5, 1, 128)), mx.arange(5), mx.repeat(mx.arange(5), 8)
+    assert mx.array_equal(ours(x, few), theirs(x, few))
+    rows = mx.repeat(x, 8, axis=0)
+    assert ours(rows.astype(mx.bfloat16), many).dtype == mx.bfloat16
+    monkeypatch.setattr(cpu_kernels, "UNPACKED_EXPERTS", 6 * 24 * 128 - 1)
+    assert mx.array_equal(ours(rows, many), theirs(rows, many))
 
 
 @needs_cpu

@@ -32,13 +32,14 @@ from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_class, worth_a_segment
 from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
-from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
+from mlx_parallm.models.cpu_kernels import UNPACKED, UNPACKED_EXPERTS, on_cpu
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.images.support import tower_bytes
 from mlx_parallm.models.layouts.tree_rows import BLOCK
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import are_experts, inject_lora, linear_shape, trainer_lora_layers
+from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
 from mlx_parallm.models.quantize import quantizable
 from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
 from mlx_parallm.rl_training.step.batch import TrainBatch
@@ -73,6 +74,7 @@ ROUNDED_COPIES = 1.5
 SAMPLING_COPIES = 6
 """The same for one decode step: logits, noise, log-probabilities."""
 
+PROJECTIONS = 3  # of a block's experts: gate, up and down
 EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 
 
@@ -101,6 +103,7 @@ class ModelShape:
     small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
     routes: int = 0  # bytes of a sampled token's recorded experts, where they are repeated
     tower: int = 0  # bytes of the part that sees
+    unpacked: int = 0  # numbers of a block's experts that are unpacked for the moment
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
@@ -125,6 +128,7 @@ class ModelShape:
         model.set_dtype(dtype)
         widen_experts(model)
         routes = _routes(model, config, model_config)
+        unpacked = _unpacked_experts(model)
         arrays = tree_flatten(model.parameters())
         weights, count = (
             sum(array.nbytes for _, array in arrays),
@@ -175,6 +179,7 @@ class ModelShape:
             rounded=others,
             small=sum(size for size in sizes if size < SMALLEST) + head,
             routes=routes,
+            unpacked=unpacked,
             tower=tower_bytes(config, dtype.size) if "vision_config" in model_config else 0,
         )
 
@@ -310,10 +315,24 @@ def predict_memory(
         "training: activations": int(activations),
         "training: logits": int(logits),
         "training: masks": _mask_bytes(config, lengths),
+        **({"unpacked experts": FLOAT * shape.unpacked} if shape.unpacked else {}),
         "training: update": max(0, int(updating - activations - logits)),
     }
     loading = max(0, shape.weights + shape.loading - sum(parts.values()))
     return MemoryEstimate(parts | {"loading": loading, "process": PROCESS_BYTES})
+
+
+def _unpacked_experts(model: nn.Module) -> int:
+    """Numbers of the three largest projections of quantised experts, which a CPU unpacks."""
+    if not on_cpu():
+        return 0
+    stacks = [
+        module
+        for module in model.modules()
+        if isinstance(module, QuantizedSwitchLinear) and module.mode == "affine"
+    ]
+    sizes = sorted(math.prod(linear_shape(stack)) for stack in stacks)
+    return sum([size for size in sizes if size <= UNPACKED_EXPERTS][-PROJECTIONS:])
 
 
 def _routes(model: nn.Module, config: Config, model_config: Mapping[str, Any]) -> int:

@@ -341,7 +341,7 @@ def test_a_costly_setting_spares_cheap_ones(monkeypatch: pytest.MonkeyPatch) -> 
     assert then.total <= room + 2**28
 
 
-def test_experts_and_formats_of_a_mixture_count() -> None:
+def test_experts_and_formats_of_a_mixture_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixtral's and gpt-oss's experts have the feed-forward's size; MXFP4 has 4.25 bits a number."""
     config = load_config(None, ["model.dtype=bfloat16"])
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
@@ -354,6 +354,18 @@ def test_experts_and_formats_of_a_mixture_count() -> None:
     matrices = 2 * (8 * 3 * 64 * 96 + 4 * 64 * 64 + 8 * 64) + 2 * 64 * 64
     saved = shape.weights - ModelShape.of(gpt_oss | mxfp4, config).weights
     assert saved == matrices * (4 + 32 / 32 - 4.25) / 8
+    # a CPU unpacks a block's three stacks for the moment, unless MXFP4
+    quantized = gpt_oss | {"quantization": {"group_size": 32, "bits": 4}}
+    for on_cpu, form, unpacked in (
+        (True, quantized, 3 * 8 * 64 * 96),
+        (True, gpt_oss | mxfp4, 0),
+        (False, quantized, 0),
+    ):
+        monkeypatch.setattr(preflight, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        shape = ModelShape.of(form, config)
+        assert shape.unpacked == unpacked
+        parts = predict_memory(config, shape, Lengths(10, 10)).parts
+        assert parts.get("unpacked experts", 0) == 4 * unpacked
 
 
 @pytest.mark.parametrize(
