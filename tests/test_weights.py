@@ -2,6 +2,7 @@
 changes nothing."""
 
 import copy
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -56,10 +57,11 @@ def test_publish_adds_no_active_memory() -> None:
     new = layers(3.0, size=1024)
     mx.eval([new["proj"].a, new["proj"].b])
     weights.publish_adapter(new)
+    gc.collect()  # arrays of other tests, in cycles
     before = mx.get_active_memory()
     for _ in range(50):
         weights.publish_adapter(new)
-    assert mx.get_active_memory() == before
+    assert mx.get_active_memory() <= before
 
 
 def test_full_weights_are_rebound_in_the_tree_being_served() -> None:
