@@ -302,14 +302,15 @@ class ModelRunner:
         """Take the only row out of the cache, which then holds nothing: mlx-lm's own caches of it,
         which `launch_draft` extends and rewinds."""
         arrays = self._cache.read(0, 0, sequence.cached)
+        mx.eval(arrays)
+        self._cache.truncate(0)  # first: row, copy and new caches may not fit side by side
+        self._cache.shrink_to([])
         text = (*sequence.prompt, *sequence.tokens)[: sequence.cached]
         whole = PrefixChunk(Segment(None, 0, text, arrays=arrays), sequence.cached)
         # room to grow, within what the sequence can come to hold
         room = min(2 * sequence.cached, len(sequence.prompt) + sequence.max_tokens)
         caches = self._cache.new_prefill(room, [(whole,)])
         mx.eval(arrays_of(caches))
-        self._cache.truncate(0)
-        self._cache.shrink_to([])
         return caches
 
     def put_back(self, sequence: Sequence, caches: list[Any]) -> None:
