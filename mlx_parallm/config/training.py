@@ -222,9 +222,10 @@ class PPOConfig(Section):
 class WeightUpdateConfig(Section):
     update_every_n_steps: int = Field(1, ge=1)
     """Publish to the server after every n training steps."""
-    lock_timeout_ms: float = Field(100.0, gt=0)
+    lock_timeout_ms: float = Field(10_000.0, gt=0)
     """Longest wait for the weight lock; when it runs out the old weights keep serving until the
-    next try."""
+    next try. The engine lets go after its step, at most a chunk of a prefill: seconds of a large
+    model. Only the trainer waits."""
     in_flight: Literal["continue", "drain"] = "continue"
     """At a publish, running requests continue under the new weights (each token is tagged), or
     finish first."""

@@ -5,7 +5,8 @@ model in 4 bits, with and without `rl_training.lora.qat_bits`.
 
 SFT of the shipped model on words spelt backwards, by the command; `mlx_parallm merge --q-bits 4`
 of the final adapter. Score: the share of held-out words that greedy decoding spells right; loss:
-nats a token of the answers. Both models are loaded as a server loads them.
+nats a token of the answers. "As trained" computes as the trainer does, with `qat_bits` rounded; the
+others are loaded as a server loads them, "unrounded" without `qat_bits`.
 """
 
 import argparse
@@ -24,10 +25,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from mlx_parallm.config.load import load_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.adapters.linear import merged_rows
-from mlx_parallm.models.loading import load_model, load_tokenizer, resolve_model_path
+from mlx_parallm.models.loading import (
+    load_model,
+    load_tokenizer,
+    read_config,
+    resolve_model_path,
+)
 from mlx_parallm.models.lora import linear_layers, load_adapter
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
 
 assert mlx_parallm.__version__
 
@@ -42,21 +50,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rank", type=int, default=16)
     options = parser.parse_args()
-    print("| seed | training | adapter: score, loss | merged and rounded to 4 bits |")
-    print("|---|---|---|---|")
+    print("| seed | training | unrounded: score, loss | as trained | merged, rounded to 4 bits |")
+    print("|---|---|---|---|---|")
     for seed in range(options.seeds):
         for qat in (False, True):
             with tempfile.TemporaryDirectory() as directory:
-                adapter, exported = measure(Path(directory), seed, options.steps, options.rank, qat)
+                measured = measure(Path(directory), seed, options.steps, options.rank, qat)
             name = "qat_bits = 4" if qat else "without"
-            cells = (f"{score:.3f}, {loss:.4f}" for score, loss in (adapter, exported))
+            cells = (f"{score:.3f}, {loss:.4f}" for score, loss in measured)
             print(f"| {seed} | {name} | {' | '.join(cells)} |", flush=True)
 
 
 def measure(
     place: Path, seed: int, steps: int, rank: int, qat: bool
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(score, loss) of the adapter on its base, and of the exported model."""
+) -> list[tuple[float, float]]:
+    """(score, loss) of the adapter on its base, of the trainer's model, and of the exported one."""
     lora = f"rank = {rank}\nalpha = {2.0 * rank}\n" + ("qat_bits = 4" if qat else "")
     held_out = train(place, seed, steps, lora)
     run(
@@ -64,7 +72,20 @@ def measure(
         *("--output-path", place / "q4", "--q-bits", "4"),
     )
     exported = load_model(ModelConfig(base_path=str(place / "q4"))).model
-    return adapter_scores(place / "run" / "final", held_out), scores(exported, held_out)
+    adapter = place / "run" / "final"
+    trained = trainers_model(place / "sft.toml", adapter)
+    return [adapter_scores(adapter, held_out), *(scores(m, held_out) for m in (trained, exported))]
+
+
+def trainers_model(config: Path, adapter: Path) -> nn.Module:
+    """The model that this run's trainer computes with, with an adapter of the run."""
+    loaded, training = load_model(ModelConfig()), load_config(config).rl_training
+    policy = TrainedPolicy(
+        loaded.model, training, source=loaded.path, model_config=read_config(loaded.path)
+    )
+    policy.load(adapter)
+    policy.model.eval()
+    return policy.model
 
 
 def train(place: Path, seed: int, steps: int, lora: str, rate: float = 2e-3) -> list[str]:

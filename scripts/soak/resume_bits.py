@@ -31,7 +31,7 @@ from mlx_parallm.system.files import TEMPORARY
 MOMENTS = ("in a step", "in a checkpoint", "anywhere")
 CONFIG = """
 [model]
-base_path = "builtin:tiny"
+base_path = "{model}"
 
 [server]
 port = {port}
@@ -88,7 +88,14 @@ class Kill:
 class Run:
     """One run directory, with one daemon after the other."""
 
-    def __init__(self, directory: Path, *, steps: int, training: str = "") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        steps: int,
+        training: str = "",
+        model: str | Path = "builtin:tiny",
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "checkpoints" / "run"
         self.output = directory / "output.txt"
@@ -97,7 +104,9 @@ class Run:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._config.write_text(
-            CONFIG.format(port=port, directory=directory, steps=steps, training=training)
+            CONFIG.format(
+                port=port, directory=directory, steps=steps, training=training, model=model
+            )
         )
 
     def start(self) -> "subprocess.Popen[bytes]":

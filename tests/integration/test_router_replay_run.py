@@ -2,6 +2,7 @@
 trainer."""
 
 import contextlib
+import random
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ import pytest
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.rollout_store.store import RolloutStore
 from scripts.bench.router_replay import EACH, EXPERTS, upcycle
+from scripts.soak.resume_bits import Run, differences, kill_once
 from tests.integration.http_environment import HttpEnvironment, needs_atropos
 from tests.integration.in_process import train_here
 from tests.integration.processes import free_port, metrics
@@ -126,6 +128,23 @@ def test_the_experts_that_sampled_are_the_experts_that_learn(
         assert experts.array().max() < EXPERTS
     assert lines[0]["experts_differing"] == 0.0
     assert lines[-1]["experts_differing"] > 0.0, "the weights have moved since"
+
+
+@pytest.mark.slow
+def test_kill_9_in_a_step_that_repeats_experts_changes_no_bit(model: Path, tmp_path: Path) -> None:
+    training = 'router_replay = "on"\nrouter_replay_prompts = true'
+
+    def make(name: str) -> Run:
+        return Run(tmp_path / name, steps=3, training=training, model=model)
+
+    whole, killed = make("whole"), make("killed")
+    whole.finish()
+    _, step = kill_once(killed, "in a step", random.Random(3), steps=3)
+    assert step < 3
+    killed.finish()
+    assert differences(killed.lines(), whole.lines()) == []
+    assert all(line["prompt_experts_missing"] == 0.0 for line in killed.lines())
+    assert any(line["expert_load_max"] > 1.0 for line in killed.lines())
 
 
 class Replaying(HttpEnvironment):

@@ -100,8 +100,10 @@ def test_the_forward_is_rounded_and_the_gradient_is_not(bits: int, kind: dict[st
     np.testing.assert_allclose(np.array(of_x), expected, rtol=1e-4, atol=1e-4)
 
 
-def policy_of(directory: Path, **lora: Any) -> tuple[TrainedPolicy, Any]:
-    loaded = load_model(ModelConfig(base_path=str(directory)))
+def policy_of(
+    directory: Path, dtype: str = "float32", **lora: Any
+) -> tuple[TrainedPolicy, Any]:
+    loaded = load_model(ModelConfig(base_path=str(directory), dtype=dtype))
     config = make_config(algorithm="sft", lora=lora)
     policy = TrainedPolicy(
         loaded.model, config, source=loaded.path, model_config=read_config(directory)
@@ -142,6 +144,29 @@ def test_the_trained_model_is_the_exported_one(
     unrounded, _ = policy_of(tmp_path / "base", **lora)
     assert mx.abs(trained - exported(tokens)).max().item() < 1e-4
     assert mx.abs(unrounded.model(tokens) - exported(tokens)).max().item() > 1e-2
+
+
+def test_experts_of_a_bfloat16_model_are_rounded_and_learn(tmp_path: Path) -> None:
+    shape = QWEN3 | {"hidden_size": 128, "intermediate_size": 192} | MIXTURE
+    save_checkpoint(tmp_path / "base", shape, dtype=mx.bfloat16)
+    wide, _ = policy_of(tmp_path / "base", qat_bits=4, routed_experts=True)
+    narrow, _ = policy_of(tmp_path / "base", "bfloat16", qat_bits=4, routed_experts=True)
+    tokens = mx.array([[3, 5, 7, 11, 13, 17]])
+    logits = narrow.model(tokens)
+    assert logits.dtype == mx.bfloat16
+    exact = wide.model(tokens)
+    assert mx.linalg.norm(logits - exact).item() < 0.03 * mx.linalg.norm(exact).item()
+    layer = trainer_lora_layers(narrow.model)["model.layers.0.mlp.switch_mlp.up_proj"]
+
+    def loss(b: mx.array) -> mx.array:
+        layer.lora_b, before = b, layer.lora_b
+        result = narrow.model(tokens).astype(mx.float32).square().sum()
+        layer.lora_b = before
+        return result
+
+    gradient = mx.grad(loss)(layer.lora_b)
+    assert mx.isfinite(gradient).all().item()
+    assert mx.abs(gradient).max().item() > 1e-3
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(4, "Q4_0"), (8, "Q8_0")])

@@ -26,7 +26,7 @@ from mlx_parallm.models.adapters.linear import (
     dense_weight,
     merged_rows,
 )
-from mlx_parallm.models.cpu_kernels import use_unpacking
+from mlx_parallm.models.cpu_kernels import on_cpu, use_unpacking
 from mlx_parallm.models.mlx_lm_api import SwitchLinear
 from mlx_parallm.models.quantize import quantizable
 
@@ -65,13 +65,17 @@ class Rounding:
     ) -> mx.array:
         """x [..., in] → [..., out] in x's dtype, with the adapter's gradients. `indices`: the
         experts, as `LoRASwitchLinear` has them."""
-        weight = mx.stop_gradient(self.weight(layer)).astype(x.dtype).swapaxes(-1, -2)
+        # of stacked experts in a model of bfloat16: MLX multiplies them on a CPU in float32 only
+        wide = indices is not None and on_cpu()
+        read = x.astype(mx.float32) if wide else x
+        weight = mx.stop_gradient(self.weight(layer)).astype(read.dtype).swapaxes(-1, -2)
         bias = layer.linear.bias if "bias" in layer.linear else None
         if indices is None:
             y = x @ weight
             update = layer.update_of(mx.stop_gradient(x))
         else:
-            y = mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
+            y = mx.gather_mm(read, weight, rhs_indices=indices, sorted_indices=sorted_indices)
+            y = y.astype(x.dtype)
             bias = None if bias is None else bias[indices][..., None, :]
             assert isinstance(layer, LoRASwitchLinear)
             update = layer.update_of(mx.stop_gradient(x), indices, sorted_indices)
