@@ -61,9 +61,7 @@ def main() -> None:
             print(f"| {seed} | {name} | {' | '.join(cells)} |", flush=True)
 
 
-def measure(
-    place: Path, seed: int, steps: int, rank: int, qat: bool
-) -> list[tuple[float, float]]:
+def measure(place: Path, seed: int, steps: int, rank: int, qat: bool) -> list[tuple[float, float]]:
     """(score, loss) of the adapter on its base, of the trainer's model, and of the exported one."""
     lora = f"rank = {rank}\nalpha = {2.0 * rank}\n" + ("qat_bits = 4" if qat else "")
     held_out = train(place, seed, steps, lora)

@@ -100,9 +100,7 @@ def test_the_forward_is_rounded_and_the_gradient_is_not(bits: int, kind: dict[st
     np.testing.assert_allclose(np.array(of_x), expected, rtol=1e-4, atol=1e-4)
 
 
-def policy_of(
-    directory: Path, dtype: str = "float32", **lora: Any
-) -> tuple[TrainedPolicy, Any]:
+def policy_of(directory: Path, dtype: str = "float32", **lora: Any) -> tuple[TrainedPolicy, Any]:
     loaded = load_model(ModelConfig(base_path=str(directory), dtype=dtype))
     config = make_config(algorithm="sft", lora=lora)
     policy = TrainedPolicy(
