@@ -4,7 +4,7 @@ Requests with a negative `priority` go to a second engine over the same weights,
 prefixes are its own: the lane. While it has work, the rows of all others rest, and so does the
 trainer (system/turns.py). A step of a few rows takes less than one of a full batch, so a chat goes
 on as if it were alone. The others rest at most `REST` times as long as their last step took: chats
-without a pause leave them a tenth of the time.
+without a pause leave them a thirtieth of the time.
 """
 
 from dataclasses import replace

@@ -74,11 +74,11 @@ def test_rollouts_rest_until_the_chat_has_ended() -> None:
     engine.check_integrity()
 
 
-def test_chats_without_a_pause_leave_the_others_a_tenth_of_the_time() -> None:
+def test_chats_without_a_pause_leave_the_others_their_share_of_the_time() -> None:
     engine = begun()
-    engine.add(chat("c", length=40))
+    engine.add(chat("c", length=4 * int(REST)))
     before, whose = made(engine), ""
-    for _ in range(20):
+    for _ in range(2 * int(REST)):
         engine.step()
         after = made(engine)
         whose += "o" if after[0] > before[0] else "c"

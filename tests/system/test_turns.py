@@ -85,5 +85,5 @@ def test_the_trainer_rests_until_the_chat_has_ended(clock: Clock) -> None:
         turns.chats(False)
         assert ended(trainer, LONG)
         turns.chats(True)
-        clock.now += SOON / module.REST  # and no longer than nine times its piece
+        clock.now += SOON / module.REST  # and no longer than so many times its piece
         assert ended(started(turns.after_evaluation), LONG)
