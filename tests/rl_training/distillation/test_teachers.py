@@ -16,20 +16,24 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import group_advantages
+from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.rl_training.distillation.prompts import NoPromptError, TeacherPrompt
-from mlx_parallm.rl_training.distillation.scoring import Scored
+from mlx_parallm.rl_training.distillation.scoring import Scored, forward
 from mlx_parallm.rl_training.distillation.signal import Teachers
 from mlx_parallm.rl_training.distillation.tokenizers import MANY, TextIds, compare, texts
 from mlx_parallm.rl_training.factory import TeacherContext, build_buffer, build_trainer
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.collate import collate
 from mlx_parallm.rl_training.step.teaching import IDS, LOGPROBS, TARGETS
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
+from scripts.bench.tree import episodes
+from tests.models.recurrent.test_layout import model_of
 from tests.rl_training.distillation.making import BASE, base_logprobs, taught_trainer
 from tests.rl_training.making import perturb_adapter
 from tests.rl_training.rollouts import make_batch, make_group, make_rollout, random_groups
@@ -581,3 +585,31 @@ def test_a_reward_that_is_no_number_has_solved_nothing(tiny: LoadedModel) -> Non
     asked = replace(group, metadata=group.metadata | {"asked": parts})
     with pytest.raises(NoPromptError, match="the last message of its prompt is no text"):
         TeacherPrompt(config, tokenizer, {}).tokens(asked)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize("keep", [None, 0, 3])
+def test_a_teacher_scores_a_tree_of_turns_as_its_rows(architecture: str, keep: int | None) -> None:
+    model = BlockwiseModel(model_of(architecture), blocks_per_eval=1)
+    answers = [
+        replace(
+            each, rollout=replace(each.rollout, tokens=tuple(t % 40 for t in each.rollout.tokens))
+        )
+        for each in episodes(count=2, turns=3)
+    ]
+
+    def scored(merging: bool) -> list[Scored]:
+        batch = collate(answers, range(len(answers)), token_budget=8192, merging=merging)
+        assert all((part.compact is not None) is merging for part in batch.micro_batches)
+        result = forward(model, answers, lambda rows: batch, keep, lambda: False)
+        assert result is not None
+        return [each for each in result if each is not None]
+
+    tree, rows = scored(True), scored(False)
+    assert len(tree) == len(rows) == len(answers)
+    for ours, theirs in zip(tree, rows, strict=True):
+        for name in ("logprobs", "agrees", "ids", "targets"):
+            one, other = getattr(ours, name), getattr(theirs, name)
+            assert (one is None) == (other is None)
+            if one is not None:
+                np.testing.assert_allclose(one, other, atol=1e-4)
