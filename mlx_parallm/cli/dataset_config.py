@@ -129,11 +129,10 @@ def dataset_toml(
     }
     if algorithm is not None:
         rate = min(2e-3, rate * RATES.get(algorithm, 1.0))
-        values |= {
-            "algorithm": algorithm,
-            "learning_rate": f"{rate:.1e}",
-            "rows": 16 if algorithm == ("sft") else 32,
-        }
+        rows, count = 16 if algorithm == "sft" else 32, count_rows(data)
+        while count is not None and rows > max(1, 0.75 * count):  # about a tenth is held out
+            rows //= 2
+        values |= {"algorithm": algorithm, "learning_rate": f"{rate:.1e}", "rows": rows}
         return (HEAD + ROWS_BODY).format(**values)
     references = [
         name if name.startswith((PREFIX, "builtin:")) else PREFIX + name for name in rewards

@@ -3,6 +3,7 @@ it cannot work."""
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,7 @@ def test_an_algorithm_that_learns_from_the_rows_needs_no_reward_and_is_known_aga
     here: Path, algorithm: str, rate: float, rows: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--model", "model", "--data", "rows.jsonl", "--algorithm", algorithm]
+    (here / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 50)
     run = here / "checkpoints" / "rows"
     run.mkdir(parents=True)
     assert cli.train([*flags, "--write-config", str(run / "config.toml")]) == 0
@@ -248,3 +250,23 @@ def test_a_model_has_about_so_many_parameters(here: Path) -> None:
     (here / "model" / "config.json").write_text("[1]")
     assert parameters_of("model", 1320) == 1e9
     assert count_rows("rows.jsonl") == 3 and count_rows("hf:a/b") is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "algorithm", "batch_size"),
+    [
+        (200, "dpo", 32),
+        (35, "dpo", 16),
+        (35, "sft", 16),
+        (18, "dpo", 8),
+        (9, "sft", 4),
+        (1, "dpo", 1),
+    ],
+)
+def test_a_batch_is_no_larger_than_the_rows_that_are_trained_on(
+    here: Path, rows: int, algorithm: str, batch_size: int
+) -> None:
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d"}
+    (here / "few.jsonl").write_text(f"{json.dumps(row)}\n" * rows)
+    text = dataset_toml("model", str(here / "few.jsonl"), [], algorithm)
+    assert tomllib.loads(text)["rl_training"]["batch_size"] == batch_size
