@@ -375,6 +375,25 @@ def test_experts_and_their_gradients_are_those_of_the_weights(
     np.testing.assert_allclose(gradient, towards, atol=2e-5)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_mlx_has_the_gradient_of_quantised_experts(ordered: bool) -> None:
+    """`gather_qmm`, which computes on a GPU: on whatever device the tests run on."""
+    mx.random.seed(0)
+    layer = QuantizedSwitchLinear(128, 24, 6, bias=False, bits=4)
+    indices = mx.random.randint(0, 6, (40,))
+    indices = mx.sort(indices) if ordered else indices
+    x, slope = mx.random.normal((40, 1, 128)), mx.random.normal((40, 1, 24))
+    (y,), (gradient,) = mx.vjp(lambda x: layer(x, indices, sorted_indices=ordered), [x], [slope])
+    whole = mx.dequantize(layer.weight, layer.scales, layer.biases, 64, 4)
+    weights = np.array(whole, np.float64)[np.array(indices)]
+    np.testing.assert_allclose(
+        y, np.array(x, np.float64) @ np.swapaxes(weights, -1, -2), rtol=1e-2, atol=1e-3
+    )
+    np.testing.assert_allclose(
+        gradient, np.array(slope, np.float64) @ weights, rtol=1e-2, atol=1e-3
+    )
+
+
 @needs_cpu
 def test_few_products_of_experts_and_large_ones_are_mlx_own(
     monkeypatch: pytest.MonkeyPatch,
