@@ -205,9 +205,8 @@ class Ours:
         ids, model, encoder = tuple(self.rows[-1]), self.loaded.model, self.loaded.images.encoder
         features = ImageFeatures(encoder, admit_images(model, encoder.rope_axes, encoder.levels))
         numbers = image_ids(ids, self.images, encoder.token_id)
-        inputs, table = features.inputs(
-            [numbers], len(ids), features.prepare([(numbers, self.images)])
-        )
+        features.prepare([(numbers, self.images, None)])
+        inputs, table = features.inputs([numbers], len(ids))
         positions = features.positions_of(ids, self.images)[0]
         turned = None if positions is None else mx.array(positions[:, None])
         with features.table.using(table, inputs, turned):
