@@ -557,6 +557,9 @@ class Engine:
         newest = {(adapter.serial, False) for adapter in view.adapters.values()} | {(0, False)}
         pinned = {(serial, True) for serial in self.weights.history.serials}
         self.scheduler.prefix_cache.keep_only({(*key, view.base_serial) for key in newest | pinned})
+        if self.images is not None:
+            serials = {serial for serial, _ in newest | pinned}
+            self.images.keep_only(serials, view.base_serial)
 
     def _weights_of(self, sequence: Sequence) -> Hashable:
         """Identifies the weights that compute the sequence now: its adapter's arrays and the

@@ -1,5 +1,5 @@
-"""Images in prompts: their features, computed once each, and the ids under which the engine knows
-their positions.
+"""Images in prompts: their features, computed once each by the same weights, and the ids under
+which the engine knows their positions.
 
 An image token of a prompt is replaced by a number of its own, negative, made of the image's digest
 and of the feature that stands there. So equal prompts have equal images: the prefix cache, shared
@@ -8,15 +8,16 @@ embedding.py` reads, and the features of its positions alone.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.images.embedding import ImageTable
-from mlx_parallm.models.images.encoder import ImageEncoder
+from mlx_parallm.models.images.encoder import ImageEncoder, of_part
 from mlx_parallm.models.images.positions import image_positions
 from mlx_parallm.types import PromptImage
 
@@ -41,20 +42,33 @@ def _base(digest: str) -> int:
     return int(digest[:_DIGEST], 16)
 
 
+Piece = tuple[SequenceOf[int], SequenceOf[PromptImage], AdapterSlot | None]
+"""Tokens of a prompt, all images of the prompt, and its adapter."""
+FeatureKey = tuple[int, int, int]
+"""An image's digest; serials of the adapter and of the base that its features were computed by."""
+
+
 class ImageFeatures:
-    """Features by digest, least recently used first; at most `encoder.cache_bytes`, and those of
-    the prompts that `prepare` was last called for.
+    """Features by image and weights, least recently used first; at most `encoder.cache_bytes`, and
+    those of the prompts that `prepare` was last called for.
 
     Args:
-        encoder: of the model that is served.
+        encoder: of the model that is served, over its tree.
         table: of its embedding.
+        activate: which adapter each row of the next forward has (`LoraContext.activate`).
     """
 
-    def __init__(self, encoder: ImageEncoder, table: ImageTable) -> None:
+    def __init__(
+        self,
+        encoder: ImageEncoder,
+        table: ImageTable,
+        activate: Callable[[SequenceOf[AdapterSlot | None]], None] = lambda slots: None,
+    ) -> None:
         self.table = table
         self.encoded = 0  # images, since the start
-        self._encoder = encoder
-        self._kept: OrderedDict[int, mx.array] = OrderedDict()
+        self._encoder, self._activate = encoder, activate
+        self._kept: OrderedDict[FeatureKey, mx.array] = OrderedDict()
+        self._base_serial = 0
 
     @property
     def token_id(self) -> int:
@@ -64,56 +78,90 @@ class ImageFeatures:
     def nbytes(self) -> int:
         return sum(features.nbytes for features in self._kept.values())
 
-    def prepare(
-        self, pieces: Iterable[tuple[SequenceOf[int], SequenceOf[PromptImage]]]
-    ) -> Mapping[int, mx.array]:
-        """Return the features of the images that pieces of prompts touch, with the prompts' images,
-        evaluated. Raises what the tower raises."""
-        needed: dict[int, mx.array] = {}
-        for tokens, images in pieces:
+    def prepare(self, pieces: Iterable[Piece], base_serial: int = 0) -> list[mx.array]:
+        """Do what `ensure` does for the prompts that come next, and drop what is too much beside
+        their features. Returns what is new, not evaluated."""
+        needed, new = self._ensure(pieces, base_serial)
+        while self.nbytes > self._encoder.cache_bytes and len(self._kept) > len(needed):
+            self._kept.popitem(last=False)
+        return new
+
+    def ensure(self, pieces: Iterable[Piece], base_serial: int = 0) -> None:
+        """Have the features of the images that pieces of prompts touch by the weights as they are
+        now, under their read lock; `base_serial` counts the base's. Raises what the tower
+        raises."""
+        self._ensure(pieces, base_serial)
+
+    def _ensure(
+        self, pieces: Iterable[Piece], base_serial: int
+    ) -> tuple[Mapping[FeatureKey, mx.array], list[mx.array]]:
+        self._base_serial = base_serial
+        needed: dict[FeatureKey, mx.array] = {}
+        new: list[mx.array] = []
+        for tokens, images, adapter in pieces:
             if not images:
                 continue
             bases = {(-1 - token) // _FEATURES for token in tokens if token < 0}
             for image in images:
                 base = _base(image.digest)
-                if base not in bases or base in needed:
+                key = self._key(base, adapter)
+                if base not in bases or key in needed:
                     continue
-                if (features := self._kept.pop(base, None)) is None:
+                if (features := self._kept.pop(key, None)) is None:
+                    self._activate([adapter])
                     features = self._encoder.encode(image)
-                    mx.eval(features)
+                    new.append(features)
                     self.encoded += 1
-                needed[base] = features
+                needed[key] = features
         self._kept.update(needed)
-        while self.nbytes > self._encoder.cache_bytes and len(self._kept) > len(needed):
-            self._kept.popitem(last=False)
-        return needed
+        return needed, new
+
+    def keep_only(self, adapters: Collection[int], base_serial: int) -> None:
+        """Drop the features that other weights computed: serials of adapters, and the base's."""
+        for key in [*self._kept]:
+            if key[1] not in {0, *adapters} or key[2] not in (0, base_serial):
+                del self._kept[key]
+
+    def _key(self, base: int, adapter: AdapterSlot | None) -> FeatureKey:
+        layers = {} if adapter is None else adapter.weights.layers
+        adapted = any(of_part(path, self._encoder.modules) for path in layers)
+        serial = adapter.weights.serial if adapter is not None and adapted else 0
+        return base, serial, self._base_serial if self._encoder.trained else 0
 
     def inputs(
-        self, rows: SequenceOf[SequenceOf[int]], width: int, features: Mapping[int, mx.array]
+        self,
+        rows: SequenceOf[SequenceOf[int]],
+        width: int,
+        adapters: SequenceOf[AdapterSlot | None] = (),
     ) -> tuple[mx.array, mx.array | None]:
         """Return rows as a forward takes them: ids [rows, width], padded with 0, and the features
-        [N, D] that they mean. `features`: by `prepare`, for at least these positions."""
+        [N, D] that they mean; `prepare` had at least these positions, under the same lock."""
         ids = np.zeros((len(rows), width), np.int32)
-        runs: list[tuple[int, int, int]] = []  # (base, first, stop) of the features in a row
+        # (features, first, stop) of those in a row
+        runs: list[tuple[FeatureKey, int, int]] = []
         count = 0
         for number, row in enumerate(rows):
             if min(row, default=0) >= 0:
                 ids[number, : len(row)] = row
                 continue
+            keys: dict[int, FeatureKey] = {}
             for place, token in enumerate(row):
                 if token >= 0:
                     ids[number, place] = token
                     continue
                 base, index = divmod(-1 - token, _FEATURES)
-                if runs and runs[-1][0] == base and runs[-1][2] == index:
-                    runs[-1] = (base, runs[-1][1], index + 1)
+                if base not in keys:
+                    keys[base] = self._key(base, adapters[number] if adapters else None)
+                key = keys[base]
+                if runs and runs[-1][0] == key and runs[-1][2] == index:
+                    runs[-1] = (key, runs[-1][1], index + 1)
                 else:
-                    runs.append((base, index, index + 1))
+                    runs.append((key, index, index + 1))
                 ids[number, place] = self.table.vocabulary + count
                 count += 1
         if not runs:
             return mx.array(ids), None
-        parts = [features[base][first:stop] for base, first, stop in runs]
+        parts = [self._kept[key][first:stop] for key, first, stop in runs]
         return mx.array(ids), parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
     def positions_of(

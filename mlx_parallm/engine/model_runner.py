@@ -15,7 +15,7 @@ and fails alone. This costs one prefill a row and happens after a failure only.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from mlx_parallm.engine.cache.batch import RunningCache
 from mlx_parallm.engine.cache.prefill import arrays_of, present, states_of
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows, end_of
-from mlx_parallm.engine.images import ImageFeatures
+from mlx_parallm.engine.images import ImageFeatures, Piece
 from mlx_parallm.engine.prompt_routes import PromptRoutes, pieces_between
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import PrefillChunk, PrefixSave, SchedulerOutput
@@ -64,6 +64,11 @@ class SampledToken:
     experts: bytes = b""  # as in `types.RoutedExperts.ids`
 
 
+def _with_images(piece: tuple[SequenceOf[int], Sequence]) -> Piece:
+    tokens, owner = piece
+    return tokens, owner.images, owner.adapter
+
+
 class ModelRunner:
     """
     Args:
@@ -95,7 +100,6 @@ class ModelRunner:
         self._experts = experts
         self._records_prompts = prompt_experts and experts is not None
         self._images = images
-        self._features: Mapping[int, mx.array] = {}  # of the last plan's prompts
         self._processed_alternatives = processed_alternatives
         self._prefill_chunk = prefill_chunk
         self._model = model
@@ -126,12 +130,11 @@ class ModelRunner:
                 [move.source for move in plan.moves], [move.target for move in plan.moves], longest
             )
         self._cache.truncate(plan.kept)
-        if self._images is not None:
-            self._features = self._images.prepare(
-                (row.tokens[chunk.start : chunk.stop], row.owner.images)
-                for chunk in plan.prefill
-                for row in chunk.prefill.rows
-            )
+        self._prepare_images(
+            (row.tokens[chunk.start : chunk.stop], row.owner)
+            for chunk in plan.prefill
+            for row in chunk.prefill.rows
+        )
         for chunk in plan.prefill:
             if chunk.prompts:
                 self._cache.place(chunk.prompts, chunk.first_row)
@@ -142,11 +145,20 @@ class ModelRunner:
             # no row is left: their room is the prompt's, which has none of its own yet
             self._cache.shrink_to([])
 
+    def _prepare_images(self, pieces: Iterable[tuple[SequenceOf[int], Sequence]]) -> None:
+        """Compute the features of pieces of prompts. The tower's graph is built under the read
+        lock, and evaluated outside of it."""
+        if self._images is None:
+            return
+        with self._weights.read() as view:
+            new = self._images.prepare(map(_with_images, pieces), view.base_serial)
+        mx.eval(new)
+
     def launch(self, plan: SchedulerOutput, view: WeightsView) -> LaunchedStep:
         """Builds the step's graph under the read lock of `view`; nothing is evaluated here."""
         pending: list[mx.array] = []
         for chunk in plan.prefill:
-            pending += self._prefill(chunk)
+            pending += self._prefill(chunk, view)
         if not plan.rows:
             return LaunchedStep((), view.policy_version, None, None, pending, plan.prefilled_tokens)
         rows = self._begin(plan.rows, 0)
@@ -283,8 +295,7 @@ class ModelRunner:
         """
         tokens = (*sequence.prompt, *sequence.tokens)
         length = len(tokens) - 1
-        if self._images is not None:
-            self._features = self._images.prepare([(tokens, sequence.images)])
+        self._prepare_images([(tokens, sequence)])
         caches = self._cache.new_prefill(len(tokens))
         for start in range(0, length, self._prefill_chunk):
             self._forward(
@@ -344,11 +355,24 @@ class ModelRunner:
         """Logits [1, V] of the last of the sequence's tokens from the place `start` on; None: of
         none."""
         owners = [] if sequence is None else [sequence]
-        with self._weights.read():
+        with self._weights.read() as view:
+            self._have_images([tokens], owners, view)
             self._lora.activate([None if sequence is None else sequence.adapter])
             return self._run([tokens], len(tokens), caches, owners, start)[:, -1]
 
-    def _prefill(self, chunk: PrefillChunk) -> list[mx.array]:
+    def _have_images(
+        self,
+        pieces: SequenceOf[tuple[int, ...]],
+        owners: SequenceOf[Sequence],
+        view: WeightsView,
+    ) -> None:
+        """Have features by the very weights of `view`: others may have come since they were
+        prepared. Before the rows' adapters are activated."""
+        if self._images is not None:
+            rows = zip(pieces, owners, strict=False)  # a trial has no owner
+            self._images.ensure(map(_with_images, rows), view.base_serial)
+
+    def _prefill(self, chunk: PrefillChunk, view: WeightsView) -> list[mx.array]:
         prefill = chunk.prefill
         if not prefill.length:  # prompts of one token, which the decode step feeds
             return []
@@ -365,7 +389,7 @@ class ModelRunner:
             )
             for row in prefill.rows:
                 row.prefix = ()
-        kept = self._compute(chunk) if chunk.stop > chunk.start else []
+        kept = self._compute(chunk, view) if chunk.stop > chunk.start else []
         if chunk.save is not None:
             kept += self._keep(prefill.caches, chunk.save, prefill.rows[0].routes)
         if chunk.prompts:
@@ -374,12 +398,13 @@ class ModelRunner:
             return kept  # the decode step reads the rows
         return kept + arrays_of(prefill.caches)
 
-    def _compute(self, chunk: PrefillChunk) -> list[mx.array]:
+    def _compute(self, chunk: PrefillChunk, view: WeightsView) -> list[mx.array]:
         """Put a chunk of a prefill through the model; returns what else is to be evaluated."""
         prefill = chunk.prefill
         pieces = [row.tokens[chunk.start : chunk.stop] for row in prefill.rows]
-        self._lora.activate([row.owner.adapter for row in prefill.rows])
         owners = [row.owner for row in prefill.rows]
+        self._have_images(pieces, owners, view)
+        self._lora.activate([owner.adapter for owner in owners])
         routing = ForwardRouting() if self._records_prompts else None
         with routed(routing):
             self._run(pieces, chunk.stop - chunk.start, prefill.caches, owners, chunk.start)
@@ -405,7 +430,8 @@ class ModelRunner:
         """Return the logits [rows, width, V] of pieces of texts, padded to `width`, of these
         sequences from the place `start` on."""
         if self._images is not None:
-            ids, features = self._images.inputs(rows, width, self._features)
+            adapters = [sequence.adapter for sequence in sequences]
+            ids, features = self._images.inputs(rows, width, adapters)
             positions = self._images.positions(sequences, start, width)
             with self._images.table.using(features, ids, positions):
                 return self._model(ids, cache=caches)

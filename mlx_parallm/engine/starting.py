@@ -18,6 +18,7 @@ from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.experts.routing import prepare_routing, routing_shape, why_not_routed
 from mlx_parallm.models.images.embedding import admit_images
+from mlx_parallm.models.images.encoder import text_alone
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -110,15 +111,16 @@ def start_engine(
         shelved=lambda name: weights.shelf is not None and weights.shelf.holds(name),
         shelved_names=lambda: () if weights.shelf is None else weights.shelf.names(),
     )
-    use_fast_swiglu(loaded.model)
-    use_fast_rope(loaded.model)
-    route_attention(loaded.model)
-    images = None
-    if loaded.images is not None:
-        encoder = loaded.images.encoder
-        table = admit_images(loaded.model, encoder.rope_axes, encoder.levels)
-        images = ImageFeatures(encoder, table)
+    encoder = None if loaded.images is None else loaded.images.encoder.over(loaded.model)
+    with text_alone(loaded.model, encoder):
+        use_fast_swiglu(loaded.model)
+        use_fast_rope(loaded.model)
+        route_attention(loaded.model)
     lora = prepare_for_serving(loaded.model)
+    images = None
+    if encoder is not None:
+        table = admit_images(loaded.model, encoder.rope_axes, encoder.levels)
+        images = ImageFeatures(encoder, table, lora.activate)
     engine_tokenizer = tokenizer()
     kind = ChatLaneEngine if config.rl_training.serve_priority == "chat" else Engine
     thread = EngineThread(

@@ -8,7 +8,7 @@ and the other ranks all use this.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.config.load import RLTrainingConfig
@@ -61,6 +61,7 @@ def build_policy(
         needs_values=keeps_values or algorithm.has_values,
         kv_bits=kv_bits,
         watches_experts=watches_experts,
+        images=None if loaded.images is None else loaded.images.encoder,
     )
 
 
@@ -105,9 +106,9 @@ def step_images(loaded: LoadedModel, policy: TrainedPolicy) -> StepImages | None
     """Return what gives images of sequences to a trained policy; None: its model reads none."""
     if loaded.images is None:
         return None
-    encoder = loaded.images.encoder
+    encoder = loaded.images.encoder.over(policy.model)
     table = admit_images(policy.model, encoder.rope_axes, encoder.levels)
-    return StepImages(loaded.images, table)
+    return StepImages(replace(loaded.images, encoder=encoder), table)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
-"""Logits of tiny random models that see, against transformers' own in float32: pictures at ragged places.
+"""Logits and gradients of tiny random models that see, against transformers' own in float32: pictures at ragged places.
 
     .venv/bin/python scripts/bench/vision_parity.py --python /path/of/a/python/with/torch
 
-One process computes ours, another (torch, transformers, Pillow) its. Prints the largest difference and the largest logit of
-each family; exits with 1 where the difference is above 1e-4 of that.
+One process computes ours, another (torch, transformers, Pillow) its. Prints for each family the largest difference and the
+largest logit of a text with three pictures, and how far the gradients are apart: ‖ours - theirs‖ / ‖theirs‖, the worst array
+of each kind. Their loss is the mean negative log-likelihood of the text's tokens in three rows, which have 1, 2 and 3
+pictures; ours is that of the trainer, one micro-batch of full weights. Exits with 1 where anything is above 1e-4.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -76,79 +79,165 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 path, work, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-pictures = [Image.open(f"{work}/{i}.png") for i in range(count)]
-read = AutoImageProcessor.from_pretrained(path, backend="pil")([pictures], return_tensors="pt")
-names = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
-given = {name: read[name] for name in names if name in read}
-ids = torch.tensor(np.load(f"{work}/ids.npy"))[None]
-if "image_grid_thw" in given:
-    given["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-with torch.no_grad():
-    np.save(f"{work}/theirs.npy", model(input_ids=ids, **given).logits[0].numpy())
+processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+total, lost = 0, 0.0
+for number in range(1, count + 1):
+    pictures = [Image.open(f"{work}/{i}.png") for i in range(number)]
+    read = processor([pictures], return_tensors="pt")
+    names = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+    inputs = {name: read[name] for name in names if name in read}
+    ids = torch.tensor(np.load(f"{work}/ids{number}.npy"))[None]
+    if "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    logits = model(input_ids=ids, **inputs).logits[0]
+    targets = ids[0, 1:]
+    text = targets != model.config.image_token_id
+    picked = torch.log_softmax(logits[:-1], -1).gather(1, targets[:, None])[:, 0]
+    lost = lost - picked[text].sum()
+    total += int(text.sum())
+np.save(f"{work}/theirs.npy", logits.detach().numpy())
+(lost / total).backward()
+arrays = {name: array.grad for name, array in model.named_parameters()}
+np.savez(f"{work}/gradients.npz", **{n: g.numpy() for n, g in arrays.items() if g is not None})
 """
+KINDS = {
+    "embedding": ("embed_tokens.weight",),
+    "q_proj": ("self_attn.q_proj.weight",),
+    "v_proj": ("self_attn.v_proj.weight",),
+    "mlp": (".mlp.gate_proj.weight", ".mlp.up_proj.weight", ".mlp.down_proj.weight"),
+    "experts": ("switch_mlp.down_proj.weight",),
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compares logits with transformers'.")
+    parser = argparse.ArgumentParser(
+        description="Compares logits and gradients with transformers'."
+    )
     parser.add_argument("--python", default=sys.executable, help="has torch and transformers")
     parser.add_argument("families", nargs="*", default=FAMILIES)
     arguments = parser.parse_args()
     worst = 0.0
     for family in arguments.families:
         with tempfile.TemporaryDirectory() as work:
+            os.environ["XDG_CACHE_HOME"] = f"{work}/cache"  # where rows' images lie
             if family.startswith("qwen3"):
                 made = [arguments.python, "-c", MAKE, family, f"{work}/model"]
                 subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
-            ours, ids = our_logits(Path(work), family)
-            np.save(f"{work}/ids.npy", ids)
+            ours = Ours(Path(work), family)
             command = [arguments.python, "-c", THEIRS, f"{work}/model", work, str(len(SIZES))]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             theirs = np.load(f"{work}/theirs.npy")
-        difference, largest = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
-        print(json.dumps({"family": family, "difference": difference, "largest": largest}))
-        worst = max(worst, difference / largest)
+            difference = float(np.abs(ours.logits() - theirs).max())
+            largest = float(np.abs(theirs).max())
+            apart = differences(ours.gradients(), dict(np.load(f"{work}/gradients.npz")))
+        line = {"family": family, "difference": difference, "largest": largest}
+        print(json.dumps(line | {"gradients": {kind: f"{off:.1e}" for kind, off in apart.items()}}))
+        worst = max(worst, difference / largest, *apart.values())
     return int(worst > MOST)
 
 
-def our_logits(work: Path, family: str) -> tuple[np.ndarray, np.ndarray]:
-    """[T, V] by the engine's way: ids of images, rows of the embedding's table."""
-    import mlx.core as mx
+def differences(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> dict[str, float]:
+    """Return how far the gradients are apart, the worst array of each kind."""
+    apart = {}
+    text = {n: g for n, g in theirs.items() if "text_model." in n or "language_model." in n}
+    for kind, ends in KINDS.items():
+        pairs = []
+        for name in (name for name in ours if name.endswith(ends)):
+            end = name.partition("model.model.")[2].replace(
+                "switch_mlp.down_proj.weight", "experts.down_proj"
+            )
+            pairs.append((ours[name], next(g for n, g in text.items() if n.endswith(end))))
+        if pairs:
+            apart[kind] = max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
+    return apart
 
-    from mlx_parallm.config.load import Config
-    from mlx_parallm.engine.images import ImageFeatures, image_ids
-    from mlx_parallm.models.images.embedding import admit_images
-    from mlx_parallm.models.loading import load_model, load_tokenizer
-    from mlx_parallm.systems.vision.leaf import image_support
-    from tests.images.checkpoints import add_processor, save_qwen_vl, save_smolvlm
-    from tests.vision.drawn import noise
 
-    save = save_qwen_vl if family.startswith("qwen2") else save_smolvlm
-    path = work / "model"
-    if path.exists():
-        add_processor(path)
-    else:
-        save(path, model_type=family)
-    config = Config.model_validate({"model": {"base_path": str(path)}, "vision": {"enabled": True}})
-    loaded = load_model(config.model)
-    support = image_support(config, path, loaded.config)
-    encoder = support.encoder(loaded)
-    pictures = [noise(*size, seed=seed) for seed, size in enumerate(SIZES)]
-    for index, picture in enumerate(pictures):
-        picture.save(work / f"{index}.png")
-    images = [support.reader.image_of(picture) for picture in pictures]
-    begin, end = ("<|vision_start|>", "<|vision_end|>") if family.startswith("qwen") else ("", "")
-    text = (
-        "".join(f"Picture {i}: {begin}{image.text}{end}, " for i, image in enumerate(images))
-        + "which?"
-    )
-    ids = tuple(load_tokenizer(path, config.model).encode(text))
-    features = ImageFeatures(encoder, admit_images(loaded.model, encoder.rope_axes, encoder.levels))
-    numbers = image_ids(ids, images, encoder.token_id)
-    inputs, table = features.inputs([numbers], len(ids), features.prepare([(numbers, images)]))
-    positions = features.positions_of(ids, images)[0]
-    turned = None if positions is None else mx.array(positions[:, None])
-    with features.table.using(table, inputs, turned):
-        return np.array(loaded.model(inputs)[0]), np.array(ids)
+class Ours:
+    """A checkpoint of a family, written into `work` where it is not there, and three texts with 1, 2 and 3 pictures."""
+
+    def __init__(self, work: Path, family: str) -> None:
+        from mlx_parallm.config.load import Config
+        from mlx_parallm.models.images.support import with_images
+        from mlx_parallm.models.loading import load_model, load_tokenizer
+        from mlx_parallm.systems.vision.leaf import image_support
+        from tests.images.checkpoints import add_processor, save_qwen_vl, save_smolvlm
+        from tests.vision.drawn import noise
+
+        save = save_qwen_vl if family.startswith("qwen2") else save_smolvlm
+        path = work / "model"
+        if path.exists():
+            add_processor(path)
+        else:
+            save(path, model_type=family)
+        self.config = Config.model_validate(
+            {
+                "model": {"base_path": str(path)},
+                "vision": {"enabled": True},
+                "rl_training": {"lora": {"enabled": False}},
+            }
+        )
+        loaded = load_model(self.config.model)
+        support = image_support(self.config, path, loaded.config)
+        self.loaded, self.reader = with_images(loaded, support), support.reader
+        pictures = [noise(*size, seed=seed) for seed, size in enumerate(SIZES)]
+        for index, picture in enumerate(pictures):
+            picture.save(work / f"{index}.png")
+        self.names = [self.reader.keep((work / f"{i}.png").read_bytes()) for i in range(len(SIZES))]
+        self.images = [self.reader.stored(name) for name in self.names]
+        begin, end = (
+            ("<|vision_start|>", "<|vision_end|>") if family.startswith("qwen") else ("", "")
+        )
+        tokenizer = load_tokenizer(path, self.config.model)
+        shown = [f"Picture {i}: {begin}{image.text}{end}, " for i, image in enumerate(self.images)]
+        self.rows = [
+            tokenizer.encode("".join(shown[: n + 1]) + "which?") for n in range(len(shown))
+        ]
+        for number, row in enumerate(self.rows, 1):
+            np.save(work / f"ids{number}.npy", np.array(row))
+
+    def logits(self) -> np.ndarray:
+        """[T, V] of the longest row by the engine's way: ids of images, rows of the embedding's table."""
+        import mlx.core as mx
+
+        from mlx_parallm.engine.images import ImageFeatures, image_ids
+        from mlx_parallm.models.images.embedding import admit_images
+
+        ids, model, encoder = tuple(self.rows[-1]), self.loaded.model, self.loaded.images.encoder
+        features = ImageFeatures(encoder, admit_images(model, encoder.rope_axes, encoder.levels))
+        numbers = image_ids(ids, self.images, encoder.token_id)
+        features.prepare([(numbers, self.images, None)])
+        inputs, table = features.inputs([numbers], len(ids))
+        positions = features.positions_of(ids, self.images)[0]
+        turned = None if positions is None else mx.array(positions[:, None])
+        with features.table.using(table, inputs, turned):
+            return np.array(model(inputs)[0])
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Those of all trained arrays, by name, as the trainer computes them."""
+        from mlx_parallm.rl_training.factory import build_trainer
+        from mlx_parallm.rl_training.step.batch import TrainSequence
+        from mlx_parallm.types import Rollout
+
+        trainer = build_trainer(self.loaded, self.config.rl_training)
+        sequences, trained = [], 0
+        for number, row in enumerate(self.rows, 1):
+            mask = [
+                int(place > 0 and token != self.reader.token_id) for place, token in enumerate(row)
+            ]
+            names, trained = tuple(self.names[:number]), trained + sum(mask)
+            rollout = Rollout(
+                tuple(row), tuple(mask), None, (-1,) * len(row), 1.0, {}, images=names
+            )
+            sequences.append(TrainSequence(rollout, (0.0,) * len(row), fresh=False))
+        gradients = None
+        for part in trainer.collate(sequences, range(len(sequences))).micro_batches:
+            with trainer.images.seen(part.inputs):
+                _, _, gradients = trainer.model.loss_and_gradients(
+                    part.token_batch(),
+                    lambda logprobs, *_: (-logprobs.sum() / trained, ()),
+                    gradients,
+                )
+        return {n: np.array(g) for n, g in zip(trainer.policy.slots.names, gradients, strict=True)}
 
 
 if __name__ == "__main__":

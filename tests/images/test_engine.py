@@ -2,7 +2,9 @@
 found again in the prefix cache; each answer is what the model's own forward gives."""
 
 import hashlib
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,6 +30,8 @@ WIDTH = 64
 class Encoder:
     """Features are random numbers of the digest. `broken`: digests that it cannot read."""
 
+    modules: Mapping[str, nn.Module] = MappingProxyType({})
+    trained = ()
     token_id = IMAGE
     rope_axes: np.ndarray | None = None
     levels = 0
@@ -37,6 +41,9 @@ class Encoder:
         self.rope_axes = chunked_axes((2, 3, 3)) if turns else None
         self.encoded: list[str] = []
         self.broken: set[str] = set()
+
+    def over(self, tree: nn.Module) -> Self:
+        return self
 
     def encode(self, image: PromptImage) -> mx.array:
         if image.digest in self.broken:

@@ -1,17 +1,38 @@
-"""The face of what makes features of images, as engine and trainer know it."""
+"""The face of what makes features of images, as engine and trainer know it.
 
+Its modules lie in the model's tree beside the language part (`put_into_tree`), under the names that
+they have there from then on. So whatever publishes, saves, adapts or restores weights knows them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.errors import ModelError
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.types import PromptImage
 
 
 class ImageEncoder(Protocol):
     """A model's tower and projector, evaluated."""
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Its modules, by their names in a model's tree."""
+
+    def over(self, tree: nn.Module) -> Self:
+        """Return the encoder that computes with the modules of a tree that has them, as they are
+        at each call."""
+
+    @property
+    def trained(self) -> Sequence[str]:
+        """Paths, in a model's tree, of the modules that a training trains; none: it trains the
+        language part alone."""
 
     @property
     def token_id(self) -> int:
@@ -47,6 +68,32 @@ class ImageSupport(Protocol):
 
     def encoder(self, loaded: Any) -> ImageEncoder:
         """Load the tower of a `LoadedModel`. Raises ModelError."""
+
+
+def put_into_tree(model: nn.Module, encoder: ImageEncoder) -> ImageEncoder:
+    """Put an encoder's modules into a model's tree, and return the encoder over it. Raises
+    ModelError: something of that name is there."""
+    for name, module in encoder.modules.items():
+        if hasattr(model, name):
+            raise ModelError(f"images cannot be read: the model has a part named {name} already")
+        model[name] = module
+    return encoder.over(model)
+
+
+@contextmanager
+def text_alone(model: nn.Module, encoder: ImageEncoder | None) -> Iterator[None]:
+    """The tree has its language part alone, for the length of the block."""
+    parts = {name: model.pop(name) for name in ([] if encoder is None else encoder.modules)}
+    try:
+        yield
+    finally:
+        for name, part in parts.items():
+            model[name] = part
+
+
+def of_part(path: str, parts: Iterable[str]) -> bool:
+    """Whether the module or array at `path` is one of these parts, or in one."""
+    return any(path == part or path.startswith(f"{part}.") for part in parts)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.models.images.encoder import ImageParts, ImageSupport
+from mlx_parallm.models.images.encoder import ImageParts, ImageSupport, put_into_tree
 from mlx_parallm.models.loading import LoadedModel, read_config, resolve_model_path
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ def tower_bytes(config: "Config", width: int) -> int:
 
 
 def with_images(loaded: LoadedModel, support: ImageSupport | None) -> LoadedModel:
-    """Return a model with its tower, loaded; the model itself where nothing reads images for it.
-    Raises ModelError."""
+    """Return a model with its tower, loaded and in its tree; the model itself where nothing reads
+    images for it. Raises ModelError."""
     if support is None:
         return loaded
-    return replace(loaded, images=ImageParts(support.encoder(loaded), support.reader))
+    encoder = put_into_tree(loaded.model, support.encoder(loaded))
+    return replace(loaded, images=ImageParts(encoder, support.reader))

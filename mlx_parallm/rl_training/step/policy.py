@@ -32,6 +32,7 @@ from mlx_parallm.models.adapters.linear import AdapterDropout
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_swiglu
 from mlx_parallm.models.experts.routing import replays_experts, watched_experts
+from mlx_parallm.models.images.encoder import ImageEncoder, of_part, text_alone
 from mlx_parallm.models.lora import (
     adapter_layers,
     inject_lora,
@@ -68,6 +69,7 @@ class TrainedPolicy:
         needs_values: whether the tree gets a value head (models/value_head.py), trained beside the
             rest.
         kv_bits: bits of the engine's keys and values; None: those of the model.
+        images: makes features of images by modules of this tree; None: it reads texts alone.
 
     `experts`: (layers, experts a token, experts) of a model whose experts can be watched.
     `replays_experts`: the trainer's forward takes those that rollouts have recorded.
@@ -90,7 +92,9 @@ class TrainedPolicy:
         needs_values: bool = False,
         kv_bits: int | None = None,
         watches_experts: bool = True,
+        images: ImageEncoder | None = None,
     ) -> None:
+        self._images = images
         self.model, self._source, self.model_config, self._base = (
             model,
             source,
@@ -119,28 +123,22 @@ class TrainedPolicy:
             else None
         )
         self.dropout = AdapterDropout(config.lora.dropout)
-        use_fast_swiglu(model)
-        route_attention(model)
+        with text_alone(model, images):
+            use_fast_swiglu(model)
+            route_attention(model)
+            if self.lora:
+                mx.random.seed(config.seed)
+                rounded = rounded_layers(model, config.lora.qat_bits, config.lora.qat_format)
+                inject_lora(model, config.lora, self.dropout)
+                if config.lora.qat_bits is not None:
+                    use_fake_quantization(model, rounded, stored_dtype(model_config))
+            else:
+                _unfreeze(model)
         if self.lora:
-            mx.random.seed(config.seed)
-            rounded = rounded_layers(model, config.lora.qat_bits, config.lora.qat_format)
-            inject_lora(model, config.lora, self.dropout)
-            if config.lora.qat_bits is not None:
-                use_fake_quantization(model, rounded, stored_dtype(model_config))
             for layer in trainer_lora_layers(model).values():
                 mx.eval(layer)  # one by one: DoRA's norms unpack a quantised layer
             if initial_adapter is not None:
                 load_into_trainer(model, initial_adapter)
-        else:
-            if any(
-                isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
-                for module in model.modules()
-            ):
-                raise ConfigError(
-                    "rl_training.lora.enabled = false trains all weights, but this base is"
-                    " quantised"
-                )
-            model.unfreeze()
         if needs_values:
             attach_value_head(model)
         # gated-delta layers have a gradient in this mode only; its own dropouts are 0
@@ -253,8 +251,11 @@ class TrainedPolicy:
             current = {
                 path: module[key] for path, (module, key) in parameter_slots(self.model).items()
             }
-        for path, array in current.items():
-            if path not in parameters or parameters[path].shape != array.shape:
+        parts = () if self._images is None else self._images.modules
+        for path, array in [*current.items()]:
+            if path not in parameters and of_part(path, parts):
+                del current[path]  # a model of texts: it sees with the policy's own eyes
+            elif path not in parameters or parameters[path].shape != array.shape:
                 other = parameters[path].shape if path in parameters else "missing"
                 raise ConfigError(
                     f"the reference is not of this model's shape: {path} is {other}, expected"
@@ -414,6 +415,16 @@ class TrainedPolicy:
             arranged.append(tensors[name].astype(dtype or array.dtype))
         mx.eval(arranged)
         return arranged
+
+
+def _unfreeze(module: nn.Module) -> None:
+    """Let all weights of a module be trained. Raises ConfigError: they are quantised."""
+    quantised = nn.QuantizedLinear | nn.QuantizedEmbedding
+    if any(isinstance(each, quantised) for each in module.modules()):
+        raise ConfigError(
+            "rl_training.lora.enabled = false trains all weights, but this base is quantised"
+        )
+    module.unfreeze()
 
 
 def read_tensors(file: Path) -> dict[str, mx.array]:

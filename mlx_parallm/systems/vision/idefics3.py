@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoImageProcessor
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.systems.vision.tower import load_tower
+from mlx_parallm.systems.vision.tower import TowerEncoder, load_tower
 from mlx_parallm.types import PromptImage
 
 IMAGE, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
@@ -78,7 +78,7 @@ def prompt_text(rows: int, columns: int, tokens: int) -> str:
     return "".join(lines) + ("\n" if rows else "") + f"{AROUND}{WHOLE}{one}{AROUND}"
 
 
-class TileEncoder:
+class TileEncoder(TowerEncoder):
     """SigLIP over tiles, and the connector."""
 
     rope_axes = None

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoImageProcessor
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.images.positions import chunked_axes, interleaved_axes
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.systems.vision.tower import load_tower
+from mlx_parallm.systems.vision.tower import TowerEncoder, load_tower
 from mlx_parallm.types import PromptImage
 
 IMAGE = "<|image_pad|>"
@@ -59,7 +59,7 @@ class PatchProcessor:
         return PromptImage(digest.hexdigest(), IMAGE * tokens, tokens, grid, arrays)
 
 
-class PatchEncoder:
+class PatchEncoder(TowerEncoder):
     """The tower, which ends with the projector."""
 
     def __init__(

@@ -1,10 +1,11 @@
 """A checkpoint's tower and projector, as mlx-vlm's modules. The language part stays mlx-lm's: the
-one that is served and trained."""
+one that is served and trained, in whose tree the tower's modules lie too."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +25,46 @@ _ERRORS = (
     RuntimeError,
     ArithmeticError,
 )
+
+
+class TowerEncoder:
+    """What a family's encoder begins with. `_model` is mlx-vlm's model without its language part,
+    whose modules are, after `over`, those of the tree.
+    """
+
+    trained: Sequence[str] = ()
+
+    _own: Any
+    _tree: Any = None
+
+    @property
+    def _model(self) -> Any:
+        if self._tree is not None:
+            # the tree's may have been wrapped or replaced since the last call
+            dict.update(self._own, {name: self._tree[name] for name in self.modules})
+        return self._own
+
+    @_model.setter
+    def _model(self, model: Any) -> None:
+        self._own = model
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return {name: part for name, part in self._own.items() if isinstance(part, nn.Module)}
+
+    def over(self, tree: nn.Module) -> Self:
+        other = copy.copy(self)
+        other._own, other._tree = _shallow(self._own), tree
+        return other
+
+
+def _shallow(module: Any) -> Any:
+    """Return a module of the same parts, whose parts can be replaced."""
+    kind: Any = type(module)
+    same = kind.__new__(kind)
+    same.__dict__.update(module.__dict__)
+    dict.update(same, module)
+    return same
 
 
 def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
