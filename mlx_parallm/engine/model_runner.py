@@ -286,11 +286,12 @@ class ModelRunner:
         if self._images is not None:
             self._features = self._images.prepare([(tokens, sequence.images)])
         caches = self._cache.new_prefill(len(tokens))
-        for start in range(0, length, self._prefill_chunk):
-            self._forward(
-                tokens[start : min(start + self._prefill_chunk, length)], sequence, caches, start
-            )
+        start = 0
+        while start < length:
+            stop = sequence.outside_images(min(start + self._prefill_chunk, length))
+            self._forward(tokens[start:stop], sequence, caches, start)
             mx.eval(arrays_of(caches))
+            start = stop
         logits = self._forward(tokens[-1:], sequence, copy.deepcopy(caches), length)
         mx.eval(sample(logits, SamplingBatch((sequence,)), [len(sequence.tokens)]).arrays)
         prompts = (PromptRows(0, 1, length),)
@@ -407,7 +408,8 @@ class ModelRunner:
         if self._images is not None:
             ids, features = self._images.inputs(rows, width, self._features)
             positions = self._images.positions(sequences, start, width)
-            with self._images.table.using(features, ids, positions):
+            numbers = self._images.numbers(rows, width)
+            with self._images.table.using(features, ids, positions, numbers):
                 return self._model(ids, cache=caches)
         tokens = np.zeros((len(rows), width), np.int32)
         for index, row in enumerate(rows):

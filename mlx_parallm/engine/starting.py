@@ -116,7 +116,12 @@ def start_engine(
     images = None
     if loaded.images is not None:
         encoder = loaded.images.encoder
-        table = admit_images(loaded.model, encoder.rope_axes, encoder.levels)
+        table = admit_images(
+            loaded.model,
+            encoder.rope_axes,
+            encoder.levels,
+            bidirectional=encoder.bidirectional,
+        )
         images = ImageFeatures(encoder, table)
     lora = prepare_for_serving(loaded.model)
     engine_tokenizer = tokenizer()

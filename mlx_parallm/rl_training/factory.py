@@ -106,7 +106,12 @@ def step_images(loaded: LoadedModel, policy: TrainedPolicy) -> StepImages | None
     if loaded.images is None:
         return None
     encoder = loaded.images.encoder
-    table = admit_images(policy.model, encoder.rope_axes, encoder.levels)
+    table = admit_images(
+        policy.model,
+        encoder.rope_axes,
+        encoder.levels,
+        bidirectional=encoder.bidirectional,
+    )
     return StepImages(loaded.images, table)
 
 

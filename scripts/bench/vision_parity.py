@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 FAMILIES = ("smolvlm", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-FAMILIES += ("qwen3_5_moe",)
+FAMILIES += ("qwen3_5_moe", "gemma3")
 MOST = 1e-4
 SIZES = ((80, 50), (30, 90), (24, 24))
 MAKE = """
@@ -83,6 +83,8 @@ given = {name: read[name] for name in names if name in read}
 ids = torch.tensor(np.load(f"{work}/ids.npy"))[None]
 if "image_grid_thw" in given:
     given["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+if model.config.model_type == "gemma3":
+    given["token_type_ids"] = (ids == model.config.image_token_id).int()
 with torch.no_grad():
     np.save(f"{work}/theirs.npy", model(input_ids=ids, **given).logits[0].numpy())
 """
@@ -120,13 +122,16 @@ def our_logits(work: Path, family: str) -> tuple[np.ndarray, np.ndarray]:
     from mlx_parallm.models.loading import load_model, load_tokenizer
     from mlx_parallm.systems.vision.leaf import image_support
     from tests.images.checkpoints import add_processor, save_qwen_vl, save_smolvlm
+    from tests.images.gemma3 import save_gemma3
     from tests.vision.drawn import noise
 
-    save = save_qwen_vl if family.startswith("qwen2") else save_smolvlm
     path = work / "model"
     if path.exists():
         add_processor(path)
+    elif family == "gemma3":
+        save_gemma3(path)
     else:
+        save = save_qwen_vl if family.startswith("qwen2") else save_smolvlm
         save(path, model_type=family)
     config = Config.model_validate({"model": {"base_path": str(path)}, "vision": {"enabled": True}})
     loaded = load_model(config.model)
@@ -142,12 +147,18 @@ def our_logits(work: Path, family: str) -> tuple[np.ndarray, np.ndarray]:
         + "which?"
     )
     ids = tuple(load_tokenizer(path, config.model).encode(text))
-    features = ImageFeatures(encoder, admit_images(loaded.model, encoder.rope_axes, encoder.levels))
+    table = admit_images(
+        loaded.model,
+        encoder.rope_axes,
+        encoder.levels,
+        bidirectional=encoder.bidirectional,
+    )
+    features = ImageFeatures(encoder, table)
     numbers = image_ids(ids, images, encoder.token_id)
-    inputs, table = features.inputs([numbers], len(ids), features.prepare([(numbers, images)]))
+    inputs, rows = features.inputs([numbers], len(ids), features.prepare([(numbers, images)]))
     positions = features.positions_of(ids, images)[0]
     turned = None if positions is None else mx.array(positions[:, None])
-    with features.table.using(table, inputs, turned):
+    with table.using(rows, inputs, turned, features.numbers([numbers], len(ids))):
         return np.array(loaded.model(inputs)[0]), np.array(ids)
 
 
