@@ -505,9 +505,11 @@ class Engine:
         ]
         longest = self.limits.default_length(len(prompt))
         places: tuple[Any, int] = (None, 0)
+        spans: tuple[tuple[int, int], ...] = ()
         if self.images is not None and request.images:
             places = self.images.positions_of(prompt, request.images)
             prompt = image_ids(prompt, request.images, self.images.token_id)
+            spans = self.images.spans_of(prompt, request.images)
         make_detokenizer = partial(
             self._tokenizer.detokenizer,
             opens_text=request.opens_text,
@@ -521,6 +523,7 @@ class Engine:
                 images=request.images,
                 positions=places[0],
                 shift=places[1],
+                spans=spans,
                 params=params,
                 adapter=adapter,
                 routing=self.options.experts,

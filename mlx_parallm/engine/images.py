@@ -15,10 +15,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.errors import RequestError
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.images.embedding import ImageTable
 from mlx_parallm.models.images.encoder import ImageEncoder, of_part
 from mlx_parallm.models.images.positions import image_positions
+from mlx_parallm.models.images.spans import TEXT, image_numbers
 from mlx_parallm.types import PromptImage
 
 _FEATURES = 1 << 24  # more than an image can have
@@ -163,6 +165,35 @@ class ImageFeatures:
             return mx.array(ids), None
         parts = [self._kept[key][first:stop] for key, first, stop in runs]
         return mx.array(ids), parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def spans_of(
+        self, prompt: SequenceOf[int], images: SequenceOf[PromptImage]
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the places [begin, end) of images in a prompt of `image_ids` that no forward may
+        take apart. Raises RequestError: the tokens of one lie apart."""
+        if self.table.spans is None:
+            return ()
+        begins = [
+            place
+            for place, token in enumerate(prompt)
+            if token < 0 and not (-1 - token) % _FEATURES
+        ]
+        spans = [(begin, begin + image.tokens) for begin, image in zip(begins, images, strict=True)]
+        if any(token >= 0 for begin, end in spans for token in prompt[begin:end]):
+            raise RequestError("the tokens of an image must stand together", param="messages")
+        return tuple(spans)
+
+    def numbers(self, rows: SequenceOf[SequenceOf[int]], width: int) -> np.ndarray | None:
+        """Return which image each token of these rows is of, [rows, width]; None where that does
+        not matter."""
+        if self.table.spans is None or all(min(row, default=0) >= 0 for row in rows):
+            return None
+        features = np.full((len(rows), width), TEXT)  # the place in its image
+        for number, row in enumerate(rows):
+            features[number, : len(row)] = [
+                TEXT if token >= 0 else (-1 - token) % _FEATURES for token in row
+            ]
+        return image_numbers(features != TEXT, features == 0)
 
     def positions_of(
         self, prompt: SequenceOf[int], images: SequenceOf[PromptImage]

@@ -297,11 +297,12 @@ class ModelRunner:
         length = len(tokens) - 1
         self._prepare_images([(tokens, sequence)])
         caches = self._cache.new_prefill(len(tokens))
-        for start in range(0, length, self._prefill_chunk):
-            self._forward(
-                tokens[start : min(start + self._prefill_chunk, length)], sequence, caches, start
-            )
+        start = 0
+        while start < length:
+            stop = sequence.outside_images(min(start + self._prefill_chunk, length))
+            self._forward(tokens[start:stop], sequence, caches, start)
             mx.eval(arrays_of(caches))
+            start = stop
         logits = self._forward(tokens[-1:], sequence, copy.deepcopy(caches), length)
         mx.eval(sample(logits, SamplingBatch((sequence,)), [len(sequence.tokens)]).arrays)
         prompts = (PromptRows(0, 1, length),)
@@ -433,7 +434,8 @@ class ModelRunner:
             adapters = [sequence.adapter for sequence in sequences]
             ids, features = self._images.inputs(rows, width, adapters)
             positions = self._images.positions(sequences, start, width)
-            with self._images.table.using(features, ids, positions):
+            numbers = self._images.numbers(rows, width)
+            with self._images.table.using(features, ids, positions, numbers):
                 return self._model(ids, cache=caches)
         tokens = np.zeros((len(rows), width), np.int32)
         for index, row in enumerate(rows):

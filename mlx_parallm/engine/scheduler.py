@@ -8,7 +8,8 @@ Queue: by priority (lower first), then by arrival; `AGEING_STEPS` steps of waiti
 one level, so no request starves, and none overtakes a request that waits for memory.
 Prefill: any number of prompts may be under way; each step advances the one with the least left (so
 a short prompt does not wait for a long one), but one that was passed over gains a chunk a step.
-While rows decode, a prompt of several chunks advances by smaller ones. A prompt is computed once
+While rows decode, a prompt of several chunks advances by smaller ones. A chunk that would end
+inside an image whose tokens see each other both ways ends behind it. A prompt is computed once
 for all requests that bring it meanwhile, and its keys and values stay in the prefix cache
 (cache/prefix.py) under the weights that computed it (`weights_of`), as far as that has room.
 Recurrent states: prompts are computed one by one, and stop where a snapshot of the state will be
@@ -522,6 +523,7 @@ class Scheduler:
             )
             if stop < prefill.length and chunks:
                 continue
+            stop = _outside_images(prefill, stop)
             stop = min([stop, *[place for place in prefill.places if place > start]])
             save = None
             if self.takes_snapshots:
@@ -529,7 +531,7 @@ class Scheduler:
                 save = self._save_prefill(row, stop, weights_of) if stop in prefill.places else None
                 if not prefill.started:
                     self.prefix_cache.count(row.owner.prompt, row.reused)
-            left -= (stop - start) * len(prefill.rows)
+            left = max(0, left - (stop - start) * len(prefill.rows))
             prefill.done, prefill.last_step, prefill.started = stop, self._step, True
             first_row = len(self.rows)
             prompts: tuple[PromptRows, ...] = ()
@@ -586,6 +588,12 @@ class Scheduler:
         sequence.row, sequence.cached = len(self.rows), len(sequence.prompt) - 1
         sequence.status, sequence.is_new = Status.RUNNING, True
         self.rows.append(sequence)
+
+
+def _outside_images(prefill: Prefill, stop: int) -> int:
+    """Return the end of a chunk, moved behind the images that a forward must have whole."""
+    moved = max(row.owner.outside_images(stop) for row in prefill.rows)
+    return stop if moved == stop else _outside_images(prefill, moved)
 
 
 def _positions_of(prompt: int, sequences: list[Sequence]) -> int:

@@ -71,6 +71,8 @@ class Sequence:
     images: tuple[PromptImage, ...] = ()
     positions: Any = None  # [3, prompt] of numpy, where its images have positions of their own
     shift: int = 0  # of the positions behind the prompt from their places
+    # places [begin, end) of the prompt's images that a forward must have whole
+    spans: tuple[tuple[int, int], ...] = ()
     chunks: tuple["PrefixChunk", ...] = ()  # segments that its row reads and others may read too
     # weights and salt under which the prompt's keys and values began to be computed
     prefix_key: Hashable = None
@@ -90,6 +92,10 @@ class Sequence:
     stop_reason: str | int | None = None
     error: str | None = None
     emitted: int = 0  # tokens that a stream has been sent
+
+    def outside_images(self, place: int) -> int:
+        """Return the first place from this one on at which a forward may end."""
+        return next((end for begin, end in self.spans if begin < place < end), place)
 
     @property
     def pinned_version(self) -> int | None:

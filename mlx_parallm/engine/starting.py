@@ -119,7 +119,12 @@ def start_engine(
     lora = prepare_for_serving(loaded.model)
     images = None
     if encoder is not None:
-        table = admit_images(loaded.model, encoder.rope_axes, encoder.levels)
+        table = admit_images(
+            loaded.model,
+            encoder.rope_axes,
+            encoder.levels,
+            bidirectional=encoder.bidirectional,
+        )
         images = ImageFeatures(encoder, table, lora.activate)
     engine_tokenizer = tokenizer()
     kind = ChatLaneEngine if config.rl_training.serve_priority == "chat" else Engine

@@ -107,7 +107,12 @@ def step_images(loaded: LoadedModel, policy: TrainedPolicy) -> StepImages | None
     if loaded.images is None:
         return None
     encoder = loaded.images.encoder.over(policy.model)
-    table = admit_images(policy.model, encoder.rope_axes, encoder.levels)
+    table = admit_images(
+        policy.model,
+        encoder.rope_axes,
+        encoder.levels,
+        bidirectional=encoder.bidirectional,
+    )
     return StepImages(replace(loaded.images, encoder=encoder), table)
 
 

@@ -16,7 +16,8 @@ from typing import Literal
 
 Priority = Literal["balanced", "serve", "train", "chat"]
 
-REST = 30.0  # times its last piece that others rest for chats: 3 of 100 gaps of a text are longer, not 10
+REST = 30.0
+"""Times its last piece that others rest for chats: 3 of 100 gaps between tokens are longer."""
 TRAINER_RESTS = {"balanced": 0.5, "serve": 1.0, "train": 0.0, "chat": 0.5}
 """The trainer's rest after an evaluation, as a share of the evaluation's time."""
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 FAMILIES = ("smolvlm", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-FAMILIES += ("qwen3_5_moe",)
+FAMILIES += ("qwen3_5_moe", "gemma3")
 MOST = 1e-4
 SIZES = ((80, 50), (30, 90), (24, 24))
 MAKE = """
@@ -89,6 +89,8 @@ for number in range(1, count + 1):
     ids = torch.tensor(np.load(f"{work}/ids{number}.npy"))[None]
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    if model.config.model_type == "gemma3":
+        inputs["token_type_ids"] = (ids == model.config.image_token_id).int()
     logits = model(input_ids=ids, **inputs).logits[0]
     targets = ids[0, 1:]
     text = targets != model.config.image_token_id
@@ -161,12 +163,15 @@ class Ours:
         from mlx_parallm.models.loading import load_model, load_tokenizer
         from mlx_parallm.systems.vision.leaf import image_support
         from tests.images.checkpoints import add_processor, save_qwen_vl, save_smolvlm
+        from tests.images.gemma3 import save_gemma3
         from tests.vision.drawn import noise
 
         save = save_qwen_vl if family.startswith("qwen2") else save_smolvlm
         path = work / "model"
         if path.exists():
             add_processor(path)
+        elif family == "gemma3":
+            save_gemma3(path)
         else:
             save(path, model_type=family)
         self.config = Config.model_validate(
@@ -203,13 +208,17 @@ class Ours:
         from mlx_parallm.models.images.embedding import admit_images
 
         ids, model, encoder = tuple(self.rows[-1]), self.loaded.model, self.loaded.images.encoder
-        features = ImageFeatures(encoder, admit_images(model, encoder.rope_axes, encoder.levels))
+        table = admit_images(
+            model, encoder.rope_axes, encoder.levels, bidirectional=encoder.bidirectional
+        )
+        features = ImageFeatures(encoder, table)
         numbers = image_ids(ids, self.images, encoder.token_id)
         features.prepare([(numbers, self.images, None)])
-        inputs, table = features.inputs([numbers], len(ids))
+        inputs, read = features.inputs([numbers], len(ids))
         positions = features.positions_of(ids, self.images)[0]
         turned = None if positions is None else mx.array(positions[:, None])
-        with features.table.using(table, inputs, turned):
+        spans = features.numbers([numbers], len(ids))
+        with features.table.using(read, inputs, turned, spans):
             return np.array(model(inputs)[0])
 
     def gradients(self) -> dict[str, np.ndarray]:

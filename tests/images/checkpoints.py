@@ -88,10 +88,10 @@ def _write_tokenizer(path: Path) -> tuple[int, int]:
     size of the vocabulary."""
     names = [IMAGE, AROUND, GLOBAL]
     names += [f"<row_{r}_col_{c}>" for r in range(1, SIDE + 1) for c in range(1, SIDE + 1)]
-    return _write_tokens(path, names, TEMPLATE)
+    return write_tokens(path, names, TEMPLATE)
 
 
-def _write_tokens(path: Path, names: Sequence[str], template: str) -> tuple[int, int]:
+def write_tokens(path: Path, names: Sequence[str], template: str) -> tuple[int, int]:
     """Return the id of the first of the new tokens, and the size of the vocabulary."""
     tokenizer = json.loads((TINY_ASSETS / "tokenizer.json").read_text())
     first = 1 + max(
@@ -112,27 +112,27 @@ def smolvlm_arrays(config: dict[str, Any], seed: int) -> dict[str, mx.array]:
     text, vision = config["text_config"], config["vision_config"]
     width = text["hidden_size"]
     arrays = _llama_arrays("model.text_model", text)
-    arrays["lm_head.weight"] = _spread(text["vocab_size"], width)
+    arrays["lm_head.weight"] = spread(text["vocab_size"], width)
     size, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
     tower = "model.vision_model"
     places = (vision["image_size"] // patch) ** 2
     arrays |= {
-        f"{tower}.embeddings.patch_embedding.weight": _spread(size, 3, patch, patch),
+        f"{tower}.embeddings.patch_embedding.weight": spread(size, 3, patch, patch),
         f"{tower}.embeddings.patch_embedding.bias": 0.1 * mx.random.normal((size,)),
-        f"{tower}.embeddings.position_embedding.weight": _spread(places, size, scale=0.3),
+        f"{tower}.embeddings.position_embedding.weight": spread(places, size, scale=0.3),
         f"{tower}.post_layernorm.weight": 1 + 0.1 * mx.random.normal((size,)),
         f"{tower}.post_layernorm.bias": 0.1 * mx.random.normal((size,)),
-        "model.connector.modality_projection.proj.weight": _spread(
+        "model.connector.modality_projection.proj.weight": spread(
             width, size * config["scale_factor"] ** 2
         ),
     }
     for layer in range(vision["num_hidden_layers"]):
         block = f"{tower}.encoder.layers.{layer}"
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            arrays[f"{block}.self_attn.{name}.weight"] = _spread(size, size)
+            arrays[f"{block}.self_attn.{name}.weight"] = spread(size, size)
             arrays[f"{block}.self_attn.{name}.bias"] = 0.1 * mx.random.normal((size,))
         for name, shape in {"fc1": (inner, size), "fc2": (size, inner)}.items():
-            arrays[f"{block}.mlp.{name}.weight"] = _spread(*shape)
+            arrays[f"{block}.mlp.{name}.weight"] = spread(*shape)
             arrays[f"{block}.mlp.{name}.bias"] = 0.1 * mx.random.normal((shape[0],))
         for name in ("layer_norm1", "layer_norm2"):
             arrays[f"{block}.{name}.weight"] = 1 + 0.1 * mx.random.normal((size,))
@@ -147,27 +147,27 @@ def _llama_arrays(
     width, inner = text["hidden_size"], text["intermediate_size"]
     keys = width // text["num_attention_heads"] * text["num_key_value_heads"]
     arrays = {
-        f"{prefix}.embed_tokens.weight": _spread(text["vocab_size"], width, scale=1.0),
+        f"{prefix}.embed_tokens.weight": spread(text["vocab_size"], width, scale=1.0),
         f"{prefix}.norm.weight": mx.ones(width),
     }
     for layer in range(text["num_hidden_layers"]):
         block = f"{prefix}.layers.{layer}"
         shapes = {"q_proj": width, "k_proj": keys, "v_proj": keys, "o_proj": width}
         for name, outputs in shapes.items():
-            arrays[f"{block}.self_attn.{name}.weight"] = _spread(outputs, width)
+            arrays[f"{block}.self_attn.{name}.weight"] = spread(outputs, width)
             if biases and name != "o_proj":
                 arrays[f"{block}.self_attn.{name}.bias"] = 0.1 * mx.random.normal((outputs,))
         arrays |= {
-            f"{block}.mlp.gate_proj.weight": _spread(inner, width),
-            f"{block}.mlp.up_proj.weight": _spread(inner, width),
-            f"{block}.mlp.down_proj.weight": _spread(width, inner),
+            f"{block}.mlp.gate_proj.weight": spread(inner, width),
+            f"{block}.mlp.up_proj.weight": spread(inner, width),
+            f"{block}.mlp.down_proj.weight": spread(width, inner),
             f"{block}.input_layernorm.weight": 1 + 0.1 * mx.random.normal((width,)),
             f"{block}.post_attention_layernorm.weight": 1 + 0.1 * mx.random.normal((width,)),
         }
     return arrays
 
 
-def _spread(*shape: int, scale: float | None = None) -> mx.array:
+def spread(*shape: int, scale: float | None = None) -> mx.array:
     inputs = 1
     for side in shape[1:]:
         inputs *= side
@@ -223,7 +223,7 @@ def save_qwen_vl(path: Path, *, model_type: str = "qwen2_vl", seed: int = 0) -> 
     shutil.copy(TINY_ASSETS / "generation_config.json", path / "generation_config.json")
     mx.random.seed(seed)
     arrays = _llama_arrays("model.language_model", text, biases=True)
-    arrays["lm_head.weight"] = _spread(vocabulary, WIDTH)
+    arrays["lm_head.weight"] = spread(vocabulary, WIDTH)
     arrays |= _qwen_tower(newer)
     mx.eval(arrays)
     mx.save_safetensors(str(path / "model.safetensors"), arrays, metadata={"format": "pt"})
@@ -242,12 +242,12 @@ def add_processor(path: Path) -> tuple[int, int]:
         "max_pixels": 8 * 8 * 24,
     }
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
-    return _write_tokens(path, QWEN_TOKENS, QWEN_TEMPLATE)
+    return write_tokens(path, QWEN_TOKENS, QWEN_TEMPLATE)
 
 
 def _qwen_tower(newer: bool) -> dict[str, mx.array]:
     size, inner = VISION_WIDTH, 48 if newer else 2 * VISION_WIDTH
-    arrays = {"model.visual.patch_embed.proj.weight": _spread(size, 3, 2, 4, 4)}
+    arrays = {"model.visual.patch_embed.proj.weight": spread(size, 3, 2, 4, 4)}
     for layer in range(2):
         block = f"model.visual.blocks.{layer}"
         shapes = {"attn.qkv": (3 * size, size), "attn.proj": (size, size)}
@@ -256,23 +256,23 @@ def _qwen_tower(newer: bool) -> dict[str, mx.array]:
             shapes |= {"mlp.down_proj": (size, inner)}
         else:
             shapes |= {"mlp.fc1": (inner, size), "mlp.fc2": (size, inner)}
-        arrays |= _biased(block, shapes)
+        arrays |= biased(block, shapes)
         for norm in ("norm1", "norm2"):
-            arrays |= _norm(f"{block}.{norm}", size, biased=not newer)
-    arrays |= _biased(
+            arrays |= norm_arrays(f"{block}.{norm}", size, biased=not newer)
+    arrays |= biased(
         "model.visual.merger", {"mlp.0": (4 * size, 4 * size), "mlp.2": (WIDTH, 4 * size)}
     )
-    return arrays | _norm("model.visual.merger.ln_q", size, biased=not newer)
+    return arrays | norm_arrays("model.visual.merger.ln_q", size, biased=not newer)
 
 
-def _biased(prefix: str, shapes: dict[str, tuple[int, int]]) -> dict[str, mx.array]:
+def biased(prefix: str, shapes: dict[str, tuple[int, int]]) -> dict[str, mx.array]:
     arrays = {}
     for name, shape in shapes.items():
-        arrays[f"{prefix}.{name}.weight"] = _spread(*shape)
+        arrays[f"{prefix}.{name}.weight"] = spread(*shape)
         arrays[f"{prefix}.{name}.bias"] = 0.1 * mx.random.normal((shape[0],))
     return arrays
 
 
-def _norm(name: str, size: int, *, biased: bool) -> dict[str, mx.array]:
+def norm_arrays(name: str, size: int, *, biased: bool) -> dict[str, mx.array]:
     arrays = {f"{name}.weight": 1 + 0.1 * mx.random.normal((size,))}
     return arrays | ({f"{name}.bias": 0.1 * mx.random.normal((size,))} if biased else {})

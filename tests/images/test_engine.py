@@ -35,6 +35,7 @@ class Encoder:
     token_id = IMAGE
     rope_axes: np.ndarray | None = None
     levels = 0
+    bidirectional = False
 
     def __init__(self, cache_bytes: int = 1 << 20, *, turns: bool = False) -> None:
         self.cache_bytes = cache_bytes

@@ -37,7 +37,9 @@ def test_a_model_of_texts_has_none() -> None:
 
 def test_a_family_that_is_not_known_is_named(checkpoint: Path) -> None:
     assert support(checkpoint, "auto", model_type="paligemma") is None
-    with pytest.raises(ModelError, match="'paligemma' that sees is not known here: idefics3,"):
+    with pytest.raises(
+        ModelError, match="'paligemma' that sees is not known here: gemma3, idefics3,"
+    ):
         support(checkpoint, True, model_type="paligemma")
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm
+from tests.images.gemma3 import save_gemma3
 from tests.integration.in_process import train_here
 from tests.integration.processes import metrics
 from tests.vision.drawn import data_url, file_of
@@ -84,10 +85,9 @@ def write_run(
     return config
 
 
-@pytest.mark.parametrize("family", ["smolvlm", "qwen2_vl"])
-def test_grpo_samples_and_learns_from_one_picture(family: str, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "model"
-    (save_smolvlm if family == "smolvlm" else save_qwen_vl)(checkpoint)
+@pytest.mark.parametrize("save", [save_smolvlm, save_qwen_vl, save_gemma3])
+def test_grpo_samples_and_learns_from_one_picture(save: Any, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "model")
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "red.png").write_bytes(file_of(colour("red")))
     look = {"type": "text", "text": "What is it?"}

@@ -20,6 +20,7 @@ import numpy as np
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.images.positions import RopePositions, admit_positions
+from mlx_parallm.models.images.spans import ImageSpans, admit_spans
 
 EMBEDDING = "embed_tokens"
 
@@ -31,6 +32,7 @@ class ImageTable:
         vocabulary: the first id that means a feature.
         features: [N, (1 + levels) · D]; None: there are no images.
         rope: holds positions of images; None: their tokens have places like others.
+        spans: holds which image a token is of; None: tokens of images see as those of texts do.
         levels: blocks that add further features (`admit_images`).
     """
 
@@ -38,18 +40,24 @@ class ImageTable:
         self.vocabulary = vocabulary
         self.features: mx.array | None = None
         self.rope: RopePositions | None = None
+        self.spans: ImageSpans | None = None
         self.levels = 0
         self._added: list[mx.array] = []  # [B, L, D] for each of these blocks
 
     @contextmanager
     def using(
-        self, features: mx.array | None, ids: mx.array, positions: mx.array | None = None
+        self,
+        features: mx.array | None,
+        ids: mx.array,
+        positions: mx.array | None = None,
+        numbers: np.ndarray | None = None,
     ) -> Iterator[None]:
         """Build a forward over ids [B, L] of which some mean these features; None: none does.
-        `positions` [3, B, L] of all tokens, for `rope`."""
+        `positions` [3, B, L] of all tokens, for `rope`; `numbers` [B, L] of their images, for
+        `spans`."""
         self.features = features
         try:
-            with self.at(positions, ids=ids):
+            with self.at(positions, ids=ids, numbers=numbers):
                 yield
         finally:
             self.features = None
@@ -61,11 +69,14 @@ class ImageTable:
         shift: mx.array | None = None,
         *,
         ids: mx.array | None = None,
+        numbers: np.ndarray | None = None,
     ) -> Iterator[None]:
-        """Build forwards over the tokens `ids` [B, L] at these positions, or a decode step of rows
-        with these shifts [B]."""
+        """Build forwards over the tokens `ids` [B, L] at these positions, of these images, or a
+        decode step of rows with these shifts [B]."""
         if self.rope is not None:
             self.rope.use(positions, shift)
+        if self.spans is not None:
+            self.spans.use(numbers)
         if self.levels and ids is not None and self.features is not None:
             self._added = self._levels_of(ids, self.features)
         try:
@@ -74,6 +85,8 @@ class ImageTable:
             self._added = []
             if self.rope is not None:
                 self.rope.use(None)
+            if self.spans is not None:
+                self.spans.use(None)
 
     def _levels_of(self, ids: mx.array, features: mx.array) -> list[mx.array]:
         is_text = ids < self.vocabulary
@@ -123,7 +136,11 @@ def _adding(kind: Any) -> Any:
 
 
 def admit_images(
-    model: nn.Module, rope_axes: np.ndarray | None = None, levels: int = 0
+    model: nn.Module,
+    rope_axes: np.ndarray | None = None,
+    levels: int = 0,
+    *,
+    bidirectional: bool = False,
 ) -> ImageTable:
     """Let the model's embedding read images, in place, and its ropes take their positions; returns
     its table, the same one at each call. Raises ModelError: it is not known which layers these are.
@@ -133,6 +150,7 @@ def admit_images(
             it has one.
         levels: so many blocks, from the first on, add features of their own to what leaves them
             (DeepStack: Meng et al. 2024, arXiv:2406.04334); a feature's row has them all.
+        bidirectional: tokens of an image see each other in both directions.
     """
     layers = [
         module
@@ -151,6 +169,7 @@ def admit_images(
     table: ImageTable = layer._images
     if rope_axes is not None:
         table.rope = admit_positions(model, rope_axes)
+    table.spans = admit_spans(model) if bidirectional else None
     table.levels = levels
     for level, block in enumerate(model.layers[:levels] if levels else ()):
         if not isinstance(block, _AddsFeatures):

@@ -51,6 +51,10 @@ class ImageEncoder(Protocol):
     def levels(self) -> int:
         """How many blocks add features of their own (`embedding.admit_images`)."""
 
+    @property
+    def bidirectional(self) -> bool:
+        """Whether tokens of an image see each other in both directions (`spans.py`)."""
+
     def encode(self, image: PromptImage) -> mx.array:
         """Return an image's features [image.tokens, (1 + levels) · D], not evaluated; the first D
         stand for the embedding of its tokens. Raises ValueError: their number is another one."""

@@ -16,6 +16,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.images.embedding import ImageTable
 from mlx_parallm.models.images.encoder import ImageParts
 from mlx_parallm.models.images.positions import Grid, image_positions
+from mlx_parallm.models.images.spans import image_numbers
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.types import Rollout
 
@@ -56,23 +57,34 @@ class StepImages:
             for each in sequences
         ]
 
-    def has_positions(self, sequences: Iterable[TrainSequence]) -> bool:
-        """Whether tokens of admitted sequences have positions beside their places: such rows are
-        computed as they are."""
+    def wants_rows(self, sequences: Iterable[TrainSequence]) -> bool:
+        """Whether tokens of admitted sequences have positions beside their places, or see later
+        ones: such rows are computed as they are."""
         first = self._table.vocabulary
-        return self._table.rope is not None and any(
+        table = self._table
+        return (table.rope is not None or table.spans is not None) and any(
             max(each.rollout.tokens, default=0) >= first for each in sequences
         )
 
     def seen(self, inputs: np.ndarray) -> AbstractContextManager[None]:
-        """Let a forward over rows [B, T] of admitted sequences have their images' positions."""
-        if self._table.rope is None or not (inputs >= self._table.vocabulary).any():
+        """Let a forward over rows [B, T] of admitted sequences have their images' positions, and
+        see them whole."""
+        table, features = self._table, inputs - self._table.vocabulary
+        if (table.rope is None and table.spans is None) or not (features >= 0).any():
             return nullcontext()
-        rows = []
-        for ids in (inputs - self._table.vocabulary).tolist():
-            starts = [(at, self._grids[each]) for at, each in enumerate(ids) if each in self._grids]
-            rows.append(image_positions(len(ids), starts)[0])
-        return self._table.at(mx.array(np.stack(rows, axis=1)), ids=mx.array(inputs))
+        positions = numbers = None
+        if table.rope is not None:
+            rows = []
+            for ids in features.tolist():
+                starts = [
+                    (at, self._grids[each]) for at, each in enumerate(ids) if each in self._grids
+                ]
+                rows.append(image_positions(len(ids), starts)[0])
+            positions = mx.array(np.stack(rows, axis=1))
+        if table.spans is not None:
+            firsts = [first for first, _ in self._places.values()]
+            numbers = image_numbers(features >= 0, np.isin(features, firsts))
+        return table.at(positions, ids=mx.array(inputs), numbers=numbers)
 
     def _encode(self, names: Iterable[str]) -> None:
         rows = 0 if self._table.features is None else len(self._table.features)

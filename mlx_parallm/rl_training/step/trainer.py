@@ -556,7 +556,7 @@ class Trainer:
         plain = False
         if self.images is not None:
             sequences = self.images.admit(sequences)
-            plain = self.images.has_positions(sequences[row] for row in rows)
+            plain = self.images.wants_rows(sequences[row] for row in rows)
         elif any(each.rollout.images for each in sequences):
             raise ConfigError("sequences have images, and the model that is trained reads none")
         return collate(

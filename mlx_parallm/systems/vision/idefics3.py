@@ -83,6 +83,7 @@ class TileEncoder(TowerEncoder):
 
     rope_axes = None
     levels = 0
+    bidirectional = False
 
     def __init__(
         self, model: Any, processor: TileProcessor, dtype: mx.Dtype, cache_bytes: int

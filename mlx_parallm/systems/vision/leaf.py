@@ -21,6 +21,7 @@ LEAF = Leaf(
     environments={"pictures": "mlx_parallm.systems.vision.picture_tasks:PicturesSource"},
 )
 FAMILIES = {
+    "gemma3": "mlx_parallm.systems.vision.gemma3",
     "idefics3": "mlx_parallm.systems.vision.idefics3",
     "smolvlm": "mlx_parallm.systems.vision.idefics3",
     "qwen2_vl": "mlx_parallm.systems.vision.qwen_vl",

@@ -62,6 +62,8 @@ class PatchProcessor:
 class PatchEncoder(TowerEncoder):
     """The tower, which ends with the projector."""
 
+    bidirectional = False
+
     def __init__(
         self, model: Any, config: Any, patches: PatchProcessor, dtype: mx.Dtype, cache_bytes: int
     ) -> None:

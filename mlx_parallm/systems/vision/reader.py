@@ -33,7 +33,7 @@ THREADS = 2
 KEPT_BYTES = 128 << 20  # of pictures that were read
 PACKED_BYTES = {"U32": 4, "U8": 1}
 """Types of arrays that hold quantised weights → bytes of an entry."""
-PARTS = ("visual.", "vision_tower.", "vision_model.", "connector.")
+PARTS = ("visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.")
 
 
 class Processor(Protocol):

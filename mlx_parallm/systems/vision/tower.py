@@ -86,6 +86,8 @@ def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
         text.setdefault(
             "rope_theta", rope.get("rope_theta", 10000.0)
         )  # some of its classes want it
+        if "mm_tokens_per_image" in settings:  # Gemma 3's projector looks for it there
+            text["mm_tokens_per_image"] = settings["mm_tokens_per_image"]
         arguments.text_config = architecture.TextConfig.from_dict(text)
         vision = dict(settings["vision_config"])
         # the name by which mlx-vlm knows the tower, where transformers has another one
@@ -95,7 +97,8 @@ def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
         model = architecture.Model(arguments)
         weights = _weights(path)
         tower = architecture.VisionModel
-        weights = model.sanitize(weights)
+        if hasattr(model, "sanitize"):
+            weights = model.sanitize(weights)
         if hasattr(tower, "sanitize"):
             weights = tower(arguments.vision_config).sanitize(weights)
         model.pop("language_model")
