@@ -75,6 +75,7 @@ from mlx_parallm.rl_training.monitor.spans import SpanLog
 from mlx_parallm.rl_training.monitor.tokens import TokenLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch
+from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory, moment
@@ -236,11 +237,9 @@ class TrainingRun:
         """Build everything and start the sources; None: a stop was requested meanwhile."""
         config = self.config
         quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
-        self._memory = MemoryWatch.checked(
-            config,
-            check_model(config.model, train=True, quantize=quantize),
-            processes=self._ranks.here,
-        )
+        model_config = check_model(config.model, train=True, quantize=quantize)
+        planned = PlannedRun.of(config, model_config)
+        self._memory = MemoryWatch.checked(planned, processes=self._ranks.here)
         if config.rl_training.algorithm in DATA_ALGORITHMS:
             self.data = DataSource(config, self.serving.tokenizer())
             config = self.config = self.data.with_total_steps(self._fit)
