@@ -15,12 +15,8 @@ from unittest import mock
 
 from mlx_parallm.cli.dataset_config import dataset_toml
 from mlx_parallm.config.load import Config, hardware_defaults, load_config
-from mlx_parallm.rl_training.plan import preflight
-from mlx_parallm.rl_training.plan.preflight import (
-    PROCESS_BYTES,
-    ModelShape,
-    what_fits,
-)
+from mlx_parallm.rl_training.plan import model_shape, preflight
+from mlx_parallm.rl_training.plan.preflight import PROCESS_BYTES, PlannedRun
 from mlx_parallm.system.hardware import GIB, PREFIX_CACHE_SHARE, Hardware
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,10 +49,12 @@ def render(page: str) -> str:
 def cell(model_config: Mapping[str, Any], machine: int) -> str:
     """What fits into a Mac of this size, and the gigabytes that it takes of what a GPU may use."""
     room = usable(machine)
-    with mock.patch.object(preflight, "on_cpu", lambda: False):
-        config = first_configuration(model_config, machine)
-        shape = ModelShape.of(model_config, config)
-        chosen, then = what_fits(config, shape, room + PROCESS_BYTES)
+    with (
+        mock.patch.object(model_shape, "on_cpu", lambda: False),
+        mock.patch.object(preflight, "on_cpu", lambda: False),
+    ):
+        run = PlannedRun.of(first_configuration(model_config, machine), model_config)
+        chosen, then = run.what_fits(room + PROCESS_BYTES)
     needed = then.of_mlx / GIB
     if then.of_mlx > room:
         return f"no: {needed:.1f} of {room / GIB:.1f} GiB"

@@ -37,7 +37,8 @@ from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.lora import trainer_lora_layers
 from mlx_parallm.models.support import layer_without_gradient
 from mlx_parallm.rl_training.factory import build_policy
-from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape, predict_memory
+from mlx_parallm.rl_training.plan.model_shape import ModelShape
+from mlx_parallm.rl_training.plan.preflight import Lengths, predict_memory
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.policy import TrainedPolicy

@@ -75,6 +75,7 @@ from mlx_parallm.rl_training.monitor.spans import SpanLog
 from mlx_parallm.rl_training.monitor.tokens import TokenLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch
+from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory, moment
@@ -236,11 +237,9 @@ class TrainingRun:
         """Build everything and start the sources; None: a stop was requested meanwhile."""
         config = self.config
         quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
-        self._memory = MemoryWatch.checked(
-            config,
-            check_model(config.model, train=True, quantize=quantize),
-            processes=self._ranks.here,
-        )
+        model_config = check_model(config.model, train=True, quantize=quantize)
+        planned = PlannedRun.of(config, model_config)
+        self._memory = MemoryWatch.checked(planned, processes=self._ranks.here)
         if config.rl_training.algorithm in DATA_ALGORITHMS:
             self.data = DataSource(config, self.serving.tokenizer())
             config = self.config = self.data.with_total_steps(self._fit)
@@ -379,7 +378,6 @@ class TrainingRun:
         policy.described = self._described()
         teachers = build_teachers(
             trainer,
-            training,
             self.config.model,
             loaded,
             between_blocks=self.serving.turns.after_evaluation,
@@ -393,7 +391,9 @@ class TrainingRun:
         }
         metrics = MetricsFile(directory.path / METRICS_FILE)
         self._evaluation_log = EvaluationLog(
-            directory.path, best_by(self.config), self._run_log.redactor.value
+            directory.path,
+            best_by(training.keep_best, self.config.evaluation),
+            self._run_log.redactor.value,
         )
         checkpointer = Checkpointer(
             directory.path,
@@ -434,7 +434,6 @@ class TrainingRun:
             weights,
             trainer,
             versions,
-            training,
             numbers=numbers,
             drained=lambda: drained(
                 self._ranks.clients_engine(self.serving.client), self._stop.is_set
@@ -539,9 +538,7 @@ class TrainingRun:
             ),
         )
         evaluations.begin(state, lines)
-        self._loop = TrainingLoop(
-            parts, self.config.rl_training, control=control, events=events, state=state
-        )
+        self._loop = TrainingLoop(parts, control=control, events=events, state=state)
         if state is None and self.config.evaluation.max_fall is not None:
             self._loop.save_now()  # the weights at the start may turn out to be the best
         try:

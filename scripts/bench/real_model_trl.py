@@ -48,7 +48,7 @@ from mlx_parallm.cli.dataset_config import dataset_toml
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.models.loading import load_tokenizer, read_config
-from mlx_parallm.rl_training.plan.preflight import ModelShape
+from mlx_parallm.rl_training.plan.model_shape import ModelShape
 from mlx_parallm.rl_training.step.optimizer import learning_rate_at
 from mlx_parallm.system.files import is_directory
 from mlx_parallm.system.hardware import usable_cores

@@ -36,7 +36,8 @@ from rich.table import Table
 from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.daemon import Serving
 from mlx_parallm.models.loading import read_config
-from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape, predict_memory
+from mlx_parallm.rl_training.plan.model_shape import ModelShape
+from mlx_parallm.rl_training.plan.preflight import Lengths, predict_memory
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.policy import TrainedPolicy

@@ -12,7 +12,8 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.models.images.support import with_images
 from mlx_parallm.models.loading import load_model, read_config
-from mlx_parallm.rl_training.plan.preflight import ModelShape, predict_memory
+from mlx_parallm.rl_training.plan.model_shape import ModelShape
+from mlx_parallm.rl_training.plan.preflight import predict_memory
 from mlx_parallm.systems.vision import leaf
 from mlx_parallm.systems.vision.leaf import image_support
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm

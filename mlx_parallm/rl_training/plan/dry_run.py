@@ -41,15 +41,12 @@ from mlx_parallm.rl_training.events import BatchReady
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE
 from mlx_parallm.rl_training.plan.memory_watch import OFF, SMALL, measured_bytes, needed_bytes
+from mlx_parallm.rl_training.plan.model_shape import ModelShape
 from mlx_parallm.rl_training.plan.preflight import (
     Lengths,
     MemoryEstimate,
-    ModelShape,
-    checkpoint_bytes,
+    PlannedRun,
     in_words,
-    longest,
-    predict_memory,
-    too_little_memory,
 )
 from mlx_parallm.rl_training.sources import EMBEDDED, POLICY, policy_inference
 from mlx_parallm.rl_training.step.batch import TrainBatch
@@ -158,18 +155,12 @@ class DryRun:
     def execute(self) -> None:
         """Show what the run needs by formula, start it, show samples, run the probe, and show
         the forecast."""
-        shape = ModelShape.of(read_config(self._serving.model_path), self._user_config)
+        planned = PlannedRun.of(self._user_config, read_config(self._serving.model_path))
         self._console.print(
             Rule(Text(f"dry run · {self._user_config.model.base_path}"), align="left")
         )
-        self._console.print(
-            show_memory(
-                predict_memory(self._user_config, shape),
-                memory_present()[0],
-                longest(self._user_config),
-            )
-        )
-        self._say([widened] if (widened := float32_note(shape)) else [])
+        self._console.print(show_memory(planned.memory, memory_present()[0], planned.longest))
+        self._say([widened] if (widened := float32_note(planned.shape)) else [])
         started = self._run.start()  # which refuses what does not fit
         if started is None:
             return
@@ -180,7 +171,7 @@ class DryRun:
             self._console.print(Text("a few real steps, to measure them …", style="dim"))
             self._run_probe(started)
         if not self._stop.is_set():
-            self._conclude(started, shape, empty_bytes)
+            self._conclude(started, planned, empty_bytes)
 
     def close(self) -> None:
         self._run.close()
@@ -318,23 +309,22 @@ class DryRun:
             served_tokens=lambda: self._serving.client.stats().generation_tokens,
         )
         self._run.events.subscribe(BatchReady, lambda event: self._probe.add(event.batch))
-        loop = TrainingLoop(
-            started.parts, self._config.rl_training, control=control, events=self._run.events
-        )
+        loop = TrainingLoop(started.parts, control=control, events=self._run.events)
         with suppress(ProbeDone):
             loop.run()
 
-    def _conclude(self, started: StartedRun, shape: ModelShape, empty_bytes: int) -> None:
+    def _conclude(self, started: StartedRun, planned: PlannedRun, empty_bytes: int) -> None:
         probe, config, (free, whole) = self._probe, self._user_config, memory_present()
         seen = replace(
             probe.seen, prompt=max(probe.seen.prompt, 1), completion=max(probe.seen.completion, 1)
         )
         most = (
-            longest_to_expect(config, seen, several_turns=probe.several_turns)
+            longest_to_expect(planned, seen, several_turns=probe.several_turns)
             if self._measurable
-            else longest(config)
+            else planned.longest
         )
-        by_formula = [predict_memory(config, shape, lengths) for lengths in (seen, most)]
+        runs = [replace(planned, lengths=lengths) for lengths in (seen, most)]
+        by_formula = [run.memory for run in runs]
         memory = measured_bytes(probe.lines) if self._measurable else needed_bytes(by_formula[1])
         training = config.rl_training
         steps = (
@@ -346,7 +336,7 @@ class DryRun:
             memory_most=at_most(memory, by_formula) if self._measurable else memory,
             memory_present=min(whole, free + memory),  # what this process has is free again
             steps=steps,
-            checkpoint=checkpoint_bytes(config, shape) + self._companions(),
+            checkpoint=planned.checkpoint_bytes() + self._companions(),
             checkpoints=min(kept, -(-steps // training.checkpoint_interval)),
             disk_present=shutil.disk_usage(_existing(training.checkpoint_dir)).free,
             seconds=probe.seconds,
@@ -354,8 +344,8 @@ class DryRun:
             disk_step=self._disk_step(started, empty_bytes),
             rollouts_most=round(config.rollouts.max_gb * GB),
         )
-        self._console.print(show_forecast(forecast, config, most))
-        self._say([*self._probe_remarks(started), *shortcomings(forecast, config, shape, most)])
+        self._console.print(show_forecast(forecast, training.checkpoint_dir, most))
+        self._say([*self._probe_remarks(started), *shortcomings(forecast, runs[1])])
 
     def _probe_remarks(self, started: StartedRun) -> list[str]:
         if not self._measurable:
@@ -423,11 +413,10 @@ def has_several_turns(rollout: Rollout) -> bool:
     return bool(rollout.earlier) or (bool(sampled) and sampled[-1] - sampled[0] >= len(sampled))
 
 
-def longest_to_expect(config: Config, seen: Lengths, *, several_turns: bool) -> Lengths:
+def longest_to_expect(run: PlannedRun, seen: Lengths, *, several_turns: bool) -> Lengths:
     """Return the longest prompt that was seen with the longest completion that may follow it:
     max_tokens, or where episodes have several turns all that max_token_length leaves."""
-    limit = longest(config)
-    completion = limit.completion
+    config, completion = run.config, run.longest.completion
     if several_turns or any(
         entry.kind in SEVERAL_TURNS or entry.tools for entry in config.environments
     ):
@@ -655,7 +644,7 @@ def _tokens(lengths: Lengths) -> str:
     return f"{lengths.prompt + lengths.completion} tokens"
 
 
-def show_forecast(forecast: Forecast, config: Config, most: Lengths) -> Table:
+def show_forecast(forecast: Forecast, written_to: Path, most: Lengths) -> Table:
     """Show what a run will need. `most`: the lengths that `memory_most` is for."""
     table = Table(title="what the run will need", title_justify="left", show_header=False)
     longest = f"at most {in_words(forecast.memory_most)}, with sequences of {_tokens(most)}"
@@ -686,20 +675,16 @@ def show_forecast(forecast: Forecast, config: Config, most: Lengths) -> Table:
         "disk",
         (f"needed {in_words(forecast.disk)} ({parts}); free {in_words(forecast.disk_present)}"),
     )
-    table.add_row("written to", str(config.rl_training.checkpoint_dir))
+    table.add_row("written to", str(written_to))
     return table
 
 
-def shortcomings(
-    forecast: Forecast, config: Config, shape: ModelShape, most: Lengths
-) -> Iterator[str]:
-    """Yield what there is too little of, and what to do about it. `most`: the lengths that
+def shortcomings(forecast: Forecast, run: PlannedRun) -> Iterator[str]:
+    """Yield what there is too little of, and what to do about it. `run`: with the lengths that
     `memory_most` is for."""
     if forecast.memory_most > forecast.memory_present:
         may = forecast.memory_seen <= forecast.memory_present
-        yield too_little_memory(
-            config, shape, forecast.memory_most, forecast.memory_present, most, may=may
-        )
+        yield run.too_little_memory(forecast.memory_most, forecast.memory_present, may=may)
     if forecast.disk > forecast.disk_present:
         yield (
             f"the disk has {in_words(forecast.disk_present)} free and the run writes"

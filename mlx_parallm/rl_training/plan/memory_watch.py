@@ -3,11 +3,11 @@
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
@@ -15,10 +15,8 @@ from mlx_parallm.rl_training.plan.preflight import (
     PROCESS_BYTES,
     Lengths,
     MemoryEstimate,
-    ModelShape,
+    PlannedRun,
     in_words,
-    predict_memory,
-    too_little_memory,
 )
 from mlx_parallm.system.hardware import memory_present
 from mlx_parallm.system.log import get_logger
@@ -37,8 +35,8 @@ single arrays."""
 class MemoryWatch:
     """One run's."""
 
-    def __init__(self, config: Config, shape: ModelShape) -> None:
-        self._config, self._shape = config, shape
+    def __init__(self, run: PlannedRun) -> None:
+        self._run = run
         self._seen = Lengths(0, 0)
         self._peak = 0
         # A program, or a notebook, may hold more than a process of the daemon's: torch, the model
@@ -46,19 +44,12 @@ class MemoryWatch:
         self._others = max(0, measured_bytes([]) - PROCESS_BYTES) if on_cpu() else 0
 
     @classmethod
-    def checked(
-        cls, config: Config, model_config: Mapping[str, Any], *, processes: int = 1
-    ) -> "MemoryWatch":
+    def checked(cls, run: PlannedRun, *, processes: int = 1) -> "MemoryWatch":
         """Raises ConfigError: the longest sequences that the configuration allows need more than
-        this machine has.
-        ModelError, AdapterError: as `ModelShape.of`."""
-        shape = ModelShape.of(model_config, config)
-        needed, (free, whole) = (
-            processes * needed_bytes(predict_memory(config, shape)),
-            memory_present(),
-        )
+        this machine has."""
+        needed, (free, whole) = processes * needed_bytes(run.memory), memory_present()
         if needed > whole:
-            raise ConfigError(too_little_memory(config, shape, needed, whole))
+            raise ConfigError(run.too_little_memory(needed, whole))
         if needed > min(TIGHT * whole, free):
             log.warning(
                 "little memory to spare: mlx_parallm train --dry-run measures what the run needs",
@@ -66,7 +57,7 @@ class MemoryWatch:
                 present=in_words(whole),
                 free=in_words(free),
             )
-        return cls(config, shape)
+        return cls(run)
 
     def subscribe(self, events: RunEvents) -> None:
         events.subscribe(StepFinished, self.add)
@@ -79,7 +70,7 @@ class MemoryWatch:
     @property
     def predicted(self) -> int:
         """Bytes, with the longest sequences that were seen so far."""
-        return needed_bytes(predict_memory(self._config, self._shape, self._seen))
+        return needed_bytes(replace(self._run, lengths=self._seen).memory)
 
     def health(self) -> str | None:
         """Return a sentence if more is used than the preflight predicted; else None."""

@@ -21,7 +21,7 @@ from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from mlx_parallm.models import loading
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.plan import dry_run, memory_watch, preflight
+from mlx_parallm.rl_training.plan import dry_run, memory_watch, model_shape
 from mlx_parallm.rl_training.plan.dry_run import (
     OTHER_FILES,
     DryRun,
@@ -40,10 +40,11 @@ from mlx_parallm.rl_training.plan.dry_run import (
     show_memory,
     visible,
 )
+from mlx_parallm.rl_training.plan.model_shape import ModelShape
 from mlx_parallm.rl_training.plan.preflight import (
     Lengths,
     MemoryEstimate,
-    ModelShape,
+    PlannedRun,
     in_words,
     predict_memory,
 )
@@ -221,7 +222,7 @@ def test_forecast_adds_up_and_says_what_is_missing() -> None:
     assert pruned.disk == 3 * GIB + 40_000 + OTHER_FILES
     config = parse_config({})
     shape = ModelShape.of(read_config(resolve_model_path("builtin:tiny")), config)
-    memory, disk = shortcomings(forecast, config, shape, Lengths(512, 512))
+    memory, disk = shortcomings(forecast, PlannedRun(config, shape, Lengths(512, 512)))
     assert "may need 9.00 GiB" in memory and "8.00 GiB are there; even " in memory
     assert "keep_checkpoints" in disk
 
@@ -391,7 +392,8 @@ def test_the_longest_sequence_of_several_turns_fills_all_the_room(
     config = Config.model_validate(
         {"environments": [entry], "rl_training": {"atropos": {"max_token_length": 512}}}
     )
-    assert longest_to_expect(config, Lengths(40, seen), several_turns=several) == Lengths(
+    run = PlannedRun.of(config, QWEN3_06B)
+    assert longest_to_expect(run, Lengths(40, seen), several_turns=several) == Lengths(
         40, completion
     )
 
@@ -425,7 +427,7 @@ def test_one_number_of_a_dry_run_is_called_at_most() -> None:
     forecast = Forecast(GIB, 2 * GIB, 3 * GIB, 10, 1, 1, GIB, seconds=5.5, measured_steps=3)
     console = Console(file=io.StringIO(), width=200)
     console.print(show_memory(predict_memory(config, shape), GIB, Lengths(1984, 64)))
-    console.print(show_forecast(forecast, config, Lengths(15, 64)))
+    console.print(show_forecast(forecast, Path("runs"), Lengths(15, 64)))
     shown = console.file.getvalue()
     assert shown.count("at most") == 1
     assert (
@@ -449,7 +451,7 @@ def test_one_number_of_a_dry_run_is_called_at_most() -> None:
 def test_weights_that_become_float32_are_named(
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool, settings: dict[str, str], words: str | None
 ) -> None:
-    monkeypatch.setattr(preflight, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(model_shape, "on_cpu", lambda: on_cpu)
     narrow = QWEN3_06B | {"torch_dtype": "bfloat16"}
     shape = ModelShape.of(narrow, parse_config({"model": settings}))
     note = float32_note(shape)

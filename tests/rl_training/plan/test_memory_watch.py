@@ -18,9 +18,10 @@ from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
-from mlx_parallm.rl_training.plan import memory_watch, preflight
+from mlx_parallm.rl_training.plan import memory_watch, model_shape, preflight
 from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch, measured_bytes
-from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape, predict_memory
+from mlx_parallm.rl_training.plan.model_shape import ModelShape
+from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun, predict_memory
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import padded_length
 from mlx_parallm.system.hardware import GIB
@@ -63,7 +64,7 @@ def test_what_does_not_fit_is_refused_with_settings_that_do(memory: Any, share: 
     with pytest.raises(
         ConfigError, match=r"needs .* GiB of memory and .* GiB are there; it fits with"
     ) as caught:
-        MemoryWatch.checked(asked, QWEN3_06B)
+        MemoryWatch.checked(PlannedRun.of(asked, QWEN3_06B))
     message = str(caught.value)
     assert "\n" not in message and f"{needed(asked) / GIB:.2f} GiB" in message
     settings = re.findall(r"([\w.]+) = (\w+)", message)
@@ -72,14 +73,14 @@ def test_what_does_not_fit_is_refused_with_settings_that_do(memory: Any, share: 
     )
     fitting = config(*(f"{key}={value}" for key, value in settings))
     assert needed(fitting) <= room
-    MemoryWatch.checked(fitting, QWEN3_06B)
+    MemoryWatch.checked(PlannedRun.of(fitting, QWEN3_06B))
 
 
 def test_what_changes_the_learning_is_named_last(memory: Any) -> None:
     asked = config()
     memory(0.15 * needed(asked))
     with pytest.raises(ConfigError) as caught:
-        MemoryWatch.checked(asked, QWEN3_06B)
+        MemoryWatch.checked(PlannedRun.of(asked, QWEN3_06B))
     order = [
         str(caught.value).find(key) for key in ("rl_training.token_budget", "quantize_base = true")
     ]
@@ -88,7 +89,7 @@ def test_what_changes_the_learning_is_named_last(memory: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"even .* leave it at .*: take a smaller model, or more memory"
     ):
-        MemoryWatch.checked(asked, QWEN3_06B)
+        MemoryWatch.checked(PlannedRun.of(asked, QWEN3_06B))
 
 
 def test_little_to_spare_is_a_warning(memory: Any) -> None:
@@ -100,7 +101,7 @@ def test_little_to_spare_is_a_warning(memory: Any) -> None:
     ):
         memory(whole, free)
         with capture_logs() as logs:
-            MemoryWatch.checked(config(), QWEN3_06B)
+            MemoryWatch.checked(PlannedRun.of(config(), QWEN3_06B))
         assert [line["log_level"] for line in logs] == ["warning"] * warnings
 
 
@@ -158,7 +159,7 @@ def batch(prompt: int, completion: int, *, rows: bool = False) -> TrainBatch:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There MLX's arrays count, which a test can make up, and not the process."""
-    for module in (memory_watch, preflight):
+    for module in (memory_watch, model_shape, preflight):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
 
 
@@ -166,7 +167,7 @@ def watched(*peaks: float, prompt: int = 64, completion: int = 128) -> MemoryWat
     """A watch after steps with these shares of what is predicted for their lengths as peaks."""
     asked, events = config(), RunEvents()
     shape = ModelShape.of(QWEN3_06B, asked)
-    watch = MemoryWatch(asked, shape)
+    watch = MemoryWatch(PlannedRun(asked, shape))
     predicted = predict_memory(
         asked, shape, Lengths(0, 0).with_batch(batch(prompt, completion))
     ).of_mlx

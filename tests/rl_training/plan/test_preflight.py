@@ -2,6 +2,7 @@
 shipped files say."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,9 @@ from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.layouts.tree_rows import TreeAttention, merge_rows
 from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
-from mlx_parallm.rl_training.plan import preflight
-from mlx_parallm.rl_training.plan.preflight import (
-    Lengths,
-    ModelShape,
-    checkpoint_bytes,
-    predict_memory,
-    what_fits,
-)
+from mlx_parallm.rl_training.plan import model_shape, preflight
+from mlx_parallm.rl_training.plan.model_shape import ModelShape
+from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun, predict_memory
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
@@ -61,6 +57,11 @@ GPU = ["model.dtype=bfloat16", "server.prefill_chunk=2048"]  # what a Mac has by
 MAC_24GB = 24e9 * 2 / 3
 
 
+def compute_on_cpu(monkeypatch: pytest.MonkeyPatch, on_cpu: Callable[[], bool]) -> None:
+    for module in (model_shape, preflight):
+        monkeypatch.setattr(module, "on_cpu", on_cpu)
+
+
 def small(**training: Any) -> Config:
     data: dict[str, Any] = {
         "rl_training": {"batch_size": 8, "token_budget": 512, **training},
@@ -91,7 +92,7 @@ def test_shape_of_a_real_model() -> None:
 def test_shipped_files_fit_and_their_comments_say_so(
     name: str, model_config: dict[str, Any], overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "on_cpu", lambda: "model.dtype=float32" in overrides)
+    compute_on_cpu(monkeypatch, lambda: "model.dtype=float32" in overrides)
     memory = 8 * GIB if name == "qwen3_0.6b_dataset" else 16 * GIB  # that MLX may use
     config = load_config(
         ROOT / "train_configs" / f"{name}.toml",
@@ -190,7 +191,7 @@ def test_a_pair_computes_its_prompt_once() -> None:
 def test_pieces_of_the_head(
     lora: dict[str, Any], pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "on_cpu", lambda: True)
+    compute_on_cpu(monkeypatch, lambda: True)
     config = small(lora=lora, token_budget=4096, batch_size=32)
     shape = ModelShape.of(QWEN3_06B, config)
     unpacked = preflight.UNPACKED_AHEAD * preflight.UNPACKED * 4 if shape.quantized else 0
@@ -285,12 +286,12 @@ def test_full_weights_count_masters_moments_and_gradients() -> None:
         predict_memory(narrow, narrow_shape).parts["optimizer and gradients"]
         == 16 * narrow_shape.trained
     )
-    assert checkpoint_bytes(narrow, narrow_shape) == (2 + 8 + 4) * narrow_shape.trained
-    assert checkpoint_bytes(config, wide_shape) == (4 + 8) * wide_shape.trained
+    assert PlannedRun(narrow, narrow_shape).checkpoint_bytes() == (2 + 8 + 4) * narrow_shape.trained
+    assert PlannedRun(config, wide_shape).checkpoint_bytes() == (4 + 8) * wide_shape.trained
 
 
 def test_states_in_8_bits_are_counted_and_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "on_cpu", lambda: False)
+    compute_on_cpu(monkeypatch, lambda: False)
     config = load_config("qwen3_0.6b_dataset", [*GPU, "rl_training.lora.enabled=false"])
     shape = ModelShape.of(QWEN3_06B, config)
     narrow = load_config(
@@ -300,7 +301,9 @@ def test_states_in_8_bits_are_counted_and_proposed(monkeypatch: pytest.MonkeyPat
     saved = predict_memory(config, shape).total - predict_memory(narrow, shape).total
     assert saved == pytest.approx((8 - 2 - 8 / 256) * (shape.trained - shape.small), abs=2)
     assert 0 < shape.small < shape.trained / 1000, "gains of norms"
-    chosen, then = what_fits(config, shape, predict_memory(config, shape).total - saved // 2)
+    chosen, then = PlannedRun(config, shape).what_fits(
+        predict_memory(config, shape).total - saved // 2
+    )
     assert chosen["rl_training.optimizer"] == '"adamw_8bit"', "as TOML has it"
     assert then.total <= predict_memory(config, shape).total - saved // 2
     assert "rl_training.lora.enabled" not in chosen, "what changes less comes first"
@@ -308,35 +311,38 @@ def test_states_in_8_bits_are_counted_and_proposed(monkeypatch: pytest.MonkeyPat
 
 def test_what_fits_is_in_order_of_effect_and_true(monkeypatch: pytest.MonkeyPatch) -> None:
     # there 4-bit weights are unpacked: nothing is won
-    monkeypatch.setattr(preflight, "on_cpu", lambda: False)
+    compute_on_cpu(monkeypatch, lambda: False)
     config = load_config("qwen3_4b_dataset", [*GPU, "rl_training.blocks_per_eval=0"])
     shape = ModelShape.of(QWEN3_4B, config)
     whole = predict_memory(config, shape).total
     lowered = predict_memory(load_config("qwen3_4b_dataset", GPU), shape)
-    assert what_fits(config, shape, whole) == ({}, predict_memory(config, shape))
-    assert what_fits(config, shape, lowered.total) == (
+    assert PlannedRun(config, shape).what_fits(whole) == ({}, predict_memory(config, shape))
+    assert PlannedRun(config, shape).what_fits(lowered.total) == (
         {"rl_training.blocks_per_eval": "1"},
         lowered,
     )
-    chosen, then = what_fits(config, shape, 0)
+    chosen, then = PlannedRun(config, shape).what_fits(0)
     assert next(iter(chosen)) == "rl_training.blocks_per_eval" and then.total > 0, (
         "nothing is enough: all that help"
     )
     assert not any("quantize_base" in key for key in chosen), "it is quantised already"
     wide = load_config("qwen3_0.6b_dataset", GPU)
-    assert "rl_training.lora.quantize_base" in what_fits(wide, ModelShape.of(QWEN3_06B, wide), 0)[0]
+    assert (
+        "rl_training.lora.quantize_base"
+        in PlannedRun(wide, ModelShape.of(QWEN3_06B, wide)).what_fits(0)[0]
+    )
 
 
 def test_a_costly_setting_spares_cheap_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 4-bit weights neither micro-batches nor decoded batches have to be smaller."""
-    monkeypatch.setattr(preflight, "on_cpu", lambda: False)
+    compute_on_cpu(monkeypatch, lambda: False)
     model = {name: value for name, value in QWEN3_4B.items() if name != "quantization"}
     small = [*GPU, "rl_training.token_budget=1024", "server.batch_size=8"]
     config = load_config("qwen3_4b_dataset", small)
     shape = ModelShape.of(model, config)
     packed = load_config("qwen3_4b_dataset", [*small, "rl_training.lora.quantize_base=true"])
     room = predict_memory(packed, ModelShape.of(model, packed)).total
-    chosen, then = what_fits(config, shape, room + 2**28)
+    chosen, then = PlannedRun(config, shape).what_fits(room + 2**28)
     assert chosen == {"rl_training.lora.quantize_base": "true"}
     assert then.total <= room + 2**28
 
@@ -361,7 +367,7 @@ def test_experts_and_formats_of_a_mixture_count(monkeypatch: pytest.MonkeyPatch)
         (True, gpt_oss | mxfp4, 0),
         (False, quantized, 0),
     ):
-        monkeypatch.setattr(preflight, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        compute_on_cpu(monkeypatch, lambda on_cpu=on_cpu: on_cpu)
         shape = ModelShape.of(form, config)
         assert shape.unpacked == unpacked
         parts = predict_memory(config, shape, Lengths(10, 10)).parts
@@ -406,7 +412,7 @@ def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[s
     held += [array for name, array in state.items() if name != "step"]
     if config.rl_training.lora.use_adalora:  # with E and without
         held += [layer.lora_b for layer in trainer_lora_layers(policy.model).values()]
-    assert checkpoint_bytes(config, shape) == sum(array.nbytes for array in held)
+    assert PlannedRun(config, shape).checkpoint_bytes() == sum(array.nbytes for array in held)
 
 
 def test_the_memory_of_teachers_is_counted(tmp_path: Path) -> None:
@@ -461,7 +467,9 @@ def test_rounding_in_training_is_counted() -> None:
         shape.rounded * (4 + 16 * width / 64) / 8 + block * (width + 1.5 * 4), abs=2
     )
     assert predict_memory(config, shape).parts["training: rounding"] == added
-    assert not any("quantize_base" in key for key in what_fits(config, shape, 0)[0]), "not combined"
+    assert not any("quantize_base" in key for key in PlannedRun(config, shape).what_fits(0)[0]), (
+        "not combined"
+    )
 
 
 def test_recorded_experts_are_counted_where_they_are_repeated() -> None:

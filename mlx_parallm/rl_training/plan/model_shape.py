@@ -1,0 +1,239 @@
+"""`ModelShape`: a model's dimensions and the bytes of its weights, before anything is loaded."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_parallm.config.data import DATA_ALGORITHMS
+from mlx_parallm.config.distillation import TeacherConfig
+from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
+from mlx_parallm.engine.cache.batch import can_lie_by_tokens
+from mlx_parallm.engine.cache.kv_format import KVFormat
+from mlx_parallm.models.cpu_kernels import UNPACKED_EXPERTS, on_cpu
+from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
+from mlx_parallm.models.experts.wide import widen_experts
+from mlx_parallm.models.images.support import tower_bytes
+from mlx_parallm.models.loading import check_model
+from mlx_parallm.models.lora import are_experts, inject_lora, linear_shape, trainer_lora_layers
+from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
+from mlx_parallm.models.quantize import quantizable
+from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
+from mlx_parallm.rl_training.step.states_8bit import SMALLEST
+from mlx_parallm.types import NARROW_IDS
+
+FLOAT, HALF = 4, 2
+NARROW = 0.82
+"""Activations of a half-precision model against float32: adapters and log-probabilities stay
+float32."""
+PROJECTIONS = 3  # of a block's experts: gate, up and down
+EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's dimensions, and its weights as this configuration loads them."""
+
+    weights: int  # bytes
+    trained: int  # numbers that are trained: the adapter's, or all
+    layers: int
+    hidden: int
+    intermediate: int  # of one token: active experts together
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    width: int  # bytes of a floating-point weight that is not quantised
+    quantized: bool = False
+    loading: int = 0  # bytes besides the weights: the largest array, while it is quantised
+    by_tokens: bool = False  # keys and values can lie by tokens
+    widened: str = ""  # the checkpoint's dtype, where the weights take more than they would in it
+    teachers: int = 0  # bytes of other models in this process that score its tokens
+    products: int = 0  # numbers of AdaLoRA's B, saved with and without E
+    adapted: int = 0  # numbers of the layers that have an adapter
+    rounded: int = 0  # qat_bits: numbers of the others, which the trainer holds quantised
+    small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
+    routes: int = 0  # bytes of a sampled token's recorded experts, where they are repeated
+    tower: int = 0  # bytes of the part that sees
+    unpacked: int = 0  # numbers of a block's experts that are unpacked for the moment
+
+    @classmethod
+    def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
+        """Read the shape from a config.json. Raises ModelError: an unknown architecture;
+        AdapterError: targets that match nothing."""
+        training = config.rl_training
+        model = blueprint(model_config)
+        quantizes = (
+            training.lora.enabled
+            and training.lora.quantize_base
+            and "quantization" not in model_config
+        )
+        largest = (
+            max(array.size for _, array in tree_flatten(model.parameters())) * HALF
+            if quantizes
+            else 0
+        )
+        _quantize_lazily(
+            model, model_config, quantize=training.lora.enabled and training.lora.quantize_base
+        )
+        dtype, stored = _dtypes(config.model.dtype, model_config)
+        model.set_dtype(dtype)
+        widen_experts(model)
+        routes = _routes(model, config, model_config)
+        unpacked = _unpacked_experts(model)
+        arrays = tree_flatten(model.parameters())
+        weights, count = (
+            sum(array.nbytes for _, array in arrays),
+            sum(array.size for _, array in arrays),
+        )
+        others = adapted = 0
+        if training.lora.enabled:
+            # for GGUF they are rounded in their place
+            to_mlx = training.lora.qat_bits is not None and training.lora.qat_format == "mlx"
+            rounded = quantizable(model) if to_mlx else {}
+            inject_lora(model, training.lora)
+            layers = trainer_lora_layers(model)
+            adapted = sum(math.prod(linear_shape(layer.linear)) for layer in layers.values())
+            modules = dict(model.named_modules())
+            others = sum(modules[path].weight.size for path in rounded if path not in layers)
+            arrays = tree_flatten(model.trainable_parameters())
+            count = sum(array.size for _, array in arrays)
+        sizes = [array.size for _, array in arrays]
+        text: Mapping[str, Any] = model_config.get("text_config", model_config)
+        heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
+        hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
+        head = hidden + 1 if training.algorithm == "ppo" else 0  # of values
+        dense = int(text.get("intermediate_size") or 4 * hidden)
+        # without a size of their own experts have that of the feed-forward (Mixtral, gpt-oss)
+        of_expert = int(
+            text.get("moe_intermediate_size") or (dense if text.get("num_local_experts") else 0)
+        )
+        experts = of_expert * int(text.get("num_experts_per_tok") or 0)
+        return cls(
+            weights=weights,
+            trained=count + head,
+            layers=len(model.layers),
+            hidden=hidden,
+            intermediate=experts or dense,
+            heads=heads,
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_dim=int(text.get("head_dim") or hidden // heads),
+            vocab=int(text["vocab_size"]),
+            width=dtype.size,
+            quantized=any(isinstance(module, nn.QuantizedLinear) for module in model.modules()),
+            loading=largest,
+            by_tokens=can_lie_by_tokens(model),
+            widened=stored if dtype.size > DTYPES[stored].size else "",
+            teachers=sum(
+                _teacher_weights(teacher, config.model)
+                for teacher in training.distillation.teachers
+            ),
+            products=training.lora.use_adalora
+            * sum(array.size for name, array in arrays if name.endswith(".lora_b")),
+            adapted=adapted,
+            rounded=others,
+            small=sum(size for size in sizes if size < SMALLEST) + head,
+            routes=routes,
+            unpacked=unpacked,
+            tower=tower_bytes(config, dtype.size) if "vision_config" in model_config else 0,
+        )
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes of keys and values of one token, as they are computed."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.width
+
+    def held_token(self, bits: int | None) -> int:
+        """Bytes of keys and values of one token, as a row holds them (server.kv_bits)."""
+        if bits is None or (kv_format := KVFormat.fitting(bits, [self.head_dim])) is None:
+            return self.kv_token
+        numbers = 2 * self.layers * self.kv_heads * self.head_dim
+        # a scale and a bias for a group
+        return numbers * bits // 8 + 2 * numbers // kv_format.group_size * self.width
+
+    @property
+    def activation(self) -> float:
+        """Bytes of one number of an activation, on average."""
+        return FLOAT if self.width == FLOAT else FLOAT * NARROW
+
+
+def _unpacked_experts(model: nn.Module) -> int:
+    """Numbers of the three largest projections of quantised experts, which a CPU unpacks."""
+    if not on_cpu():
+        return 0
+    stacks = [
+        module
+        for module in model.modules()
+        if isinstance(module, QuantizedSwitchLinear) and module.mode == "affine"
+    ]
+    sizes = sorted(math.prod(linear_shape(stack)) for stack in stacks)
+    return sum([size for size in sizes if size <= UNPACKED_EXPERTS][-PROJECTIONS:])
+
+
+def _routes(model: nn.Module, config: Config, model_config: Mapping[str, Any]) -> int:
+    """Bytes of a sampled token's experts; 0: none are repeated."""
+    training, blocks = config.rl_training, len(blocks_of_experts(model))
+    if not blocks or training.algorithm in DATA_ALGORITHMS:
+        return 0
+    if not replays_experts(
+        model,
+        training.router_replay,
+        staleness=training.max_staleness,
+        rounded=training.lora.qat_bits is not None,
+        kv_bits=config.server.kv_bits,
+    ):
+        return 0
+    text: Mapping[str, Any] = model_config.get("text_config", model_config)
+    each = next((int(text[key]) for key in EXPERTS_A_TOKEN if text.get(key)), 1)
+    experts = next(layer.num_experts for layer in model.modules() if are_experts(layer))
+    return blocks * each * (1 + (experts > NARROW_IDS))
+
+
+def _teacher_weights(teacher: TeacherConfig, model: ModelConfig) -> int:
+    """Bytes of a teacher's own weights, loaded as the policy's: 0 where it has none here. Raises
+    ModelError: no such model; ConfigError: quantised already."""
+    if teacher.kind != "model":
+        return 0
+    own_model = model.model_copy(update={"base_path": teacher.path, "revision": teacher.revision})
+    training = RLTrainingConfig(lora=LoraConfig(quantize_base=teacher.quantize))
+    return ModelShape.of(
+        check_model(own_model, train=False, quantize=teacher.quantize),
+        Config(model=own_model, rl_training=training),
+    ).weights
+
+
+def _dtypes(dtype_name: str, model_config: Mapping[str, Any]) -> tuple[mx.Dtype, str]:
+    """The dtype of the weights as `models.loading` chooses it, and the name of the checkpoint's."""
+    dtype = stored_dtype(model_config)
+    stored = str(dtype).removeprefix("mlx.core.")
+    if dtype_name != "auto":
+        return DTYPES[dtype_name], stored
+    return (mx.float32 if on_cpu() else dtype), stored
+
+
+def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quantize: bool) -> None:
+    """Gives the blueprint the layers that a quantised checkpoint, or `quantize_base`, will have."""
+    settings = model_config.get("quantization")
+    if not isinstance(settings, Mapping):
+        if not quantize:
+            return
+        settings = {"group_size": 64, "bits": 4}
+    group_size, bits = int(settings.get("group_size", 64)), int(settings.get("bits", 4))
+    mode = str(settings.get("mode", "affine"))
+    predicate = getattr(model, "quant_predicate", None)
+
+    def choice(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
+            return False
+        if path in settings:
+            setting: bool | dict[str, Any] = settings[path]
+            return setting
+        return True if predicate is None else bool(predicate(path, module))
+
+    nn.quantize(model, group_size, bits, mode=mode, class_predicate=choice)
