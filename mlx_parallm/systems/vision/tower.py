@@ -28,7 +28,7 @@ _ERRORS = (
 
 
 class TowerEncoder:
-    """What a family's encoder begins with. `_model` is mlx-vlm's model without its language part,
+    """The beginning of a family's encoder. `_model` is mlx-vlm's model without its language part,
     whose modules are, after `over`, those of the tree.
     """
 
