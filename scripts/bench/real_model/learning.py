@@ -25,7 +25,8 @@ def row_of(run: dict[str, Any]) -> dict[str, Any]:
         "before": _numbers(estimate(run["before"])),
         "after": _numbers(estimate(run["after"])),
         "gain": _numbers(difference(run["before"], run["after"])),
-        "right": [sum(score == 1.0 for score in run[key]) for key in ("before", "after")],
+        "right": [sum(marks) for marks in full_marks(run)],
+        "right_gain": _numbers(difference(*full_marks(run))),
         "curve": [round(reward, 4) for reward in run["curve"]],
         "answers": sum(run["answers"]),
         "step_s": round(run["step_s"], 1),
@@ -36,6 +37,12 @@ def row_of(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def full_marks(run: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Return 1 or 0 for each problem, before and after. Of tool calls it is BFCL's accuracy."""
+    before, after = ([float(score == 1.0) for score in run[key]] for key in ("before", "after"))
+    return before, after
+
+
 def _numbers(value: Estimate) -> list[float]:
     return [round(number, 4) for number in (value.mean, value.low, value.high)]
 
@@ -43,20 +50,26 @@ def _numbers(value: Estimate) -> list[float]:
 def table(rows: dict[str, Any]) -> list[str]:
     """Return the lines of the table, a run each."""
     lines = [
-        "| task | variant | seed | held-out score before | after | points | full marks | steps, answers"
+        "| task | variant | seed | held-out score before | after | points | full marks, points | steps, answers"
         " | s a step | MLX's arrays, process |",
         "|" + "---|" * 10,
     ]
     for row in rows.values():
         before, after = (_interval(row[key]) for key in ("before", "after"))
-        gain = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * number for number in row["gain"]))
-        right = " → ".join(f"{count}/{row['problems']}" for count in row["right"])
+        gain = _points(row["gain"])
+        right = " → ".join(f"{count:.0f}/{row['problems']}" for count in row["right"])
+        if "right_gain" in row:
+            right += ", " + _points(row["right_gain"])
         lines.append(
             f"| {row['task'].replace('_', ' ')} | {row['variant']} | {row['seed']} | {before} |"
             f" {after} | **{gain}** | {right} | {len(row['curve'])}, {row['answers']:,} |"
             f" {row['step_s']:g} | {row['memory_gb']:g} GB, {row['resident_gb']:g} GB |"
         )
     return lines
+
+
+def _points(numbers: list[float]) -> str:
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * number for number in numbers))
 
 
 def _interval(numbers: list[float]) -> str:
