@@ -108,7 +108,7 @@ def step_images(loaded: LoadedModel, policy: TrainedPolicy) -> StepImages | None
         return None
     encoder = loaded.images.encoder.over(policy.model)
     table = admit_images(policy.model, encoder.rope_axes, encoder.levels)
-    return StepImages(replace(loaded.images, encoder=encoder), table)
+    return StepImages(replace(loaded.images, encoder=encoder), table, policy.slots)
 
 
 @dataclass(frozen=True)
