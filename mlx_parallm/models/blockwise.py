@@ -39,6 +39,7 @@ import numpy as np
 from mlx_parallm.models.cpu_kernels import fused, unpacks
 from mlx_parallm.models.experts.forcing import routing_of
 from mlx_parallm.models.experts.routing import ForwardRouting, counted, current, routed
+from mlx_parallm.models.images.embedding import FeatureGradient, own_slots
 from mlx_parallm.models.layer_stack import (
     ROUNDED,
     BlockCall,
@@ -99,6 +100,8 @@ class BlockwiseModel:
     `fallback`: why the model is differentiated as one graph; `unshared`, `unpacked`, `unmerged`:
     why prompts are not shared, sequences not packed, and rows no tree; else "". Gradients are lists
     in the order of `slots.names`. Every array that leaves a method is evaluated.
+    `feature_slopes`: the gradient by `features`, added up since it was last set to None. Those of
+    `FeatureGradient.parts` are 0 here.
     """
 
     def __init__(
@@ -107,9 +110,15 @@ class BlockwiseModel:
         *,
         blocks_per_eval: int,
         between_blocks: Callable[[], None] = lambda: None,
+        features: FeatureGradient | None = None,
     ) -> None:
         self.model = model
         self.slots = ParameterSlots(model)
+        self.feature_slopes: mx.array | None = None
+        self._features = features
+        # those of `slots`, and the features behind them
+        self._places = ParameterSlots(model, features.table.held if features else None)
+        self._own = own_slots(self._places.names, features)
         self._between_blocks = between_blocks
         self.longest_eval_ms = 0.0
         self.forget_routing()
@@ -169,13 +178,19 @@ class BlockwiseModel:
         self._group_slots = [
             [s for s, block in enumerate(owner) if block in group] for group in self._groups
         ]
-        self._outer_slots = [s for s, block in enumerate(owner) if block is None]
+        self._outer_slots = [
+            s for s in own_slots(self.slots.names, self._features) if owner[s] is None
+        ]
         self._below_slots = [s for s in self._outer_slots if not is_value_head(self.slots.names[s])]
         inside = {id(module) for block in stack.blocks for module in block.modules()}
         outside = [module for module in self.model.modules() if id(module) not in inside]
         self._unpacks = any(unpacks(module) for module in self.model.modules())
         unpacked = any(unpacks(module) for module in outside)
         self._head_times = TRAINED_HEAD if self._below_slots else UNPACKED_HEAD if unpacked else 1
+        if self._features is not None:
+            self._below_slots.append(place := len(self.slots))
+            for group, slots in zip(self._groups, self._group_slots, strict=True):
+                slots += [place] * (group.start < self._features.table.levels)
 
     # ------------------------------------------------------------------ scoring
 
@@ -239,6 +254,7 @@ class BlockwiseModel:
         gradients: list[mx.array | None] = (
             list(sums) if sums is not None else [None] * len(self.slots)
         )
+        gradients += [] if self._features is None else [self.feature_slopes]
         with routed(self._routing(batch, counts=self.expert_load is not None)):
             if self._stack is None:
                 loss, extras = self._whole(batch, objective, gradients)
@@ -248,6 +264,8 @@ class BlockwiseModel:
                 loss, extras = self._backward_at_once(batch, objective, gradients, chunks, fuse)
             else:
                 loss, extras = self._backward_chunked(batch, objective, gradients, chunks)
+        if self._features is not None:
+            self.feature_slopes = gradients.pop()
         complete = [
             g if g is not None else mx.zeros(p.shape)
             for g, p in zip(gradients, self.slots.read(), strict=True)
@@ -258,12 +276,12 @@ class BlockwiseModel:
         self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None]
     ) -> Any:
         def loss(parameters: list[mx.array]) -> tuple[mx.array, list[mx.array], Any]:
-            with self.slots.bound(parameters), counted(current()) as counts:
+            with self._places.bound(parameters, self._own), counted(current()) as counts:
                 value, extras = objective(*self._plain_scores(batch))
                 return value, counts, extras
 
-        (value, counts, extras), new = mx.value_and_grad(loss)(self.slots.read())
-        self._add(gradients, range(len(self.slots)), new, value, *extras, *counts)
+        (value, counts, extras), new = mx.value_and_grad(loss)(self._places.read(self._own))
+        self._add(gradients, self._own, new, value, *extras, *counts)
         self._note(counts)
         return value, extras
 
@@ -291,7 +309,7 @@ class BlockwiseModel:
         def loss(
             hidden: mx.array, before: list[mx.array], parameters: list[mx.array]
         ) -> tuple[mx.array, list[mx.array], Any]:
-            with self.slots.bound(parameters, slots), counted(current()) as counts:
+            with self._places.bound(parameters, slots), counted(current()) as counts:
                 carried = passed.carried | _refilled(reads, passed.carried, before)
                 rows = self._rows_at(
                     self._run(last, hidden, layout, passed.calls, carried), layout.positions
@@ -307,7 +325,7 @@ class BlockwiseModel:
         arguments = (
             hidden,
             _floating([passed.carried[output] for output in reads]),
-            self.slots.read(slots),
+            self._places.read(slots),
         )
         slopes = mx.value_and_grad(loss, argnums=(0, 1, 2) if below else 2)
         # What is compiled is never kept: a trace goes with its function, in the thread that dropped
@@ -381,13 +399,13 @@ class BlockwiseModel:
             def head(
                 hidden: mx.array, *parameters: mx.array, chunk: slice = chunk
             ) -> list[mx.array]:
-                with self.slots.bound(parameters, outer):
+                with self._places.bound(parameters, outer):
                     return list(self._scores(hidden, batch, chunk))
 
             piece = rows[chunk]
             size = len(piece) * self._vocabulary
             new = self._vjp(
-                head, [piece, *self.slots.read(outer)], [slope[chunk] for slope in slopes], size
+                head, [piece, *self._places.read(outer)], [slope[chunk] for slope in slopes], size
             )
             self._add(gradients, outer, new[1:], new[0])
             by_row.append(new[0])
@@ -417,14 +435,14 @@ class BlockwiseModel:
                 count: int = len(before),
                 writes: list[BlockOutput] = writes,
             ) -> list[mx.array]:
-                with self.slots.bound(arrays[count:], slots):
+                with self._places.bound(arrays[count:], slots):
                     carried = passed.carried | _refilled(
                         reads, passed.carried, list(arrays[:count])
                     )
                     out = self._run(group, hidden, layout, passed.calls, carried)
                     return [out, *_apart([carried[output] for output in writes])]
 
-            parameters = self.slots.read(slots)
+            parameters = self._places.read(slots)
             cotangents = [
                 cotangent,
                 *(slope for output in writes for slope in passed.slopes.pop(output)),
@@ -459,12 +477,12 @@ class BlockwiseModel:
         writes = list(passed.slopes)
 
         def embed(*parameters: mx.array) -> list[mx.array]:
-            with self.slots.bound(parameters, self._below_slots):
+            with self._places.bound(parameters, self._below_slots):
                 hidden, _, carried = self._embed(layout)
                 return [hidden, *_apart([carried[output] for output in writes])]
 
         cotangents = [cotangent, *(slope for output in writes for slope in passed.slopes[output])]
-        new = self._vjp(embed, self.slots.read(self._below_slots), cotangents, cotangent.size)
+        new = self._vjp(embed, self._places.read(self._below_slots), cotangents, cotangent.size)
         self._add(gradients, self._below_slots, new)
 
     def _reads(self, group: int, passed: "_Passed") -> list[BlockOutput]:
@@ -494,8 +512,7 @@ class BlockwiseModel:
 
     @contextmanager
     def _counting(self) -> Iterator[list[mx.array]]:
-        """Add to `experts_forced`, `experts_differing` and `expert_load` what the block computes;
-        it evaluates the counts."""
+        """Note what the block counts, which evaluates the counts."""
         with counted(current()) as counts:
             yield counts
         self._note(counts)
@@ -596,8 +613,7 @@ class BlockwiseModel:
         return bool(self._below_slots) or any(self._group_slots[:group])
 
     def _fused(self, function: Callable[..., Any], size: int) -> Callable[..., Any]:
-        """See `cpu_kernels.fused`. Not where weights are unpacked for the moment: all would be
-        unpacked at once."""
+        """See `cpu_kernels.fused`. Weights that are unpacked would be unpacked all at once."""
         return function if self._unpacks else fused(function, size)
 
     def _vjp(
@@ -663,9 +679,9 @@ class BlockwiseModel:
             return sum((0.1 * other for other in others), logprobs).sum(), ()
 
         value, _, gradients = self.loss_and_gradients(batch, objective)
-        expected: list[mx.array | None] = [None] * len(self.slots)
+        expected: list[mx.array | None] = [None] * len(self._places)
         whole, _ = self._whole(batch, objective, expected)
-        pairs = [(g, e) for g, e in zip(gradients, expected, strict=True) if e is not None]
+        pairs = [(g, e) for g, e in zip(gradients, expected, strict=False) if e is not None]
         size = math.hypot(*(norm(e) for _, e in pairs))
         # a gradient that is 0 but for rounding (of a scalar in front of a norm) tells nothing
         worst = max(

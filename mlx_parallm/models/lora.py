@@ -136,15 +136,22 @@ def inject_lora(
     """
     model.freeze()
     paths = _in_range(model, _target_paths(model, config), config.layers)
-    layers = linear_layers(model)
+    adapt_layers(model, paths, config, dropout)
+    return paths
 
+
+def adapt_layers(
+    model: nn.Module, paths: Iterable[str], config: LoraConfig, dropout: AdapterDropout | None
+) -> None:
+    """Put a new adapter around each of these linear layers of a frozen model, as `inject_lora`
+    does."""
+    layers = linear_layers(model)
     kind = DoRALinear if config.use_dora else SVDLinear if config.use_adalora else LoRALinear
     adapted = [
         (path, adapted_layer(layers[path], config.rank, config.scale, dropout, kind))
         for path in paths
     ]
     model.update_modules(tree_unflatten(adapted))
-    return paths
 
 
 def load_into_trainer(model: nn.Module, layers: Mapping[str, LoraPair]) -> None:

@@ -113,7 +113,7 @@ def step_images(loaded: LoadedModel, policy: TrainedPolicy) -> StepImages | None
         encoder.levels,
         bidirectional=encoder.bidirectional,
     )
-    return StepImages(replace(loaded.images, encoder=encoder), table)
+    return StepImages(replace(loaded.images, encoder=encoder), table, policy.slots)
 
 
 @dataclass(frozen=True)

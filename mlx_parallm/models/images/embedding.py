@@ -9,8 +9,9 @@ ids and knows nothing of images. The layers stay the modules that they were, of 
 parameters and a tied head do not change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -19,10 +20,12 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.errors import ModelError
+from mlx_parallm.models.images.encoder import of_part
 from mlx_parallm.models.images.positions import RopePositions, admit_positions
 from mlx_parallm.models.images.spans import ImageSpans, admit_spans
 
 EMBEDDING = "embed_tokens"
+FEATURES = "features"
 
 
 class ImageTable:
@@ -30,19 +33,29 @@ class ImageTable:
 
     Attributes:
         vocabulary: the first id that means a feature.
-        features: [N, (1 + levels) · D]; None: there are no images.
+        width: D of an embedding.
+        held: `features` under this name, where a training binds them as a parameter.
         rope: holds positions of images; None: their tokens have places like others.
         spans: holds which image a token is of; None: tokens of images see as those of texts do.
         levels: blocks that add further features (`admit_images`).
     """
 
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
-        self.features: mx.array | None = None
+    def __init__(self, vocabulary: int, width: int) -> None:
+        self.vocabulary, self.width = vocabulary, width
+        self.held: dict[str, mx.array | None] = {FEATURES: None}
         self.rope: RopePositions | None = None
         self.spans: ImageSpans | None = None
         self.levels = 0
-        self._added: list[mx.array] = []  # [B, L, D] for each of these blocks
+        self._shown: mx.array | None = None  # ids [B, L] of a forward with features
+
+    @property
+    def features(self) -> mx.array | None:
+        """[N, (1 + levels) · D]; None: there are no images."""
+        return self.held[FEATURES]
+
+    @features.setter
+    def features(self, features: mx.array | None) -> None:
+        self.held[FEATURES] = features
 
     @contextmanager
     def using(
@@ -77,27 +90,43 @@ class ImageTable:
             self.rope.use(positions, shift)
         if self.spans is not None:
             self.spans.use(numbers)
-        if self.levels and ids is not None and self.features is not None:
-            self._added = self._levels_of(ids, self.features)
+        self._shown = ids if self.levels and self.features is not None else None
         try:
             yield
         finally:
-            self._added = []
+            self._shown = None
             if self.rope is not None:
                 self.rope.use(None)
             if self.spans is not None:
                 self.spans.use(None)
 
-    def _levels_of(self, ids: mx.array, features: mx.array) -> list[mx.array]:
-        is_text = ids < self.vocabulary
-        rows = features[mx.where(is_text, 0, ids - self.vocabulary)]
-        rows = mx.where(is_text[..., None], mx.zeros_like(rows), rows)
-        _, *levels = mx.split(rows, self.levels + 1, axis=-1)
-        return levels
-
     def with_level(self, level: int, hidden: mx.array) -> mx.array:
         """Return what leaves a block, with the features that are added there."""
-        return hidden + self._added[level].astype(hidden.dtype) if self._added else hidden
+        ids, features = self._shown, self.features
+        if ids is None or features is None:
+            return hidden
+        is_text = ids < self.vocabulary
+        start = (1 + level) * self.width
+        columns = features[:, start : start + self.width]
+        rows = columns[mx.where(is_text, 0, ids - self.vocabulary)].astype(hidden.dtype)
+        return hidden + mx.where(is_text[..., None], mx.zeros_like(rows), rows)
+
+
+@dataclass(frozen=True)
+class FeatureGradient:
+    """Features of images that are differentiated: `table.features` is an array, [N, …].
+
+    `parts`: paths of the modules in the tree that make them.
+    """
+
+    table: ImageTable
+    parts: Sequence[str]
+
+
+def own_slots(names: Sequence[str], features: FeatureGradient | None) -> list[int]:
+    """Return which of these parameters a model's own forward reads: all but those of `parts`."""
+    parts = () if features is None else features.parts
+    return [slot for slot, name in enumerate(names) if not of_part(name, parts)]
 
 
 class _ReadsImages:
@@ -163,9 +192,9 @@ def admit_images(
         )
     [layer] = layers
     if not isinstance(layer, _ReadsImages):
-        kind: Any = type(layer)
+        kind, width = type(layer), layer(mx.array([0])).shape[-1]
         layer.__class__ = type(f"{kind.__name__}WithImages", (_ReadsImages, kind), {})
-        layer._images = ImageTable(layer.weight.shape[0])
+        layer._images = ImageTable(layer.weight.shape[0], width)
     table: ImageTable = layer._images
     if rope_axes is not None:
         table.rope = admit_positions(model, rope_axes)

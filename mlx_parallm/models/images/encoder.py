@@ -23,7 +23,7 @@ class ImageEncoder(Protocol):
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
-        """Its modules, by their names in a model's tree."""
+        """Its modules, by their names in a model's tree; those of the tree that it is over."""
 
     def over(self, tree: nn.Module) -> Self:
         """Return the encoder that computes with the modules of a tree that has them, as they are

@@ -1,22 +1,31 @@
-"""Images of the sequences that a step learns from: their features, computed once by the frozen
-tower, as rows that the trained tree's embedding reads (models/images/embedding.py).
+"""Images of the sequences that a step learns from, as rows that the trained tree's embedding reads
+(models/images/embedding.py).
 
 A sequence names its images (`Rollout.images`). `admit` gives the ids of their features to the
 tokens that stand for them, so collating, sharing of prompts and the loss see tokens as always.
+
+Where the part that sees is frozen, its features are computed once, before the step's first forward,
+and kept for later steps. Where it is trained (`ImageEncoder.trained`), they are those of the
+weights that are in the tree when a forward begins: the policy's, or the reference's. The passes
+over the language part then find the gradient by the features, as by a parameter (`gradient`), and
+`pull_back` takes it through the tower, once an image for each mini-batch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.images.embedding import ImageTable
-from mlx_parallm.models.images.encoder import ImageParts
+from mlx_parallm.models.images.embedding import FeatureGradient, ImageTable
+from mlx_parallm.models.images.encoder import ImageParts, of_part
 from mlx_parallm.models.images.positions import Grid, image_positions
 from mlx_parallm.models.images.spans import image_numbers
+from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.types import Rollout
 
@@ -24,21 +33,40 @@ from mlx_parallm.types import Rollout
 class StepImages:
     """
     Args:
-        parts: of the base.
+        parts: the encoder over the trained tree, and the reader.
         table: of the trained tree. From here on it has the features of the newest sequences.
+        slots: of the trained tree.
     """
 
-    def __init__(self, parts: ImageParts, table: ImageTable) -> None:
+    def __init__(self, parts: ImageParts, table: ImageTable, slots: ParameterSlots) -> None:
         self.encoded = 0  # images, since the start
-        self._parts, self._table = parts, table
+        self._parts, self._table, self._slots = parts, table, slots
         self._places: dict[str, tuple[int, int]] = {}  # name → first row of the table, rows
         self._grids: dict[int, Grid] = {}  # first row of the table → grid
+        modules = parts.encoder.modules
+        # of the trained weights that make features
+        self._trained = [i for i, name in enumerate(slots.names) if of_part(name, modules)]
+        self._computed: dict[str, mx.array] = {}  # features by `_weights`, where they are trained
+        self._weights: list[mx.array] = []
+        self._seen: set[str] = set()  # images of forwards since `begin_gradients`
+        if self._trained:
+            table.features = self._zeros(1)
+
+    @property
+    def gradient(self) -> FeatureGradient | None:
+        """What a gradient by the features needs; None: nothing that makes them is trained."""
+        if not self._trained:
+            return None
+        return FeatureGradient(self._table, [*self._parts.encoder.modules])
 
     def begin_step(self) -> None:
-        """Forget the features of earlier steps where they take more than
-        `encoder.cache_bytes`."""
+        """Forget the features of earlier steps where they take more than `encoder.cache_bytes`, or
+        are trained."""
         features = self._table.features
-        if features is not None and features.nbytes > self._parts.encoder.cache_bytes:
+        if self._trained:
+            self._table.features, self._places, self._grids = self._zeros(1), {}, {}
+            self._computed = {}
+        elif features is not None and features.nbytes > self._parts.encoder.cache_bytes:
             self._table.features, self._places, self._grids = None, {}, {}
 
     def admit(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
@@ -51,7 +79,7 @@ class StepImages:
         names = dict.fromkeys(name for each in sequences for name in each.rollout.images)
         if not names:
             return sequences
-        self._encode([name for name in names if name not in self._places])
+        self._place([name for name in names if name not in self._places])
         return [
             replace(each, rollout=self._admitted(each.rollout)) if each.rollout.images else each
             for each in sequences
@@ -68,7 +96,9 @@ class StepImages:
 
     def seen(self, inputs: np.ndarray) -> AbstractContextManager[None]:
         """Let a forward over rows [B, T] of admitted sequences have their images' positions, and
-        see them whole."""
+        features that are trained, and see them whole."""
+        if self._trained:
+            self._compute(inputs)
         table, features = self._table, inputs - self._table.vocabulary
         if (table.rope is None and table.spans is None) or not (features >= 0).any():
             return nullcontext()
@@ -86,20 +116,73 @@ class StepImages:
             numbers = image_numbers(features >= 0, np.isin(features, firsts))
         return table.at(positions, ids=mx.array(inputs), numbers=numbers)
 
-    def _encode(self, names: Iterable[str]) -> None:
-        rows = 0 if self._table.features is None else len(self._table.features)
-        parts = [] if self._table.features is None else [self._table.features]
+    def _place(self, names: Iterable[str]) -> None:
+        """Give images their rows of the table, and frozen features to the rows."""
+        features = self._table.features if self._places else None
+        rows, parts = sum(count for _, count in self._places.values()), [features]
         for name in names:
             image = self._parts.reader.stored(name)
-            parts.append(self._parts.encoder.encode(image))
-            mx.eval(parts[-1])
-            self.encoded += 1
+            if not self._trained:
+                parts.append(self._parts.encoder.encode(image))
+                mx.eval(parts[-1])
+                self.encoded += 1
             self._places[name] = (rows, image.tokens)
             if image.grid is not None:
                 self._grids[rows] = image.grid
             rows += image.tokens
-        self._table.features = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        if not self._trained:
+            self._table.features = mx.concatenate([part for part in parts if part is not None])
+            mx.eval(self._table.features)
+
+    def _compute(self, inputs: np.ndarray) -> None:
+        """Let the table have the features of the images in these rows, by the weights that are in
+        the tree now."""
+        weights = [
+            array
+            for module in self._parts.encoder.modules.values()
+            for _, array in tree_flatten(module.parameters())
+        ]
+        same = len(weights) == len(self._weights)
+        if not same or any(a is not b for a, b in zip(weights, self._weights, strict=True)):
+            self._computed, self._weights = {}, weights
+        used = np.unique(inputs[inputs >= self._table.vocabulary]) - self._table.vocabulary
+        rows = []
+        for name, (first, count) in self._places.items():
+            if ((used >= first) & (used < first + count)).any():
+                self._seen.add(name)
+                if name not in self._computed:
+                    image = self._parts.reader.stored(name)
+                    self._computed[name] = self._parts.encoder.encode(image)
+                    mx.eval(self._computed[name])
+                    self.encoded += 1
+            features = self._computed.get(name)
+            rows.append(self._zeros(count) if features is None else features)
+        self._table.features = mx.concatenate(rows) if rows else self._zeros(1)
         mx.eval(self._table.features)
+
+    def _zeros(self, rows: int) -> mx.array:
+        return mx.zeros((rows, (1 + self._table.levels) * self._table.width))
+
+    def begin_gradients(self) -> None:
+        """Let `pull_back` be about the forwards from here on."""
+        self._seen = set()
+
+    def pull_back(self, slopes: mx.array) -> Iterator[tuple[int, mx.array]]:
+        """Yield slots and gradients, float32, of what makes features, one image after the other;
+        not evaluated. `slopes`: by the rows of the table, of the forwards since
+        `begin_gradients`."""
+        trained = self._trained
+        for name in sorted(self._seen):
+            first, count = self._places[name]
+            image = self._parts.reader.stored(name)
+
+            def features(*arrays: mx.array, image: Any = image) -> list[mx.array]:
+                with self._slots.bound(arrays, trained):
+                    return [self._parts.encoder.encode(image)]
+
+            cotangent = slopes[first : first + count].astype(self._computed[name].dtype)
+            new = mx.vjp(features, self._slots.read(trained), [cotangent])[1]
+            yield from zip(trained, (array.astype(mx.float32) for array in new), strict=True)
 
     def _admitted(self, rollout: Rollout) -> Rollout:
         token, first = self._parts.encoder.token_id, self._table.vocabulary

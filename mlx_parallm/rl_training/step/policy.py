@@ -24,8 +24,8 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
-from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
+from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.fake_quantized import rounded_layers, use_fake_quantization
 from mlx_parallm.models.adapters.linear import AdapterDropout
@@ -34,8 +34,10 @@ from mlx_parallm.models.cpu_kernels import use_fast_swiglu
 from mlx_parallm.models.experts.routing import replays_experts, watched_experts
 from mlx_parallm.models.images.encoder import ImageEncoder, of_part, text_alone
 from mlx_parallm.models.lora import (
+    adapt_layers,
     adapter_layers,
     inject_lora,
+    linear_layers,
     load_adapter,
     load_into_trainer,
     save_adapter,
@@ -123,17 +125,7 @@ class TrainedPolicy:
             else None
         )
         self.dropout = AdapterDropout(config.lora.dropout)
-        with text_alone(model, images):
-            use_fast_swiglu(model)
-            route_attention(model)
-            if self.lora:
-                mx.random.seed(config.seed)
-                rounded = rounded_layers(model, config.lora.qat_bits, config.lora.qat_format)
-                inject_lora(model, config.lora, self.dropout)
-                if config.lora.qat_bits is not None:
-                    use_fake_quantization(model, rounded, stored_dtype(model_config))
-            else:
-                _unfreeze(model)
+        self._choose_trained(config, images)
         if self.lora:
             for layer in trainer_lora_layers(model).values():
                 mx.eval(layer)  # one by one: DoRA's norms unpack a quantised layer
@@ -158,6 +150,37 @@ class TrainedPolicy:
             needs_reference = config.kl_beta > 0
         if self._ema or (needs_reference and not (self.lora and config.reference == "base")):
             self.reference_arrays = self.slots.read()
+
+    def _choose_trained(self, config: RLTrainingConfig, images: ImageEncoder | None) -> None:
+        """Put adapters into the tree, or let all its weights be trained. The part that sees is left
+        as it is, but for `images.trained`."""
+        model, lora = self.model, config.lora
+        with text_alone(model, images):
+            use_fast_swiglu(model)
+            route_attention(model)
+            if self.lora:
+                mx.random.seed(config.seed)
+                rounded = rounded_layers(model, lora.qat_bits, lora.qat_format)
+                inject_lora(model, lora, self.dropout)
+                if lora.qat_bits is not None:
+                    use_fake_quantization(model, rounded, stored_dtype(self.model_config))
+            else:
+                _unfreeze(model)
+        if images is not None and images.trained:
+            self._train_images(images, lora)
+
+    def _train_images(self, images: ImageEncoder, lora: LoraConfig) -> None:
+        """Let the modules of `images.trained` be trained: by adapters on their linear layers, or as
+        they are. Raises ConfigError: they are quantised; AdapterError: they have no such layer."""
+        modules = dict(self.model.named_modules())
+        if not self.lora:
+            for path in images.trained:
+                _unfreeze(modules[path])
+            return
+        paths = [path for path in linear_layers(self.model) if of_part(path, images.trained)]
+        if not paths:
+            raise AdapterError(f"{', '.join(images.trained)}: no linear layer takes an adapter")
+        adapt_layers(self.model, sorted(paths), lora, self.dropout)
 
     @property
     def parameters(self) -> int:

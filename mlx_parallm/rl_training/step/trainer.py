@@ -132,8 +132,12 @@ class Trainer:
         self.policy, self.algorithm, self.config = policy, algorithm, config
         self.ranks = ranks
         self.model = BlockwiseModel(
-            policy.model, blocks_per_eval=config.blocks_per_eval, between_blocks=between_blocks
+            policy.model,
+            blocks_per_eval=config.blocks_per_eval,
+            between_blocks=between_blocks,
+            features=None if images is None else images.gradient,
         )
+        self._between_blocks = between_blocks
         for layer in layers_by_token(policy.model):
             reason = (
                 "its recurrence has no form in chunks here, so its graph visits one token after"
@@ -426,6 +430,9 @@ class Trainer:
         parts: list[tuple[Any, ...]] = []
         scores: list[tuple[np.ndarray, mx.array, mx.array]] = []
         stopped = False
+        self.model.feature_slopes = None
+        if self.images is not None:
+            self.images.begin_gradients()
         for micro_batch in self._micro_batches(mini_batch):
             if stopped := should_stop():
                 break
@@ -437,7 +444,8 @@ class Trainer:
                 measure=loss.measure(micro_batch),
                 replay=self._replays,
             )
-            with self._dropout(micro_batch), self._seeing(micro_batch):
+            # images first: what sees has no dropout, so its gradient is that of these features
+            with self._seeing(micro_batch), self._dropout(micro_batch):
                 value, (*extras, logprobs, entropy), self.gradients = self.model.loss_and_gradients(
                     tokens, loss.objective(micro_batch), self.gradients, fuse=loss.fuse
                 )
@@ -446,6 +454,8 @@ class Trainer:
             self._budget.observe(
                 self.model.longest_eval_ms, tokens=micro_batch.tokens, rows=len(micro_batch.rows)
             )
+        if not stopped:
+            self._learn_to_see()
         numbers = [
             (list(loss.metric_names), *(np.array(number) for number in part)) for part in parts
         ]
@@ -465,6 +475,16 @@ class Trainer:
             name: float(total) for name, total in zip(names[0], np.sum(values, 0), strict=True)
         }
         return Sums({"loss": math.fsum(losses)} | totals, mismatch(np.stack(mismatches)))
+
+    def _learn_to_see(self) -> None:
+        """Add the gradients of what makes features of images, where it is trained."""
+        slopes, self.model.feature_slopes = self.model.feature_slopes, None
+        if slopes is None or self.images is None or self.gradients is None:
+            return
+        for slot, gradient in self.images.pull_back(slopes):
+            self.gradients[slot] = self.gradients[slot] + gradient
+            mx.eval(self.gradients[slot])
+            self._between_blocks()
 
     def _dropout(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """The adapter's dropout, in training on rows of a file: another one in each update and

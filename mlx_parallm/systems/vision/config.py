@@ -12,6 +12,11 @@ class VisionConfig(Section):
     """Read images (docs/vision.md). "auto": where the model has a tower that is known here and the
     extra `vision` is installed; true: it is an error where not; false: only the model's text part
     is loaded."""
+    train: Literal["none", "connector", "tower"] = "none"
+    """What a training trains of the part that sees, beside the language part: nothing, the
+    connector between the two, or the tower and the connector. With LoRA their linear layers get
+    adapters of their own, whatever `rl_training.lora.target_modules` says; with full weights they
+    learn as they are."""
     max_images: int = Field(16, ge=1)
     """Images of one request."""
     max_image_bytes: int = Field(20 << 20, ge=1)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from mlx_parallm.config.server import cache_directory
 from mlx_parallm.environments.row_images import IMAGES, stored
-from mlx_parallm.errors import RequestError
+from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.execution.prompt_images import STORED, ImageSource
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.pictures import PictureError, as_rgb, open_picture
@@ -152,7 +152,21 @@ class FamilySupport:
 
     def encoder(self, loaded: Any) -> Any:
         """Load the tower. Raises ModelError."""
-        return self._family.encoder(loaded, self._processor, self._settings.feature_cache_bytes)
+        bytes_kept = self._settings.feature_cache_bytes
+        encoder = self._family.encoder(loaded, self._processor, bytes_kept)
+        encoder.trained = trained_paths(self._settings.train, encoder)
+        return encoder
+
+
+def trained_paths(train: str, encoder: Any) -> tuple[str, ...]:
+    """Return what `vision.train` means in a tree. Raises ModelError: the model has no connector."""
+    if train == "none":
+        return ()
+    if train == "tower":
+        return tuple(encoder.modules)
+    if not (connector := encoder.connector):
+        raise ModelError('vision.train = "connector": this model has none apart from its tower')
+    return connector
 
 
 def tower_bytes(path: Path, width: int) -> int:

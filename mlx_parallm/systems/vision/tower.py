@@ -15,6 +15,12 @@ from transformers import AutoConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import LoadedModel, evaluate_module
 
+CONNECTORS = (
+    "connector",  # Idefics3
+    "multi_modal_projector",
+    "vision_tower.merger",  # Qwen
+    "vision_tower.deepstack_merger_list",
+)
 _ERRORS = (
     OSError,
     ValueError,
@@ -41,7 +47,8 @@ class TowerEncoder:
     def _model(self) -> Any:
         if self._tree is not None:
             # the tree's may have been wrapped or replaced since the last call
-            dict.update(self._own, {name: self._tree[name] for name in self.modules})
+            names = [name for name, part in self._own.items() if isinstance(part, nn.Module)]
+            dict.update(self._own, {name: self._tree[name] for name in names})
         return self._own
 
     @_model.setter
@@ -50,12 +57,22 @@ class TowerEncoder:
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
-        return {name: part for name, part in self._own.items() if isinstance(part, nn.Module)}
+        return {name: part for name, part in self._model.items() if isinstance(part, nn.Module)}
+
+    @property
+    def connector(self) -> tuple[str, ...]:
+        """Paths of what is between the tower and the language part."""
+        paths = [path for name, part in self.modules.items() for path in _paths(name, part)]
+        return tuple(path for path in paths if path.rstrip(".0123456789") in CONNECTORS)
 
     def over(self, tree: nn.Module) -> Self:
         other = copy.copy(self)
         other._own, other._tree = _shallow(self._own), tree
         return other
+
+
+def _paths(name: str, module: nn.Module) -> list[str]:
+    return [f"{name}.{path}" if path else name for path, _ in module.named_modules()]
 
 
 def _shallow(module: Any) -> Any:
