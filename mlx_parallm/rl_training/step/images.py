@@ -54,7 +54,7 @@ class StepImages:
 
     @property
     def gradient(self) -> FeatureGradient | None:
-        """What a gradient by the features needs; None: nothing that makes them is trained."""
+        """The features that a gradient goes to; None: nothing that makes them is trained."""
         if not self._trained:
             return None
         return FeatureGradient(self._table, [*self._parts.encoder.modules])
