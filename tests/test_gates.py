@@ -20,6 +20,11 @@ MAX_ROOT_MODULES = 6  # __init__ and __main__ included
 MAX_ROOT_FOLDERS = 17  # a new part goes into one of them: faces, systems, runs, deploy have room
 TINY_MODULE_LINES = 80
 
+# A stay: a function with a parameter, or a class with a field, that is the whole configuration or
+# [rl_training]; a room: a module with one. The configuration's own modules are not counted.
+CONFIGURATIONS = {"Config", "CoreConfig", "RLTrainingConfig"}
+MAX_STAYS, MAX_ROOMS = 102, 41  # fewer: give a consumer its options, or what holds them already
+
 BEGINNINGS = ("Of ", "What ", "From ", "As ", "On ")
 PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
 
@@ -157,6 +162,38 @@ def test_a_tiny_module_with_one_importer_has_a_reason() -> None:
         "merge these into their importer, or say why not in TINY_MODULES"
     )
     assert set(TINY_MODULES) <= tiny, "TINY_MODULES names modules that need no reason: remove them"
+
+
+def stays(source: Source) -> Iterator[str]:
+    """Yield the functions and fields of a module that hold or pass the configuration on."""
+
+    def passes(annotation: ast.expr | None) -> bool:
+        names = re.findall(r"[\w.]+", ast.unparse(annotation)) if annotation is not None else ()
+        return not CONFIGURATIONS.isdisjoint(names)
+
+    imported = {
+        alias.name
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ImportFrom) and "mlx_parallm.config" in (node.module or "")
+        for alias in node.names
+    }
+    for node in ast.walk(source.tree) if imported & CONFIGURATIONS else ():
+        if isinstance(node, ast.AnnAssign) and passes(node.annotation):
+            yield ast.unparse(node.target)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            a = node.args
+            if any(passes(each.annotation) for each in (*a.posonlyargs, *a.args, *a.kwonlyargs)):
+                yield node.name
+
+
+def test_a_configuration_does_not_travel_further() -> None:
+    rooms = {
+        name: list(stays(source))
+        for name, source in modules().items()
+        if source.unit != "config" and not name.endswith(".config")
+    }
+    assert sum(map(len, rooms.values())) <= MAX_STAYS, rooms
+    assert len([name for name, held in rooms.items() if held]) <= MAX_ROOMS
 
 
 def test_no_public_class_name_twice_in_a_folder() -> None:

@@ -20,7 +20,7 @@ from mlx_parallm.system.hardware import Hardware, detect
 from mlx_parallm.system.terminal import duration
 
 if TYPE_CHECKING:
-    from mlx_parallm.config.load import Config
+    pass
 
 SMALL = 512
 """A model with a smaller hidden size is a toy: it is trained like the quickstart's."""
@@ -302,20 +302,6 @@ def _cached(model: str) -> Path | None:
     except ValueError:  # not a hub id
         return None
     return Path(file) if isinstance(file, str) else None
-
-
-def dataset_flags(config: "Config") -> dict[str, object]:
-    """Return --model, --algorithm, --data and --reward as a configuration has them."""
-    flags: dict[str, object] = {
-        "--model": config.model.base_path,
-        "--algorithm": config.rl_training.algorithm,
-    }
-    if not config.environments:
-        return flags | {"--data": config.data.path}
-    return flags | {
-        "--data": config.environments[0].data,
-        "--reward": config.environments[0].rewards,
-    }
 
 
 def _quoted(text: str) -> str:

@@ -250,21 +250,34 @@ def _as_it_began(config: "Config", args: Namespace) -> "Config":
     """Return the configuration with which the run that `--resume auto` finds was started. Some
     values depend on the model's size, which is a guess until the model has been downloaded:
     computed again they could differ."""
-    from mlx_parallm.cli.dataset_config import dataset_flags
     from mlx_parallm.rl_training.run_directory import CONFIG_FILE, directory_of, with_run_name
 
     saved = directory_of(with_run_name(config, args.data, "auto"), "auto") / CONFIG_FILE
     if not saved.is_file():
         return config
     began = load(str(saved), args.set, saved=True)
-    before = dataset_flags(began)
-    for flag, value in dataset_flags(config).items():
+    before = _dataset_flags(began)
+    for flag, value in _dataset_flags(config).items():
         if value != before.get(flag, value):
             raise ConfigError(
                 f"{flag} is {value}, but {saved.parent} was started with {before[flag]}:"
                 " remove or rename it"
             )
     return began
+
+
+def _dataset_flags(config: "Config") -> dict[str, object]:
+    """Return --model, --algorithm, --data and --reward as a configuration has them."""
+    flags: dict[str, object] = {
+        "--model": config.model.base_path,
+        "--algorithm": config.rl_training.algorithm,
+    }
+    if not config.environments:
+        return flags | {"--data": config.data.path}
+    return flags | {
+        "--data": config.environments[0].data,
+        "--reward": config.environments[0].rewards,
+    }
 
 
 def _dataset_toml(args: Namespace) -> str:

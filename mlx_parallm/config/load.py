@@ -85,6 +85,11 @@ class CoreConfig(Section):
                 imported(leaf.check)(self)
         return self
 
+    @property
+    def evaluated(self) -> tuple[EnvironmentConfig, ...]:
+        """The entries of [[evaluation.environments]], else of [[environments]]."""
+        return self.evaluation.environments or self.environments
+
     def section(self, kind: type[SectionT]) -> SectionT:
         """Return the section of this class: the way in which a leaf reads its settings."""
         return next(section for _, section in self if isinstance(section, kind))

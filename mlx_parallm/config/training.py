@@ -355,6 +355,12 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     weight_updates: WeightUpdateConfig = WeightUpdateConfig()
     distillation: DistillationConfig = DistillationConfig()
 
+    @property
+    def eval_limits(self) -> tuple[int, int | None]:
+        """`token_budget`, and `max_eval_ms` in force: a clock decides nothing in deterministic
+        mode."""
+        return self.token_budget, None if self.deterministic else self.max_eval_ms
+
     @model_validator(mode="before")
     @classmethod
     def _short_evaluations_for_chats(cls, data: Any) -> Any:

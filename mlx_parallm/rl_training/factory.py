@@ -117,7 +117,6 @@ class TeacherContext:
     `tokenizer` makes one for the trainer's thread. `between_blocks`: as in `Trainer`.
     """
 
-    training: RLTrainingConfig
     model: ModelConfig
     trainer: Trainer
     vocab_size: int
@@ -127,7 +126,6 @@ class TeacherContext:
 
 def build_teachers(
     trainer: Trainer,
-    training: RLTrainingConfig,
     model: ModelConfig,
     loaded: LoadedModel,
     *,
@@ -136,13 +134,12 @@ def build_teachers(
     """Give the trainer its teachers, if the configuration names some, before a checkpoint is
     resumed. Raises ConfigError: nothing here can build them, or one does not fit the policy;
     ModelError."""
-    if not training.distillation.active:
+    if not trainer.config.distillation.active:
         return None
     makers = [imported(leaf.teachers) for leaf in leaves() if leaf.teachers is not None]
     if not makers:
         raise ConfigError("rl_training.distillation names teachers, and this package has none")
     context = TeacherContext(
-        training,
         model,
         trainer,
         loaded.vocab_size,

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.environments.base import Learner
 from mlx_parallm.errors import CheckpointError, ParallmError
 from mlx_parallm.rl_training.checkpoint import Checkpointer
@@ -110,16 +109,15 @@ class TrainingLoop:
     def __init__(
         self,
         parts: Parts,
-        config: RLTrainingConfig,
         *,
         control: RunControl | None = None,
         events: RunEvents | None = None,
         state: TrainerState | None = None,
     ) -> None:
-        self._parts, self._config = parts, config
+        self._parts, self._config = parts, parts.trainer.config
         self._control, self._events = control or RunControl(), events or RunEvents()
         self._step = state.step if state else 0
-        self._last = config.total_steps
+        self._last = self._config.total_steps
         self._in_progress = state.in_progress if state else None
         parts.trainer.restore(state.trainer if state else {})
         parts.updater.begin()
@@ -137,7 +135,7 @@ class TrainingLoop:
         for change in self._changes:
             if change["step"] == self._step:
                 self._changed |= {key: now for key, (_, now) in change["settings"].items()}
-        self._sources_after_step = self._sources_now() if config.deterministic else None
+        self._sources_after_step = self._sources_now() if self._config.deterministic else None
 
     @property
     def step(self) -> int:

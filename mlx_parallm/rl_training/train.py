@@ -378,7 +378,6 @@ class TrainingRun:
         policy.described = self._described()
         teachers = build_teachers(
             trainer,
-            training,
             self.config.model,
             loaded,
             between_blocks=self.serving.turns.after_evaluation,
@@ -392,7 +391,9 @@ class TrainingRun:
         }
         metrics = MetricsFile(directory.path / METRICS_FILE)
         self._evaluation_log = EvaluationLog(
-            directory.path, best_by(self.config), self._run_log.redactor.value
+            directory.path,
+            best_by(training.keep_best, self.config.evaluation),
+            self._run_log.redactor.value,
         )
         checkpointer = Checkpointer(
             directory.path,
@@ -433,7 +434,6 @@ class TrainingRun:
             weights,
             trainer,
             versions,
-            training,
             numbers=numbers,
             drained=lambda: drained(
                 self._ranks.clients_engine(self.serving.client), self._stop.is_set
@@ -538,9 +538,7 @@ class TrainingRun:
             ),
         )
         evaluations.begin(state, lines)
-        self._loop = TrainingLoop(
-            parts, self.config.rl_training, control=control, events=events, state=state
-        )
+        self._loop = TrainingLoop(parts, control=control, events=events, state=state)
         if state is None and self.config.evaluation.max_fall is not None:
             self._loop.save_now()  # the weights at the start may turn out to be the best
         try:

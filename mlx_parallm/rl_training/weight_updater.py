@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.errors import CheckpointError, PublishTimeoutError
 from mlx_parallm.rl_training.events import RunEvents, WeightsPublished
@@ -88,13 +87,12 @@ class WeightUpdater:
         weights: SharedWeights,
         trainer: Trainer,
         versions: VersionSteps,
-        config: RLTrainingConfig,
         *,
         numbers: VersionNumbers | None = None,
         drained: Callable[[], AbstractContextManager[None]] = nullcontext,
         events: RunEvents | None = None,
     ) -> None:
-        updates, policy = config.weight_updates, trainer.policy
+        updates, policy = trainer.config.weight_updates, trainer.policy
         self._weights, self._policy, self._versions, self._config = (
             weights,
             policy,
@@ -104,7 +102,7 @@ class WeightUpdater:
         self._guard = PublishGuard(policy, trainer.logprobs, updates.max_publish_kl)
         self.states = TrainingStates(trainer, versions, updates.kept_versions(lora=policy.lora))
         self._trainer = trainer
-        self._repeats = config.deterministic  # a resume trains the same bits again
+        self._repeats = trainer.config.deterministic  # a resume trains the same bits again
         self._numbers = numbers or VersionNumbers()
         self._drained = drained if updates.in_flight == "drain" else nullcontext
         self._events = events or RunEvents()

@@ -326,7 +326,9 @@ def _problems(config: Config) -> Iterator[list[ProblemSet]]:
         )
     tools = open_tools(config.tools)
     try:
-        problems = draw_problems(build_evaluated(config, tools=tools), count)
+        problems = draw_problems(
+            build_evaluated(config.evaluated, seed=config.rl_training.seed, tools=tools), count
+        )
         if not problems:
             raise ConfigError("there is no held-out problem to answer")
         yield problems

@@ -149,7 +149,7 @@ class _Player:
         self._trainer = build_trainer(
             loaded, training, initial_adapter=initial, kv_bits=config.server.kv_bits
         )
-        build_teachers(self._trainer, training, config.model, loaded)
+        build_teachers(self._trainer, config.model, loaded)
         self._policy = self._trainer.policy
         versions = VersionSteps()
         if checkpoint is not None:

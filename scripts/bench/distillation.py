@@ -284,7 +284,7 @@ def _trainer(student: LoadedModel, teachers: list[dict[str, Any]]) -> Trainer:
         {"blocks_per_eval": 0, "batch_size": 32, "distillation": section}
     )
     trainer = build_trainer(student, training)
-    build_teachers(trainer, training, ModelConfig(), student)
+    build_teachers(trainer, ModelConfig(), student)
     return trainer
 
 

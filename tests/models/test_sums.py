@@ -8,7 +8,7 @@ import pytest
 from mlx_parallm.models import sums
 from mlx_parallm.models.logprobs import token_logprobs, token_logprobs_and_entropy
 from mlx_parallm.models.sums import logsumexp, row_sums, total
-from mlx_parallm.rl_training.step.optimizer import ParameterGroup
+from mlx_parallm.rl_training.step.optimizer import OptimizerOptions, ParameterGroup
 from tests.rl_training.making import make_config
 
 RNG = np.random.default_rng(0)
@@ -20,7 +20,13 @@ def test_the_sum_of_squares_of_a_large_gradient(size: int) -> None:
     values = RNG.standard_normal(size).astype(np.float32)
     exact = np.square(values.astype(np.float64)).sum()
     assert total(mx.square(mx.array(values))).item() == pytest.approx(exact, rel=2e-6)
-    group = ParameterGroup("adamw", 1.0, 0.0, [0], [mx.zeros((size,))], make_config())
+    group = ParameterGroup(
+        OptimizerOptions(make_config()).make("adamw", 0.0),
+        "adamw",
+        1.0,
+        [0],
+        [mx.zeros((size,))],
+    )
     squares, _ = group.square_sum([mx.array(values)])
     assert squares.item() == pytest.approx(exact, rel=2e-6)
 

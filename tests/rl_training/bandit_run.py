@@ -138,7 +138,7 @@ def open_run(
     stream.subscribe(WeightsPublished, lambda event: published.append(event.report))
     stream.subscribe(StepFinished, lambda event: events.append(f"line {event.line['step']}"))
     stream.subscribe(CheckpointSaved, lambda event: events.append(f"saved {event.path.name}"))
-    updater = WeightUpdater(shared, trainer, versions, config, numbers=numbers, events=stream)
+    updater = WeightUpdater(shared, trainer, versions, numbers=numbers, events=stream)
     if served and state:
         updater.resume(served, due=state.publish_is_due(config.weight_updates.update_every_n_steps))
     rollback_service = RollbackService()
@@ -150,7 +150,7 @@ def open_run(
         trainer, buffer, versions, updater, checkpointer, metrics, {"bandit": bandit}, rollbacks
     )
     control = replace(control or RunControl(), wait_turn_s=0.05)
-    loop = TrainingLoop(parts, config, control=control, events=stream, state=state)
+    loop = TrainingLoop(parts, control=control, events=stream, state=state)
     return Run(
         config,
         directory,

@@ -337,11 +337,10 @@ class BaseAlgorithm(ABC):
             group_sizes=[self.group_size],
             request_groups=store.request,
         )
-        self._updater = WeightUpdater(weights, trainer, versions, training)
+        self._updater = WeightUpdater(weights, trainer, versions)
         parts = Parts(trainer, buffer, versions, self._updater, checkpointer, metrics, {})
         return TrainingLoop(
             parts,
-            training,
             control=RunControl(after_step=self._after_step),
             state=_between_steps(state),
         )

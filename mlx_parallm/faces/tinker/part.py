@@ -18,6 +18,7 @@ the model is loaded.
                     JSON bodies
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_parallm.config.load import Config
@@ -60,7 +61,7 @@ class TinkerPart:
     def opened(self, weights: SharedWeights, engine: EngineClient) -> None:
         """Answer from now on."""
         assert self._learner is not None, "loaded() comes first"
-        names, tokenizer = base_names(self._config, self._learner.base)
+        names, tokenizer = base_names(self._config.server.served_model_names, self._learner.base)
         tinker = self._config.section(TinkerConfig)
         checkpoints = Checkpoints(tinker.directory, min_free_gb=self._config.rollouts.min_free_gb)
         samplers = SamplerWeights(
@@ -108,7 +109,7 @@ class TinkerPart:
         return self._sampling
 
 
-def base_names(config: Config, base: LoadedModel) -> tuple[tuple[str, ...], str]:
+def base_names(aliases: Sequence[str], base: LoadedModel) -> tuple[tuple[str, ...], str]:
     """The names of the base, the one that answers show first, and the source from which a client
     loads the tokenizer.
 
@@ -125,6 +126,6 @@ def base_names(config: Config, base: LoadedModel) -> tuple[tuple[str, ...], str]
         base.name,
         str(base.path),
         str(base.path.resolve()),
-        *config.server.served_model_names,
+        *aliases,
     )
     return tuple(dict.fromkeys((name, *others))), name

@@ -103,7 +103,7 @@ class DataSource(RolloutSource):
         )
 
     def heldout(self, trainer: Trainer) -> HeldOut:
-        return HeldOut(self._heldout, trainer, self._config, weights=self._weights)
+        return HeldOut(self._heldout, trainer, self._config.data, weights=self._weights)
 
     @property
     def _weights(self) -> tuple[float, float]:

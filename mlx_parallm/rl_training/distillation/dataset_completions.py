@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.config.distillation import DistillationConfig
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.distillation.prompts import ROW
 from mlx_parallm.types import Rollout, RolloutGroup
@@ -19,10 +19,16 @@ class DatasetCompletions:
     """
 
     def __init__(
-        self, config: RLTrainingConfig, tokenizer: Tokenizer, note: Callable[[str], None]
+        self,
+        config: DistillationConfig,
+        tokenizer: Tokenizer,
+        note: Callable[[str], None],
+        *,
+        seed: int,
+        max_token_length: int,
     ) -> None:
-        self._config, self._seed = config.distillation, config.seed & 0xFFFFFFFF
-        self._longest = config.atropos.max_token_length
+        self._config, self._seed = config, seed & 0xFFFFFFFF
+        self._longest = max_token_length
         self._tokenizer, self._note = tokenizer, note
 
     def of(self, group: RolloutGroup) -> Rollout | None:

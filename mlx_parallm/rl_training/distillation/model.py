@@ -46,7 +46,7 @@ class OtherModel:
         note: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.name, self._note = config.name, note
-        training, vocab_size = context.training, context.vocab_size
+        training, vocab_size = context.trainer.config, context.vocab_size
         teacher_model = model_config(config, context.model)
         loaded = load_model(teacher_model, quantize=config.quantize)
         check_tokenizers(config, tokenizer, load_tokenizer(loaded.path, teacher_model))
@@ -63,7 +63,7 @@ class OtherModel:
             blocks_per_eval=training.blocks_per_eval,
             between_blocks=context.between_blocks,
         )
-        self._budget = MicroBatchBudget(training)
+        self._budget = MicroBatchBudget(*training.eval_limits)
 
     def score(
         self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]

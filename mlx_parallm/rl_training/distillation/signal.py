@@ -52,7 +52,7 @@ class Teachers:
     """See `step.teaching.TeacherSignal`."""
 
     def __init__(self, context: TeacherContext) -> None:
-        self._config: DistillationConfig = context.training.distillation
+        self._config: DistillationConfig = context.trainer.config.distillation
         self._tokenizer: Tokenizer | None = None
         self._context = context
         width = context.vocab_size
@@ -70,7 +70,11 @@ class Teachers:
         self._dataset_completions: DatasetCompletions | None = None
         if self._config.lmbda < 1:
             self._dataset_completions = DatasetCompletions(
-                context.training, self.tokenizer, self._note
+                self._config,
+                self.tokenizer,
+                self._note,
+                seed=context.trainer.config.seed,
+                max_token_length=context.trainer.config.atropos.max_token_length,
             )
         self._seconds: float | None = None
         self._requested = self._unscored = self._taken = 0

@@ -8,8 +8,7 @@ import math
 from pathlib import Path
 from typing import Protocol
 
-from mlx_parallm.config.evaluation import PREFIX
-from mlx_parallm.config.load import Config
+from mlx_parallm.config.evaluation import PREFIX, EvaluationConfig
 from mlx_parallm.rl_training.metrics import MetricsFile
 
 SCORED_STEPS = 10
@@ -45,14 +44,9 @@ def score(metrics: Path, step: int, *, after: int = 0) -> float | None:
     return math.fsum(rewards) / SCORED_STEPS if len(rewards) == SCORED_STEPS else None
 
 
-def best_by(config: Config) -> str | None:
+def best_by(keep_best: bool | str, evaluation: EvaluationConfig) -> str | None:
     """Return the metric of evaluations that checkpoints are compared by; None: they have a score
     already."""
-    keep = config.rl_training.keep_best
-    if isinstance(keep, str):
-        return keep
-    return (
-        (f"{PREFIX}score")
-        if keep and config.evaluation.problems and config.evaluation.every
-        else None
-    )
+    if isinstance(keep_best, str):
+        return keep_best
+    return f"{PREFIX}score" if keep_best and evaluation.problems and evaluation.every else None

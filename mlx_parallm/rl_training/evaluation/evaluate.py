@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig, pass_ks
-from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.episode import TurnPolicy
 from mlx_parallm.environments.episode_tools import EpisodeTools
@@ -40,17 +40,16 @@ log = get_logger("evaluation")
 
 
 def build_evaluated(
-    config: Config,
+    entries: Sequence[EnvironmentConfig],
     progress: Callable[[], TrainingProgress] = TrainingProgress,
     *,
+    seed: int,
     tools: EpisodeTools | None = None,
 ) -> tuple[EnvironmentSource, ...]:
-    """Build the sources of [[evaluation.environments]], else of [[environments]]. Each answer is
-    scored on its own: a reward relative to the answer's group means nothing here. Raises
-    ConfigError."""
-    entries = config.evaluation.environments or config.environments
+    """Build sources of held-out problems. Each answer is scored on its own: a reward relative to
+    the answer's group means nothing here. Raises ConfigError."""
     absolute = [entry.model_copy(update={"reward_method": ABSOLUTE}) for entry in entries]
-    return build_sources(absolute, seed=config.rl_training.seed, progress=progress, tools=tools)
+    return build_sources(absolute, seed=seed, progress=progress, tools=tools)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.load import Config
+from mlx_parallm.config.data import DataConfig
 from mlx_parallm.losses.types import LossInputs
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.rl_training.data.batches import (
@@ -38,13 +38,13 @@ class HeldOut:
         self,
         units: Sequence[Unit],
         trainer: Trainer,
-        config: Config,
+        data: DataConfig,
         *,
         weights: tuple[float, float],
     ) -> None:
-        self._units, self._trainer, self._weights = units[: config.data.eval_rows], trainer, weights
-        self._every, self._last = config.data.eval_every, config.rl_training.total_steps
-        self._reference_moves = config.rl_training.reference == "ema"
+        self._units, self._trainer, self._weights = units[: data.eval_rows], trainer, weights
+        self._every, self._last = data.eval_every, trainer.config.total_steps
+        self._reference_moves = trainer.config.reference == "ema"
         self._rollouts = [sequence.rollout() for unit in self._units for sequence in unit.sequences]
         self._reference: list[np.ndarray] | None = None
         self._before: dict[str, float] = {}

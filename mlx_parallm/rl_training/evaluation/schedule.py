@@ -69,7 +69,9 @@ def evaluation_sources(
     if config.evaluation.environments or any(
         entry.reward_method != ABSOLUTE for entry in config.environments
     ):
-        return build_evaluated(config, progress, tools=tools)
+        return build_evaluated(
+            config.evaluated, progress, seed=config.rl_training.seed, tools=tools
+        )
     return tuple(training)
 
 

@@ -47,7 +47,6 @@ from mlx_parallm.rl_training.plan.preflight import (
     MemoryEstimate,
     PlannedRun,
     in_words,
-    longest,
 )
 from mlx_parallm.rl_training.sources import EMBEDDED, POLICY, policy_inference
 from mlx_parallm.rl_training.step.batch import TrainBatch
@@ -310,9 +309,7 @@ class DryRun:
             served_tokens=lambda: self._serving.client.stats().generation_tokens,
         )
         self._run.events.subscribe(BatchReady, lambda event: self._probe.add(event.batch))
-        loop = TrainingLoop(
-            started.parts, self._config.rl_training, control=control, events=self._run.events
-        )
+        loop = TrainingLoop(started.parts, control=control, events=self._run.events)
         with suppress(ProbeDone):
             loop.run()
 
@@ -322,7 +319,7 @@ class DryRun:
             probe.seen, prompt=max(probe.seen.prompt, 1), completion=max(probe.seen.completion, 1)
         )
         most = (
-            longest_to_expect(config, seen, several_turns=probe.several_turns)
+            longest_to_expect(planned, seen, several_turns=probe.several_turns)
             if self._measurable
             else planned.longest
         )
@@ -416,11 +413,10 @@ def has_several_turns(rollout: Rollout) -> bool:
     return bool(rollout.earlier) or (bool(sampled) and sampled[-1] - sampled[0] >= len(sampled))
 
 
-def longest_to_expect(config: Config, seen: Lengths, *, several_turns: bool) -> Lengths:
+def longest_to_expect(run: PlannedRun, seen: Lengths, *, several_turns: bool) -> Lengths:
     """Return the longest prompt that was seen with the longest completion that may follow it:
     max_tokens, or where episodes have several turns all that max_token_length leaves."""
-    limit = longest(config)
-    completion = limit.completion
+    config, completion = run.config, run.longest.completion
     if several_turns or any(
         entry.kind in SEVERAL_TURNS or entry.tools for entry in config.environments
     ):

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.training import AdaLoraConfig, RLTrainingConfig
+from mlx_parallm.config.training import AdaLoraConfig
 
 Slots = tuple[int, int, int]  # of A, B and E of a layer
 
@@ -42,18 +42,18 @@ class AdaptiveRanks:
     """Reads and masks the arrays of an adapter, which are in the order of the slots' `names`."""
 
     def __init__(
-        self, names: Sequence[str], arrays: Sequence[mx.array], config: RLTrainingConfig
+        self,
+        names: Sequence[str],
+        arrays: Sequence[mx.array],
+        config: AdaLoraConfig,
+        total_steps: int,
     ) -> None:
         numbers = {name: slot for slot, name in enumerate(names)}
         paths = sorted(name.removesuffix(".lora_e") for name in names if name.endswith(".lora_e"))
         self._layers: list[Slots] = [
             (numbers[f"{p}.lora_a"], numbers[f"{p}.lora_b"], numbers[f"{p}.lora_e"]) for p in paths
         ]
-        self._names, self._config, self._total_steps = (
-            names,
-            config.lora.adalora,
-            config.total_steps,
-        )
+        self._names, self._config, self._total_steps = names, config, total_steps
         slots = [slot for layer in self._layers for slot in layer]
         self._sensitivity = {slot: mx.zeros(arrays[slot].shape) for slot in slots}
         self._uncertainty = {slot: mx.zeros(arrays[slot].shape) for slot in slots}

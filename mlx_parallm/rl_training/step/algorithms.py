@@ -18,7 +18,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.algorithm import LOSS_SETTINGS, PRESETS
+from mlx_parallm.config.algorithm import LOSS_SETTINGS, PRESETS, AlgorithmSection
 from mlx_parallm.config.data import (
     BETAS,
     ONLINE_DPO,
@@ -28,6 +28,7 @@ from mlx_parallm.config.data import (
     USES_REFERENCE,
     PreferenceConfig,
 )
+from mlx_parallm.config.distillation import DistillationConfig
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
@@ -117,12 +118,14 @@ class Algorithm:
 def make_algorithm(config: RLTrainingConfig) -> Algorithm:
     """The configured algorithm, with the user's own advantage and loss where they are set.
     Raises ConfigError."""
-    return taught(ALGORITHMS[config.algorithm](config), config)
+    return taught(ALGORITHMS[config.algorithm](config), config.distillation, config)
 
 
-def taught(algorithm: Algorithm, config: RLTrainingConfig) -> Algorithm:
+def taught(
+    algorithm: Algorithm, distillation: DistillationConfig, config: AlgorithmSection
+) -> Algorithm:
     """The same algorithm with the signal of the configured teachers, if there are any."""
-    teaching = Teaching.of(config)
+    teaching = Teaching.of(distillation)
     if teaching is None:
         return algorithm
     loss = algorithm.loss
@@ -151,7 +154,7 @@ def make_shaping(config: RLTrainingConfig, algorithm: Algorithm) -> Shaping:
 # ---------------------------------------------------------------------- on rollouts
 
 
-def policy_gradient(config: RLTrainingConfig) -> Algorithm:
+def policy_gradient(config: AlgorithmSection) -> Algorithm:
     """The configured loss on the configured advantages, functions of the user's own included.
     Raises ConfigError."""
     name = cast(str, config.loss)  # every preset has one
@@ -167,7 +170,7 @@ def policy_gradient(config: RLTrainingConfig) -> Algorithm:
     )
 
 
-def loss_options(config: RLTrainingConfig, loss: str | None = None) -> LossOptions:
+def loss_options(config: AlgorithmSection, loss: str | None = None) -> LossOptions:
     """The policy loss's options. The configuration has a number for each key that its loss
     reads.
 
@@ -190,7 +193,7 @@ def loss_options(config: RLTrainingConfig, loss: str | None = None) -> LossOptio
     )
 
 
-def _estimator(config: RLTrainingConfig) -> Estimator:
+def _estimator(config: AlgorithmSection) -> Estimator:
     if config.advantage is not None and is_reference(config.advantage):
         return custom_advantage(config.advantage)
     if config.advantage is None or (config.advantage == "none" and config.advantage_whiten):
@@ -289,9 +292,8 @@ DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
 `config.data`."""
 
 
-def on_rows(config: RLTrainingConfig) -> Algorithm:
-    """The configured algorithm on rows."""
-    name, preference = config.algorithm, config.preference
+def on_rows(name: str, preference: PreferenceConfig) -> Algorithm:
+    """The algorithm of this name on rows."""
     beta = BETAS.get(name, 0.0) if preference.beta is None else preference.beta
     return Algorithm(
         name=name,
@@ -306,9 +308,8 @@ def on_rows(config: RLTrainingConfig) -> Algorithm:
     )
 
 
-def online_dpo(config: RLTrainingConfig) -> Algorithm:
+def online_dpo(preference: PreferenceConfig) -> Algorithm:
     """DPO's loss on pairs of answers that the policy has sampled (arXiv:2402.04792)."""
-    preference = config.preference
     beta = BETAS[ONLINE_DPO] if preference.beta is None else preference.beta
     return Algorithm(
         name=ONLINE_DPO,
@@ -322,9 +323,8 @@ def online_dpo(config: RLTrainingConfig) -> Algorithm:
     )
 
 
-def online_kto(config: RLTrainingConfig) -> Algorithm:
+def online_kto(preference: PreferenceConfig) -> Algorithm:
     """KTO's loss on answers that the policy has sampled, each for itself."""
-    preference = config.preference
     weights = (preference.desirable_weight, preference.undesirable_weight)
     return Algorithm(
         name=ONLINE_KTO,
@@ -378,9 +378,9 @@ def _mismatched(rollout: Rollout, other: Rollout, *, longest: int) -> Rollout:
 ALGORITHMS: dict[str, Callable[[RLTrainingConfig], Algorithm]] = {
     **dict.fromkeys(PRESETS, policy_gradient),
     "ppo": ppo,
-    **dict.fromkeys(DATA_LOSSES, on_rows),
-    ONLINE_DPO: online_dpo,
-    ONLINE_KTO: online_kto,
+    **dict.fromkeys(DATA_LOSSES, lambda config: on_rows(config.algorithm, config.preference)),
+    ONLINE_DPO: lambda config: online_dpo(config.preference),
+    ONLINE_KTO: lambda config: online_kto(config.preference),
 }
 
 

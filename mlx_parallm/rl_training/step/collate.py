@@ -22,7 +22,6 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.models.experts.routing import UNFORCED
 from mlx_parallm.models.layouts.layout import CompactRows, TokenBatch, pack_rows
 from mlx_parallm.models.layouts.layout import share_prompts as shared_rows
@@ -510,9 +509,9 @@ class MicroBatchBudget:
     long as evaluations take less than half the limit. Without a limit it is always `token_budget`.
     """
 
-    def __init__(self, config: RLTrainingConfig) -> None:
-        self._limit_ms = None if config.deterministic else config.max_eval_ms
-        self._full = config.token_budget
+    def __init__(self, token_budget: int, max_eval_ms: int | None) -> None:
+        self._limit_ms = max_eval_ms
+        self._full = token_budget
         self.tokens = self._full if self._limit_ms is None else min(self._full, FIRST_TOKENS)
         self._warned = False
 

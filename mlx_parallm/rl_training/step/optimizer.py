@@ -127,9 +127,12 @@ class PolicyOptimizer:
         arrays = slots.read()
         self._dtypes = [array.dtype for array in arrays]
         self._stride = -(-sum(array.size for array in arrays) // MEASURED_ELEMENTS)
-        self._groups = make_groups(slots.names, arrays, config)
-        adaptive = config.lora.enabled and config.lora.use_adalora
-        self._adaptive = AdaptiveRanks(slots.names, arrays, config) if adaptive else None
+        self._groups = make_groups(slots.names, arrays, OptimizerOptions(config))
+        self._adaptive = (
+            AdaptiveRanks(slots.names, arrays, config.lora.adalora, config.total_steps)
+            if config.lora.enabled and config.lora.use_adalora
+            else None
+        )
         self._write()
 
     def reload(self) -> None:
@@ -279,12 +282,11 @@ class ParameterGroup:
 
     def __init__(
         self,
+        optimizer: optimizers.Optimizer,
         kind: str,
         rate: float,
-        decay: float,
         slots: Sequence[int],
         arrays: Sequence[mx.array],
-        config: RLTrainingConfig,
     ) -> None:
         self.slots, self._rate, self._flat = list(slots), rate, kind in ELEMENTWISE
         self._in_blocks = kind in QUANTISED
@@ -294,7 +296,7 @@ class ParameterGroup:
             states_8bit.padded(array.size) if self._in_blocks else array.size for array in arrays
         ]
         self._bundles = bundles(self._sizes) if self._flat else [[i] for i in range(len(arrays))]
-        self._optimizer = make_optimizer(kind, config, decay)
+        self._optimizer = optimizer
         self._settings: AdamWSettings | None = None
         # since the last update: it is not compiled, since they would be part of its loops
         self._new_settings = False
@@ -437,79 +439,84 @@ class ParameterGroup:
 
 
 def make_groups(
-    names: Sequence[str], arrays: Sequence[mx.array], config: RLTrainingConfig
+    names: Sequence[str], arrays: Sequence[mx.array], options: "OptimizerOptions"
 ) -> tuple[ParameterGroup, ...]:
     """One group for each (optimizer, rate, decay) that the parameters have; a value head is one
     of its own."""
     members: dict[tuple[str, float, float, bool], list[int]] = {}
     for slot, (name, array) in enumerate(zip(names, arrays, strict=True)):
-        decay = decay_of(name, array.shape, config)
         key = (
-            optimizer_of(name, array.shape, config),
-            rate_of(name, config),
-            decay,
+            options.kind_of(name, array.shape),
+            options.rate_of(name),
+            options.decay_of(name, array.shape),
             is_value_head(name),
         )
         members.setdefault(key, []).append(slot)
     wide = [array.astype(mx.float32) for array in arrays]
     return tuple(
-        ParameterGroup(kind, rate, decay, slots, [wide[slot] for slot in slots], config)
+        ParameterGroup(options.make(kind, decay), kind, rate, slots, [wide[s] for s in slots])
         for (kind, rate, decay, _), slots in members.items()
     )
 
 
-def optimizer_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> str:
-    """Muon is for the matrices of the blocks (and of adapters): embedding, head, norms,
-    magnitudes and stacked experts are AdamW's (https://kellerjordan.github.io/posts/muon/). The
-    states of small arrays are not quantised."""
-    if config.optimizer in QUANTISED and math.prod(shape) < states_8bit.SMALLEST:
-        return unquantised(config.optimizer)
-    is_matrix = len(shape) == 2 and (
-        name.endswith((".lora_a", ".lora_b")) or re.search(r"\.\d+\.", name)
-    )
-    return config.optimizer if config.optimizer != "muon" or is_matrix else "adamw"
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Which optimizer, rate and decay each parameter has."""
 
+    training: RLTrainingConfig
 
-def rate_of(name: str, config: RLTrainingConfig) -> float:
-    """LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns `loraplus_ratio` times as fast as A.
-    A value head has `ppo.value_learning_rate`, that of a reward model
-    `preference.head_learning_rate`, on the same schedule."""
-    if is_value_head(name):
-        of_rewards = config.algorithm == REWARD_MODEL
-        rates = config.preference.head_learning_rate, config.ppo.value_learning_rate
-        return rates[0 if of_rewards else 1] / config.learning_rate
-    return config.lora.loraplus_ratio if name.endswith(".lora_b") else 1.0
-
-
-def decay_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> float:
-    """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer
-    off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude and
-    AdaLoRA's singular values, which are no norm's, are decayed there and here."""
-    left_out = len(shape) < 2 and not name.endswith((".m", ".lora_e"))
-    return 0.0 if left_out and not config.decay_norms_and_biases else config.weight_decay
-
-
-def make_optimizer(kind: str, config: RLTrainingConfig, decay: float) -> optimizers.Optimizer:
-    """MLX's; the learning rate is set at each update."""
-    rate = config.learning_rate
-    if kind in ("adamw", "adamw_8bit", "adamw_4bit"):
-        betas = [config.adam_beta1, config.adam_beta2]
-        return QUANTISED.get(kind, optimizers.AdamW)(
-            learning_rate=rate,
-            betas=betas,
-            eps=config.adam_eps,
-            weight_decay=decay,
-            bias_correction=True,
+    def kind_of(self, name: str, shape: Sequence[int]) -> str:
+        """Muon is for the matrices of the blocks (and of adapters): embedding, head, norms,
+        magnitudes and stacked experts are AdamW's (https://kellerjordan.github.io/posts/muon/). The
+        states of small arrays are not quantised."""
+        if self.training.optimizer in QUANTISED and math.prod(shape) < states_8bit.SMALLEST:
+            return unquantised(self.training.optimizer)
+        is_matrix = len(shape) == 2 and (
+            name.endswith((".lora_a", ".lora_b")) or re.search(r"\.\d+\.", name)
         )
-    if kind in ("lion", "lion_8bit"):
-        return QUANTISED.get(kind, optimizers.Lion)(learning_rate=rate, weight_decay=decay)
-    if kind == "muon":
-        return optimizers.Muon(learning_rate=rate, weight_decay=decay)
-    # the learning rate is the configuration's, not the paper's own schedule
-    assert kind == "adafactor", kind
-    return optimizers.Adafactor(
-        rate, weight_decay=decay, relative_step=False, scale_parameter=False
-    )
+        kind: str = self.training.optimizer
+        return kind if kind != "muon" or is_matrix else "adamw"
+
+    def rate_of(self, name: str) -> float:
+        """LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns `loraplus_ratio` times as fast as
+        A. A value head has `ppo.value_learning_rate`, that of a reward model
+        `preference.head_learning_rate`, on the same schedule."""
+        training = self.training
+        if is_value_head(name):
+            of_rewards = training.algorithm == REWARD_MODEL
+            rates = training.preference.head_learning_rate, training.ppo.value_learning_rate
+            return rates[0 if of_rewards else 1] / training.learning_rate
+        return training.lora.loraplus_ratio if name.endswith(".lora_b") else 1.0
+
+    def decay_of(self, name: str, shape: Sequence[int]) -> float:
+        """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer
+        off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude and
+        AdaLoRA's singular values, which are no norm's, are decayed there and here."""
+        left_out = len(shape) < 2 and not name.endswith((".m", ".lora_e"))
+        training = self.training
+        return 0.0 if left_out and not training.decay_norms_and_biases else training.weight_decay
+
+    def make(self, kind: str, decay: float) -> optimizers.Optimizer:
+        """MLX's; the learning rate is set at each update."""
+        rate = self.training.learning_rate
+        if kind in ("adamw", "adamw_8bit", "adamw_4bit"):
+            betas = [self.training.adam_beta1, self.training.adam_beta2]
+            return QUANTISED.get(kind, optimizers.AdamW)(
+                learning_rate=rate,
+                betas=betas,
+                eps=self.training.adam_eps,
+                weight_decay=decay,
+                bias_correction=True,
+            )
+        if kind in ("lion", "lion_8bit"):
+            return QUANTISED.get(kind, optimizers.Lion)(learning_rate=rate, weight_decay=decay)
+        if kind == "muon":
+            return optimizers.Muon(learning_rate=rate, weight_decay=decay)
+        # the learning rate is the configuration's, not the paper's own schedule
+        assert kind == "adafactor", kind
+        return optimizers.Adafactor(
+            rate, weight_decay=decay, relative_step=False, scale_parameter=False
+        )
 
 
 def bundles(sizes: Sequence[int]) -> list[list[int]]:
@@ -547,7 +554,9 @@ def optimizer_keys(optimizer: optimizers.Optimizer) -> dict[str, Any]:
     if kind == "adamw":
         keys["adam_beta1"], keys["adam_beta2"] = (float(beta) for beta in optimizer.betas)
         keys["adam_eps"] = float(optimizer.eps)
-    made = make_optimizer(kind, parse_config({"rl_training": keys}, "optimizer").rl_training, decay)
+    made = OptimizerOptions(parse_config({"rl_training": keys}, "optimizer").rl_training).make(
+        kind, decay
+    )
     for name, value in vars(optimizer).items():
         if name.startswith("_") or name in ("bias_correction", "weight_decay"):
             continue

@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.config.distillation import DistillationConfig
 from mlx_parallm.losses.distillation import divergence, teacher_advantages, with_tail
 from mlx_parallm.models.layouts.layout import TokenBatch, scaled
 from mlx_parallm.rl_training.step.batch import TrainBatch
@@ -75,9 +75,8 @@ class Teaching:
     beta: float
 
     @classmethod
-    def of(cls, config: RLTrainingConfig) -> "Teaching | None":
+    def of(cls, distillation: DistillationConfig) -> "Teaching | None":
         """None: there is no teacher."""
-        distillation = config.distillation
         return (
             cls(distillation.mode, distillation.weight, distillation.reward, distillation.beta)
             if distillation.active

@@ -158,7 +158,7 @@ class Trainer:
         self.teachers: TeacherSignal | None = None
         # accumulated since the last update, in the order of the slots
         self.gradients: list[mx.array] | None = None
-        self._budget = MicroBatchBudget(config)
+        self._budget = MicroBatchBudget(*config.eval_limits)
         self._kl_coefficient = config.kl_beta
         self._correction = (
             None

@@ -13,13 +13,11 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from mlx_parallm.config.load import Config
 from mlx_parallm.deploy.export import llama_server
 from mlx_parallm.deploy.export.ollama import OllamaDeployer
 from mlx_parallm.errors import ConfigError, EndpointError, ParallmError
 from mlx_parallm.models.formats import directory_of
 from mlx_parallm.models.threads import in_mlx_thread
-from mlx_parallm.rl_training.monitor.trackers import check_installed
 
 OLLAMA_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[\w.\-]+){0,2}(:[\w.\-]+)?")
 GB = 1e9
@@ -78,11 +76,6 @@ def check_disk(places: list[tuple[Path, float]]) -> None:
                 " about"
                 f" {size / GB:.1f} GB: make room, choose a smaller --type, or another --work"
             )
-
-
-def check_trackers(config: Config) -> None:
-    """Raises ConfigError: a tracker of the training is not installed."""
-    check_installed(config.logging)
 
 
 def check_export(base_model: str, check: Callable[[], None]) -> bool:

@@ -38,6 +38,7 @@ from mlx_parallm.rewards.functions import BUILTIN
 from mlx_parallm.rl_training.evaluation.comparison import compare
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import difference
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.rl_training.monitor.trackers import check_installed
 from mlx_parallm.rl_training.run_directory import FINAL
 from mlx_parallm.runs.eval import RESULTS_FILE
 from mlx_parallm.system.files import write_atomically, write_directory
@@ -47,7 +48,6 @@ from mlx_parallm.systems.pipeline.requirements import (
     check_export,
     check_ollama,
     check_place,
-    check_trackers,
     remarks,
 )
 from mlx_parallm.systems.pipeline.work import (
@@ -197,7 +197,7 @@ class Stages:
             check_ollama(options.ollama_url, options.deploy.removeprefix(OLLAMA))
         elif options.deploy is not None:
             check_place(Path(options.deploy), "--deploy")
-        check_trackers(self._config_of(options.settings))
+        check_installed(self._config_of(options.settings).logging)
         self._export_checked = check_export(options.base_model, self._check_source)
         parameters = parameters_of(options.base_model)
         if parameters is not None:

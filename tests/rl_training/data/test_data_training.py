@@ -223,7 +223,7 @@ def run(
     shared = SharedWeights(
         make_model(), policy="policy", version=versions.newest[0], keep_versions=1
     )
-    updater = WeightUpdater(shared, trainer, versions, config.rl_training)
+    updater = WeightUpdater(shared, trainer, versions)
     heldout = source.heldout(trainer)
     if state is None or state.step == 0:
         heldout.before()
@@ -242,7 +242,7 @@ def run(
         after_step=lambda line: steps.append(line["step"]),
         measure=heldout.measure,
     )
-    TrainingLoop(parts, config.rl_training, control=control, state=state).run()
+    TrainingLoop(parts, control=control, state=state).run()
     store.close()
     return [
         {key: value for key, value in line.items() if key not in TIMES} for line in metrics.read()
@@ -324,7 +324,7 @@ def test_held_out_numbers_are_those_of_the_loss(tmp_path: Path) -> None:
         Unit((Encoded(np.array([1, 2, *range(3, 3 + n)], np.int32), np.arange(2 + n) >= 2),), True)
         for n in (1, 4, 2)
     ]
-    heldout = HeldOut(units, trainer, config, weights=(1.0, 1.0))
+    heldout = HeldOut(units, trainer, config.data, weights=(1.0, 1.0))
     logprobs = np.concatenate(trainer.logprobs([unit.sequences[0].rollout() for unit in units]))
     assert len(logprobs) == 7
     assert heldout.numbers()["eval/loss"] == pytest.approx(-logprobs.mean(), rel=1e-5)

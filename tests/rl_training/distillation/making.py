@@ -31,9 +31,7 @@ def taught_trainer(
     trainer = make_trainer(settings)
     perturb_adapter(trainer.policy)
     trainer.teachers = Teachers(
-        TeacherContext(
-            settings, ModelConfig(), trainer, SHAPE["vocab_size"], tokenizer=no_tokenizer
-        )
+        TeacherContext(ModelConfig(), trainer, SHAPE["vocab_size"], tokenizer=no_tokenizer)
     )
     return trainer
 

@@ -69,9 +69,7 @@ def tiny_trainer(
     trainer = build_trainer(tiny, config)
     perturb_adapter(trainer.policy)
     trainer.teachers = Teachers(
-        TeacherContext(
-            config, TINY, trainer, tiny.vocab_size, lambda: load_tokenizer(tiny.path, TINY)
-        )
+        TeacherContext(TINY, trainer, tiny.vocab_size, lambda: load_tokenizer(tiny.path, TINY))
     )
     return trainer
 

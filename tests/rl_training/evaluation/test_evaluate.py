@@ -264,5 +264,5 @@ async def test_what_a_relative_reward_would_hide_is_scored_absolutely(tmp_path, 
         {"environments": [entry | {"reward_method": "relative", "prompt_format": "text"}]}
     )
     client = ScriptedClient(tokenizer, lambda *_: "yes")
-    [found] = await answered(client, build_evaluated(config), tokenizer, 2)
+    [found] = await answered(client, build_evaluated(config.evaluated, seed=0), tokenizer, 2)
     assert found.numbers()["reward"] == 1.0

@@ -80,7 +80,9 @@ class Run:
         self.finished: list[Any] = []
         events = RunEvents()
         events.subscribe(EvaluationFinished, lambda event: self.finished.append(event.line))
-        self.log = EvaluationLog(directory, best_by(self.config))
+        self.log = EvaluationLog(
+            directory, best_by(self.config.rl_training.keep_best, self.config.evaluation)
+        )
         self.evaluations = Evaluations(
             self.config,
             directory,
@@ -415,7 +417,8 @@ def test_what_decides_the_best() -> None:
             "evaluation": evaluation,
             "environments": environments,
         }
-        return best_by(parse_config(sections))
+        config = parse_config(sections)
+        return best_by(config.rl_training.keep_best, config.evaluation)
 
     assert decides(True, problems=3, every=5) == "eval/score"
     assert decides(True, problems=3) is None, "only at the end: nothing to choose from"

@@ -392,7 +392,8 @@ def test_the_longest_sequence_of_several_turns_fills_all_the_room(
     config = Config.model_validate(
         {"environments": [entry], "rl_training": {"atropos": {"max_token_length": 512}}}
     )
-    assert longest_to_expect(config, Lengths(40, seen), several_turns=several) == Lengths(
+    run = PlannedRun.of(config, QWEN3_06B)
+    assert longest_to_expect(run, Lengths(40, seen), several_turns=several) == Lengths(
         40, completion
     )
 

@@ -137,7 +137,7 @@ def test_the_rows_of_an_example_stay_together_in_their_order(budget: int) -> Non
 
 
 def pace(**values: Any) -> MicroBatchBudget:
-    return MicroBatchBudget(RLTrainingConfig(**({"max_eval_ms": 1000} | values)))
+    return MicroBatchBudget(*RLTrainingConfig(**({"max_eval_ms": 1000} | values)).eval_limits)
 
 
 def test_without_a_limit_and_in_deterministic_mode_the_clock_changes_nothing() -> None:

@@ -14,10 +14,10 @@ from mlx_parallm.models import cpu_kernels
 from mlx_parallm.rl_training.step import optimizer as optimizer_module
 from mlx_parallm.rl_training.step.optimizer import (
     AdamWSettings,
+    OptimizerOptions,
     PolicyOptimizer,
     learning_rate_at,
     make_groups,
-    optimizer_of,
 )
 from tests.rl_training.making import make_config, make_policy
 
@@ -173,7 +173,8 @@ def by_twins(
     names: tuple[str, ...], before: Arrays, steps: list[Arrays], config: Any, *, clip: float
 ) -> Arrays:
     values = [array.astype(np.float64) for array in before]
-    twins = [TWINS[optimizer_of(n, v.shape, config)](v) for n, v in zip(names, values, strict=True)]
+    options = OptimizerOptions(config)
+    twins = [TWINS[options.kind_of(n, v.shape)](v) for n, v in zip(names, values, strict=True)]
     for gradients, rate in zip(steps, RATES, strict=False):
         norm = norm_of(gradients)
         for i, gradient in enumerate(gradients):
@@ -234,7 +235,7 @@ def test_adam_eps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_muon_takes_matrices_of_the_blocks_only() -> None:
     config = make_config(optimizer="muon", lora={"enabled": False})
     policy = make_policy(config, architecture="llama")
-    groups = make_groups(policy.slots.names, policy.slots.read(), config)
+    groups = make_groups(policy.slots.names, policy.slots.read(), OptimizerOptions(config))
     [names] = [
         {policy.slots.names[slot] for slot in group.slots}
         for group in groups
@@ -246,7 +247,8 @@ def test_muon_takes_matrices_of_the_blocks_only() -> None:
     }
     assert len(names) == 3 * 7
     assert (
-        optimizer_of("model.layers.0.mlp.switch_mlp.up_proj.weight", (4, 8, 8), config) == "adamw"
+        OptimizerOptions(config).kind_of("model.layers.0.mlp.switch_mlp.up_proj.weight", (4, 8, 8))
+        == "adamw"
     )
 
 
