@@ -615,6 +615,5 @@ def _token_values(kept: Mapping[str, np.ndarray], window: slice) -> dict[str, li
         with np.errstate(over="ignore"):
             columns["ratio"] = np.exp(trainer - columns.pop("logprobs"))
             columns["kl"] = np.expm1(reference - trainer) - (reference - trainer)
-        if "teacher_logprobs" in columns:  # an older version's file has none
-            columns["teacher_gap"] = columns["teacher_logprobs"] - trainer
+        columns["teacher_gap"] = columns["teacher_logprobs"] - trainer
     return {name: column.tolist() for name, column in columns.items() if np.isfinite(column).any()}
