@@ -31,17 +31,12 @@ PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
     "engine.prompt_lookup": "plain Python beside the engine, which computes",
     "models.experts.forcing": "which experts a batch forces is apart from how its blocks are computed",
-    "rl_training.distillation.dataset_completions": "answers that nobody sampled are no matter of teachers",
     "rl_training.step.states_4bit": "a format of states, beside states_8bit",
-    "rl_training.monitor.expert_signs": "the rule of one subject, for the list in health",
-    "rl_training.monitor.teacher_signs": "the rules of one subject, for the list in health",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
-    "runs.dashboard.thumbnails": "what opens pictures is apart from what shows a run",
     "server.api.adapters": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",
     "systems.traces.config": "a leaf's section is a file, which the core loads without the leaf",
     "system.moved_names": "the table of promised names",
-    "system.power": "what the operating system is asked for is a file each",
 }
 
 VARIABLE_ATTRIBUTES: dict[

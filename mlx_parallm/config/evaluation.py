@@ -127,15 +127,6 @@ def check_evaluation(
             )
 
 
-def moved_keys(data: dict[str, Any]) -> None:
-    """Move rl_training.eval_problems, the name in early 0.1, to evaluation.problems. In place."""
-    training = data.get("rl_training")
-    if isinstance(training, dict) and "eval_problems" in training:
-        problems = training.pop("eval_problems")
-        if isinstance(section := data.setdefault("evaluation", {}), dict):
-            section["problems"] = problems
-
-
 def _has_split(entry: dict[str, Any]) -> bool:
     return any(
         entry.get(key) is not None for key in ("heldout_data", "heldout_split", "heldout_fraction")

@@ -30,7 +30,7 @@ from mlx_parallm.config.data import (
     DataConfig,
 )
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Section
-from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation, moved_keys
+from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation
 from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.config.server import ModelConfig, ServerConfig
 from mlx_parallm.config.tools import ToolsConfig
@@ -263,7 +263,6 @@ def load_config(
         data = tomli.loads(text if source is None else path.read_text(encoding="utf-8"))
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: not valid TOML: {error}") from error
-    moved_keys(data)
     if isinstance(data.get("rl_training"), dict):
         data["rl_training"] = without_unread(data["rl_training"], overrides or [], saved=saved)
     if saved:
@@ -273,7 +272,6 @@ def load_config(
             data["rl_training"] = as_it_began(data["rl_training"])
     for override in overrides or []:
         _apply_override(data, override)
-    moved_keys(data)
     _set_defaults(data, defaults or {})
     _make_paths_absolute(data, directories)
     return parse_config(data, where, overrides or [])

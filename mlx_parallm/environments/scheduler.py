@@ -401,13 +401,8 @@ def _left_behind(source: EnvironmentSource) -> str:
 
 def _position(state: Mapping[str, Any], names: Sequence[str]) -> tuple[int, dict[str, int]] | None:
     """Return (turn, each environment's first unsettled index); a new environment begins at its
-    first group.
-
-    Version 1 had one cursor for all environments, whose groups were settled in one order.
-    """
+    first group."""
     version, cursors, turn = state.get("version"), state.get("next_group"), state.get("turn")
-    if version == 1 and isinstance(cursors, int):
-        return cursors, dict.fromkeys(names, cursors)
     if version != STATE_VERSION or not isinstance(turn, int) or not isinstance(cursors, Mapping):
         return None
     if not all(isinstance(cursor, int) for cursor in cursors.values()):

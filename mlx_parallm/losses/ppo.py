@@ -1,5 +1,5 @@
-"""The common parts of all policies that learn by PPO: `Policy`, advantages (GAE), and the value
-loss.
+"""The common parts of all policies that learn by PPO: `Policy`, advantages (GAE), the value loss,
+and the update of a small policy's modules.
 
 A language model's tokens are sampled by the engine and scored by the trainer. A small policy (a
 recurrent controller, a chooser of prompts) is a `Policy`: it acts step by step, and is replayed
@@ -11,12 +11,15 @@ Worked, value clip 0.2: V = 0.5, V_old = 0.1, return 1 → V is held at 0.3, ½ 
 open.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optimizers
 import numpy as np
 
 from mlx_parallm.losses.kl import k3
@@ -156,3 +159,23 @@ def clipped_ppo(
     return with_value_loss(
         lambda inputs: policy_loss(inputs, options), clip=value_clip, coefficient=value_coefficient
     )
+
+
+def update_parts(
+    parts: Sequence[tuple[optimizers.Optimizer, nn.Module, Any]],
+    metrics: Mapping[str, Any],  # arrays of one number
+    *,
+    max_grad_norm: float,
+) -> dict[str, float]:
+    """Update each part, (optimizer, module, gradients), by its gradients, clipped to a norm; a part
+    whose gradient is not finite stays as it is. Return the metrics as numbers, and `grad_norm` of
+    all parts, before clipping."""
+    norms = []
+    for optimizer, module, gradients in parts:
+        clipped, norm = optimizers.clip_grad_norm(gradients, max_grad_norm)
+        norms.append(float(norm.item()))
+        if math.isfinite(norms[-1]):
+            optimizer.update(module, clipped)
+    mx.eval([(module.parameters(), optimizer.state) for optimizer, module, _ in parts])
+    numbers = {name: float(value.item()) for name, value in metrics.items()}
+    return numbers | {"grad_norm": math.hypot(*norms)}

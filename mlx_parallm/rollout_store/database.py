@@ -10,8 +10,8 @@ deletes the tokens and leaves the row.
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_parallm.errors import StoreError
@@ -52,38 +52,20 @@ CREATE TABLE rejects (
 );
 CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
-_OF_SCHEMA_1 = "sequence, group_id, source, environment, rollouts, received, state, step, reason"
-_FROM_1 = f"""
-ALTER TABLE groups RENAME TO groups_1;
-DROP INDEX groups_by_state;
-{_GROUPS}
-INSERT INTO groups ({_OF_SCHEMA_1}, bytes) SELECT {_OF_SCHEMA_1}, LENGTH(payload) FROM groups_1;
-INSERT INTO payloads SELECT sequence, payload FROM groups_1;
-DROP TABLE groups_1;
-"""
-# Schema 1 as it is read without being rewritten; names of the temporary database come first.
-_VIEW_OF_1 = f"""
-CREATE TEMP VIEW groups AS SELECT {_OF_SCHEMA_1}, NULL AS first_version, NULL AS last_version,
-    LENGTH(payload) AS bytes FROM main.groups;
-CREATE TEMP VIEW payloads AS SELECT sequence, payload FROM main.groups;
-"""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The tables of a database file. `name`: for messages; `upgrades`: SQL from an older version
-    to this one; `views`: SQL that lets a reader see an older version as this one; `erases`:
-    whether what is deleted is overwritten in the file."""
+    """The tables of a database file. `name`: for messages; `erases`: whether what is deleted is
+    overwritten in the file."""
 
     name: str
     version: int
     create: str
-    upgrades: Mapping[int, str] = field(default_factory=dict)
-    views: Mapping[int, str] = field(default_factory=dict)
     erases: bool = False
 
 
-GROUPS = Schema("rollout", 2, _NEW, upgrades={1: _FROM_1}, views={1: _VIEW_OF_1})
+GROUPS = Schema("rollout", 2, _NEW)
 
 
 class Database:
@@ -93,9 +75,9 @@ class Database:
     def __init__(
         self, path: Path, *, lock_timeout_s: float, read_only: bool, schema: Schema = GROUPS
     ) -> None:
-        """Opens the file; makes it, or brings an older schema up to date, unless `read_only`.
+        """Opens the file; makes it unless `read_only`.
 
-        Raises StoreError: not a database, a newer schema, locked, not writable (or not there,
+        Raises StoreError: not a database, another schema, locked, not writable (or not there,
         read-only).
         """
         self.path, self._schema, self._read_only, self._lock_timeout_s = (
@@ -191,34 +173,27 @@ class Database:
 
     def _prepare(self, connection: sqlite3.Connection, read_only: bool) -> None:
         version, schema = pragma(connection, "user_version"), self._schema
-        if version > schema.version or (read_only and version == 0):
+        if version not in (0, schema.version):
+            other = "a newer" if version > schema.version else "an older"
             raise StoreError(
-                (
-                    f"{self.path}: schema {version} is a newer mlx_parallm's; this one reads up to"
-                    f" {schema.version}"
-                )
-                if version
-                else f"{self.path}: there is no {schema.name} database in it"
+                f"{self.path}: schema {version} is {other} mlx_parallm's; this one reads"
+                f" {schema.version}"
             )
         if read_only:
-            connection.executescript(schema.views.get(version, ""))
+            if not version:
+                raise StoreError(f"{self.path}: there is no {schema.name} database in it")
             return
-        incremental = 2
-        # counts for a new file, and for VACUUM
-        connection.execute(f"PRAGMA auto_vacuum = {incremental}")
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # counts for a new file
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA fullfsync = 1")
         connection.execute("PRAGMA checkpoint_fullfsync = 1")
         connection.execute(f"PRAGMA secure_delete = {int(schema.erases)}")
         connection.execute(f"PRAGMA journal_size_limit = {LOG_LIMIT}")
-        if version < schema.version:
-            statements = schema.upgrades[version] if version else schema.create
+        if not version:
             connection.executescript(
-                f"BEGIN IMMEDIATE; {statements} PRAGMA user_version = {schema.version}; COMMIT;"
+                f"BEGIN IMMEDIATE; {schema.create} PRAGMA user_version = {schema.version}; COMMIT;"
             )
-        if pragma(connection, "auto_vacuum") != incremental:
-            connection.execute("VACUUM")
 
     def _discard(self) -> None:
         if self.connection is not None:

@@ -238,7 +238,7 @@ def _optimizer(header: Mapping[str, Any] | None, updates: int | None) -> dict[st
     if header is None:
         return {"name": None, "updates": updates, "bytes": 0}
     metadata = header.get("__metadata__") or {}  # MLX writes null where there is none
-    name = metadata.get("optimizer", "adamw")  # the only one before it was written down
+    name = metadata.get("optimizer")
     size = sum(
         e[1] - e[0]
         for e in (t["data_offsets"] for key, t in header.items() if key != "__metadata__")

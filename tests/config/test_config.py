@@ -121,16 +121,6 @@ def test_the_key_comes_from_environment_before_file_before_config(
         config.resolve_api_key()
 
 
-def test_the_key_of_before_is_read_as_what_it_is_called_now(tmp_path: Path) -> None:
-    file = tmp_path / "old.toml"
-    file.write_text(
-        '[rl_training]\neval_problems = 7\n[[environments]]\nkind = "tasks"\nname = "sum"\n'
-    )
-    assert load_config(file).evaluation.problems == 7
-    assert load_config(file, ["evaluation.problems=3"]).evaluation.problems == 3
-    assert load_config(file, ["rl_training.eval_problems=0"]).evaluation.problems == 0
-
-
 def test_a_run_of_an_older_version_goes_on_as_it_began(tmp_path: Path) -> None:
     """Keys that its saved configuration does not have are at what its version did, not at
     today's defaults."""

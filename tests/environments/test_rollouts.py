@@ -303,14 +303,14 @@ def test_states_that_are_not_ours_are_refused(managed, tokenizer):
     for state in (
         {},
         {"version": 99, "next_group": 1},
-        {"version": 1, "next_group": "x", "seed": 0},
+        {"version": 1, "next_group": 1, "seed": 0},
         broken,
     ):
         with pytest.raises(CheckpointError):
             manager.restore(state)
     manager.start()
     with pytest.raises(RuntimeError, match="before start"):
-        manager.restore({"version": 1, "seed": 0, "next_group": 1})
+        manager.restore({"version": 2, "seed": 0, "turn": 1, "next_group": {"sum": 1}})
 
 
 def test_stop_before_start_and_twice(managed, tokenizer):

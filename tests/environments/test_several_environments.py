@@ -125,20 +125,3 @@ def test_with_a_fixed_order_nothing_depends_on_a_clock(managed, tokenizer, impat
     assert manager.health() is None
     client.opened.set()
     assert [group.index for group in inbox.wait(groups=8)] == list(range(8))
-
-
-def test_the_cursor_of_the_first_version_is_where_every_environment_goes_on(managed, tokenizer):
-    sources = two_tasks(sum=1.0, sort=1.0)
-    whole, everything = managed(ScriptedClient(tokenizer, lambda *_: "1"), sources=sources)
-    whole.request_groups(12)
-    everything.wait(groups=12)
-    manager, inbox = managed(
-        ScriptedClient(tokenizer, lambda *_: "1"), sources=sources, start=False
-    )
-    manager.restore({"version": 1, "seed": 0, "next_group": 5})
-    manager.start()
-    manager.request_groups(7)
-    inbox.wait(groups=7)
-    assert sorted(inbox.ids) == sorted(
-        group.group_id for group in everything.groups if group.index >= 5
-    )

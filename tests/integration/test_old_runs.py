@@ -1,4 +1,4 @@
-"""Run directories that former versions wrote: they are read, and resumed."""
+"""A run directory that a former version wrote: it is read, and resumed."""
 
 import shutil
 import threading
@@ -20,12 +20,11 @@ from mlx_parallm.system.log import configure_logging
 from tests.integration.processes import Daemon, free_port, metrics
 
 DATA = Path(__file__).parents[1] / "data"
-LAST_LINE = {"run_schema_1": 3, "run_0_1": 2}  # both have their last checkpoint at step 2
+OLD_RUN, LAST_STEP = DATA / "run_0_1", 2
 
 
-@pytest.mark.parametrize("name", LAST_LINE)
-def test_an_old_run_is_read(name: str) -> None:
-    run = find_run(DATA / name)
+def test_an_old_run_is_read() -> None:
+    run = find_run(OLD_RUN)
     config, checkpoint = load_config(run / "config.toml", saved=True), checkpoint_at(run)
     assert checkpoint is not None
     state, adapter = TrainerState.read(checkpoint), load_adapter(checkpoint)
@@ -36,8 +35,8 @@ def test_an_old_run_is_read(name: str) -> None:
 
 
 def test_a_run_without_its_rollouts_goes_on_and_says_what_is_lost(tmp_path: Path) -> None:
-    run, stop = tmp_path / "run_0_1", threading.Event()
-    shutil.copytree(DATA / run.name, run, symlinks=True)
+    run, stop = tmp_path / OLD_RUN.name, threading.Event()
+    shutil.copytree(OLD_RUN, run, symlinks=True)
     (run / "rollouts.sqlite").unlink()
     config = load_config(run / "config.toml", saved=True)
     config = config.model_copy(
@@ -62,10 +61,9 @@ def start(config: Config, run: Path, stop: threading.Event) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["run_0_1", pytest.param("run_schema_1", marks=pytest.mark.long)])
-def test_an_old_run_goes_on(tmp_path: Path, name: str) -> None:
-    run, last = tmp_path / name, LAST_LINE[name]
-    shutil.copytree(DATA / name, run, symlinks=True)
+def test_an_old_run_goes_on(tmp_path: Path) -> None:
+    run, last = tmp_path / OLD_RUN.name, LAST_STEP
+    shutil.copytree(OLD_RUN, run, symlinks=True)
     before = metrics(run)
     assert [line["step"] for line in before] == list(range(1, last + 1))
     port = free_port()

@@ -1,10 +1,8 @@
 """What is kept, what is given back to the disk, and databases of older formats."""
 
 import os
-import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -12,7 +10,6 @@ from structlog.testing import capture_logs
 
 from mlx_parallm.errors import StoreError
 from mlx_parallm.rollout_store.database import SPARE_PAGES
-from mlx_parallm.rollout_store.payload import encode_group
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
 from mlx_parallm.system import files
 from mlx_parallm.system.log import configure_logging
@@ -188,94 +185,21 @@ def test_the_reserve_by_default_is_a_share_of_a_small_disk(tmp_path, monkeypatch
 # ---------------------------------------------------------------------- files of other times and
 # places
 
-SCHEMA_1 = """
-CREATE TABLE groups (
-    sequence INTEGER PRIMARY KEY AUTOINCREMENT, group_id TEXT NOT NULL UNIQUE, source TEXT NOT NULL,
-    environment TEXT NOT NULL, rollouts INTEGER NOT NULL, received REAL NOT NULL,
-    state TEXT NOT NULL DEFAULT 'waiting' CHECK (state IN ('waiting', 'taken', 'dropped')),
-    step INTEGER, reason TEXT, payload BLOB NOT NULL
-);
-CREATE INDEX groups_by_state ON groups (state, sequence);
-CREATE TABLE rejects (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, source TEXT NOT NULL, reason TEXT NOT NULL, received REAL NOT NULL,
-    payload BLOB
-);
-CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-PRAGMA user_version = 1;
-"""
 
-
-def old_database(path: Path) -> None:
-    connection = sqlite3.connect(path, isolation_level=None)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.executescript(SCHEMA_1)
-    rows = [
-        ("a", "taken", 3, None),
-        ("b", "dropped", 4, "no variance"),
-        ("c", "waiting", None, None),
-    ]
-    for name, state, step, reason in rows:
-        connection.execute(
-            "INSERT INTO groups (group_id, source, environment, rollouts, received, state, step,"
-            " reason, payload)"
-            " VALUES (?, 'environments', 'sums', 2, 1.5, ?, ?, ?, ?)",
-            (name, state, step, reason, encode_group(make_group(name))),
-        )
-    connection.execute(
-        "INSERT INTO rejects (source, reason, received) VALUES ('env', 'no scores', 2.5)"
-    )
-    connection.execute("INSERT INTO notes VALUES ('k', '[1]')")
-    connection.close()
-
-
-def test_a_database_of_schema_1_goes_on(tmp_path):
-    old_database(tmp_path / "r.sqlite")
-    store = RolloutStore(tmp_path / "r.sqlite")
-    assert store.counts() == StoreCounts(waiting=1, taken=1, dropped=1, rejected=1)
-    assert store.groups(["b", "a", "c"]) == [make_group("b"), make_group("a"), make_group("c")]
-    assert store.drop_reasons() == {"no variance": 1}
-    assert store.last_received() == 2.5
-    assert store.recall("k") == [1]
-    assert store.restore(3) == 1
-    assert store.prune(3, always_up_to_step=3, max_bytes=0) == 1
-    assert store.add(make_group("d"), source="t")
-    assert [group.group_id for group in store.waiting()] == ["b", "c", "d"]
-    with store.database.reading() as connection:
-        assert connection.execute("PRAGMA auto_vacuum").fetchone() == (2,)
-        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+def test_reading_only_sees_everything_and_changes_nothing(store):
+    for name in "abc":
+        store.add(make_group(name), source="environments")
+    store.take(["a"], 3)
     store.close()
-
-
-def test_a_kill_between_the_new_schema_and_the_vacuum_is_made_good(tmp_path, monkeypatch):
-    old_database(tmp_path / "r.sqlite")
-    connection = sqlite3.connect(tmp_path / "r.sqlite", isolation_level=None)
-    from mlx_parallm.rollout_store.database import _FROM_1
-
-    connection.executescript(f"BEGIN; {_FROM_1} PRAGMA user_version = 2; COMMIT;")
-    assert connection.execute("PRAGMA auto_vacuum").fetchone() == (0,)
-    connection.close()
-    store = RolloutStore(tmp_path / "r.sqlite")
-    with store.database.reading() as connection:
-        assert connection.execute("PRAGMA auto_vacuum").fetchone() == (2,)
-    assert store.counts().waiting == 1
-    store.close()
-
-
-@pytest.mark.parametrize("schema", [1, 2])
-def test_reading_only_sees_everything_and_changes_nothing(tmp_path, schema):
-    path = tmp_path / "r.sqlite"
-    old_database(path)
-    if schema == 2:
-        RolloutStore(path).close()
-    before = path.read_bytes()
-    reader = RolloutStore(path, read_only=True)
-    assert reader.counts() == StoreCounts(waiting=1, taken=1, dropped=1, rejected=1)
+    before = store.path.read_bytes()
+    reader = RolloutStore(store.path, read_only=True)
+    assert reader.counts() == StoreCounts(waiting=2, taken=1, dropped=0, rejected=0)
     assert reader.groups(["a"]) == [make_group("a")]
-    assert [group.group_id for group in reader.waiting()] == ["c"]
-    with pytest.raises(StoreError, match=r"readonly|is a view"):
+    assert [group.group_id for group in reader.waiting()] == ["b", "c"]
+    with pytest.raises(StoreError, match="readonly"):
         reader.take(["c"], 5)
     reader.close()
-    assert path.read_bytes() == before
+    assert store.path.read_bytes() == before
 
 
 def test_reading_only_beside_a_writer(store):

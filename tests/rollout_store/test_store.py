@@ -225,7 +225,8 @@ def test_a_database_that_another_process_holds_is_a_clear_error(tmp_path):
     store.close()
 
 
-def test_what_is_no_database_or_a_newer_one_is_refused(tmp_path):
+@pytest.mark.parametrize(("schema", "words"), [(99, "a newer"), (1, "an older")])
+def test_what_is_no_database_or_another_versions_is_refused(tmp_path, schema, words):
     (tmp_path / "text.sqlite").write_text(
         "not a database, but long enough to look like a header of one" * 3
     )
@@ -233,9 +234,9 @@ def test_what_is_no_database_or_a_newer_one_is_refused(tmp_path):
         RolloutStore(tmp_path / "text.sqlite")
     RolloutStore(tmp_path / "new.sqlite").close()
     connection = sqlite3.connect(tmp_path / "new.sqlite")
-    connection.execute("PRAGMA user_version = 99")
+    connection.execute(f"PRAGMA user_version = {schema}")
     connection.close()
-    with pytest.raises(StoreError, match="schema 99"):
+    with pytest.raises(StoreError, match=f"schema {schema} is {words}"):
         RolloutStore(tmp_path / "new.sqlite")
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be opened"):

@@ -451,7 +451,7 @@ def test_it_loads_no_mlx(directory):
 
 
 def test_the_shipped_old_run_can_be_explained(tmp_path):
-    old = Path(__file__).parents[1] / "data" / "run_schema_1"
+    old = Path(__file__).parents[1] / "data" / "run_0_1"
     (tmp_path / METRICS_FILE).write_bytes((old / METRICS_FILE).read_bytes())
     explanation = explained(tmp_path)
-    assert (explanation.steps, explanation.total_steps, explanation.findings) == (3, None, ())
+    assert (explanation.steps, explanation.total_steps, explanation.findings) == (2, None, ())

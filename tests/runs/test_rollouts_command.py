@@ -12,7 +12,7 @@ from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.rollout_store.groups import make_group, make_rollout
 
-OLD_RUN = Path(__file__).parents[1] / "data" / "run_schema_1"
+OLD_RUN = Path(__file__).parents[1] / "data" / "run_0_1"
 
 
 @pytest.fixture
@@ -106,13 +106,13 @@ def test_a_pruned_group_still_says_what_became_of_it(
 def test_an_old_run_with_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "old"
     shutil.copytree(OLD_RUN, run, symlinks=True)
-    [entry] = json.loads(rollouts(capsys, run / "step_000002", "--counts", "--json"))["versions"]
-    assert entry["version"] is None
-    found = json.loads(rollouts(capsys, run, "--show", "reverse-0-0#1", "--json"))
+    entries = json.loads(rollouts(capsys, run / "step_000002", "--counts", "--json"))["versions"]
+    assert [entry["version"] for entry in entries] == [0, 1]
+    found = json.loads(rollouts(capsys, run, "--show", "sum-0-0#1", "--json"))
     [segment] = found["rollouts"][0]["segments"]
     assert segment["text"].startswith("<|im_start|>")
     assert "".join(segment["token_texts"]) == segment["text"]
-    assert "<|im_end|>" in rollouts(capsys, run, "--show", "reverse-0-0#1")
+    assert "<|im_end|>" in rollouts(capsys, run, "--show", "sum-0-0#1")
 
 
 def test_the_quarantine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
 from mlx_parallm.runs.run import FILES, Run, open_run
 
-OLD_RUN = Path(__file__).parents[1] / "data" / "run_schema_1"
+OLD_RUN = Path(__file__).parents[1] / "data" / "run_0_1"
 HALF = '{"step": 2, "rew'
 
 
@@ -21,7 +21,7 @@ def test_a_step_leads_to_its_run(tmp_path: Path) -> None:
 
 def test_an_old_run_is_read() -> None:
     run = open_run(OLD_RUN)
-    assert (run.steps, run.total_steps, run.state) == (3, 3, "stopped or killed")
+    assert (run.steps, run.total_steps, run.state) == (2, 2, "stopped or killed")
     assert run.config is not None and run.client_trainer is None
     assert [path.name for path in run.checkpoints()] == ["step_000002"]
     checkpoint = run.checkpoint()

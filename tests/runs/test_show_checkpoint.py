@@ -188,13 +188,3 @@ def test_an_adapter_in_pefts_files_is_described(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("[]")
     assert show(str(tmp_path)).returncode == 1
     assert "adapter_config.json cannot be read" in show(str(tmp_path)).stdout
-
-
-def test_a_run_of_the_first_version() -> None:
-    """Its optimizer file says null where newer ones name the optimizer."""
-    found = describe(Path(__file__).parents[1] / "data" / "run_schema_1")
-    assert (
-        found["complete"]
-        and found["optimizer"]["name"] == "adamw"
-        and found["adapter"]["rank"] == 2
-    )

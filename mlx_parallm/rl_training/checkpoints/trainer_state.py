@@ -113,8 +113,6 @@ class TrainerState:
                     f"{file}: schema {data['schema_version']} is a newer version's; known:"
                     f" {SCHEMA_VERSION}"
                 )
-            # of versions that did not compare configurations key by key
-            data.pop("config_hash", None)
             if unknown := sorted(set(data) - {field.name for field in fields(cls)}):
                 raise ValueError(f"unknown keys {', '.join(unknown)}")
             return _ADAPTER.validate_json(json.dumps(data), strict=True)

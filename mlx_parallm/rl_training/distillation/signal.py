@@ -16,11 +16,14 @@ from mlx_parallm.config.distillation import OWN_KINDS, DistillationConfig, Teach
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.distillation import LEAST_LOGPROB
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.distillation.dataset_completions import DatasetCompletions
 from mlx_parallm.rl_training.distillation.from_group import GroupTeacher
-from mlx_parallm.rl_training.distillation.model import OtherModel
-from mlx_parallm.rl_training.distillation.own import own_teacher
-from mlx_parallm.rl_training.distillation.prompts import ROW, NoPromptError, TeacherPrompt
+from mlx_parallm.rl_training.distillation.model import OtherModel, own_teacher
+from mlx_parallm.rl_training.distillation.prompts import (
+    ROW,
+    DatasetCompletions,
+    NoPromptError,
+    TeacherPrompt,
+)
 from mlx_parallm.rl_training.distillation.remote import LostError, RemoteTeacher
 from mlx_parallm.rl_training.distillation.scoring import Answer, Scored, Teacher, behind
 from mlx_parallm.rl_training.factory import TeacherContext

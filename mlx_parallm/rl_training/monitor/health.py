@@ -32,9 +32,8 @@ from mlx_parallm.rl_training.monitor.evidence import (
     reward_limit,
     values_of,
 )
-from mlx_parallm.rl_training.monitor.expert_signs import EXPERT_RULES
+from mlx_parallm.rl_training.monitor.part_signs import EXPERT_RULES, TEACHER_RULES, is_taught
 from mlx_parallm.rl_training.monitor.reward_hole import reward_hole
-from mlx_parallm.rl_training.monitor.teacher_signs import TEACHER_RULES, is_taught
 
 HEALTHY = "healthy"
 PAGE = "docs/troubleshooting.md"

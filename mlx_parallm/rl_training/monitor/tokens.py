@@ -103,9 +103,6 @@ class TokenLog:
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         try:
             connection.executescript(_OPEN + _TABLE)
-            for name in COLUMNS:  # of a file that an older version began
-                if name not in _columns_of(connection):
-                    connection.execute(f"ALTER TABLE tokens ADD COLUMN {name} BLOB")
             connection.execute("DELETE FROM tokens WHERE step > ?", (self._step,))
             # had a larger bound
             if pragma(connection, "page_count") * pragma(connection, "page_size") > self._most:
@@ -129,12 +126,6 @@ class TokenLog:
             if oldest is None:
                 return
             connection.execute("DELETE FROM tokens WHERE step = ?", (oldest,))
-
-
-def _columns_of(connection: sqlite3.Connection) -> list[str]:
-    """The columns of numbers that a file has, in the order of COLUMNS."""
-    there = {row[1] for row in connection.execute("PRAGMA table_info(tokens)")}
-    return [name for name in COLUMNS if name in there]
 
 
 def _used_bytes(connection: sqlite3.Connection) -> int:
@@ -185,10 +176,9 @@ def read_tokens(run: Path, group_id: str, number: int, segment: int) -> Mapping[
         return {}
     with closing(sqlite3.connect(reading_uri(path), uri=True)) as connection:
         try:
-            names = _columns_of(connection)
             row = connection.execute(
                 (
-                    f"SELECT {', '.join(names)} FROM tokens WHERE group_id = ? AND number = ?"
+                    f"SELECT {', '.join(COLUMNS)} FROM tokens WHERE group_id = ? AND number = ?"
                     " AND segment = ?"
                 ),
                 (group_id, number, segment),
@@ -198,9 +188,5 @@ def read_tokens(run: Path, group_id: str, number: int, segment: int) -> Mapping[
     return (
         {}
         if row is None
-        else {
-            name: np.frombuffer(part, "<f4")
-            for name, part in zip(names, row, strict=True)
-            if part is not None  # written by an older version
-        }
+        else {name: np.frombuffer(part, "<f4") for name, part in zip(COLUMNS, row, strict=True)}
     )

@@ -40,7 +40,7 @@ from mlx_parallm.config.algorithm import sampler_bounds
 from mlx_parallm.config.data import DATA_ALGORITHMS, PREFER_SAMPLED
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
 from mlx_parallm.losses.types import LossInputs, LossOutputs
@@ -104,19 +104,13 @@ class StepPosition:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPosition":
-        """Raises CheckpointError: an older version's, with scores in a form that is no longer
-        read."""
-        if "scores" not in data:
-            data = _from_older_version(data)
-        mismatch = data["mismatch"]  # an older version compared fresh tokens only
+        mismatch = data["mismatch"]
         scores = {
             name: np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
             for name, text in data["scores"].items()
         }
         read = {"order": tuple(data["order"]), "scores": scores}
-        return cls(
-            **data | read | {"mismatch": None if mismatch is None else (*mismatch, True)[:4]}
-        )
+        return cls(**data | read | {"mismatch": None if mismatch is None else tuple(mismatch)})
 
     def to_json(self) -> dict[str, Any]:
         """Scores keep their bits: base64 of little-endian float32."""
@@ -125,20 +119,6 @@ class StepPosition:
             for name, c in self.scores.items()
         }
         return asdict(replace(self, scores={})) | {"scores": scores}
-
-
-def _from_older_version(data: dict[str, Any]) -> dict[str, Any]:
-    others = {
-        key: value for key, value in data.items() if key not in ("recomputed", "logprob_diff")
-    }
-    if data.get("recomputed"):
-        raise CheckpointError(
-            "the checkpoint was made by an older version, inside a step of groups without"
-            " log-probabilities: resume"
-            " from the checkpoint before it"
-        )
-    diff = data["logprob_diff"]
-    return others | {"mismatch": None if diff is None else (*diff, float("nan")), "scores": {}}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import CheckpointError, ConfigError
-from mlx_parallm.losses.ppo import Loss, Steps, clipped_ppo, gae, loss_inputs
+from mlx_parallm.losses.ppo import Loss, Steps, clipped_ppo, gae, loss_inputs, update_parts
 from mlx_parallm.system.files import write_directory
 from mlx_parallm.systems.experts.expert import PackedState, RNNExpertBase
 from mlx_parallm.systems.experts.saving import load_expert, save_expert
@@ -532,13 +532,8 @@ class RecurrentPPO:
 
     def _step(self, steps: Steps) -> dict[str, float]:
         (_, metrics), gradients = self._gradient(steps)
-        gradients, norm = optimizers.clip_grad_norm(gradients, self.config.max_grad_norm)
-        if math.isfinite(norm.item()):
-            self.optimizer.update(self.expert, gradients)
-        mx.eval(self.expert.parameters(), self.optimizer.state)
-        return {name: float(value.item()) for name, value in metrics.items()} | {
-            "grad_norm": float(norm.item())
-        }
+        parts = [(self.optimizer, self.expert, gradients)]
+        return update_parts(parts, metrics, max_grad_norm=self.config.max_grad_norm)
 
 
 def single_steps(rows: Rows) -> Rows:

@@ -13,7 +13,6 @@ min(π(a) / μ(a), max_importance), a weight of the advantage (arXiv:2110.00641,
 """
 
 import json
-import math
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.losses.ppo import Steps, clipped_ppo, gae, loss_inputs
+from mlx_parallm.losses.ppo import Steps, clipped_ppo, gae, loss_inputs, update_parts
 from mlx_parallm.models.parameters import check_weights
 from mlx_parallm.system.files import write_directory
 from mlx_parallm.systems.prompt_policy.config import PromptPPOConfig
@@ -315,19 +314,10 @@ class PPOTrainer:
             state=state,
         )
         (_, metrics), gradients = self._gradient(steps)
-        norms = []
-        for optimizer, name, network in zip(
-            self._optimizers, ("policy", "value"), self._parts(), strict=True
-        ):
-            clipped, norm = optimizers.clip_grad_norm(gradients[name], self.config.max_grad_norm)
-            norms.append(norm.item())
-            if math.isfinite(norms[-1]):
-                optimizer.update(network, clipped)
-        mx.eval(self.networks.parameters(), [optimizer.state for optimizer in self._optimizers])
-        return {name: float(value.item()) for name, value in metrics.items()} | {
-            "grad_norm": math.hypot(*norms),
-            "importance": float(batch.weights[rows].mean()),
-        }
+        each = gradients["policy"], gradients["value"]
+        parts = list(zip(self._optimizers, self._parts(), each, strict=True))
+        numbers = update_parts(parts, metrics, max_grad_norm=self.config.max_grad_norm)
+        return numbers | {"importance": float(batch.weights[rows].mean())}
 
     def _objective(self, steps: Steps) -> tuple[mx.array, dict[str, mx.array]]:
         inputs = loss_inputs(self.networks, steps)

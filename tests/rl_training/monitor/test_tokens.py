@@ -88,16 +88,3 @@ def test_after_a_failed_write_the_next_step_is_written(tmp_path: Path) -> None:
     (tmp_path / TOKENS_FILE).rmdir()
     write(log, range(2, 4))
     assert steps_in(tmp_path) == [2, 3]
-
-
-def test_a_file_of_an_older_version_is_read_and_gets_the_new_column(tmp_path: Path) -> None:
-    write(TokenLog(tmp_path), range(1, 2))
-    with closing(sqlite3.connect(tmp_path / TOKENS_FILE)) as connection:
-        connection.execute("ALTER TABLE tokens DROP COLUMN teacher_logprobs")
-    before = read_tokens(tmp_path, "g1", 0, 0)
-    assert before["trainer_logprobs"][-1] == 1
-    assert "teacher_logprobs" not in before
-    write(TokenLog(tmp_path, step=1), range(2, 3))
-    assert read_tokens(tmp_path, "g1", 0, 0).keys() == before.keys()
-    assert np.isnan(read_tokens(tmp_path, "g2", 0, 0)["teacher_logprobs"]).all()
-    assert read_tokens(tmp_path, "g2", 0, 0)["trainer_logprobs"][-1] == 2

@@ -18,7 +18,7 @@ from rich.console import Console
 from mlx_parallm.config.algorithm import sampler_bounds
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.daemon import training_run
-from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.prepare import (
     MEASURED_MISMATCH,
@@ -176,18 +176,6 @@ def test_scores_keep_their_bits_in_a_checkpoint() -> None:
     assert again.scores["ref_logprobs"].tobytes() == column.tobytes()
     assert (again.order, again.mismatch, again.updates) == ((1, 0), (0.1, 0.2, 0.3, False), 1)
     assert len(text) < 6 * len(column) + 500
-
-
-def test_a_step_that_an_older_version_began() -> None:
-    data = StepPosition(updates=1, order=(1, 0)).to_json() | {
-        "recomputed": [],
-        "logprob_diff": [0.1, 0.2],
-    }
-    del data["scores"], data["mismatch"]
-    position = StepPosition.from_json(data)
-    assert (position.mismatch[:2], position.scores, position.order) == ((0.1, 0.2), {}, (1, 0))
-    with pytest.raises(CheckpointError, match="made by an older version"):
-        StepPosition.from_json(data | {"recomputed": [[-1.0]]})
 
 
 LENGTHS = (3, 0, 2, 1)
