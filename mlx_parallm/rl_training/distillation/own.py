@@ -24,6 +24,10 @@ class OwnWeights:
         self.name = name
         self._trainer, self._weights = trainer, weights
 
+    @property
+    def reads_images(self) -> bool:
+        return self._trainer.images is not None
+
     def score(
         self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]
     ) -> list[Scored | None] | None:
@@ -35,6 +39,7 @@ class OwnWeights:
                 lambda rows: trainer.collate(rows, range(len(rows)), together=1),
                 keep,
                 should_stop,
+                seeing=trainer.seeing,
             )
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class StepImages:
 
     @property
     def gradient(self) -> FeatureGradient | None:
-        """What a gradient by the features needs; None: nothing that makes them is trained."""
+        """Return what a gradient by the features needs; None: what makes them is frozen."""
         if not self._trained:
             return None
         return FeatureGradient(self._table, [*self._parts.encoder.modules])

@@ -73,12 +73,17 @@ def why_blind(config: Mapping[str, Any]) -> str:
     return ""
 
 
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of a checkpoint's weights: that of a run has others beside them."""
+    return sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
+
+
 def why_without_tower(path: Path) -> str:
-    """Return why a checkpoint cannot see, by the names of its arrays; "" when it can: full weights
-    that were trained, and merged adapters, are saved without the part that sees."""
+    """Return why a checkpoint cannot see, by the names of its arrays; "" when it can: merged
+    adapters are saved without the part that sees."""
     from safetensors import SafetensorError, safe_open
 
-    for file in sorted(path.glob("*.safetensors")):
+    for file in weight_files(path):
         try:
             with safe_open(file, framework="numpy") as arrays:
                 if any(part in name for name in arrays.keys() for part in TOWERS):  # noqa: SIM118

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import LoadedModel, evaluate_module
+from mlx_parallm.systems.vision.leaf import weight_files
 
 CONNECTORS = (
     "connector",  # Idefics3
@@ -34,7 +35,7 @@ _ERRORS = (
 
 
 class TowerEncoder:
-    """What a family's encoder begins with. `_model` is mlx-vlm's model without its language part,
+    """Base of the families' encoders. `_model` is mlx-vlm's model without its language part,
     whose modules are, after `over`, those of the tree.
     """
 
@@ -129,7 +130,7 @@ def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
 
 
 def _weights(path: Path) -> dict[str, mx.array]:
-    files = sorted(path.glob("*.safetensors"))
+    files = weight_files(path)
     if not files:
         raise ValueError("there are no *.safetensors")
     weights: dict[str, mx.array] = {}
