@@ -73,15 +73,12 @@ def why_blind(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def weight_files(path: Path) -> list[Path]:
-    """Return the files of a checkpoint's weights: that of a run has others beside them."""
-    return sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
-
-
 def why_without_tower(path: Path) -> str:
     """Return why a checkpoint cannot see, by the names of its arrays; "" when it can: merged
     adapters are saved without the part that sees."""
     from safetensors import SafetensorError, safe_open
+
+    from mlx_parallm.models.formats import weight_files
 
     for file in weight_files(path):
         try:

@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 from transformers import AutoConfig
 
 from mlx_parallm.errors import ModelError
+from mlx_parallm.models.formats import weight_files
 from mlx_parallm.models.loading import LoadedModel, evaluate_module
-from mlx_parallm.systems.vision.leaf import weight_files
 
 CONNECTORS = (
     "connector",  # Idefics3
