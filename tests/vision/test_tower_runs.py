@@ -8,9 +8,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.deploy.merge_lora import merge
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.images.support import image_support, with_images
 from mlx_parallm.models.loading import LoadedModel, load_model
+from mlx_parallm.models.lora import save_adapter
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm
 from tests.integration.in_process import train_here
 from tests.integration.processes import metrics
@@ -19,6 +22,7 @@ from tests.vision.test_training import GRPO, SFT, colour, write_run
 
 pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: the extra `vision`")
 
+ROOT = Path(__file__).resolve().parents[2]
 TOWER = 'vision.train="tower"'
 FULL = "rl_training.lora.enabled=false"
 
@@ -84,6 +88,25 @@ def test_a_run_that_was_interrupted_learns_the_same(full: bool, tmp_path: Path) 
         assert len(moved) > 0.8 * len(seeing), "the key's biases have no gradient"
 
 
+def test_a_merged_adapter_sees_with_what_its_tower_has_learned(tmp_path: Path) -> None:
+    checkpoint = save_smolvlm(tmp_path / "model")
+    base = dict(tree_flatten(loaded(checkpoint).model.parameters()))
+    layers = {}
+    for path in ("connector.modality_projection.proj", "language_model.model.layers.0.mlp.up_proj"):
+        outputs, inputs = base[f"{path}.weight"].shape
+        pair = mx.random.normal((inputs, 2)), mx.random.normal((2, outputs))
+        layers[path] = LoraPair(*pair, 0.5)
+    (tmp_path / "adapter").mkdir()
+    save_adapter(tmp_path / "adapter", layers, num_layers=2)
+    merge(str(checkpoint), tmp_path / "adapter", tmp_path / "merged", layout="mlx")
+    merged = dict(tree_flatten(loaded(tmp_path / "merged").model.parameters()))
+    assert merged.keys() == base.keys()
+    for name, array in merged.items():
+        pair = layers.get(name.removesuffix(".weight"))
+        added = 0 if pair is None else 0.5 * (pair.a @ pair.b).T
+        assert mx.allclose(array, base[name] + added, atol=1e-5).item(), name
+
+
 DISTILLATION = """
 [rl_training.distillation]
 mode = "advantage"
@@ -121,21 +144,16 @@ def test_a_teacher_that_sees_nothing_is_refused_by_name(tmp_path: Path) -> None:
         train_here(config, "rl_training.total_steps=1")
 
 
-REWARD = """
-def capitals(completions, **kwargs):
-    texts = [completion[0]["content"] for completion in completions]
-    return [sum(letter.isalpha() for letter in text) / max(len(text), 1) for text in texts]
-"""
-
-
 @pytest.mark.long
 def test_the_tower_alone_raises_the_reward(tmp_path: Path) -> None:
-    checkpoint = save_smolvlm(tmp_path / "model")
-    shown = [{"prompt": "Which?", "images": [data_url(noise(24, 24, seed))]} for seed in (1, 2)]
-    config = write_run(tmp_path, checkpoint, GRPO.replace("long_words", "capitals"), shown)
-    (tmp_path / "reward.py").write_text(REWARD)
-    train_here(config, TOWER, "rl_training.total_steps=30", "rl_training.lora.target_modules=[]")
-    names = arrays(tmp_path / "run" / "final")
-    assert names and not [name for name in names if "language_model" in name]
+    shipped = (ROOT / "train_configs" / "vision.toml").read_text()
+    environment = '[[environments]]\nkind = "pictures"\nname = "colour"\ngroup_size = 8\n'
+    config = tmp_path / "run.toml"
+    config.write_text(shipped.partition("[[environments]]")[0] + environment + "max_tokens = 8\n")
+    where = f'rl_training.checkpoint_dir="{tmp_path}"', 'rl_training.run_name="run"'
+    alone = TOWER, "rl_training.lora.target_modules=[]", "evaluation.problems=0"
+    train_here(config, *where, *alone, "rl_training.total_steps=30", "server.port=0")
+    names = dict(mx.load(str(tmp_path / "run" / "final" / "adapters.safetensors")))
+    assert names and all(name.startswith(("vision_model.", "connector.")) for name in names)
     means = [line["reward_mean"] for line in metrics(tmp_path / "run")]
     assert sum(means[-5:]) / 5 > sum(means[:5]) / 5 + 0.15, means

@@ -74,8 +74,7 @@ def why_blind(config: Mapping[str, Any]) -> str:
 
 
 def why_without_tower(path: Path) -> str:
-    """Return why a checkpoint cannot see, by the names of its arrays; "" when it can: merged
-    adapters are saved without the part that sees."""
+    """Return why a checkpoint cannot see, by the names of its arrays; "" when it can."""
     from safetensors import SafetensorError, safe_open
 
     from mlx_parallm.models.formats import weight_files
