@@ -451,7 +451,7 @@ class Serving:
         says so too."""
         try:
             loaded = load_model(self.config.model, quantize=quantize)
-            return with_images(loaded, self.image_support)
+            return with_images(loaded, self.image_support, self.config)
         except (ModelError, ConfigError) as error:
             self.state.failed(str(error))
             raise

@@ -79,7 +79,8 @@ class LoraConfig(Section):
     compared: there a value > 0 warns once."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Module names (last path component, or a dotted suffix) that get an adapter; "all-linear": all
-    linear layers of the blocks, routers and shared experts too, routed experts by the next key."""
+    linear layers of the blocks, routers and shared experts too, routed experts by the next key; []:
+    none, where `vision.train` lets the part that sees learn alone."""
     routed_experts: bool = False
     """Mixtures of experts: give each routed expert of the target modules an A and a B of its own.
     The adapter is as many times larger as there are experts (docs/parameters.md)."""

@@ -9,6 +9,9 @@ most dense architectures the names are the same. A quantised base is dequantised
 scales and never quantised again; mlx-lm's quantised checkpoints carry mlx-lm's names already, so
 there both layouts use those, and `safetensors` refuses an architecture whose experts mlx-lm stacks.
 
+Where the part that sees can be loaded (docs/vision.md), `mlx` writes it too, with an adapter's
+layers in it; bits are for the language part.
+
 The output is written under a temporary name and renamed at the end.
 """
 
@@ -23,11 +26,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlx_parallm.config.load import Config
 from mlx_parallm.errors import AdapterError, ModelError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.linear import dense_weight, merged_rows
 from mlx_parallm.models.adapters.peft import expert_names
-from mlx_parallm.models.loading import resolve_model_path
+from mlx_parallm.models.images.encoder import ImageEncoder, text_alone
+from mlx_parallm.models.images.support import image_support, with_images
+from mlx_parallm.models.loading import LoadedModel, resolve_model_path
 from mlx_parallm.models.lora import check_adapter, linear_layers, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import (
     QuantizedSwitchLinear,
@@ -82,7 +88,7 @@ def merge(
         _check_upload(push_to_hub)
     base = resolve_model_path(base_model)
     adapter = load_adapter(lora_path)
-    model, config = _load(base)
+    model, config, images = _load(base)
     check_adapter(linear_shapes(model), adapter.layers, str(adapter.path))
     merged = merged_weights(model, adapter.layers)
     dequantized = _is_quantized(model, config)
@@ -93,7 +99,8 @@ def merge(
         entry: dict[str, Any] = {}
         if bits is not None:
             model.update(tree_unflatten([(f"{p}.weight", w) for p, w in merged.items()]))
-            entry = quantize_layers(model, bits)
+            with text_alone(model, images):
+                entry = quantize_layers(model, bits)
             save_model(directory, model)
         elif layout == "mlx" or dequantized:
             _save_from_model(model, merged, directory, layout)
@@ -132,12 +139,17 @@ def merged_weights(model: nn.Module, layers: Mapping[str, LoraPair]) -> dict[str
     return merged
 
 
-def _load(base: Path) -> tuple[nn.Module, dict[str, Any]]:
+def _load(base: Path) -> tuple[nn.Module, dict[str, Any], ImageEncoder | None]:
+    """Return the tree, with the part that sees where it can be loaded here, and its config.json."""
     try:
         model, config = load_hf_model(base, lazy=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"{base} cannot be loaded: {error}") from error
-    return model, config
+    if "vision_config" not in config:
+        return model, config, None
+    support = image_support(Config.model_validate({"model": {"base_path": str(base)}}), base)
+    loaded = with_images(LoadedModel(model, config, base, 0), support)
+    return model, config, None if loaded.images is None else loaded.images.encoder
 
 
 def _is_quantized(model: nn.Module, config: Mapping[str, Any]) -> bool:

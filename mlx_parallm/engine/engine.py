@@ -47,7 +47,7 @@ from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import Request, SamplingParams
+from mlx_parallm.types import PromptImage, Request, SamplingParams
 from mlx_parallm.weights import SharedWeights, WeightsView
 
 NOT_FINITE = "the model's logits are not finite"
@@ -167,7 +167,12 @@ class Engine:
         self._live = LiveRequests(self.counters)
         self._scores: deque[Score] = deque()
         self._scorer = Scorer(
-            model, self.cache.new_prefill, lora.activate, options.prefill_chunk, options.vocab_size
+            model,
+            self.cache.new_prefill,
+            lora.activate,
+            options.prefill_chunk,
+            options.vocab_size,
+            images,
         )
         # who paused admission → whether running sequences are frozen too
         self.holders: Mapping[str, bool] = {}
@@ -370,7 +375,7 @@ class Engine:
                 request.request_id, request.prompt_token_ids, adapter, params.prompt_logprobs or 0
             )
             score.pooling = params.pooling
-            self._scores.append(score)
+            self._scores.append(self._with_images(score, request.images))
         if params.max_tokens == 0:
             for sequence in sequences:
                 sequence.finish("length")
@@ -438,11 +443,21 @@ class Engine:
         self._runner.reset()
         return lost
 
-    def begin_logits(self, tokens: tuple[int, ...], adapter: str | None) -> Score:
+    def begin_logits(
+        self, tokens: tuple[int, ...], adapter: str | None, images: tuple[PromptImage, ...] = ()
+    ) -> Score:
         """Prepares a text of two or more tokens for `next_logits`, run by `EngineClient.call`.
         Raises RequestError."""
-        check_request(Request("logits", tokens, SamplingParams(max_tokens=0), adapter), self.limits)
-        return Score("logits", tokens, self._adapter_slot(adapter), 0)
+        request = Request("logits", tokens, SamplingParams(max_tokens=0), adapter, images=images)
+        check_request(request, self.limits)
+        return self._with_images(Score("logits", tokens, self._adapter_slot(adapter), 0), images)
+
+    def _with_images(self, score: Score, images: tuple[PromptImage, ...]) -> Score:
+        if self.images is not None and images:
+            score.images = images
+            score.shown = image_ids(score.tokens, images, self.images.token_id)
+            score.places, _ = self.images.positions_of(score.tokens, images)
+        return score
 
     def next_logits(self, text: Score) -> np.ndarray:
         """Logits [C, V] float32 of the text's positions up to `text.done`, until it is

@@ -16,11 +16,12 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.cache.prefill import arrays_of
+from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.sampler import ordered_alternatives, top_logprobs
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.logprobs import token_logprobs
-from mlx_parallm.types import Pooling, PromptLogprobs, TopLogprob
+from mlx_parallm.types import Pooling, PromptImage, PromptLogprobs, TopLogprob
 
 CHUNK_LOGITS = 1 << 24  # logits of one chunk: 64 MB of float32
 
@@ -28,13 +29,17 @@ CHUNK_LOGITS = 1 << 24  # logits of one chunk: 64 MB of float32
 @dataclass
 class Score:
     """A text being scored, or embedded (`pooling`). Entry 0 of the scores is None: nothing
-    precedes it."""
+    precedes it. With `images`: `shown` has their numbers in their tokens' places (images.py), and
+    `places` [3, T] are positions of three axes, where the model has such."""
 
     request_id: str
     tokens: tuple[int, ...]
     adapter: AdapterSlot | None
     top_count: int
     pooling: Pooling | None = None
+    images: tuple[PromptImage, ...] = ()
+    shown: tuple[int, ...] = ()
+    places: np.ndarray | None = None
     caches: list[Any] = field(default_factory=list)
     done: int = 0
     used: AdapterSlot | None = None  # `adapter` as it was at the first chunk
@@ -82,6 +87,7 @@ class Scorer:
         new_caches: caches for a forward over so many positions (`BatchCache.new_prefill`).
         activate: tells its linear layers which adapter each row uses (`LoraContext.activate`).
         chunk: most tokens of one chunk.
+        images: what stands in texts beside words; None: nothing does.
     """
 
     def __init__(
@@ -91,7 +97,9 @@ class Scorer:
         activate: Callable[[Sequence[AdapterSlot | None]], None],
         chunk: int,
         vocab_size: int,
+        images: ImageFeatures | None = None,
     ) -> None:
+        self._images = images
         self._model = model
         self._new_caches = new_caches
         self._activate = activate
@@ -121,9 +129,18 @@ class Scorer:
         """Builds the next chunk's logits under the read lock, [C, V]: row i says what follows
         its token i. `score.done` is its end; it is the first one again where the base has
         changed."""
-        return self._model(self._next_tokens(score, base_serial, self._chunk), cache=score.caches)[
-            0
-        ]
+        tokens = self._next_tokens(score, base_serial, self._chunk)
+        if not score.images:
+            return self._model(tokens, cache=score.caches)[0]
+        assert self._images is not None, "others are refused (`validation.check_request`)"
+        start = score.done - tokens.shape[1]
+        piece = score.shown[start : score.done]
+        self._images.ensure([(piece, score.images, score.used)], base_serial)
+        ids, features = self._images.inputs([piece], len(piece), [score.used])
+        places = None if score.places is None else score.places[:, None, start : score.done]
+        turned = None if places is None else mx.array(places)
+        with self._images.table.using(features, ids, turned):
+            return self._model(ids, cache=score.caches)[0]
 
     def _next_tokens(self, score: Score, base_serial: int, most: int) -> mx.array:
         """The next chunk's tokens [1, C], under the weights of the first one."""

@@ -127,8 +127,7 @@ def _check_images(request: Request, limits: RequestLimits) -> None:
         f" {expected}",
     )
     _require(tokens[-1] != limits.image_token, "messages", "a prompt must not end with an image")
-    scored = params.prompt_logprobs is not None or params.pooling is not None
-    _require(not scored, "prompt_logprobs", "a prompt with images is not scored")
+    _require(params.pooling is None, "pooling", "a prompt with images is not embedded")
 
 
 def _check_length(prompt: int, max_tokens: int | None, limits: RequestLimits) -> None:

@@ -107,6 +107,11 @@ def check_names(names: Collection[str], where: str) -> None:
     )
 
 
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of a checkpoint's weights: that of a run has others beside them."""
+    return sorted(path.glob(WEIGHTS)) or sorted(path.glob("*.safetensors"))
+
+
 def check_directory(path: Path) -> None:
     """Raises ModelError: no checkpoint, shards that are missing or cut short."""
     check_names([file.name for file in path.iterdir()], str(path))

@@ -10,6 +10,8 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import mlx.nn as nn
+
 from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.config.load import RLTrainingConfig
 from mlx_parallm.config.server import ModelConfig
@@ -17,6 +19,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.loading import LoadedModel, load_tokenizer
+from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import GroupStore, Minimum, RolloutBuffer
@@ -98,29 +101,31 @@ def build_trainer(
         algorithm,
         between_blocks=between_blocks,
         ranks=ranks,
-        images=step_images(loaded, policy),
+        images=step_images(loaded, policy.model, policy.slots),
     )
 
 
-def step_images(loaded: LoadedModel, policy: TrainedPolicy) -> StepImages | None:
-    """Return what gives images of sequences to a trained policy; None: its model reads none."""
+def step_images(loaded: LoadedModel, tree: nn.Module, slots: ParameterSlots) -> StepImages | None:
+    """Return what gives images of sequences to a tree of a loaded model, whose trained arrays are
+    in `slots`; None: the model reads none."""
     if loaded.images is None:
         return None
-    encoder = loaded.images.encoder.over(policy.model)
+    encoder = loaded.images.encoder.over(tree)
     table = admit_images(
-        policy.model,
+        tree,
         encoder.rope_axes,
         encoder.levels,
         bidirectional=encoder.bidirectional,
     )
-    return StepImages(replace(loaded.images, encoder=encoder), table, policy.slots)
+    return StepImages(replace(loaded.images, encoder=encoder), table, slots)
 
 
 @dataclass(frozen=True)
 class TeacherContext:
     """The parts from which a run's teachers are built: its trainer, before a resume.
 
-    `tokenizer` makes one for the trainer's thread. `between_blocks`: as in `Trainer`.
+    `tokenizer` makes one for the trainer's thread. `between_blocks`: as in `Trainer`. `seeing`: a
+    loaded model with what reads images for it, as the policy has it.
     """
 
     model: ModelConfig
@@ -128,6 +133,7 @@ class TeacherContext:
     vocab_size: int
     tokenizer: Callable[[], Tokenizer]
     between_blocks: Callable[[], None] = lambda: None
+    seeing: Callable[[LoadedModel], LoadedModel] = lambda loaded: loaded
 
 
 def build_teachers(
@@ -151,6 +157,7 @@ def build_teachers(
         loaded.vocab_size,
         lambda: load_tokenizer(loaded.path, model),
         between_blocks,
+        (lambda other: other) if loaded.images is None else loaded.images.for_other,
     )
     trainer.teachers = makers[0](context)
     return trainer.teachers

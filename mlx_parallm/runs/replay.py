@@ -24,6 +24,7 @@ from rich.text import Text
 from mlx_parallm.config.evaluation import PREFIX
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
+from mlx_parallm.models.images.support import image_support, with_images
 from mlx_parallm.models.loading import LoadedModel, check_model, load_model
 from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, find_checkpoint, restore_random_state
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
@@ -125,6 +126,7 @@ def replay(
         quantize = saved.rl_training.lora.enabled and saved.rl_training.lora.quantize_base
         check_model(saved.model, train=True, quantize=quantize)
         loaded = load_model(saved.model, quantize=quantize)
+        loaded = with_images(loaded, image_support(saved, loaded.path), saved)
         done = []
         for overrides, config in zip(variants, configs, strict=True):
             player = _Player(loaded, config, checkpoint, saved, store)

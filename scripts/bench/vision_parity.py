@@ -5,7 +5,8 @@
 One process computes ours, another (torch, transformers, Pillow) its. Prints for each family the largest difference and the
 largest logit of a text with three pictures, and how far the gradients are apart: ‖ours - theirs‖ / ‖theirs‖, the worst array
 of each kind. Their loss is the mean negative log-likelihood of the text's tokens in three rows, which have 1, 2 and 3
-pictures; ours is that of the trainer, one micro-batch of full weights. Exits with 1 where anything is above 1e-4.
+pictures; ours is that of the trainer, one micro-batch of full weights, the tower among them. Exits with 1 where anything
+is above 1e-4.
 """
 
 import argparse
@@ -102,6 +103,11 @@ np.save(f"{work}/theirs.npy", logits.detach().numpy())
 arrays = {name: array.grad for name, array in model.named_parameters()}
 np.savez(f"{work}/gradients.npz", **{n: g.numpy() for n, g in arrays.items() if g is not None})
 """
+THEIR_PARTS = {
+    "vision_tower": "model.visual",
+    "vision_model": "model.vision_model",
+    "connector": "model.connector",
+}
 KINDS = {
     "embedding": ("embed_tokens.weight",),
     "q_proj": ("self_attn.q_proj.weight",),
@@ -144,13 +150,25 @@ def differences(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> d
     text = {n: g for n, g in theirs.items() if "text_model." in n or "language_model." in n}
     for kind, ends in KINDS.items():
         pairs = []
-        for name in (name for name in ours if name.endswith(ends)):
+        for name in (n for n in ours if n.startswith("language_model.") and n.endswith(ends)):
             end = name.partition("model.model.")[2].replace(
                 "switch_mlp.down_proj.weight", "experts.down_proj"
             )
             pairs.append((ours[name], next(g for n, g in text.items() if n.endswith(end))))
         if pairs:
             apart[kind] = max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
+    seeing = {
+        name: (gradient, theirs[THEIR_PARTS[part] + name.removeprefix(part)])
+        for name, gradient in ours.items()
+        if (part := name.partition(".")[0]) in THEIR_PARTS
+    }
+    # the gradient by a key's bias is 0 but for rounding: it is measured by the largest one
+    least = 1e-3 * max(np.linalg.norm(b) for _, b in seeing.values())
+    for name, (a, b) in seeing.items():
+        laid = np.moveaxis(a, -1, 1) if a.ndim > 2 else a  # patches' colours are last in MLX
+        off = float(np.linalg.norm(laid - b) / max(np.linalg.norm(b), least))
+        kind = "connector" if "connector" in name or "merger" in name else "tower"
+        apart[kind] = max(off, apart.get(kind, 0.0))
     return apart
 
 
@@ -177,7 +195,7 @@ class Ours:
         self.config = Config.model_validate(
             {
                 "model": {"base_path": str(path)},
-                "vision": {"enabled": True},
+                "vision": {"enabled": True, "train": "tower"},
                 "rl_training": {"lora": {"enabled": False}},
             }
         )
@@ -246,6 +264,8 @@ class Ours:
                     lambda logprobs, *_: (-logprobs.sum() / trained, ()),
                     gradients,
                 )
+        for slot, gradient in trainer.images.pull_back(trainer.model.feature_slopes):
+            gradients[slot] = gradients[slot] + gradient
         return {n: np.array(g) for n, g in zip(trainer.policy.slots.names, gradients, strict=True)}
 
 

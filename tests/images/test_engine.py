@@ -248,12 +248,24 @@ def test_an_image_that_the_tower_cannot_read_fails_its_own_request_only() -> Non
     assert outputs["one"].completions[0].error is None
 
 
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_given_text_behind_images_is_scored(turns: bool) -> None:
+    parts = Parts(Encoder(turns=turns), prefill_chunk=16)
+    prompt, images = PROMPTS["three"]
+    answer = [5, 80, 6, 81]
+    given = request("r", [*prompt, *answer], images, prompt_logprobs=0, max_tokens=0)
+    scores = run(parts.engine, [given])["r"].prompt_logprobs
+    assert scores is not None and parts.features.encoded == 3
+    expected = np.array(parts.twin(prompt, images, answer))
+    assert np.abs(expected - np.array(scores.logprobs[-4:])).max() <= 1e-4
+
+
 BAD = {
     "fewer tokens": (request("r", [1, IMAGE, 2], [CAT]), "1 image tokens, and its images (1) need"),
     "no text behind": (request("r", [1, *[IMAGE] * 5], [CAT]), "must not end with an image"),
-    "scored": (
-        request("r", PROMPTS["one"][0], [CAT], prompt_logprobs=0),
-        "a prompt with images is not scored",
+    "embedded": (
+        request("r", PROMPTS["one"][0], [CAT], pooling="mean", max_tokens=0),
+        "a prompt with images is not embedded",
     ),
 }
 

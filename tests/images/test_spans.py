@@ -19,6 +19,7 @@ from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.images.spans import ImageSpans, admit_spans, image_numbers
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import prepare_for_serving
+from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.images import StepImages
 from mlx_parallm.types import PromptImage, Request, Rollout, SamplingParams
@@ -231,7 +232,8 @@ class _Reader:
 def test_a_training_step_sees_them_whole() -> None:
     model, plain = gemma(), gemma()
     parts: Any = SimpleNamespace(encoder=Encoder(), reader=_Reader())
-    images = StepImages(parts, admit_images(model, bidirectional=True))
+    table = admit_images(model, bidirectional=True)
+    images = StepImages(parts, table, ParameterSlots(model))
     prompt, _, _ = parts_of("the same twice")
     answer = [4, 5, 6]
     rollout = Rollout(

@@ -418,7 +418,7 @@ def test_a_response_as_text_has_the_tokens_that_it_has_behind_its_prompt(tmp_pat
         [{"role": "user", "content": "Hello"}],
     )  # type: ignore[arg-type]
     for prompt in ("Hello\n", chat, tokenizer.encode("Hello\n")):
-        before, after = backend._pair(prompt, "world")
+        before, after, _ = backend._pair(prompt, "world")
         assert tokenizer.decode(after, opens_text=False) == "world"
         assert tokenizer.decode([*before, *after]).endswith("\nworld")
 

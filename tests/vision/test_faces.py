@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -60,8 +61,14 @@ def test_inference_sees_pictures(checkpoint: Path, tmp_path: Path) -> None:
         assert ask(colour("blue")) == blue, "the cache of greedy answers tells pictures apart"
         with pytest.raises(RequestError, match=r"absent\.png cannot be read"):
             ask(tmp_path / "absent.png")
-        with pytest.raises(RequestError, match="answers to images are not scored"):
-            inference.get_logprobs([question(colour("red"))], ["red"])
+        prompts = [question(colour("red")), question(colour("blue"))]
+        sampled, _ = inference.get_logprobs(prompts, [red[0]] * 2)
+        assert np.abs(sampled - red[1]).max() <= 1e-4, "given as it was sampled"
+        first, other = inference.get_logprobs(prompts, ["red"] * 2)
+        assert len(first) == 3 and np.abs(first - other).max() > 1e-3, "the picture counts"
+        logits = inference.get_logits(prompts[:1], [red[0]])[0]
+        best = logits[np.arange(len(red[0])), red[0]] - np.logaddexp.reduce(logits, axis=-1)
+        assert np.abs(best - red[1]).max() <= 1e-4
 
 
 def test_a_group_of_atropos_carries_its_images(checkpoint: Path) -> None:

@@ -6,14 +6,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from pydantic import ValidationError
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.models.images.support import with_images
 from mlx_parallm.models.loading import load_model, read_config
+from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.plan.model_shape import ModelShape
 from mlx_parallm.rl_training.plan.preflight import predict_memory
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.systems.vision import leaf
 from mlx_parallm.systems.vision.leaf import image_support
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm
@@ -65,6 +68,14 @@ def test_a_checkpoint_without_its_tower_is_its_text_part(checkpoint: Path, tmp_p
 
 def test_it_is_switched_off(checkpoint: Path) -> None:
     assert support(checkpoint, False) is None
+    with pytest.raises(ValidationError, match='train = "tower" needs the part that sees'):
+        Config.model_validate({"vision": {"enabled": False, "train": "tower"}})
+
+
+def test_a_tower_that_is_to_be_trained_has_to_be_there() -> None:
+    config = Config.model_validate({"vision": {"train": "connector"}})
+    with pytest.raises(ModelError, match=r'vision\.train = "connector", but the model has no part'):
+        image_support(config, TINY_ASSETS, read_config(TINY_ASSETS))
 
 
 @pytest.mark.parametrize("save", [save_smolvlm, save_qwen_vl])
@@ -79,3 +90,12 @@ def test_the_preflight_counts_the_tower(save: Any, tmp_path: Path) -> None:
     assert parts["tower"] == sum(array.nbytes for _, array in arrays)
     blind = Config.model_validate({**config.model_dump(), "vision": {"enabled": False}})
     assert "tower" not in predict_memory(blind, ModelShape.of(read_config(path), blind)).parts
+    for lora in ({"rank": 4}, {"enabled": False}):
+        for train in ("connector", "tower"):
+            values = {"vision": {"train": train}, "rl_training": {"lora": lora}}
+            config = Config.model_validate({"model": {"base_path": str(path)}} | values)
+            seeing = image_support(config, path, read_config(path))
+            training = config.rl_training
+            loaded = with_images(load_model(model), seeing)
+            policy = build_policy(loaded, training, make_algorithm(training))
+            assert ModelShape.of(read_config(path), config).trained == policy.parameters, train

@@ -111,10 +111,13 @@ class EngineBackend:
         """Return log-softmax(logits) of each response's tokens after its prompt, [T] float32."""
         scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
         pairs = [self._pair(*pair) for pair in zip(prompts, responses, strict=True)]
-        requests = [Request(_id(), before + after, scored, self.adapter) for before, after in pairs]
+        requests = [
+            Request(_id(), before + after, scored, self.adapter, images=images)
+            for before, after, images in pairs
+        ]
         outputs = await self.client.generate_many(requests)
         logprobs = []
-        for (before, _), output in zip(pairs, outputs, strict=True):
+        for (before, *_), output in zip(pairs, outputs, strict=True):
             if output.prompt_logprobs is None:
                 raise GenerationFailedError(_error(output) or "the text could not be scored")
             logprobs.append(np.array(output.prompt_logprobs.logprobs[len(before) :], np.float32))
@@ -130,7 +133,7 @@ class EngineBackend:
         client = self.client
         if not isinstance(client, EngineClient):
             raise RequestError("get_logits needs the engine in this process")
-        size = 4 * client.vocab_size * sum(len(after) for _, after in pairs)
+        size = 4 * client.vocab_size * sum(len(after) for _, after, _ in pairs)
         if size > MAX_LOGITS_BYTES:
             raise RequestError(
                 f"the logits would take {size / 2**30:.1f} GiB, more than {MAX_LOGITS_BYTES >> 30}"
@@ -174,14 +177,18 @@ class EngineBackend:
         )
 
     async def _logits(
-        self, client: EngineClient, before: tuple[int, ...], after: tuple[int, ...]
+        self,
+        client: EngineClient,
+        before: tuple[int, ...],
+        after: tuple[int, ...],
+        images: tuple[PromptImage, ...],
     ) -> np.ndarray:
         adapter, first = self.adapter, len(before) - 1
         rows: list[np.ndarray] = []
         if not after:
             return np.zeros((0, client.vocab_size), np.float32)
         text = await asyncio.wrap_future(
-            client.call(lambda engine: engine.begin_logits(before + after, adapter))
+            client.call(lambda engine: engine.begin_logits(before + after, adapter, images))
         )
         while not text.finished:
             chunk = await asyncio.wrap_future(client.call(lambda engine: engine.next_logits(text)))
@@ -204,18 +211,23 @@ class EngineBackend:
         tokens = tuple(self._tokenizer.render_chat(messages, **options))
         return _Encoded(tokens, chat=True, images=self._tokenizer.images_of(messages))
 
-    def _pair(self, prompt: Prompt, response: Response) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Raises RequestError: the prompt is empty, so nothing precedes the first token; it has
-        images."""
+    def _pair(
+        self, prompt: Prompt, response: Response
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[PromptImage, ...]]:
+        """Return the tokens of a prompt and of a response behind it, and the prompt's images.
+        Raises RequestError: the prompt is empty, so nothing precedes the first token."""
         encoded = self._encode(prompt)
-        before = encoded.tokens
-        if encoded.images:
-            raise RequestError("prompt: answers to images are not scored", param="prompt")
+        before, images = encoded.tokens, encoded.images
         if not before:
             raise RequestError("prompt: the prompt is empty", param="prompt")
-        if isinstance(response, str):
-            return before, tuple(self._tokenizer.encode_after(self._text(prompt, before), response))
-        return before, tuple(response)
+        if not isinstance(response, str):
+            return before, tuple(response), images
+        text = (
+            self._tokenizer.decode(before, skip_special_tokens=False)
+            if images
+            else self._text(prompt, before)
+        )
+        return before, tuple(self._tokenizer.encode_after(text, response)), images
 
     def _text(self, prompt: Prompt, ids: Sequence[int]) -> str:
         """The text of a prompt that has these ids."""

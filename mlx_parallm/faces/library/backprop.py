@@ -201,7 +201,8 @@ class BackpropModule:
             if not isinstance(other, nn.Module):
                 other = load_model(ModelConfig(base_path=str(other))).model
             policy.use_reference(dict(tree_flatten(other.parameters())))
-        self._trainer = Trainer(policy, training, algorithm, images=step_images(loaded, policy))
+        images = step_images(loaded, policy.model, policy.slots)
+        self._trainer = Trainer(policy, training, algorithm, images=images)
         self.publish()
         return self._trainer
 

@@ -4,7 +4,7 @@ Its modules lie in the model's tree beside the language part (`put_into_tree`), 
 they have there from then on. So whatever publishes, saves, adapts or restores weights knows them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -70,6 +70,10 @@ class ImageSupport(Protocol):
     def tower_bytes(self, width: int) -> int:
         """Return what the tower takes in memory, where a number takes `width` bytes."""
 
+    def trained_sizes(self, rank: int | None) -> list[int]:
+        """Return how many numbers each array has that a training of the part that sees trains, by
+        adapters of this rank, or (None) as they are. Empty: it stays as it is."""
+
     def encoder(self, loaded: Any) -> ImageEncoder:
         """Load the tower of a `LoadedModel`. Raises ModelError."""
 
@@ -107,3 +111,5 @@ class ImageParts:
 
     encoder: ImageEncoder
     reader: ImageReader
+    # another loaded model with its own parts, by the same configuration
+    for_other: Callable[[Any], Any] = lambda loaded: loaded

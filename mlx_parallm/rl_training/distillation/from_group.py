@@ -38,6 +38,8 @@ class GroupTeacher:
     Raises ConfigError: the whole vocabulary is wanted, which no sender sends.
     """
 
+    reads_images = True  # whoever sent the scores has seen them
+
     def __init__(
         self, name: str, vocab_size: int, keep: int | None, note: Callable[[str], None]
     ) -> None:

@@ -19,9 +19,9 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoint import CheckpointVersions
 from mlx_parallm.rl_training.distillation.scoring import Answer, Scored, forward
 from mlx_parallm.rl_training.distillation.tokenizers import check_tokenizers
-from mlx_parallm.rl_training.factory import TeacherContext
+from mlx_parallm.rl_training.factory import TeacherContext, step_images
 from mlx_parallm.rl_training.run_directory import FINAL, LATEST
-from mlx_parallm.rl_training.step.collate import MicroBatch, MicroBatchBudget, collate
+from mlx_parallm.rl_training.step.collate import MicroBatch, MicroBatchBudget, MiniBatch, collate
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.files import local_path
 
@@ -35,6 +35,10 @@ class OwnWeights:
         self.name = name
         self._trainer, self._weights = trainer, weights
 
+    @property
+    def reads_images(self) -> bool:
+        return self._trainer.images is not None
+
     def score(
         self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]
     ) -> list[Scored | None] | None:
@@ -46,6 +50,7 @@ class OwnWeights:
                 lambda rows: trainer.collate(rows, range(len(rows)), together=1),
                 keep,
                 should_stop,
+                seeing=trainer.seeing,
             )
 
     def close(self) -> None:
@@ -124,7 +129,7 @@ class OtherModel:
         self.name, self._note = config.name, note
         training, vocab_size = context.trainer.config, context.vocab_size
         teacher_model = model_config(config, context.model)
-        loaded = load_model(teacher_model, quantize=config.quantize)
+        loaded = context.seeing(load_model(teacher_model, quantize=config.quantize))
         check_tokenizers(config, tokenizer, load_tokenizer(loaded.path, teacher_model))
         if keep == 0 and loaded.vocab_size != vocab_size:
             raise ConfigError(
@@ -140,6 +145,11 @@ class OtherModel:
             between_blocks=context.between_blocks,
         )
         self._budget = MicroBatchBudget(*training.eval_limits)
+        self._images = step_images(loaded, loaded.model, self._model.slots)
+
+    @property
+    def reads_images(self) -> bool:
+        return self._images is not None
 
     def score(
         self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]
@@ -147,25 +157,42 @@ class OtherModel:
         fits = [len(answer.rollout.tokens) <= self.max_model_len for answer in answers]
         for _ in range(fits.count(False)):
             self._note(f"{self.name}: a sequence is longer than its context, {self.max_model_len}")
+        if self._images is not None:
+            self._images.begin_step()
         scored = forward(
             self._model,
             [answer for answer, fit in zip(answers, fits, strict=True) if fit],
-            lambda rows: collate(
-                rows,
-                range(len(rows)),
-                token_budget=self._budget.tokens,
-                share_prompts=self._model.shares_prompts,
-                merging=self._model.merges_rows,
-                packing=self._training.packing and self._model.packs_rows,
-            ),
+            self._collate,
             keep,
             should_stop,
             self._observe,
+            self._seeing,
         )
         if scored is None:
             return None
         left = iter(scored)
         return [self._checked(next(left)) if fit else None for fit in fits]
+
+    def _collate(self, rows: Sequence[Answer]) -> MiniBatch:
+        """Raises ConfigError: it makes other numbers of tokens of the images than the policy."""
+        plain = False
+        if self._images is not None:
+            try:
+                rows = self._images.admit(rows)
+            except ConfigError as error:
+                raise ConfigError(f"distillation: teacher {self.name!r}: {error}") from error
+            plain = self._images.wants_rows(rows)
+        return collate(
+            rows,
+            range(len(rows)),
+            token_budget=self._budget.tokens,
+            share_prompts=self._model.shares_prompts and not plain,
+            merging=self._model.merges_rows and not plain,
+            packing=self._training.packing and self._model.packs_rows and not plain,
+        )
+
+    def _seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        return nullcontext() if self._images is None else self._images.seen(micro_batch.inputs)
 
     def _observe(self, micro_batch: MicroBatch) -> None:
         self._budget.observe(

@@ -58,6 +58,8 @@ class RemoteTeacher:
     Raises ConfigError: what is asked is not in this API, or a file that cannot be read.
     """
 
+    reads_images = False
+
     def __init__(
         self, config: TeacherConfig, context: TeacherContext, tokenizer: Tokenizer, keep: int | None
     ) -> None:

@@ -6,6 +6,7 @@ Scored      log π_T of its trained tokens, whether each is the teacher's best, 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -38,6 +39,10 @@ class Teacher(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether it scores answers to images, behind the policy's own prompt."""
 
     def score(
         self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]
@@ -78,18 +83,20 @@ def forward(
     keep: int | None,
     should_stop: Callable[[], bool],
     observe: Callable[[MicroBatch], None] = lambda micro_batch: None,
+    seeing: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> list[Scored | None] | None:
-    """Score answers by a model's forward passes, a micro-batch at a time; None after a stop
-    request."""
+    """Score answers by a model's forward passes, a micro-batch at a time, each within `seeing`;
+    None after a stop request."""
     columns: list[tuple[MicroBatch, list[np.ndarray]]] = []
     for micro_batch in collate(answers).micro_batches:
         if should_stop():
             return None
         if len(micro_batch.positions):
             model.longest_eval_ms = 0.0
-            scores = model.score(
-                micro_batch.token_batch(entropy_slope=False, measure=_measure(keep))
-            )
+            with seeing(micro_batch):
+                scores = model.score(
+                    micro_batch.token_batch(entropy_slope=False, measure=_measure(keep))
+                )
             # a value head's numbers are behind them
             logprobs, _, *measured = scores[: 3 if keep is None else 4 if keep == 0 else 5]
             columns.append((micro_batch, [np.array(part) for part in (logprobs, *measured)]))

@@ -187,6 +187,9 @@ class Teachers:
         """A sequence for a teacher; None: it cannot be asked about this one, which is counted."""
         _, teacher, _ = self._by_name[name]
         group, number, segment = place
+        if sequence.rollout.images and (prompt is not None or not teacher.reads_images):
+            reason = "behind a prompt of its own" if prompt is not None else "here"
+            raise ConfigError(f"distillation: teacher {name!r} reads no images {reason}")
         if isinstance(teacher, GroupTeacher):
             return teacher.answer(batch.groups[group], number, segment, sequence)
         if isinstance(teacher, RemoteTeacher) and sequence.rollout.temperature not in (0.0, 1.0):

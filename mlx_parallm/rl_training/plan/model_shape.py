@@ -19,7 +19,7 @@ from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.models.cpu_kernels import UNPACKED_EXPERTS, on_cpu
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.experts.wide import widen_experts
-from mlx_parallm.models.images.support import tower_bytes
+from mlx_parallm.models.images.support import tower_sizes
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import are_experts, inject_lora, linear_shape, trainer_lora_layers
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
@@ -104,7 +104,11 @@ class ModelShape:
             others = sum(modules[path].weight.size for path in rounded if path not in layers)
             arrays = tree_flatten(model.trainable_parameters())
             count = sum(array.size for _, array in arrays)
-        sizes = [array.size for _, array in arrays]
+        tower, seeing = (
+            tower_sizes(config, dtype.size) if "vision_config" in model_config else (0, [])
+        )
+        count += sum(seeing)
+        sizes = [*(array.size for _, array in arrays), *seeing]
         text: Mapping[str, Any] = model_config.get("text_config", model_config)
         heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
         hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
@@ -141,7 +145,7 @@ class ModelShape:
             small=sum(size for size in sizes if size < SMALLEST) + head,
             routes=routes,
             unpacked=unpacked,
-            tower=tower_bytes(config, dtype.size) if "vision_config" in model_config else 0,
+            tower=tower,
         )
 
     @property

@@ -13,6 +13,7 @@ The tree shares its frozen arrays with the serving one (`copy.deepcopy` before e
 so parameters are only ever rebound.
 """
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -168,6 +169,11 @@ class TrainedPolicy:
                 _unfreeze(model)
         if images is not None and images.trained:
             self._train_images(images, lora)
+        if self.lora and not trainer_lora_layers(model):
+            raise AdapterError(
+                "rl_training.lora.target_modules = [] trains nothing: name layers, or set"
+                ' vision.train = "connector" or "tower"'
+            )
 
     def _train_images(self, images: ImageEncoder, lora: LoraConfig) -> None:
         """Let the modules of `images.trained` be trained: by adapters on their linear layers, or as
@@ -379,6 +385,12 @@ class TrainedPolicy:
             with without_value_head(self.model):
                 save_model(directory, self.model)
             save_config(dict(self.model_config), directory / "config.json")
+            if self._images is not None:  # mlx-lm leaves out what describes the tower
+                file = directory / "config.json"
+                whole = json.loads(file.read_text()) | {
+                    "vision_config": self.model_config["vision_config"]
+                }
+                file.write_text(json.dumps(whole, indent=4) + "\n")
             for file in self._source.iterdir():
                 if file.suffix in COMPANIONS and not (directory / file.name).exists():
                     shutil.copyfile(file, directory / file.name)

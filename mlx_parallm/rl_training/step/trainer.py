@@ -259,7 +259,7 @@ class Trainer:
         by_row: dict[int, np.ndarray] = {}
         for micro_batch in self.collate(sequences, range(len(sequences)), together=1).micro_batches:
             ends = np.cumsum(micro_batch.mask.sum(axis=1))[:-1]
-            with self._seeing(micro_batch):
+            with self.seeing(micro_batch):
                 scores = np.stack(self._scores_of(micro_batch, self._replays))
             by_row |= dict(zip(micro_batch.rows, np.split(scores, ends, axis=1), strict=True))
         return [by_row[row] for row in range(len(sequences))]
@@ -280,7 +280,7 @@ class Trainer:
         for micro_batch in mini_batch.micro_batches:
             if not len(micro_batch.positions):
                 continue
-            with self._seeing(micro_batch):
+            with self.seeing(micro_batch):
                 scored = self.model.score(
                     micro_batch.token_batch(measure=loss.measure(micro_batch), replay=self._replays)
                 )
@@ -309,8 +309,6 @@ class Trainer:
                 "rl_training.distillation names teachers, and none was built here: this needs"
                 " mlx_parallm.rl_training.distillation, or leave them out"
             )
-        if any(sequence.rollout.images for sequence in batch.sequences):
-            raise ConfigError("rl_training.distillation: teachers read no images")
         scores = self.teachers.score(batch, should_stop)
         return None if scores is None else replace(at, scores={**at.scores, **scores})
 
@@ -445,7 +443,7 @@ class Trainer:
                 replay=self._replays,
             )
             # images first: what sees has no dropout, so its gradient is that of these features
-            with self._seeing(micro_batch), self._dropout(micro_batch):
+            with self.seeing(micro_batch), self._dropout(micro_batch):
                 value, (*extras, logprobs, entropy), self.gradients = self.model.loss_and_gradients(
                     tokens, loss.objective(micro_batch), self.gradients, fuse=loss.fuse
                 )
@@ -495,7 +493,7 @@ class Trainer:
             [self.config.seed, self.optimizer.updates, *micro_batch.rows]
         )
 
-    def _seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+    def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Images' positions in a forward or backward pass, where they have some of their own."""
         return nullcontext() if self.images is None else self.images.seen(micro_batch.inputs)
 
@@ -647,7 +645,7 @@ class Trainer:
         for micro_batch in self.ranks.share(parts, lambda part: part.tokens):
             if stopped := should_stop():
                 break
-            with self._seeing(micro_batch):
+            with self.seeing(micro_batch):
                 scores = self._scores_of(micro_batch, replay)
             columns[:, micro_batch.columns] = np.stack(scores[: len(columns)])
         everyone = self.ranks.exchange(columns, stop=stopped)

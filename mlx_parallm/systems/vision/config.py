@@ -1,8 +1,8 @@
 """[vision]: images in requests, for models that read them."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mlx_parallm.config.environment import Section
 
@@ -33,3 +33,9 @@ class VisionConfig(Section):
     """Time for fetching one image."""
     feature_cache_bytes: int = Field(512 << 20, ge=0)
     """Memory for features of images that later prompts may have again."""
+
+    @model_validator(mode="after")
+    def _sees(self) -> Self:
+        if self.enabled is False and self.train != "none":
+            raise ValueError(f'train = "{self.train}" needs the part that sees: enabled is false')
+        return self

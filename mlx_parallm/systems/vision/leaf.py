@@ -40,8 +40,9 @@ def image_support(
 ) -> "FamilySupport | None":
     """Return what reads images for a model; None: it reads text alone.
 
-    Raises ConfigError: `vision.enabled = true`, and a package is missing; ModelError: and the model
-    has no tower that is known; the checkpoint has no processor of images.
+    Raises ConfigError: `vision.enabled = true`, or `vision.train` something, and a package is
+    missing; ModelError: and the model has no tower that is known; the checkpoint has no processor
+    of images.
     """
     from mlx_parallm.system.log import get_logger
     from mlx_parallm.systems.vision.config import VisionConfig
@@ -50,14 +51,17 @@ def image_support(
     settings = config.section(VisionConfig)
     if settings.enabled is False:
         return None
+    needed = "vision.enabled = true" if settings.enabled is True else ""
+    if settings.train != "none":
+        needed = f'vision.train = "{settings.train}"'
     if reason := why_blind(model_config) or why_without_tower(path):
-        if settings.enabled is True:
-            raise ModelError(f"vision.enabled = true, but {reason}")
+        if needed:
+            raise ModelError(f"{needed}, but {reason}")
         return None
     absent = next((module for module in PACKAGES if not is_installed(module)), None)
     if absent is not None:
         line = needs("reading images", absent)
-        if settings.enabled is True:
+        if needed:
             raise ConfigError(line)
         get_logger(__name__).info("only the model's text part is used", images=line)
         return None
@@ -75,11 +79,12 @@ def why_blind(config: Mapping[str, Any]) -> str:
 
 
 def why_without_tower(path: Path) -> str:
-    """Return why a checkpoint cannot see, by the names of its arrays; "" when it can: full weights
-    that were trained, and merged adapters, are saved without the part that sees."""
+    """Return why a checkpoint cannot see, by the names of its arrays; "" when it can."""
     from safetensors import SafetensorError, safe_open
 
-    for file in sorted(path.glob("*.safetensors")):
+    from mlx_parallm.models.formats import weight_files
+
+    for file in weight_files(path):
         try:
             with safe_open(file, framework="numpy") as arrays:
                 if any(part in name for name in arrays.keys() for part in TOWERS):  # noqa: SIM118

@@ -24,6 +24,7 @@ from mlx_parallm.config.server import cache_directory
 from mlx_parallm.environments.row_images import IMAGES, stored
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.execution.prompt_images import STORED, ImageSource
+from mlx_parallm.models.formats import weight_files
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.pictures import PictureError, as_rgb, open_picture
 from mlx_parallm.systems.vision.sources import bounded, fetched_bytes, file_bytes, inline_bytes
@@ -34,6 +35,9 @@ KEPT_BYTES = 128 << 20  # of pictures that were read
 PACKED_BYTES = {"U32": 4, "U8": 1}
 """Types of arrays that hold quantised weights → bytes of an entry."""
 PARTS = ("visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.")
+CONNECTOR_NAMES = ("connector.", "multi_modal_projector.", "merger")
+PACKED_NUMBERS = {"U32": 8, "U8": 2}
+"""The same types → numbers of 4 bits in an entry."""
 
 
 class Processor(Protocol):
@@ -150,6 +154,10 @@ class FamilySupport:
     def tower_bytes(self, width: int) -> int:
         return tower_bytes(self._path, width)
 
+    def trained_sizes(self, rank: int | None) -> list[int]:
+        train = self._settings.train
+        return [] if train == "none" else trained_sizes(self._path, train, rank)
+
     def encoder(self, loaded: Any) -> Any:
         """Load the tower. Raises ModelError."""
         bytes_kept = self._settings.feature_cache_bytes
@@ -172,15 +180,36 @@ def trained_paths(train: str, encoder: Any) -> tuple[str, ...]:
 def tower_bytes(path: Path, width: int) -> int:
     """Return what the part that sees takes in memory, by the headers of a checkpoint's files, where
     a floating-point number takes `width` bytes. Arrays that are packed stay as they are."""
-    size = 0
-    for file in sorted(path.glob("*.safetensors")):
+    return sum(
+        prod(shape) * (PACKED_BYTES.get(dtype) or width) for _, dtype, shape in _arrays(path)
+    )
+
+
+def trained_sizes(path: Path, train: str, rank: int | None) -> list[int]:
+    """Return how many numbers each array has that `vision.train` trains, by the headers of a
+    checkpoint's files: adapters of this rank on its matrices, or (None) all of it."""
+    sizes: list[int] = []
+    for name, dtype, shape in _arrays(path):
+        if train == "connector" and not any(part in name for part in CONNECTOR_NAMES):
+            continue
+        if rank is None:
+            sizes.append(prod(shape))
+        elif len(shape) == 2 and name.endswith(".weight") and "embed" not in name:
+            sizes += [rank * shape[0], rank * shape[1] * PACKED_NUMBERS.get(dtype, 1)]
+    return sizes
+
+
+def _arrays(path: Path) -> list[tuple[str, str, list[int]]]:
+    """Return names, types and shapes of the part that sees; none: a file cannot be read, and
+    whoever loads it says why."""
+    every: list[tuple[str, str, list[int]]] = []
+    for file in weight_files(path):
         try:
             with safe_open(file, framework="numpy") as arrays:
                 for name in arrays.keys():  # noqa: SIM118
                     if any(f".{part}" in f".{name}" for part in PARTS):
                         array = arrays.get_slice(name)
-                        packed = PACKED_BYTES.get(array.get_dtype())
-                        size += prod(array.get_shape()) * (packed or width)
+                        every.append((name, array.get_dtype(), array.get_shape()))
         except (OSError, SafetensorError):
-            return 0  # whoever loads it says what is wrong
-    return size
+            return []
+    return every

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from transformers import AutoConfig
 
 from mlx_parallm.errors import ModelError
+from mlx_parallm.models.formats import weight_files
 from mlx_parallm.models.loading import LoadedModel, evaluate_module
 
 CONNECTORS = (
@@ -34,7 +35,7 @@ _ERRORS = (
 
 
 class TowerEncoder:
-    """The beginning of a family's encoder. `_model` is mlx-vlm's model without its language part,
+    """Base of the families' encoders. `_model` is mlx-vlm's model without its language part,
     whose modules are, after `over`, those of the tree.
     """
 
@@ -132,7 +133,7 @@ def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
 
 
 def _weights(path: Path) -> dict[str, mx.array]:
-    files = sorted(path.glob("*.safetensors"))
+    files = weight_files(path)
     if not files:
         raise ValueError("there are no *.safetensors")
     weights: dict[str, mx.array] = {}
