@@ -113,5 +113,5 @@ def encoder(loaded: LoadedModel, square: SquareProcessor, cache_bytes: int) -> S
     post_layernorm = model.vision_tower.vision_model.post_layernorm
     post_layernorm.eps = config.vision_config.layer_norm_eps
     # as mlx-lm rounds it
-    [scale] = mx.array([config.text_config.hidden_size**0.5], mx.bfloat16).tolist()
-    return SquareEncoder(model, square, dtype, scale, cache_bytes)
+    scale = mx.array([config.text_config.hidden_size**0.5], mx.bfloat16).astype(mx.float32)
+    return SquareEncoder(model, square, dtype, float(np.array(scale)[0]), cache_bytes)
