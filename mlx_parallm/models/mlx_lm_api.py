@@ -9,7 +9,7 @@ from mlx_parallm.system.files import file_limit_kept
 
 with file_limit_kept():
     from mlx_lm import tool_parsers
-    from mlx_lm.models import llama
+    from mlx_lm.models import llama, qwen3_moe, qwen3_vl_moe
     from mlx_lm.models.bailing_hybrid import recurrent_gla as chunked_simple_decay
     from mlx_lm.models.base import BaseModelArgs
     from mlx_lm.models.base import scaled_dot_product_attention as mlx_lm_attention
@@ -42,9 +42,11 @@ with file_limit_kept():
 
 OWN_ARCHITECTURES = {
     "idefics3": "mlx_parallm.models.images.idefics3",
+    "qwen3_vl_moe": "mlx_parallm.models.images.qwen3_vl_moe",
     "smolvlm": "mlx_parallm.models.images.idefics3",
 }
-"""`model_type` → a module of ours with `Model` and `ModelArgs`, where mlx-lm has none."""
+"""`model_type` → a module of ours with `Model` and `ModelArgs`, where mlx-lm has none, or does not
+read all checkpoints."""
 
 
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -80,6 +82,8 @@ __all__ = [
     "make_prompt_cache",
     "mlx_lm_attention",
     "model_classes",
+    "qwen3_moe",
+    "qwen3_vl_moe",
     "save_config",
     "save_model",
     "segment_sums",

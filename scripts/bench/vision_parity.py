@@ -23,13 +23,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 FAMILIES = ("smolvlm", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-FAMILIES += ("qwen3_5_moe", "gemma3")
+FAMILIES += ("qwen3_5_moe", "qwen3_vl_moe", "qwen3_vl_moe_by_input", "gemma3")
 MOST = 1e-4
 SIZES = ((80, 50), (30, 90), (24, 24))
 MAKE = """
 import json, sys, torch
 from transformers import AutoConfig, AutoModelForImageTextToText
-kind, path = sys.argv[1], sys.argv[2]
+name, path = sys.argv[1], sys.argv[2]
+kind = name.removesuffix("_by_input")
 rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
 hybrid = kind.startswith("qwen3_5")
 rope |= {"mrope_section": [2, 1, 1] if hybrid else [6, 5, 5]}
@@ -63,6 +64,9 @@ if kind.endswith("_moe"):  # the hub's files hold a layer's experts in one array
     from safetensors.torch import load_file, save_file
     file = f"{path}/model.safetensors"
     arrays = load_file(file)
+    if name.endswith("_by_input"):  # … of Qwen3-VL-MoE with the inputs before the outputs
+        for key in [key for key in arrays if ".experts." in key]:
+            arrays[key] = arrays[key].transpose(1, 2).contiguous()
     for name in [name for name in arrays if name.endswith("experts.0.gate_proj.weight")]:
         prefix = name.removesuffix(".0.gate_proj.weight")
         def all_of(part):

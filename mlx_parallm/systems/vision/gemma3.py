@@ -130,5 +130,5 @@ def encoder(loaded: LoadedModel, square: SquareProcessor, cache_bytes: int) -> S
     projector = model.multi_modal_projector
     projector.avg_pool = MeanPool(projector.kernel_size)
     # as mlx-lm rounds it
-    scale: Any = mx.array(config.text_config.hidden_size**0.5, mx.bfloat16).item()
-    return SquareEncoder(model, square, dtype, scale, cache_bytes)
+    scale = mx.array([config.text_config.hidden_size**0.5], mx.bfloat16).astype(mx.float32)
+    return SquareEncoder(model, square, dtype, float(np.array(scale)[0]), cache_bytes)

@@ -27,6 +27,7 @@ FAMILIES = {
     "qwen2_vl": "mlx_parallm.systems.vision.qwen_vl",
     "qwen2_5_vl": "mlx_parallm.systems.vision.qwen_vl",
     "qwen3_vl": "mlx_parallm.systems.vision.qwen_vl",
+    "qwen3_vl_moe": "mlx_parallm.systems.vision.qwen_vl",
     "qwen3_5": "mlx_parallm.systems.vision.qwen_vl",
     "qwen3_5_moe": "mlx_parallm.systems.vision.qwen_vl",
 }

@@ -34,6 +34,11 @@ _ERRORS = (
 )
 
 
+# mlx-vlm 0.7.10 computes Qwen3-VL-MoE's tower with the two forms of GELU in each other's places
+SAME_TOWER = {"qwen3_vl_moe": "qwen3_vl"}
+"""`model_type` → another of mlx-vlm's whose tower is the same."""
+
+
 class TowerEncoder:
     """Base of the families' encoders. `_model` is mlx-vlm's model without its language part,
     whose modules are, after `over`, those of the tree.
@@ -97,7 +102,8 @@ def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
     try:
         config = AutoConfig.from_pretrained(path)
         settings = config.to_dict()
-        architecture = import_module(f"mlx_vlm.models.{config.model_type}")
+        name = SAME_TOWER.get(config.model_type, config.model_type)
+        architecture = import_module(f"mlx_vlm.models.{name}")
         arguments = architecture.ModelConfig.from_dict(dict(settings))
         text = dict(settings["text_config"])
         rope = text.get("rope_parameters") or {}
