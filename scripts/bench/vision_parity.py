@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 FAMILIES = ("smolvlm", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-FAMILIES += ("qwen3_5_moe", "qwen3_vl_moe", "qwen3_vl_moe_by_input", "gemma3")
+FAMILIES += ("qwen3_5_moe", "qwen3_vl_moe", "qwen3_vl_moe_by_input", "gemma3", "lfm2_vl")
 MOST = 1e-4
 SIZES = ((80, 50), (30, 90), (24, 24))
 MAKE = """
@@ -81,8 +81,12 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 path, work, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
 pictures = [Image.open(f"{work}/{i}.png") for i in range(count)]
-read = AutoImageProcessor.from_pretrained(path, backend="pil")([pictures], return_tensors="pt")
-names = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+if model.config.model_type == "lfm2_vl":  # its processor is torch's; see vision_pixels.py
+    read = {name: torch.tensor(array) for name, array in np.load(f"{work}/pixels.npz").items()}
+else:
+    reader = AutoImageProcessor.from_pretrained(path, backend="pil")
+    read = reader([pictures], return_tensors="pt")
+names = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "spatial_shapes")
 given = {name: read[name] for name in names if name in read}
 ids = torch.tensor(np.load(f"{work}/ids.npy"))[None]
 if "image_grid_thw" in given:
@@ -127,13 +131,14 @@ def our_logits(work: Path, family: str) -> tuple[np.ndarray, np.ndarray]:
     from mlx_parallm.systems.vision.leaf import image_support
     from tests.images.checkpoints import add_processor, save_qwen_vl, save_smolvlm
     from tests.images.gemma3 import save_gemma3
+    from tests.images.lfm2_vl import save_lfm2_vl
     from tests.vision.drawn import noise
 
     path = work / "model"
     if path.exists():
         add_processor(path)
-    elif family == "gemma3":
-        save_gemma3(path)
+    elif family in ("gemma3", "lfm2_vl"):
+        {"gemma3": save_gemma3, "lfm2_vl": save_lfm2_vl}[family](path)
     else:
         save = save_qwen_vl if family.startswith("qwen2") else save_smolvlm
         save(path, model_type=family)
@@ -145,6 +150,8 @@ def our_logits(work: Path, family: str) -> tuple[np.ndarray, np.ndarray]:
     for index, picture in enumerate(pictures):
         picture.save(work / f"{index}.png")
     images = [support.reader.image_of(picture) for picture in pictures]
+    if family == "lfm2_vl":
+        np.savez(work / "pixels.npz", **padded_views([image.arrays for image in images]))
     begin, end = ("<|vision_start|>", "<|vision_end|>") if family.startswith("qwen") else ("", "")
     text = (
         "".join(f"Picture {i}: {begin}{image.text}{end}, " for i, image in enumerate(images))
@@ -164,6 +171,23 @@ def our_logits(work: Path, family: str) -> tuple[np.ndarray, np.ndarray]:
     turned = None if positions is None else mx.array(positions[:, None])
     with table.using(rows, inputs, turned, features.numbers([numbers], len(ids))):
         return np.array(loaded.model(inputs)[0]), np.array(ids)
+
+
+def padded_views(images: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """LFM2-VL's patches as transformers takes them: a row for each view, padded."""
+    views, shapes = [], []
+    for arrays in images:
+        ends = np.cumsum(np.prod(arrays["shapes"], axis=1))
+        views += np.split((arrays["patches"] / 255 - 0.5) / 0.5, ends[:-1])
+        shapes += arrays["shapes"].tolist()
+    longest = max(map(len, views))
+    pixels = [np.pad(view, ((0, longest - len(view)), (0, 0))) for view in views]
+    mask = [np.arange(longest) < len(view) for view in views]
+    return {
+        "pixel_values": np.array(pixels, np.float32),
+        "pixel_attention_mask": np.array(mask, np.int64),
+        "spatial_shapes": np.array(shapes),
+    }
 
 
 if __name__ == "__main__":
