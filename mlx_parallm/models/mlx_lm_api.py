@@ -9,7 +9,7 @@ from mlx_parallm.system.files import file_limit_kept
 
 with file_limit_kept():
     from mlx_lm import tool_parsers
-    from mlx_lm.models import llama, qwen3_moe, qwen3_vl_moe
+    from mlx_lm.models import lfm2, llama, qwen3_moe, qwen3_vl_moe
     from mlx_lm.models.bailing_hybrid import recurrent_gla as chunked_simple_decay
     from mlx_lm.models.base import BaseModelArgs
     from mlx_lm.models.base import scaled_dot_product_attention as mlx_lm_attention
@@ -42,6 +42,7 @@ with file_limit_kept():
 
 OWN_ARCHITECTURES = {
     "idefics3": "mlx_parallm.models.images.idefics3",
+    "lfm2_vl": "mlx_parallm.models.images.lfm2_vl",
     "qwen3_vl_moe": "mlx_parallm.models.images.qwen3_vl_moe",
     "smolvlm": "mlx_parallm.models.images.idefics3",
 }
@@ -75,6 +76,7 @@ __all__ = [
     "TokenizerWrapper",
     "chunked_simple_decay",
     "dequantize_model",
+    "lfm2",
     "llama",
     "load_config",
     "load_hf_model",

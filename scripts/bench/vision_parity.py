@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 FAMILIES = ("smolvlm", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-FAMILIES += ("qwen3_5_moe", "qwen3_vl_moe", "qwen3_vl_moe_by_input", "gemma3")
+FAMILIES += ("qwen3_5_moe", "qwen3_vl_moe", "qwen3_vl_moe_by_input", "gemma3", "lfm2_vl")
 MOST = 1e-4
 SIZES = ((80, 50), (30, 90), (24, 24))
 MAKE = """
@@ -84,12 +84,18 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 path, work, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+processor = None
+if model.config.model_type != "lfm2_vl":  # its processor is torch's; see vision_pixels.py
+    processor = AutoImageProcessor.from_pretrained(path, backend="pil")
 total, lost = 0, 0.0
 for number in range(1, count + 1):
     pictures = [Image.open(f"{work}/{i}.png") for i in range(number)]
-    read = processor([pictures], return_tensors="pt")
-    names = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+    if processor is None:
+        arrays = np.load(f"{work}/pixels{number}.npz")
+        read = {name: torch.tensor(array) for name, array in arrays.items()}
+    else:
+        read = processor([pictures], return_tensors="pt")
+    names = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "spatial_shapes")
     inputs = {name: read[name] for name in names if name in read}
     ids = torch.tensor(np.load(f"{work}/ids{number}.npy"))[None]
     if "image_grid_thw" in inputs:
@@ -186,14 +192,15 @@ class Ours:
         from mlx_parallm.systems.vision.leaf import image_support
         from tests.images.checkpoints import add_processor, save_qwen_vl, save_smolvlm
         from tests.images.gemma3 import save_gemma3
+        from tests.images.lfm2_vl import save_lfm2_vl
         from tests.vision.drawn import noise
 
         save = save_qwen_vl if family.startswith("qwen2") else save_smolvlm
         path = work / "model"
         if path.exists():
             add_processor(path)
-        elif family == "gemma3":
-            save_gemma3(path)
+        elif family in ("gemma3", "lfm2_vl"):
+            {"gemma3": save_gemma3, "lfm2_vl": save_lfm2_vl}[family](path)
         else:
             save(path, model_type=family)
         self.config = Config.model_validate(
@@ -211,6 +218,10 @@ class Ours:
             picture.save(work / f"{index}.png")
         self.names = [self.reader.keep((work / f"{i}.png").read_bytes()) for i in range(len(SIZES))]
         self.images = [self.reader.stored(name) for name in self.names]
+        if family == "lfm2_vl":
+            for number in range(1, len(SIZES) + 1):
+                views = padded_views([image.arrays for image in self.images[:number]])
+                np.savez(work / f"pixels{number}.npz", **views)
         begin, end = (
             ("<|vision_start|>", "<|vision_end|>") if family.startswith("qwen") else ("", "")
         )
@@ -271,6 +282,23 @@ class Ours:
         for slot, gradient in trainer.images.pull_back(trainer.model.feature_slopes):
             gradients[slot] = gradients[slot] + gradient
         return {n: np.array(g) for n, g in zip(trainer.policy.slots.names, gradients, strict=True)}
+
+
+def padded_views(images: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """LFM2-VL's patches as transformers takes them: a row for each view, padded."""
+    views, shapes = [], []
+    for arrays in images:
+        ends = np.cumsum(np.prod(arrays["shapes"], axis=1))
+        views += np.split((arrays["patches"] / 255 - 0.5) / 0.5, ends[:-1])
+        shapes += arrays["shapes"].tolist()
+    longest = max(map(len, views))
+    pixels = [np.pad(view, ((0, longest - len(view)), (0, 0))) for view in views]
+    mask = [np.arange(longest) < len(view) for view in views]
+    return {
+        "pixel_values": np.array(pixels, np.float32),
+        "pixel_attention_mask": np.array(mask, np.int64),
+        "spatial_shapes": np.array(shapes),
+    }
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from PIL import Image
@@ -15,6 +14,7 @@ from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.systems.vision.leaf import image_support
 from tests.images.gemma3 import PATCH, SIDE, TOKENS, WIDTH, save_gemma3
 from tests.vision.drawn import noise
+from tests.vision.siglip import encoded, float64_arrays
 
 pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: the extra `vision`")
 
@@ -26,47 +26,20 @@ def support(path: Path) -> tuple[Config, Any]:
 
 def own_features(path: Path, picture: Image.Image) -> np.ndarray:
     """SigLIP, pooling and projector over a picture of SIDE × SIDE pixels."""
-    arrays = {
-        name: np.array(array).astype(np.float64)
-        for name, array in dict(mx.load(str(path / "model.safetensors"))).items()
-    }
-    tower = "vision_tower.vision_model"
-
-    def layer_norm(name: str, x: np.ndarray) -> np.ndarray:
-        centred = x - x.mean(-1, keepdims=True)
-        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
-        return scaled * arrays[f"{name}.weight"] + arrays[f"{name}.bias"]
-
-    def linear(name: str, x: np.ndarray) -> np.ndarray:
-        return x @ arrays[f"{name}.weight"].T + arrays[f"{name}.bias"]
-
+    arrays, tower = float64_arrays(path), "vision_tower.vision_model"
     pixels = (np.asarray(picture).astype(np.float64) / 255 - 0.5) / 0.5
     across = SIDE // PATCH
     patches = pixels.reshape(across, PATCH, across, PATCH, 3).transpose(0, 2, 4, 1, 3)
     weight = arrays[f"{tower}.embeddings.patch_embedding.weight"].reshape(-1, 3 * PATCH * PATCH)
     x = patches.reshape(across * across, -1) @ weight.T
     x = x + arrays[f"{tower}.embeddings.patch_embedding.bias"]
-    x = x + arrays[f"{tower}.embeddings.position_embedding.weight"]
-    for index in range(2):
-        block = f"{tower}.encoder.layers.{index}"
-        normed = layer_norm(f"{block}.layer_norm1", x)
-        q, k, v = (
-            linear(f"{block}.self_attn.{name}_proj", normed).reshape(len(x), 2, -1).swapaxes(0, 1)
-            for name in "qkv"
-        )
-        scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        seen = (weights / weights.sum(-1, keepdims=True)) @ v
-        x = x + linear(f"{block}.self_attn.out_proj", seen.swapaxes(0, 1).reshape(len(x), -1))
-        inner = linear(f"{block}.mlp.fc1", layer_norm(f"{block}.layer_norm2", x))
-        inner = 0.5 * inner * (1 + np.tanh(np.sqrt(2 / np.pi) * (inner + 0.044715 * inner**3)))
-        x = x + linear(f"{block}.mlp.fc2", inner)
-    x = layer_norm(f"{tower}.post_layernorm", x)
+    x = encoded(arrays, tower, x + arrays[f"{tower}.embeddings.position_embedding.weight"])
     each = across // int(TOKENS**0.5)
     x = x.reshape(across // each, each, across // each, each, -1).mean((1, 3)).reshape(TOKENS, -1)
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
     x = x * (1 + arrays["multi_modal_projector.mm_soft_emb_norm.weight"])
-    return x @ arrays["multi_modal_projector.mm_input_projection_weight"]
+    projected: np.ndarray = x @ arrays["multi_modal_projector.mm_input_projection_weight"]
+    return projected
 
 
 def test_a_pictures_tokens_and_features(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm
 from tests.images.gemma3 import save_gemma3
+from tests.images.lfm2_vl import save_lfm2_vl
 from tests.integration.in_process import train_here
 from tests.integration.processes import metrics
 from tests.vision.drawn import data_url, file_of
@@ -85,7 +86,10 @@ def write_run(
     return config
 
 
-@pytest.mark.parametrize("save", [save_smolvlm, save_qwen_vl, save_gemma3])
+@pytest.mark.parametrize(
+    "save",
+    [save_smolvlm, save_qwen_vl, save_gemma3, pytest.param(save_lfm2_vl, marks=pytest.mark.long)],
+)
 def test_grpo_samples_and_learns_from_one_picture(save: Any, tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "model")
     (tmp_path / "pictures").mkdir()

@@ -22,7 +22,7 @@ TOWER = ("visual.", "vision_tower.")
 
 
 @dataclass
-class ModelArgs(BaseModelArgs):
+class Qwen3VlMoeArgs(BaseModelArgs):
     """`text_config` may have transformers 5's names, and leave out its defaults."""
 
     model_type: str
@@ -44,7 +44,7 @@ class ModelArgs(BaseModelArgs):
         self.text_config = {**text, **complete}
 
 
-class Model(qwen3_vl_moe.Model):
+class Qwen3VlMoe(qwen3_vl_moe.Model):
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Return the language part's arrays under this module's names. Raises ValueError: experts
         of no shape that is known."""
@@ -53,8 +53,8 @@ class Model(qwen3_vl_moe.Model):
             if name.removeprefix("model.").startswith(TOWER):
                 continue
             name = name.removeprefix("model.language_model.")
-            own = name.removeprefix("language_model.")
-            part[own if own.startswith(("model.", "lm_head.")) else f"model.{own}"] = array
+            plain = name.removeprefix("language_model.")
+            part[plain if plain.startswith(("model.", "lm_head.")) else f"model.{plain}"] = array
         args: qwen3_moe.ModelArgs = self.language_model.args
         for name in [name for name in part if name.endswith(".experts.gate_up_proj")]:
             prefix = name.removesuffix(".experts.gate_up_proj")
@@ -85,3 +85,6 @@ def _output_first(gate_up: mx.array, down: mx.array, width: int, inner: int) -> 
         f"experts of {shapes[0]} and {shapes[1]}: expected {(2 * inner, width)} and"
         f" {(width, inner)}, or both the other way"
     )
+
+
+Model, ModelArgs = Qwen3VlMoe, Qwen3VlMoeArgs

@@ -24,6 +24,7 @@ FAMILIES = {
     "gemma3": "mlx_parallm.systems.vision.gemma3",
     "idefics3": "mlx_parallm.systems.vision.idefics3",
     "smolvlm": "mlx_parallm.systems.vision.idefics3",
+    "lfm2_vl": "mlx_parallm.systems.vision.lfm2_vl",
     "qwen2_vl": "mlx_parallm.systems.vision.qwen_vl",
     "qwen2_5_vl": "mlx_parallm.systems.vision.qwen_vl",
     "qwen3_vl": "mlx_parallm.systems.vision.qwen_vl",
