@@ -113,11 +113,9 @@ np.save(f"{work}/theirs.npy", logits.detach().numpy())
 arrays = {name: array.grad for name, array in model.named_parameters()}
 np.savez(f"{work}/gradients.npz", **{n: g.numpy() for n, g in arrays.items() if g is not None})
 """
-THEIR_PARTS = {
-    "vision_tower": "model.visual",
-    "vision_model": "model.vision_model",
-    "connector": "model.connector",
-}
+THEIR_NAMES = (("vision_tower.", "model.visual."), ("", "model."))
+THEIR_NAMES += (("vision_tower.vision_model.", "model.vision_tower."),)
+"""Beginnings of names of the part that sees, ours and theirs; the first that is there holds."""
 KINDS = {
     "embedding": ("embed_tokens.weight",),
     "q_proj": ("self_attn.q_proj.weight",),
@@ -167,17 +165,18 @@ def differences(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> d
             pairs.append((ours[name], next(g for n, g in text.items() if n.endswith(end))))
         if pairs:
             apart[kind] = max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
-    seeing = {
-        name: (gradient, theirs[THEIR_PARTS[part] + name.removeprefix(part)])
-        for name, gradient in ours.items()
-        if (part := name.partition(".")[0]) in THEIR_PARTS
-    }
+    seeing = {}
+    for name, gradient in ours.items():
+        if not name.startswith(("language_model.", "model.")):
+            names = [b + name.removeprefix(a) for a, b in THEIR_NAMES if name.startswith(a)]
+            seeing[name] = gradient, next(theirs[each] for each in names if each in theirs)
     # the gradient by a key's bias is 0 but for rounding: it is measured by the largest one
     least = 1e-3 * max(np.linalg.norm(b) for _, b in seeing.values())
     for name, (a, b) in seeing.items():
         laid = np.moveaxis(a, -1, 1) if a.ndim > 2 else a  # patches' colours are last in MLX
         off = float(np.linalg.norm(laid - b) / max(np.linalg.norm(b), least))
-        kind = "connector" if "connector" in name or "merger" in name else "tower"
+        between = any(word in name for word in ("connector", "merger", "projector"))
+        kind = "connector" if between else "tower"
         apart[kind] = max(off, apart.get(kind, 0.0))
     return apart
 
