@@ -27,6 +27,8 @@ something.
 
 LEARNING = """GRPO with the defaults of `train --model --data --reward` on rows that are not the held-out ones. Scores are those of
 greedy answers; intervals are 95 %, bootstrap over the held-out problems. Seconds are of a shared machine.
+Of tool calls "full marks" is what the Berkeley leaderboard counts; the score has parts for a right function and right
+parameters. They train and answer with `tool_choice = "required"`.
 
 ```bash check
 python -m scripts.bench.real_model_learning --model build/smollm2/float32 --out RESULTS --problems 60
