@@ -18,6 +18,7 @@ from tests.images.checkpoints import save_qwen_vl, save_smolvlm
 from tests.integration.in_process import train_here
 from tests.integration.processes import metrics
 from tests.vision.drawn import data_url, noise
+from tests.vision.qwen3_checkpoints import save_qwen3
 from tests.vision.test_training import GRPO, SFT, colour, write_run
 
 pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: the extra `vision`")
@@ -44,6 +45,24 @@ def test_engine_and_trainer_see_alike_after_each_update(full: bool, tmp_path: Pa
     for line in metrics(tmp_path / "run"):
         assert line["logprob_diff_max"] <= 1e-4 and line["grad_norm"] > 0
     assert line["kl"] > 0, "the reference sees with what it had at the start"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("train", ["none", "tower"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe"])
+def test_newer_families_learn_from_pictures(family: str, train: str, tmp_path: Path) -> None:
+    checkpoint = save_qwen3(tmp_path / "model", family)
+    pictures = [data_url(noise(40, 20)), data_url(noise(16, 24, 1))]
+    shown = [{"prompt": "Which?", "images": pictures, "completion": "red"}]
+    settings = f'vision.train="{train}"', "rl_training.total_steps=2"
+    (tmp_path / "sft").mkdir()
+    train_here(write_run(tmp_path, checkpoint, GRPO, shown, blocks=1), *settings)
+    for line in metrics(tmp_path / "run"):
+        assert line["logprob_diff_max"] <= 1e-4 and line["grad_norm"] > 0
+    config = write_run(tmp_path / "sft", checkpoint, SFT, shown * 2)
+    train_here(config, 'rl_training.algorithm="sft"', "rl_training.batch_size=2", *settings)
+    first, second = metrics(tmp_path / "sft" / "run")
+    assert second["loss"] < first["loss"]
 
 
 def sft(path: Path, checkpoint: Path, *settings: str, resume: str | None = None) -> None:
