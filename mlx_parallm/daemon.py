@@ -35,6 +35,7 @@ from urllib.parse import quote
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.leaves import client_trainer, imported, leaves
 from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.distributed.follower import follow
 from mlx_parallm.distributed.ranks import join
 from mlx_parallm.engine.adapter_loader import AdapterLoader
@@ -75,7 +76,7 @@ from mlx_parallm.system.blas import blas_status, share_blas_between
 from mlx_parallm.system.files import is_directory, local_path, raise_file_limit
 from mlx_parallm.system.hardware import kept_awake, launched_rank, usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging, get_logger
-from mlx_parallm.system.redaction import Redactor, environment_secrets
+from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.system.signals import ShutdownWatcher
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.system.turns import Turns
@@ -114,10 +115,12 @@ class ServedPart(Protocol):
 
 
 def _pages(
-    runs: Path | Callable[[], Sequence[Path]], config: Config, commands: RunCommands | None = None
+    runs: Path | Callable[[], Sequence[Path]],
+    redactor: Redactor,
+    commands: RunCommands | None = None,
 ) -> list[AddedRouter]:
     hooks: list[Page] = [imported(leaf.page) for leaf in leaves() if leaf.page is not None]
-    return [page(runs, _redactor(config), commands) for page in hooks]
+    return [page(runs, redactor, commands) for page in hooks]
 
 
 def run_server(config: Config, adapters: Mapping[str, str]) -> int:
@@ -135,12 +138,15 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
     if parts:
         share_blas_between(COMPUTING_THREADS, usable_cores())
     try:
-        main_adapter, layers = _adapters_to_serve(config, adapters)
+        main_adapter, layers = _adapters_to_serve(
+            config.model, adapters, config.server.served_model_names
+        )
         check_model(config.model, train=False, quantize=config.rl_training.lora.quantize_base)
         added = [part.router for part in parts]
         if parts:
             added += _pages(
-                lambda: [run for part in parts for run in part.run_directories()], config
+                lambda: [run for part in parts for run in part.run_directories()],
+                config.redactor(),
             )
         serving.listen(routers=added)
         loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
@@ -182,7 +188,7 @@ def run_training(config: Config, *, resume: str | None) -> int:
             " train, here the"
             " configuration does"
         )
-    with RunLog(_redactor(config)) as run_log:
+    with RunLog(config.redactor()) as run_log:
         stop = _begin(config, run_log)
         # else the engine has little to do
         samples = config.rl_training.algorithm not in DATA_ALGORITHMS
@@ -242,15 +248,11 @@ def run_dry_run(config: Config) -> int:
     return INTERRUPTED if stop.is_set() else 0
 
 
-def _redactor(config: Config) -> Redactor:
-    return Redactor([config.resolve_api_key(), *environment_secrets()])
-
-
 def _begin(config: Config, run_log: RunLog | None = None) -> threading.Event:
     """Set up logging, warn of a slow BLAS, and return the event that a shutdown signal sets."""
     # a full pass of the collector over what was imported would stop all threads for 0.15 s
     gc.freeze()
-    redactor = run_log.redactor if run_log else _redactor(config)
+    redactor = run_log.redactor if run_log else config.redactor()
     configure_logging(level=config.logging.level, redactor=redactor, run_log=run_log)
     if advice := blas_status().advice:
         log.warning(
@@ -269,22 +271,19 @@ def _begin(config: Config, run_log: RunLog | None = None) -> threading.Event:
 
 
 def _adapters_to_serve(
-    config: Config, named: Mapping[str, str]
+    model: ModelConfig, named: Mapping[str, str], aliases: Sequence[str]
 ) -> tuple[str | None, dict[str, Mapping[str, LoraPair]]]:
     """Return the main adapter's name and every adapter's layers. Raises AdapterError,
     ConfigError: a name is taken."""
     paths = dict(named)
     main_adapter = None
-    if config.model.lora_path is not None:
-        main_adapter = _adapter_name(config.model.lora_path)
+    if model.lora_path is not None:
+        main_adapter = _adapter_name(model.lora_path)
         if main_adapter in paths:
             raise ConfigError(f"two adapters are named {main_adapter!r}: give both as name=path")
-        paths[main_adapter] = config.model.lora_path
+        paths[main_adapter] = model.lora_path
     for name in paths:
-        if (
-            name in (DEFAULT, config.model.base_path, *config.server.served_model_names)
-            or "@" in name
-        ):
+        if name in (DEFAULT, model.base_path, *aliases) or "@" in name:
             raise ConfigError(
                 f"an adapter cannot be named {name!r}: that means the served model, or a"
                 " version"
@@ -418,7 +417,7 @@ class Serving:
         sources = list(sources)
         added = [*(source.router for source in sources if source.router is not None), *routers]
         if run is not None and self._pages:
-            added += _pages(run, self.config, commands)
+            added += _pages(run, self.config.redactor(), commands)
         for leaf in leaves():
             if leaf.routes is not None and not (sources and leaf.source is not None):
                 added += [

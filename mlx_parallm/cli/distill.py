@@ -98,8 +98,10 @@ def distill_data(parser: ArgumentParser) -> Run:
         )
         settings.check()
         config = load(None, [*args.set, *_flags(args, is_endpoint=is_endpoint)])
-        with distilling.open_teacher(
-            config, args.teacher if is_endpoint else None, args.teacher_model
+        with (
+            distilling.endpoint_teacher(args.teacher, args.teacher_model, config.resolve_api_key())
+            if is_endpoint
+            else distilling.InferenceModule(config=config)
         ) as teacher:
             outcome = distilling.distill(
                 settings, args.output, teacher, concurrency=args.concurrency

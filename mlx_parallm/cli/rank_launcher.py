@@ -42,7 +42,6 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.system.hardware import detect, launched_rank
 from mlx_parallm.system.log import RunLog, configure_logging, get_logger
-from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals
 
 CHILD = """
@@ -75,9 +74,9 @@ def run_ranks(
             f"--ranks {count} would share one GPU: start a rank for each GPU with mlx.launch"
             f" --backend nccl -n {count}"
         )
-    with RunLog(Redactor([config.resolve_api_key(), *environment_secrets()])) as run_log:
+    with RunLog(config.redactor()) as run_log:
         configure_logging(level=config.logging.level, redactor=run_log.redactor, run_log=run_log)
-        arguments = [*arguments, *same_run(config, run, resume)]
+        arguments = [*arguments, *same_run(config.server, run, resume)]
         continues = config.rl_training.on_rank_lost == "continue"
         return LocalRanks(
             arguments, run, count, resume=resume, continues=continues, run_log=run_log

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.run_directory import LATEST
 from mlx_parallm.system.hardware import launched_rank
 from mlx_parallm.system.log import RunLog, configure_logging, get_logger
-from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -57,23 +57,23 @@ def supervise(
             " --resume"
             " auto"
         )
-    with RunLog(Redactor([config.resolve_api_key(), *environment_secrets()])) as run_log:
+    with RunLog(config.redactor()) as run_log:
         configure_logging(level=config.logging.level, redactor=run_log.redactor, run_log=run_log)
-        arguments = [*arguments, "--restarts", "0", *same_run(config, run, resume)]
+        arguments = [*arguments, "--restarts", "0", *same_run(config.server, run, resume)]
         return Supervisor(arguments, run, restarts=restarts, resume=resume, run_log=run_log).run()
 
 
-def same_run(config: Config, run: Path, resume: str | None) -> list[str]:
+def same_run(server: ServerConfig, run: Path, resume: str | None) -> list[str]:
     """Return the arguments that give every start the name and, where it was 0, the port of the
     first."""
     fixed: list[str] = []
     if resume is None or resume == "auto":
         fixed += ["--set", f"rl_training.run_name={json.dumps(run.name)}"]
-    if config.server.port == 0:
+    if server.port == 0:
         # here, because uvicorn takes long to import
         from mlx_parallm.server.thread import bind_socket
 
-        listener = bind_socket(config.server.host, 0)
+        listener = bind_socket(server.host, 0)
         fixed += ["--set", f"server.port={listener.getsockname()[1]}"]
         listener.close()
     return fixed

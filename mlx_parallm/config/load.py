@@ -116,6 +116,10 @@ class CoreConfig(Section):
             )
         return key
 
+    def redactor(self) -> Redactor:
+        """Return what hides the API key and the secrets of the environment."""
+        return Redactor([self.resolve_api_key(), *environment_secrets()])
+
     def to_toml(self) -> str:
         """Return the resolved configuration with secrets redacted."""
         return tomli_w.dumps(_without_none(self.redacted()))

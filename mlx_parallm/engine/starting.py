@@ -86,7 +86,9 @@ def start_engine(
             experts=routing_shape(loaded.model),
             prompt_experts=record_prompt_experts or config.server.record_prompt_experts,
         )
-    if options.prompt_lookup and (why := no_drafts(config, options)):
+    if options.prompt_lookup and (
+        why := no_drafts(options, deterministic=config.rl_training.deterministic)
+    ):
         get_logger(__name__).warning("server.prompt_lookup is off", reason=why)
         options = replace(options, prompt_lookup=0)
     if advice := wire_memory(
@@ -135,9 +137,9 @@ def start_engine(
     return StartedEngine(thread, names, shapes)
 
 
-def no_drafts(config: Config, options: EngineOptions) -> str:
+def no_drafts(options: EngineOptions, *, deterministic: bool) -> str:
     """Return why texts are not drafted; "" where they are."""
-    if config.rl_training.deterministic:
+    if deterministic:
         return "rl_training.deterministic: which steps have a draft depends on who else is there"
     return "the experts of sampled tokens are recorded" if options.experts is not None else ""
 

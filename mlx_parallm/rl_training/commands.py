@@ -86,7 +86,7 @@ class RunCommands:
 
     def settings(self) -> dict[str, float]:
         """Return the values of CHANGEABLE."""
-        return _values(self._config())
+        return changeable(self._config())
 
     def fixed(self) -> str | None:
         """Return why settings cannot be changed; None: they can."""
@@ -245,14 +245,16 @@ def with_settings(config: Config, values: Mapping[str, float]) -> Config:
     return parse_config(data)
 
 
-def restored_settings(config: Config, changes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the values that a resumed run goes on with, of keys whose value in `config` is the one
-    before a change: a configuration that says something else than both was changed on purpose.
+def restored_settings(
+    now: Mapping[str, float], changes: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """Return the values that a resumed run goes on with, of keys whose value now is the one before
+    a change: a configuration that says something else than both was changed on purpose.
 
     Args:
+        now: `changeable` of the configuration.
         changes: `TrainerState.changes`.
     """
-    now = _values(config)
     values = dict(now)
     for change in changes:
         for key, (before, after) in change["settings"].items():
@@ -262,21 +264,22 @@ def restored_settings(config: Config, changes: Sequence[Mapping[str, Any]]) -> d
 
 
 def overridden_settings(
-    config: Config, changes: Sequence[Mapping[str, Any]]
+    now: Mapping[str, float], changes: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[float]]:
-    """Return {key: [value of the run, value of `config`]} of what a resume changes on purpose.
+    """Return {key: [value of the run, value now]} of what a resume changes on purpose.
     It is a change of its own, so that a later resume from the file that the run began with keeps
     it, too. A kl_beta of 0 is not: the file always says whether a run has a reference."""
-    newest = {key: now for change in changes for key, (_, now) in change["settings"].items()}
-    resumed = _values(config) | restored_settings(config, changes)
+    newest = {key: new for change in changes for key, (_, new) in change["settings"].items()}
+    resumed = {**now, **restored_settings(now, changes)}
     return {
-        key: [now, resumed[key]]
-        for key, now in newest.items()
-        if resumed[key] != now and resumed[key] > 0 < now
+        key: [new, resumed[key]]
+        for key, new in newest.items()
+        if resumed[key] != new and resumed[key] > 0 < new
     }
 
 
-def _values(config: Config) -> dict[str, float]:
+def changeable(config: Config) -> dict[str, float]:
+    """Return the values of CHANGEABLE."""
     training = config.rl_training
     return {
         "learning_rate": training.learning_rate,

@@ -32,6 +32,7 @@ from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, what_to_
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.commands import (
     RunCommands,
+    changeable,
     overridden_settings,
     restored_settings,
     with_settings,
@@ -195,7 +196,7 @@ class TrainingRun:
         check_kv_bits(config)
         self.config, training = config, config.rl_training
         self._closing = ExitStack()
-        self.tools = self._open_tools(config)
+        self.tools = self._open_tools()
         with ExitStack() as failed:  # nobody closes a run whose constructor has raised
             failed.callback(self._closing.close)
             self.environments = build_sources(
@@ -294,12 +295,14 @@ class TrainingRun:
         if self._stop.is_set():
             return None
         self._began = True
-        if state is not None and (overridden := overridden_settings(config, state.changes)):
+        if state is not None and (
+            overridden := overridden_settings(changeable(config), state.changes)
+        ):
             state = replace(
                 state, changes=[*state.changes, {"step": state.step, "settings": overridden}]
             )
         started = StartedRun(directory, store, sources, parts, state, commands)
-        if state is not None and (values := restored_settings(config, state.changes)):
+        if state is not None and (values := restored_settings(changeable(config), state.changes)):
             parts.trainer.change(values)
             self._keep_settings(started, values)
         return started
@@ -326,13 +329,9 @@ class TrainingRun:
 
     # ------------------------------------------------------------------ building
 
-    def _open_tools(self, config: Config) -> EpisodeTools | None:
+    def _open_tools(self) -> EpisodeTools | None:
         """Start the servers of [tools], where there is an environment. Raises ConfigError."""
-        tools = (
-            open_tools(config.tools)
-            if config.environments or config.evaluation.environments
-            else None
-        )
+        tools = open_tools(self.config.tools) if self.config.evaluated else None
         if tools is not None:
             self._closing.callback(tools.client.close)
         return tools

@@ -10,8 +10,8 @@ the same settings, and asks again where a prompt failed; once nothing has failed
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,6 @@ from rich.table import Table
 from rich.text import Text
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.config.load import Config
 from mlx_parallm.environments.rows import DataRow, common_columns, read_prompts
 from mlx_parallm.errors import (
     ConfigError,
@@ -152,18 +151,11 @@ class DistillOutcome:
 # ---------------------------------------------------------------------- the command
 
 
-@contextmanager
-def open_teacher(config: Config, url: str | None, model: str | None) -> Iterator[InferenceModule]:
-    """Yield the teacher: the model of the configuration, or that of the endpoint at `url`; without
-    a name, the first one that it lists. Raises ConfigError, ModelError, EndpointError."""
-    if url is None:
-        with InferenceModule(config=config) as inference:
-            yield inference
-        return
-    key = config.resolve_api_key()
-    name = asyncio.run(endpoint_model(OpenAIEndpoint(url, key), model))
-    with InferenceModule(name, backend="openai", base_url=url, api_key=key) as inference:
-        yield inference
+def endpoint_teacher(url: str, model: str | None, api_key: str | None) -> InferenceModule:
+    """Return the model of the endpoint at `url`; without a name, the first one that it lists.
+    Raises ConfigError, EndpointError."""
+    name = asyncio.run(endpoint_model(OpenAIEndpoint(url, api_key), model))
+    return InferenceModule(name, backend="openai", base_url=url, api_key=api_key)
 
 
 def distill(

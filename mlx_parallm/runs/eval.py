@@ -20,6 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.episode import EpisodePolicy, LastTurn, TurnPolicy, TurnRequest
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
@@ -64,18 +65,18 @@ class Result:
     """One evaluation. `completion_tokens`: None where they were not counted."""
 
     model: str
-    config: Config
+    settings: EvaluationConfig
     evaluations: list[Evaluation]
     seconds: float
     url: str | None = None
     completion_tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        settings = {"problems", "greedy", "samples", "temperature", "top_p"}
+        shown = {"problems", "greedy", "samples", "temperature", "top_p"}
         return {
             "model": self.model,
             "url": self.url,
-            "settings": self.config.evaluation.model_dump(include=settings),
+            "settings": self.settings.model_dump(include=shown),
             "seconds": self.seconds,
             "completion_tokens": self.completion_tokens,
             "score": overall_score(self.evaluations),
@@ -263,11 +264,13 @@ def evaluate_here(config: Config, max_in_flight: int) -> Result:
         )
         check_room([each.source for each in problems], policy, limit, first)
         started = time.monotonic()
-        evaluations = asyncio.run(_answer(config, problems, policy, inference, max_in_flight))
+        evaluations = asyncio.run(
+            _answer(config.evaluation, problems, policy, inference, max_in_flight)
+        )
     name = config.model.base_path + (
         (f" + {config.model.lora_path}") if config.model.lora_path else ""
     )
-    return Result(name, config, evaluations, time.monotonic() - started)
+    return Result(name, config.evaluation, evaluations, time.monotonic() - started)
 
 
 def evaluate_endpoint(config: Config, url: str, model: str | None, max_in_flight: int) -> Result:
@@ -288,7 +291,7 @@ def evaluate_endpoint(config: Config, url: str, model: str | None, max_in_flight
         policy = EndpointPolicy(backend, inference, config.model.chat_template_kwargs)
         try:
             return await _answer(
-                config, problems, policy, inference, max_in_flight
+                config.evaluation, problems, policy, inference, max_in_flight
             ), backend.completion_tokens
         finally:
             await backend.aclose()
@@ -298,7 +301,9 @@ def evaluate_endpoint(config: Config, url: str, model: str | None, max_in_flight
         started = time.monotonic()
         with InferenceModule(name, backend="openai", base_url=url, api_key=key) as inference:
             evaluations, tokens = asyncio.run(answer(inference, problems))
-    return Result(name, config, evaluations, time.monotonic() - started, url, tokens or None)
+    return Result(
+        name, config.evaluation, evaluations, time.monotonic() - started, url, tokens or None
+    )
 
 
 async def endpoint_model(endpoint: OpenAIEndpoint, model: str | None) -> str:
@@ -338,7 +343,7 @@ def _problems(config: Config) -> Iterator[list[ProblemSet]]:
 
 
 async def _answer(
-    config: Config,
+    settings: EvaluationConfig,
     problems: Sequence[ProblemSet],
     policy: TurnPolicy,
     inference: InferenceModule,
@@ -346,7 +351,6 @@ async def _answer(
 ) -> list[Evaluation]:
     for environment in problems:
         environment.source.attach(inference)
-    settings = config.evaluation
     answers = sum(len(environment.tasks) for environment in problems) * (
         settings.greedy + settings.samples
     )

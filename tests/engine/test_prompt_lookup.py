@@ -7,9 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.prompt_lookup import LONGEST_REST, PATIENCE, Drafts
 from mlx_parallm.engine.starting import no_drafts
@@ -281,7 +279,8 @@ def test_what_excludes_drafts_is_refused_or_named() -> None:
     with pytest.raises(ValueError, match="prompt_lookup"):  # a row of logits for each token
         ServerConfig(prompt_lookup=100_000)
     options = engine_options(prompt_lookup=8)
-    assert no_drafts(Config(), options) == ""
-    training = RLTrainingConfig(deterministic=True, max_staleness=0)
-    assert "deterministic" in no_drafts(Config(rl_training=training), options)
-    assert "experts" in no_drafts(Config(), engine_options(prompt_lookup=8, experts=(2, 2, 8)))
+    assert no_drafts(options, deterministic=False) == ""
+    assert "deterministic" in no_drafts(options, deterministic=True)
+    assert "experts" in no_drafts(
+        engine_options(prompt_lookup=8, experts=(2, 2, 8)), deterministic=False
+    )

@@ -68,7 +68,6 @@ from mlx_parallm.rl_training.train import StartedRun, TrainingRun
 from mlx_parallm.system.blas import share_blas_between
 from mlx_parallm.system.hardware import usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging
-from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.terminal import Console
 
 T = TypeVar("T")
@@ -696,7 +695,7 @@ class _OpenRun:
         callbacks: Callbacks | None = None,
     ) -> None:
         self._stop, self._thread = threading.Event(), MLXThread("trainer")
-        self._log = RunLog(Redactor([config.resolve_api_key(), *environment_secrets()]))
+        self._log = RunLog(config.redactor())
         self._started: StartedRun | None = None
         self._closed = False
         configure_logging(

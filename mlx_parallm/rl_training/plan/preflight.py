@@ -105,19 +105,6 @@ class MemoryEstimate:
         return self.total - self.parts["process"]
 
 
-def longest(config: Config) -> Lengths:
-    """The longest that the configuration allows."""
-    whole = (
-        config.data.max_length
-        if config.data.path is not None
-        else config.rl_training.atropos.max_token_length
-    )
-    completion = min(
-        max((entry.max_tokens for entry in config.environments), default=whole), whole - 1
-    )
-    return Lengths(whole - completion, completion)
-
-
 @dataclass(frozen=True)
 class PlannedRun:
     """A run of `config` with a model of `shape`, and what it needs.
@@ -138,7 +125,18 @@ class PlannedRun:
     @property
     def longest(self) -> Lengths:
         """The lengths that the needs are computed for."""
-        return self.lengths or longest(self.config)
+        if self.lengths is not None:
+            return self.lengths
+        config = self.config
+        whole = (
+            config.data.max_length
+            if config.data.path is not None
+            else config.rl_training.atropos.max_token_length
+        )
+        completion = min(
+            max((entry.max_tokens for entry in config.environments), default=whole), whole - 1
+        )
+        return Lengths(whole - completion, completion)
 
     @cached_property
     def memory(self) -> MemoryEstimate:
@@ -261,8 +259,10 @@ class PlannedRun:
         """Yield (key, smaller value, the run with it). `cost`: "learning" for those that change
         what is learnt."""
         for key, value, config, shape in self._candidates(cost):
-            lengths = None if self.lengths is None else self.lengths.within(longest(config))
-            yield key, value, PlannedRun(config, shape, lengths)
+            run = PlannedRun(config, shape)
+            if self.lengths is not None:
+                run = replace(run, lengths=self.lengths.within(run.longest))
+            yield key, value, run
 
     def _candidates(self, cost: str) -> Iterator[tuple[str, str, Config, ModelShape]]:
         """(key, smaller value, configuration with it, its model)."""
