@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -120,13 +121,10 @@ def main() -> int:
     return int(worst > MOST)
 
 
-def our_logits(work: Path, family: str) -> tuple[np.ndarray, np.ndarray]:
-    """[T, V] by the engine's way: ids of images, rows of the embedding's table."""
-    import mlx.core as mx
-
+def prompt_of(work: Path, family: str) -> tuple[Any, Any, Any, list[Any], tuple[int, ...]]:
+    """A checkpoint, written unless it is there, and a prompt: its configuration, the loaded model, the encoder, the pictures
+    and the ids."""
     from mlx_parallm.config.load import Config
-    from mlx_parallm.engine.images import ImageFeatures, image_ids
-    from mlx_parallm.models.images.embedding import admit_images
     from mlx_parallm.models.loading import load_model, load_tokenizer
     from mlx_parallm.systems.vision.leaf import image_support
     from tests.images.checkpoints import add_processor, save_qwen_vl, save_smolvlm
@@ -150,14 +148,25 @@ def our_logits(work: Path, family: str) -> tuple[np.ndarray, np.ndarray]:
     for index, picture in enumerate(pictures):
         picture.save(work / f"{index}.png")
     images = [support.reader.image_of(picture) for picture in pictures]
-    if family == "lfm2_vl":
-        np.savez(work / "pixels.npz", **padded_views([image.arrays for image in images]))
     begin, end = ("<|vision_start|>", "<|vision_end|>") if family.startswith("qwen") else ("", "")
     text = (
         "".join(f"Picture {i}: {begin}{image.text}{end}, " for i, image in enumerate(images))
         + "which?"
     )
     ids = tuple(load_tokenizer(path, config.model).encode(text))
+    return config, loaded, encoder, images, ids
+
+
+def our_logits(work: Path, family: str) -> tuple[np.ndarray, np.ndarray]:
+    """[T, V] by the engine's way: ids of images, rows of the embedding's table."""
+    import mlx.core as mx
+
+    from mlx_parallm.engine.images import ImageFeatures, image_ids
+    from mlx_parallm.models.images.embedding import admit_images
+
+    _, loaded, encoder, images, ids = prompt_of(work, family)
+    if family == "lfm2_vl":
+        np.savez(work / "pixels.npz", **padded_views([image.arrays for image in images]))
     table = admit_images(
         loaded.model,
         encoder.rope_axes,
