@@ -368,6 +368,8 @@ class Engine:
         adapter = self._adapter_slot(request.adapter)
         params = request.params
         scoring = params.prompt_logprobs is not None or params.pooling is not None
+        if scoring:
+            self._check_scored(request)
         sequences = self._sequences(request, adapter)
         self._live.start(request, sequences, scoring=scoring)
         if scoring:
@@ -450,7 +452,16 @@ class Engine:
         Raises RequestError."""
         request = Request("logits", tokens, SamplingParams(max_tokens=0), adapter, images=images)
         check_request(request, self.limits)
+        self._check_scored(request)
         return self._with_images(Score("logits", tokens, self._adapter_slot(adapter), 0), images)
+
+    def _check_scored(self, request: Request) -> None:
+        """Raises RequestError: it has images that chunks of a given text cannot be cut behind."""
+        if request.images and self.images is not None and self.images.table.spans is not None:
+            raise RequestError(
+                "texts behind images are not scored where an image's tokens see each other",
+                param="prompt_logprobs",
+            )
 
     def _with_images(self, score: Score, images: tuple[PromptImage, ...]) -> Score:
         if self.images is not None and images:
