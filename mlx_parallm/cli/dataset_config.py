@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlx_parallm.config.environment import HUB_PREFIX
 from mlx_parallm.errors import ConfigError
@@ -18,9 +18,6 @@ from mlx_parallm.models.formats import billions_in, directory_of, is_gguf
 from mlx_parallm.system.files import is_directory, local_path
 from mlx_parallm.system.hardware import Hardware, detect
 from mlx_parallm.system.terminal import duration
-
-if TYPE_CHECKING:
-    pass
 
 SMALL = 512
 """A model with a smaller hidden size is a toy: it is trained like the quickstart's."""
@@ -130,7 +127,8 @@ def dataset_toml(
     if algorithm is not None:
         rate = min(2e-3, rate * RATES.get(algorithm, 1.0))
         rows, count = 16 if algorithm == "sft" else 32, count_rows(data)
-        while count is not None and rows > max(1, 0.75 * count):  # about a tenth is held out
+        least = 2 if algorithm == "kto" else 1  # its KL is estimated over a mini-batch
+        while count is not None and rows > max(least, 0.75 * count):  # about a tenth is held out
             rows //= 2
         values |= {"algorithm": algorithm, "learning_rate": f"{rate:.1e}", "rows": rows}
         return (HEAD + ROWS_BODY).format(**values)

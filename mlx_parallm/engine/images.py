@@ -69,6 +69,7 @@ class ImageFeatures:
         self.table = table
         self.encoded = 0  # images, since the start
         self._encoder, self._activate = encoder, activate
+        self._parts = tuple(encoder.modules)
         self._kept: OrderedDict[FeatureKey, mx.array] = OrderedDict()
         self._base_serial = 0
 
@@ -126,7 +127,7 @@ class ImageFeatures:
 
     def _key(self, base: int, adapter: AdapterSlot | None) -> FeatureKey:
         layers = {} if adapter is None else adapter.weights.layers
-        adapted = any(of_part(path, self._encoder.modules) for path in layers)
+        adapted = any(of_part(path, self._parts) for path in layers)
         serial = adapter.weights.serial if adapter is not None and adapted else 0
         return base, serial, self._base_serial if self._encoder.trained else 0
 

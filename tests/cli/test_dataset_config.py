@@ -261,6 +261,7 @@ def test_a_model_has_about_so_many_parameters(here: Path) -> None:
         (18, "dpo", 8),
         (9, "sft", 4),
         (1, "dpo", 1),
+        (2, "kto", 2),
     ],
 )
 def test_a_batch_is_no_larger_than_the_rows_that_are_trained_on(

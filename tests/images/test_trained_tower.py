@@ -13,22 +13,26 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from structlog.testing import capture_logs
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.images import ImageFeatures
+from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.images.encoder import ImageParts, put_into_tree
 from mlx_parallm.models.images.positions import chunked_axes, image_positions
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import prepare_for_serving
+from mlx_parallm.models.mlx_lm_api import save_model
 from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import publish
+from mlx_parallm.system.log import configure_logging
 from mlx_parallm.types import PromptImage, Request, Rollout, SamplingParams
 from mlx_parallm.weights import SharedWeights
 from tests.engine.helpers import QWEN3, VOCAB, ByteTokenizer, engine_options, qwen3_model, run
@@ -303,3 +307,31 @@ def test_engine_and_trainer_agree_after_each_publish(full: bool, turns: bool) ->
         assert features.encoded == 2 + 3 * 2
     else:
         assert features.encoded == 3 * 2
+
+
+def test_full_weights_are_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"lora": {"enabled": False}}
+    _, trained = built(SeeingEncoder(("eye.second",)), **settings)
+    slots = trained.policy.slots
+    slots.write([array + 1 for array in slots.read()])
+    save_model(tmp_path, trained.policy.model)
+    _, same = built(SeeingEncoder(("eye",)), **settings)
+    same.policy.load(tmp_path)
+    assert mx.array_equal(same.policy.model.eye.second.bias, trained.policy.model.eye.second.bias)
+    _, frozen = built(SeeingEncoder(()), **settings)
+    for load in (frozen.policy.load, frozen.policy.saved):
+        with pytest.raises(CheckpointError, match=r"eye\.second\.\w+ was trained there"):
+            load(tmp_path)
+
+
+def test_a_connector_without_linear_layers_learns_with_full_weights_alone() -> None:
+    with pytest.raises(AdapterError, match=r"eye\.norm has no linear layer .*lora\.enabled"):
+        built(SeeingEncoder(("eye.norm",)))
+    configure_logging(level="warning")
+    with capture_logs() as lines:
+        _, trainer = built(SeeingEncoder(("eye.second", "eye.norm")))
+    assert [line["module"] for line in lines if "stays as it is" in line["event"]] == ["eye.norm"]
+    assert [n for n in trainer.policy.slots.names if n.startswith("eye")] == [
+        "eye.second.lora_a",
+        "eye.second.lora_b",
+    ]

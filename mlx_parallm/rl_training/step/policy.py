@@ -53,7 +53,10 @@ from mlx_parallm.models.value_head import (
     is_value_head,
     without_value_head,
 )
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.weights import parameter_slots
+
+log = get_logger(__name__)
 
 REFERENCE_FILE = "reference.safetensors"
 # tokenizer, template, generation_config
@@ -185,7 +188,13 @@ class TrainedPolicy:
             return
         paths = [path for path in linear_layers(self.model) if of_part(path, images.trained)]
         if not paths:
-            raise AdapterError(f"{', '.join(images.trained)}: no linear layer takes an adapter")
+            raise AdapterError(
+                f"vision.train: {', '.join(images.trained)} has no linear layer that takes an"
+                " adapter: it learns with rl_training.lora.enabled = false alone"
+            )
+        for part in images.trained:
+            if not any(of_part(path, [part]) for path in paths):
+                log.warning("stays as it is: no linear layer of it takes an adapter", module=part)
         adapt_layers(self.model, sorted(paths), lora, self.dropout)
 
     @property
@@ -233,6 +242,7 @@ class TrainedPolicy:
             for file in sorted(directory.glob("model*.safetensors"))
             for name, array in read_tensors(file).items()
         }
+        self._check_frozen(tensors, directory)
         whole = dict(zip(self.slots.names, trained, strict=True)) | tensors if tensors else {}
         return self._arranged(whole, directory, range(len(self.slots)))
 
@@ -420,6 +430,7 @@ class TrainedPolicy:
         else:
             for file in sorted(directory.glob("model*.safetensors")):
                 tensors |= read_tensors(file)
+            self._check_frozen(tensors, directory)
         self.slots.write(self._arranged(tensors, directory, slots), slots)
         mx.eval(self.slots.read())
         reference = directory / REFERENCE_FILE
@@ -429,6 +440,18 @@ class TrainedPolicy:
             self.reference_arrays = self._arranged(
                 read_tensors(reference), reference, range(len(self.slots)), dtype
             )
+
+    def _check_frozen(self, tensors: Mapping[str, mx.array], where: Path) -> None:
+        """Raises CheckpointError: of these full weights some are not trained here, and differ from
+        the base's."""
+        for path, (owner, key) in parameter_slots(self.model).items():
+            if path in self.slots.names or path not in tensors:
+                continue
+            if not mx.array_equal(owner[key], tensors[path].astype(owner[key].dtype)).item():
+                raise CheckpointError(
+                    f"{where}: {path} was trained there, and stays as it is here: set vision.train"
+                    " as it was, or take the checkpoint as model.base_path"
+                )
 
     def _arranged(
         self,

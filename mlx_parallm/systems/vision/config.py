@@ -16,7 +16,7 @@ class VisionConfig(Section):
     """What a training trains of the part that sees, beside the language part: nothing, the
     connector between the two, or the tower and the connector. With LoRA their linear layers get
     adapters of their own, whatever `rl_training.lora.target_modules` says; with full weights they
-    learn as they are."""
+    learn as they are. Gemma 3's connector has no such layer: it learns with full weights alone."""
     max_images: int = Field(16, ge=1)
     """Images of one request."""
     max_image_bytes: int = Field(20 << 20, ge=1)
