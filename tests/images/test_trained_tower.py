@@ -335,3 +335,15 @@ def test_a_connector_without_linear_layers_learns_with_full_weights_alone() -> N
         "eye.second.lora_a",
         "eye.second.lora_b",
     ]
+
+
+@pytest.mark.parametrize("trained", [(), ("eye",)])
+def test_scores_between_steps_keep_no_more_features_than_they_may(trained: tuple[str, ...]) -> None:
+    encoder = SeeingEncoder(trained)
+    encoder.cache_bytes = 1  # less than an image's
+    _, trainer = built(encoder)
+    assert trainer.images is not None
+    for image in (CAT, DOG, CAT):
+        row = sequence(7, image, answer=(20, 21))
+        trainer.logprobs([row.rollout])
+        assert list(trainer.images._places) == [image[0]]

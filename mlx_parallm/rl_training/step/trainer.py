@@ -162,6 +162,7 @@ class Trainer:
         self.teachers: TeacherSignal | None = None
         # accumulated since the last update, in the order of the slots
         self.gradients: list[mx.array] | None = None
+        self._in_step = False
         self._budget = MicroBatchBudget(*config.eval_limits)
         self._kl_coefficient = config.kl_beta
         self._correction = (
@@ -257,6 +258,7 @@ class Trainer:
             for rollout in rollouts
         ]
         by_row: dict[int, np.ndarray] = {}
+        self._forget_images()
         for micro_batch in self.collate(sequences, range(len(sequences)), together=1).micro_batches:
             ends = np.cumsum(micro_batch.mask.sum(axis=1))[:-1]
             with self.seeing(micro_batch):
@@ -272,6 +274,7 @@ class Trainer:
 
         `scores`: those of an earlier call, which are not made again.
         """
+        self._forget_images()
         complete = self._score(batch, StepPosition(scores=scores), lambda: False)
         assert complete is not None, "nothing asks to stop"
         mini_batch = self._mini_batch(batch, self._order(batch, 0), 0)
@@ -289,6 +292,11 @@ class Trainer:
             named = zip(loss.metric_names, np.array(numbers).tolist(), strict=True)
             metrics = {name: metrics.get(name, 0.0) + number for name, number in named}
         return total, metrics, complete
+
+    def _forget_images(self) -> None:
+        """Make room for features, unless a step is under way: it goes on with what it has."""
+        if self.images is not None and not self._in_step:
+            self.images.begin_step()
 
     # ------------------------------------------------------------------ a step
 
@@ -325,15 +333,22 @@ class Trainer:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> StepResult:
         """Train on a batch, from `position` on where an earlier process was interrupted in it."""
+        self._forget_images()
+        self._in_step = True
+        try:
+            return self._train_step(batch, position or StepPosition(), should_stop)
+        finally:
+            self._in_step = False
+
+    def _train_step(
+        self, batch: TrainBatch, at: StepPosition, should_stop: Callable[[], bool]
+    ) -> StepResult:
         started = time.perf_counter()
-        at = position or StepPosition()
         self.drop()
         self.model.forget_routing()
         if self.policy.experts is not None:
             layers, _, experts = self.policy.experts
             self.model.expert_load = np.zeros((layers, experts), np.int64)
-        if self.images is not None:
-            self.images.begin_step()
 
         def stopping() -> bool:
             return should_stop() or bool(self.ranks.lost)
