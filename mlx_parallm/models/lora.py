@@ -47,6 +47,7 @@ from mlx_parallm.models.adapters.served import (
     serve_switches,
 )
 from mlx_parallm.models.adapters.settings import check_mlx_lm
+from mlx_parallm.models.images.encoder import PARTS
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
 from mlx_parallm.system.files import is_directory, is_file, local_path
@@ -251,7 +252,9 @@ def check_adapter(
     shape differs."""
     for path, pair in layers.items():
         if path not in shapes:
-            raise AdapterError(f"{source}: the model has no linear layer {path!r}")
+            seeing = path.startswith(PARTS)
+            blind = "; it is of the part that sees, which is not loaded here" if seeing else ""
+            raise AdapterError(f"{source}: the model has no linear layer {path!r}{blind}")
         *experts, in_features, out_features = shapes[path]
         rank = pair.a.shape[-1:]
         if pair.a.shape != (*experts, in_features, *rank) or pair.b.shape != (

@@ -321,3 +321,11 @@ def test_dropout_leaves_the_mean_and_is_a_function_of_seed_and_layer() -> None:
     assert (first == 0).mean() == pytest.approx(0.25, abs=0.006)  # four standard deviations
     assert (first == same).all() and (first != other).any() and (first != later).any()
     assert dropout(x, 0) is x
+
+
+def test_an_adapter_of_the_part_that_sees_is_refused_by_a_model_that_reads_no_images() -> None:
+    pair = LoraPair(mx.zeros((4, 2)), mx.zeros((2, 4)), 1.0)
+    with pytest.raises(AdapterError, match="of the part that sees, which is not loaded here"):
+        check_adapter({"model.layers.0.mlp": (4, 4)}, {"vision_tower.0.mlp": pair}, "a")
+    with pytest.raises(AdapterError, match="no linear layer 'model.x'$"):
+        check_adapter({"model.layers.0.mlp": (4, 4)}, {"model.x": pair}, "a")

@@ -25,6 +25,7 @@ from mlx_parallm.environments.row_images import IMAGES, stored
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.execution.prompt_images import STORED, ImageSource
 from mlx_parallm.models.formats import weight_files
+from mlx_parallm.models.images.encoder import PARTS
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.pictures import PictureError, as_rgb, open_picture
 from mlx_parallm.systems.vision.sources import bounded, fetched_bytes, file_bytes, inline_bytes
@@ -34,7 +35,6 @@ THREADS = 2
 KEPT_BYTES = 128 << 20  # of pictures that were read
 PACKED_BYTES = {"U32": 4, "U8": 1}
 """Types of arrays that hold quantised weights → bytes of an entry."""
-PARTS = ("visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.")
 CONNECTOR_NAMES = ("connector.", "multi_modal_projector.", "merger")
 PACKED_NUMBERS = {"U32": 8, "U8": 2}
 """The same types → numbers of 4 bits in an entry."""
