@@ -327,5 +327,5 @@ def test_an_adapter_of_the_part_that_sees_is_refused_by_a_model_that_reads_no_im
     pair = LoraPair(mx.zeros((4, 2)), mx.zeros((2, 4)), 1.0)
     with pytest.raises(AdapterError, match="of the part that sees, which is not loaded here"):
         check_adapter({"model.layers.0.mlp": (4, 4)}, {"vision_tower.0.mlp": pair}, "a")
-    with pytest.raises(AdapterError, match="no linear layer 'model.x'$"):
+    with pytest.raises(AdapterError, match=r"no linear layer 'model\.x'$"):
         check_adapter({"model.layers.0.mlp": (4, 4)}, {"model.x": pair}, "a")

@@ -163,6 +163,8 @@ class FamilySupport:
         bytes_kept = self._settings.feature_cache_bytes
         encoder = self._family.encoder(loaded, self._processor, bytes_kept)
         encoder.trained = trained_paths(self._settings.train, encoder)
+        if self._settings.train == "tower":
+            encoder.hold_inputs_alone()
         return encoder
 
 
