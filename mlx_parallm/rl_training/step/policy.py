@@ -189,8 +189,9 @@ class TrainedPolicy:
         paths = [path for path in linear_layers(self.model) if of_part(path, images.trained)]
         if not paths:
             raise AdapterError(
-                f"vision.train: {', '.join(images.trained)} has no linear layer that takes an"
-                " adapter: it learns with rl_training.lora.enabled = false alone"
+                f"the part that sees cannot be trained: {', '.join(images.trained)} has no linear"
+                " layer that takes an adapter: it learns with rl_training.lora.enabled = false"
+                " alone"
             )
         for part in images.trained:
             if not any(of_part(path, [part]) for path in paths):
