@@ -104,8 +104,9 @@ def hold_blocks_inputs_alone(modules: Iterable[nn.Module]) -> None:
             for value in parent.values():
                 blocks = value if isinstance(value, list) else []
                 if len({type(block) for block in blocks}) == 1 and isinstance(blocks[0], nn.Module):
+                    kind: Any = type(blocks[0])
                     for block in blocks:
-                        block.__class__ = _computed_again(type(block))
+                        block.__class__ = _computed_again(kind)
 
 
 @cache
