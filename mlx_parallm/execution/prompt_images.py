@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from mlx_parallm.errors import RequestError
 from mlx_parallm.types import PromptImage
 
+PARTS = ("visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.")
+"""Beginnings of names of the part that sees, in checkpoints and adapters."""
 STORED = "sha256:"  # begins the name of an image that this process has stored
 _SHOWN = 60  # characters of what a client wrote, in an error
 _SOURCES = ("image_url", "image", "url", "source")

@@ -24,6 +24,7 @@ from mlx.utils import tree_unflatten
 
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError
+from mlx_parallm.execution.prompt_images import PARTS
 from mlx_parallm.models.adapters.adalora import (
     PARAMETERS,
     product,
@@ -47,7 +48,6 @@ from mlx_parallm.models.adapters.served import (
     serve_switches,
 )
 from mlx_parallm.models.adapters.settings import check_mlx_lm
-from mlx_parallm.models.images.encoder import PARTS
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
 from mlx_parallm.system.files import is_directory, is_file, local_path

@@ -17,9 +17,6 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.types import PromptImage
 
-PARTS = ("visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.")
-"""Beginnings of names of the part that sees, in checkpoints and adapters."""
-
 
 class ImageEncoder(Protocol):
     """A model's tower and projector, evaluated."""

@@ -23,9 +23,8 @@ from safetensors import SafetensorError, safe_open
 from mlx_parallm.config.server import cache_directory
 from mlx_parallm.environments.row_images import IMAGES, stored
 from mlx_parallm.errors import ModelError, RequestError
-from mlx_parallm.execution.prompt_images import STORED, ImageSource
+from mlx_parallm.execution.prompt_images import PARTS, STORED, ImageSource
 from mlx_parallm.models.formats import weight_files
-from mlx_parallm.models.images.encoder import PARTS
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.pictures import PictureError, as_rgb, open_picture
 from mlx_parallm.systems.vision.sources import bounded, fetched_bytes, file_bytes, inline_bytes
