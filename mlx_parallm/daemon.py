@@ -74,8 +74,9 @@ from mlx_parallm.server.context import RollbackAPI, ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.blas import blas_status, share_blas_between
 from mlx_parallm.system.files import is_directory, local_path, raise_file_limit
-from mlx_parallm.system.hardware import kept_awake, launched_rank, usable_cores
+from mlx_parallm.system.hardware import launched_rank, usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging, get_logger
+from mlx_parallm.system.power import kept_awake
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.system.signals import ShutdownWatcher
 from mlx_parallm.system.terminal import Console

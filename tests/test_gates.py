@@ -35,6 +35,7 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a fi
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
     "server.api.adapters": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",
+    "system.power": "imports the log, which the command's help does without",
     "systems.traces.config": "a leaf's section is a file, which the core loads without the leaf",
     "system.moved_names": "the table of promised names",
 }

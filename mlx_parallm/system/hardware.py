@@ -1,46 +1,16 @@
-"""Hardware of this machine, and what keeps a Mac awake while it trains. MLX is imported inside
-functions only: `detect` needs none, `mlx_device` does."""
+"""Hardware of this machine. MLX is imported inside functions only: `detect` needs none,
+`mlx_device` does."""
 
 import os
 import platform
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import psutil
 
 from mlx_parallm.system.blas import has_cuda_backend
-from mlx_parallm.system.log import get_logger
-
-log = get_logger("power")
-
-
-@contextmanager
-def kept_awake(platform: str = sys.platform) -> Iterator[None]:
-    """Prevent idle sleep (`caffeinate -i`) until the block, or this process, ends."""
-    if platform != "darwin":
-        yield
-        return
-    quiet = subprocess.DEVNULL
-    try:
-        holder = subprocess.Popen(
-            ["caffeinate", "-i", "-w", str(os.getpid())], stdin=quiet, stdout=quiet, stderr=quiet
-        )
-    except OSError as error:
-        log.warning(
-            "this machine may sleep during training: caffeinate cannot be run", error=str(error)
-        )
-        yield
-        return
-    try:
-        yield
-    finally:
-        holder.kill()  # not SIGTERM: the child has inherited our blocked signals
-        holder.wait()
-
 
 GIB, MIB = 2**30, 2**20
 # of the memory that is free once the model is loaded: the rest is for activations, and the trainer

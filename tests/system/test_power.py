@@ -9,8 +9,8 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from mlx_parallm.system.hardware import kept_awake
 from mlx_parallm.system.log import configure_logging
+from mlx_parallm.system.power import kept_awake
 
 
 @pytest.fixture
