@@ -250,3 +250,14 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     dora = adapter(tmp_path / "dora", base, lora_config(rank=2, alpha=2, dora=True))
     with pytest.raises(AdapterError, match="is DoRA"):
         gguf_file.write_adapter(tmp_path / "lora.gguf", open_model(ModelSource(str(base), dora)))
+
+
+def test_an_adapter_of_the_part_that_sees_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    base = checkpoint(tmp_path / "base", QWEN3)
+    lora = adapter(tmp_path / "lora", base, lora_config(rank=2, alpha=2))
+    file = str(lora / "adapters.safetensors")
+    arrays = dict(mx.load(file))
+    arrays |= {"vision_tower.a.lora_a": mx.ones((4, 2)), "vision_tower.a.lora_b": mx.ones((2, 4))}
+    mx.save_safetensors(file, arrays)
+    with pytest.raises(AdapterError, match=r"vision_tower\.a is of the part that sees.*format mlx"):
+        open_model(ModelSource(str(base), lora))

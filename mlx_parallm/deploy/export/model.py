@@ -19,6 +19,7 @@ import numpy as np
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import AdapterError, ModelError
+from mlx_parallm.execution.prompt_images import PARTS
 from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, LoraPair
 from mlx_parallm.models.adapters.linear import dense_weight, merged_rows
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
@@ -208,6 +209,11 @@ def open_model(source: ModelSource) -> OpenModel:
     adapter = load_adapter(source.adapter) if source.adapter else None
     notes = list(source.notes)
     if adapter is not None:
+        if seeing := next((layer for layer in adapter.layers if layer.startswith(PARTS)), None):
+            raise AdapterError(
+                f"{adapter.path}: {seeing} is of the part that sees, which GGUF files here leave"
+                " out: mlx_parallm merge --format mlx writes the model with it"
+            )
         try:
             check_adapter(linear_shapes(model), adapter.layers, str(adapter.path))
         except AdapterError as error:
