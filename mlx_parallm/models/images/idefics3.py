@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from transformers import AutoConfig
 
+from mlx_parallm.models.images.language_part import LanguagePart
 from mlx_parallm.models.mlx_lm_api import BaseModelArgs, llama
 
 TOWER = ("vision_model.", "connector.")
@@ -43,22 +43,11 @@ class ModelArgs(BaseModelArgs):
         )
 
 
-class Model(nn.Module):
+class Model(LanguagePart):
     """Llama under `language_model`."""
 
     def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.args = args
-        self.model_type = args.model_type
-        self.language_model = llama.Model(args.text)
-
-    def __call__(
-        self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
-    ) -> mx.array:
-        logits: mx.array = self.language_model(
-            inputs, cache=cache, input_embeddings=input_embeddings
-        )
-        return logits
+        super().__init__(args, llama.Model(args.text))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Return the language part's arrays under this module's names."""
@@ -73,15 +62,6 @@ class Model(nn.Module):
         part = {name.removeprefix("language_model."): array for name, array in kept.items()}
         cleaned = self.language_model.sanitize(part)
         return {f"language_model.{name}": array for name, array in cleaned.items()}
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        layers: list[nn.Module] = self.language_model.layers
-        return layers
-
-    def make_cache(self) -> list[Any]:
-        caches: list[Any] = self.language_model.make_cache()
-        return caches
 
 
 def _own_name(name: str) -> str:

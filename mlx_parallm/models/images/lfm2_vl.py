@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from transformers import AutoConfig
 
+from mlx_parallm.models.images.language_part import LanguagePart
 from mlx_parallm.models.mlx_lm_api import BaseModelArgs, lfm2
 
 TOWER = ("vision_tower.", "multi_modal_projector.")
@@ -37,22 +37,11 @@ class Lfm2VlArgs(BaseModelArgs):
         self.text = lfm2.ModelArgs.from_dict(block | text | complete)
 
 
-class Lfm2Vl(nn.Module):
+class Lfm2Vl(LanguagePart):
     """LFM2 under `language_model`."""
 
     def __init__(self, args: Lfm2VlArgs) -> None:
-        super().__init__()
-        self.args = args
-        self.model_type = args.model_type
-        self.language_model = lfm2.Model(args.text)
-
-    def __call__(
-        self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
-    ) -> mx.array:
-        logits: mx.array = self.language_model(
-            inputs, cache=cache, input_embeddings=input_embeddings
-        )
-        return logits
+        super().__init__(args, lfm2.Model(args.text))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Return the language part's arrays under this module's names."""
@@ -66,15 +55,6 @@ class Lfm2Vl(nn.Module):
             part[plain if plain.startswith("model.") else f"model.{plain}"] = array
         cleaned = self.language_model.sanitize(part)
         return {f"language_model.{name}": array for name, array in cleaned.items()}
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        layers: list[nn.Module] = self.language_model.layers
-        return layers
-
-    def make_cache(self) -> list[Any]:
-        caches: list[Any] = self.language_model.make_cache()
-        return caches
 
 
 Model, ModelArgs = Lfm2Vl, Lfm2VlArgs

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoImageProcessor
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.systems.vision.tower import TowerEncoder, load_tower
+from mlx_parallm.systems.vision.tower import TowerEncoder, check_activation, load_tower
 from mlx_parallm.types import PromptImage
 
 BEGIN, IMAGE, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
@@ -113,11 +113,7 @@ def processor(path: Path) -> SquareProcessor:
         vision = config.vision_config
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         raise ModelError(f"{path}: no processor of images: {error}") from error
-    if vision.hidden_act != ACTIVATION:
-        raise ModelError(
-            f"{path}: vision_config.hidden_act = {vision.hidden_act!r}: mlx-vlm's tower computes"
-            f" {ACTIVATION}"
-        )
+    check_activation(path, "vision_config.hidden_act", vision.hidden_act, ACTIVATION)
     return square
 
 

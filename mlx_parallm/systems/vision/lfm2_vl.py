@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.systems.vision.tower import TowerEncoder, load_tower
+from mlx_parallm.systems.vision.tower import TowerEncoder, check_activation, load_tower
 from mlx_parallm.types import PromptImage
 
 IMAGE, BEGIN, END = "<image>", "<|image_start|>", "<|image_end|>"
@@ -241,8 +241,7 @@ def processor(path: Path) -> ViewProcessor:
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         raise ModelError(f"{path}: no processor of images: {error}") from error
     for name, (written, computed) in activations.items():
-        if written != computed:
-            raise ModelError(f"{path}: {name} = {written!r}: mlx-vlm's tower computes {computed}")
+        check_activation(path, name, written, computed)
     return tiles
 
 

@@ -95,6 +95,12 @@ def _shallow(module: Any) -> Any:
     return same
 
 
+def check_activation(path: Path, key: str, written: str, computed: str) -> None:
+    """Raises ModelError: this activation is not the one that mlx-vlm's modules have."""
+    if written != computed:
+        raise ModelError(f"{path}: {key} = {written!r}: mlx-vlm's tower computes {computed}")
+
+
 def hold_blocks_inputs_alone(modules: Iterable[nn.Module]) -> None:
     """Let a gradient hold no more than the input of each block (of modules in lists of one kind),
     and compute the rest of a block again when it comes to it (Chen et al. 2016, arXiv:1604.06174).
