@@ -102,7 +102,7 @@ def open_run(
     control: RunControl | None = None,
     **values: Any,
 ) -> Run:
-    """Builds the parts as `rl_training.train` does; `poison` wraps the loss."""
+    """Builds the parts as `rl_training/run/` does; `poison` wraps the loss."""
     config = make_config(
         **{"batch": 16, "total_steps": 6, "checkpoint_interval": 2, "max_staleness": 0} | values
     )
