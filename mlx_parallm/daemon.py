@@ -10,7 +10,7 @@ stops the threads.
 
     supervisor      with --restarts, a process of its own   cli/supervisor.py
 
-`rl_training/train.py` builds the trainer's half around a `Serving`, the serving half:
+`rl_training/run/` builds the trainer's half around a `Serving`, the serving half:
 
 Serving(config)        binds the port (a taken one fails before anything else is done)
   .listen(sources)     HTTP answers, /health says 503 while loading
@@ -64,6 +64,7 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.monitor.trackers import check_installed
 from mlx_parallm.rl_training.plan.dry_run import DryRun
+from mlx_parallm.rl_training.run.prepare import PreparedRun
 from mlx_parallm.rl_training.sources import InProcessEnvironments, RewardsById, RolloutSource
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.train import TrainingRun
@@ -220,13 +221,14 @@ def training_run(
     config: Config, *, http: bool = True, pages: bool = False, ranks: Ranks = ALONE, **options: Any
 ) -> TrainingRun:
     """Make a run that is served by this process and may use every kind of source. `http`,
-    `pages`: as in `Serving`. Further arguments: `TrainingRun`."""
+    `pages`: as in `Serving`. Further arguments: `PreparedRun`."""
     serve = partial(
         Serving, http=http, pages=pages, processes=ranks.here, clients_engine=ranks.clients_engine
     )
     sources = [imported(leaf.source) for leaf in leaves() if leaf.source is not None]
     kinds = (InProcessEnvironments.of, RewardsById, *sources)
-    return TrainingRun(config, serve=serve, source_kinds=kinds, ranks=ranks, **options)
+    prepared = PreparedRun(config, serve=serve, source_kinds=kinds, ranks=ranks, **options)
+    return TrainingRun(prepared)
 
 
 def run_dry_run(config: Config) -> int:

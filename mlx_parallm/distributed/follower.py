@@ -26,9 +26,10 @@ from mlx_parallm.models.loading import check_model, resolve_model_path
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.commands import CHANGEABLE
 from mlx_parallm.rl_training.factory import build_trainer
+from mlx_parallm.rl_training.run.running import END_S
+from mlx_parallm.rl_training.run.serving import PolicyServer, open_serving
 from mlx_parallm.rl_training.sources import POLICY, policy_inference
 from mlx_parallm.rl_training.step.ranks import Ranks, RankTask
-from mlx_parallm.rl_training.train import END_S, PolicyServer, open_serving
 from mlx_parallm.rl_training.weight_updater import publish
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.signals import EndLimit

@@ -60,8 +60,10 @@ class _Waiting:
 class RunCommands:
     """The commands of one run.
 
+    `config` is the run's configuration as it is now; `keep` changes it.
+
     Args:
-        config: the run's, as it is now.
+        config: the one that the run starts with.
         step: finished steps.
         alone: false: other processes train along, so settings stay.
     """
@@ -70,13 +72,13 @@ class RunCommands:
         self,
         run: Path,
         stop: threading.Event,
+        config: Config,
         *,
-        config: Callable[[], Config],
         step: Callable[[], int],
         alone: bool = True,
     ) -> None:
         self._file, self._stop = MetricsFile(run / MARKS_FILE), stop
-        self._config, self._step, self._alone = config, step, alone
+        self.config, self._step, self._alone = config, step, alone
         self._file.cut(sys.maxsize)  # half a line that a power cut has left
         self._lock = threading.Lock()  # guards what follows, and the file
         self._waiting: deque[_Waiting] = deque()
@@ -86,11 +88,11 @@ class RunCommands:
 
     def settings(self) -> dict[str, float]:
         """Return the values of CHANGEABLE."""
-        return changeable(self._config())
+        return changeable(self.config)
 
     def fixed(self) -> str | None:
         """Return why settings cannot be changed; None: they can."""
-        if self._config().rl_training.deterministic:
+        if self.config.rl_training.deterministic:
             return (
                 "rl_training.deterministic is on: the run has to repeat bit for bit from its"
                 " configuration"
@@ -162,7 +164,7 @@ class RunCommands:
                 raise RequestError(
                     f"only {', '.join(CHANGEABLE)} can change while the run goes on", param=key
                 )
-        config = self._config()
+        config = self.config
         if (beta := values.get("kl_beta")) is not None:
             if config.rl_training.kl_target is not None:
                 raise RequestError(
@@ -226,6 +228,10 @@ class RunCommands:
                     waiting.result.set_exception(
                         RefusedError("the training has ended in an error", 409)
                     )
+
+    def keep(self, values: Mapping[str, float]) -> None:
+        """Note settings that the trainer has taken."""
+        self.config = with_settings(self.config, values)
 
     def close(self) -> None:
         """Refuse what waits, and everything from now on."""

@@ -63,7 +63,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run; `rl_training.train` builds them."""
+    """The parts of a run; `run/assembly.py` makes them."""
 
     trainer: Trainer
     buffer: Batches

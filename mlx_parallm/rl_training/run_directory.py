@@ -159,8 +159,12 @@ class RunDirectory:
         write_atomically(self.path / CONFIG_FILE, text.encode())
         log.info(CONFIGURED, file=str(self.path / CONFIG_FILE))
 
+    def keep(self) -> None:
+        """Note that the start has succeeded: `discard` leaves the directory alone."""
+        self._made_here = False
+
     def discard(self) -> None:
-        """Remove the directory if `hold` made it; called after a failed start and after `close`."""
+        """Remove the directory if `hold` made it, unless it is to be kept; called after `close`."""
         if self._made_here:
             shutil.rmtree(self.path, ignore_errors=True)
 

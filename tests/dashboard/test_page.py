@@ -38,7 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Iterat
         make_run(tmp_path_factory.mktemp("runs"), name=name) for name in ("my-run", "other")
     )
     config = load_config(run / "config.toml")
-    commands = RunCommands(run, threading.Event(), config=lambda: config, step=lambda: 3)
+    commands = RunCommands(run, threading.Event(), config, step=lambda: 3)
     commands.mark("note", "what changed")
     added = added_router(
         [RunView(Run(path), Redactor()) for path in (run, other)], live=True, commands=commands

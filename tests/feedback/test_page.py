@@ -41,9 +41,7 @@ def test_a_person_approves_and_rejects(
         SourceContext(config, run, store, VOCAB_SIZE, [], lambda: 0, lambda: 0)
     )
     assert source is not None
-    commands = RunCommands(
-        run, threading.Event(), config=lambda: load_config(run / "config.toml"), step=lambda: 3
-    )
+    commands = RunCommands(run, threading.Event(), load_config(run / "config.toml"), step=lambda: 3)
     page_router = added_router([RunView(Run(run), Redactor())], live=True, commands=commands)
     with running_server(
         tiny_engine.client, tiny_tokenizer, routers=[source.router, page_router]

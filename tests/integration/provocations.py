@@ -93,7 +93,7 @@ class Sender(HttpEnvironment):
 
     def _scored(self, problem: Any, ids: list[int], answer: dict[str, Any]) -> dict[str, Any]:
         data = super()._scored(problem, ids, answer)
-        version = self._run.weights.version
+        version = self._run.prepared.serving.weights.version
         if self._fault == "logprobs":
             data["inference_logprobs"] = [
                 [1.0 if value == 1.0 else value - 0.3 for value in row]
@@ -128,9 +128,9 @@ def registers_only(run: TrainingRun, url: str, stop: threading.Event) -> None:
 
 
 def holds_the_lock(run: TrainingRun, url: str, stop: threading.Event) -> None:
-    assert run.weights is not None
+    weights = run.prepared.serving.weights
     while not stop.is_set():
-        with run.weights.lock.read():
+        with weights.lock.read():
             stop.wait(0.3)
         stop.wait(0.05)
 

@@ -69,7 +69,7 @@ def test_a_server_in_a_runs_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         training = training_run(config, resume=None, stop=threading.Event(), console=console)
         try:
             training.execute()
-            text = training.serving.state.metrics.exposition().decode()  # type: ignore[attr-defined]
+            text = training.prepared.serving.state.metrics.exposition().decode()  # type: ignore[attr-defined]
         finally:
             training.close()
 

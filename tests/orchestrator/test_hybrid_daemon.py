@@ -92,7 +92,7 @@ def train(path: Path, *, resume: str | None = None, at_step: Any = None) -> None
             load_config(path), resume=resume, stop=stop, console=Console(file=StringIO())
         )
         if at_step is not None:
-            made.events.subscribe(StepFinished, lambda event: at_step(made, stop, event))
+            made.prepared.events.subscribe(StepFinished, lambda event: at_step(made, stop, event))
         try:
             made.execute()
         finally:
@@ -116,7 +116,7 @@ def test_a_stopped_run_goes_on_and_the_server_answers_meanwhile(tmp_path: Path) 
 
     def ask(made: Any, stop: threading.Event, event: StepFinished) -> None:
         if event.line["step"] == 1:
-            client = OpenAI(base_url=f"{made.serving.url}/v1/hybrid", api_key="none")
+            client = OpenAI(base_url=f"{made.prepared.serving.url}/v1/hybrid", api_key="none")
             messages: Any = [{"role": "user", "content": "Sum: 1+2"}]
             replies.append(
                 client.chat.completions.create(model="default", messages=messages, max_tokens=4)
@@ -124,7 +124,7 @@ def test_a_stopped_run_goes_on_and_the_server_answers_meanwhile(tmp_path: Path) 
             with pytest.raises(BadRequestError, match="stream"):
                 client.chat.completions.create(model="default", messages=messages, stream=True)
             wrong = httpx.post(
-                f"{made.serving.url}/v1/hybrid/chat/completions", json={"messages": []}
+                f"{made.prepared.serving.url}/v1/hybrid/chat/completions", json={"messages": []}
             )
             assert wrong.status_code == 400 and "messages" in wrong.json()["error"]["message"]
         if event.line["step"] == 2:

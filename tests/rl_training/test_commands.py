@@ -15,7 +15,6 @@ from mlx_parallm.rl_training.commands import (
     changeable,
     overridden_settings,
     restored_settings,
-    with_settings,
 )
 from mlx_parallm.rl_training.metrics import MetricsFile
 
@@ -39,15 +38,10 @@ class Run:
     def __init__(self, path: Path, *, alone: bool = True, **training: Any) -> None:
         self.config = parse_config({"rl_training": training})
         self.stop, self.loop, self.path = threading.Event(), Loop(), path
-        self.commands = RunCommands(
-            path, self.stop, config=lambda: self.config, step=lambda: 7, alone=alone
-        )
+        self.commands = RunCommands(path, self.stop, self.config, step=lambda: 7, alone=alone)
 
     def perform(self) -> None:
-        self.commands.perform(self.loop, self.keep)
-
-    def keep(self, values: Any) -> None:
-        self.config = with_settings(self.config, values)
+        self.commands.perform(self.loop, self.commands.keep)
 
     def marks(self) -> list[tuple[int, str, str]]:
         return [

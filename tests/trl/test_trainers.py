@@ -39,7 +39,7 @@ from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.scoring.reward_model import TrainedRewardModel
 from mlx_parallm.models.threads import in_mlx_thread
-from mlx_parallm.rl_training.train import END_S
+from mlx_parallm.rl_training.run.running import END_S
 from mlx_parallm.system.signals import EndLimit
 from mlx_parallm.system.terminal import Console
 

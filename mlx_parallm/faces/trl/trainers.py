@@ -55,6 +55,7 @@ from mlx_parallm.models.threads import MLXThread, in_mlx_thread
 from mlx_parallm.rewards.functions import is_reward_reference
 from mlx_parallm.rl_training.checkpoints.resume import placed
 from mlx_parallm.rl_training.data.source import Fit
+from mlx_parallm.rl_training.run.start import StartedRun
 from mlx_parallm.rl_training.run_directory import (
     BEST,
     CONFIG_FILE,
@@ -64,7 +65,7 @@ from mlx_parallm.rl_training.run_directory import (
     RunDirectory,
 )
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
-from mlx_parallm.rl_training.train import StartedRun, TrainingRun
+from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.system.blas import share_blas_between
 from mlx_parallm.system.hardware import usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging
@@ -299,7 +300,7 @@ class TRLTrainer(TrainerAttributes):
     @property
     def url(self) -> str | None:
         """The server, without /v1; None when it is not asked for, or not there yet."""
-        return (self._open.run.serving.url or None) if self._open is not None else None
+        return (self._open.run.prepared.serving.url or None) if self._open is not None else None
 
     @property
     def config(self) -> Config:
@@ -746,12 +747,12 @@ class _OpenRun:
         """`schedule`: asked when the rows have been read; `on_policy`: gets what is trained."""
         if (started := self._start()) is not None:
             on_policy(started.parts.trainer.policy)
-            callbacks.subscribe(self.run.events, schedule(), stop=self._stop)
+            callbacks.subscribe(self.run.prepared.events, schedule(), stop=self._stop)
             self.run.train(started)
 
     def evaluate(self) -> dict[str, float]:
         started = self._start()
-        return self.run.evaluate(started) if started is not None else {}
+        return started.evaluate() if started is not None else {}
 
     def _start(self) -> StartedRun | None:
         if self._started is None:

@@ -25,6 +25,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode import EpisodePolicy
@@ -48,10 +49,11 @@ from mlx_parallm.rl_training.plan.preflight import (
     PlannedRun,
     in_words,
 )
+from mlx_parallm.rl_training.run.start import StartedRun
 from mlx_parallm.rl_training.sources import EMBEDDED, POLICY, policy_inference
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.policy import COMPANIONS
-from mlx_parallm.rl_training.train import StartedRun, TrainingRun
+from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.system.files import GB
 from mlx_parallm.system.hardware import memory_present
 from mlx_parallm.system.terminal import Console, duration
@@ -143,14 +145,16 @@ class DryRun:
     ) -> None:
         self._run = open_run(probe_config(config, scratch), resume=None, stop=stop, console=console)
         self._user_config, self._stop, self._console = config, stop, console
-        self._config = self._run.config
-        self._environments, self._serving = self._run.environments, self._run.serving
+        prepared = self._run.prepared
+        self._config, self._events = prepared.config, prepared.events
+        self._environments, self._serving = prepared.environments, prepared.serving
         self._probe = Probe()
 
     @property
     def _measurable(self) -> bool:
         """Whether steps can be made here and now: not with rollouts that come over HTTP."""
-        return bool(self._environments) or self._run.data is not None
+        on_rows = self._config.rl_training.algorithm in DATA_ALGORITHMS
+        return bool(self._environments) or on_rows
 
     def execute(self) -> None:
         """Show what the run needs by formula, start it, show samples, run the probe, and show
@@ -164,7 +168,7 @@ class DryRun:
         started = self._run.start()  # which refuses what does not fit
         if started is None:
             return
-        self._config, empty_bytes = self._run.config, started.store.size_bytes()
+        self._config, empty_bytes = started.config, started.opened.store.size_bytes()
         if self._environments:
             self._sample()
         if not self._stop.is_set() and self._measurable:
@@ -304,12 +308,12 @@ class DryRun:
     def _run_probe(self, started: StartedRun) -> None:
         control = RunControl(
             should_stop=self._stop.is_set,
-            while_waiting=lambda: self._run.check(started.sources),
+            while_waiting=started.check,
             after_step=self._probe.after_step,
             served_tokens=lambda: self._serving.client.stats().generation_tokens,
         )
-        self._run.events.subscribe(BatchReady, lambda event: self._probe.add(event.batch))
-        loop = TrainingLoop(started.parts, control=control, events=self._run.events)
+        self._events.subscribe(BatchReady, lambda event: self._probe.add(event.batch))
+        loop = TrainingLoop(started.parts, control=control, events=self._events)
         with suppress(ProbeDone):
             loop.run()
 
@@ -327,9 +331,7 @@ class DryRun:
         by_formula = [run.memory for run in runs]
         memory = measured_bytes(probe.lines) if self._measurable else needed_bytes(by_formula[1])
         training = config.rl_training
-        steps = (
-            training.total_steps if self._run.data is None else self._run.data.total_steps(training)
-        )
+        steps = training.total_steps if started.data is None else started.data.total_steps(training)
         kept = training.keep_checkpoints + bool(training.keep_best)
         forecast = Forecast(
             memory_seen=memory,
@@ -378,15 +380,15 @@ class DryRun:
 
     def _disk_step(self, started: StartedRun, empty_bytes: int) -> int:
         """Bytes of one step: its groups in the database, its metrics line, its line in the log."""
-        lines, store = self._probe.lines, started.store
+        lines, opened = self._probe.lines, started.opened
         if not lines:
             return 0
-        counts = store.counts()
-        one_group = (store.size_bytes() - empty_bytes) / max(
+        counts = opened.store.counts()
+        one_group = (opened.store.size_bytes() - empty_bytes) / max(
             1, counts.waiting + counts.taken + counts.dropped
         )
         groups = sum(line["groups"] or 0 for line in lines) / len(lines)
-        metrics = (started.directory.path / METRICS_FILE).stat().st_size / len(lines)
+        metrics = (opened.path / METRICS_FILE).stat().st_size / len(lines)
         return round(one_group * groups + metrics + LOG_LINE)
 
     def _companions(self) -> int:

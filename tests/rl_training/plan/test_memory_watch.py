@@ -116,7 +116,7 @@ def test_nothing_is_loaded_or_written_before_the_refusal(
         stop=threading.Event(),
         console=Console(quiet=True),
     )
-    monkeypatch.setattr(run.serving, "load", lambda **_: pytest.fail("loaded"))
+    monkeypatch.setattr(run.prepared.serving, "load", lambda **_: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=r"are there"):
         run.execute()
     run.close()

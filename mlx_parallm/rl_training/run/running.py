@@ -1,0 +1,117 @@
+"""RunningRun, the last stage of a run: the loop with all that watches it.
+
+    display, logs, trackers, … (watchers.py) → evaluation at the start → TrainingLoop
+    → last evaluation → report (report.py)
+
+All of it is on the trainer's thread.
+"""
+
+from typing import Any
+
+from mlx_parallm.rl_training.evaluation.schedule import FallGuard
+from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents, RunFinished, RunStarted
+from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.rl_training.run.report import print_run_report, run_info
+from mlx_parallm.rl_training.run.start import StartedRun
+from mlx_parallm.rl_training.run.watchers import watch
+from mlx_parallm.system.log import get_logger
+
+END_S = 60.0  # after the last checkpoint, beside the drain: trackers, pictures, joins
+log = get_logger("train")
+
+
+class RunningRun:
+    """A run whose loop stands before its first step. Main thread only.
+
+    Args:
+        ends_process: the process has nothing else to do, and ends even where something blocks.
+    """
+
+    def __init__(self, started: StartedRun, *, ends_process: bool) -> None:
+        self._started, self._prepared = started, started.prepared
+        self._ends_process = ends_process
+        events, checkpointer = self._prepared.events, started.parts.checkpointer
+        metrics = MetricsFile(started.opened.path / METRICS_FILE)
+        watch(started)
+        self._evaluations = started.evaluations
+        events.subscribe(
+            EvaluationFinished, lambda event: checkpointer and checkpointer.point_at_best()
+        )
+        self._guard_falls(events)
+        events.subscribe(
+            RunFinished, lambda event: print_run_report(started, metrics, event.outcome)
+        )
+        lines = list(metrics.read())
+        events.emit(RunStarted(run_info(started), lines))
+        self._evaluations.begin(started.state, lines)
+        self._loop = TrainingLoop(
+            started.parts, control=self._control(), events=events, state=started.state
+        )
+        self._prepared.live.trains(self._loop)
+        if started.state is None and started.config.evaluation.max_fall is not None:
+            self._loop.save_now()  # the weights at the start may turn out to be the best
+
+    def run(self) -> None:
+        """Train to the end or to the stop, and report."""
+        started, prepared = self._started, self._prepared
+        try:
+            outcome = self._loop.run()
+        finally:
+            started.rollbacks.close()
+            started.commands.close()
+        if outcome == "stopped":
+            self._end_soon()
+        self._evaluations.finish()
+        prepared.events.emit(RunFinished(outcome))
+        self._end_soon()
+        prepared.ranks.check()
+
+    def _control(self) -> RunControl:
+        started, prepared, evaluations = self._started, self._prepared, self._evaluations
+        serving, ranks = prepared.serving, prepared.ranks
+        return RunControl(
+            should_stop=prepared.stop.is_set,
+            before_step=started.opened.disk.check,
+            between_steps=lambda: started.commands.perform(self._loop, started.keep_settings),
+            while_waiting=started.check,
+            training=serving.turns.training,
+            measure=self._measure,
+            after_step=lambda line: (
+                evaluations.wants_checkpoint(line["step"]) or prepared.wants_checkpoint()
+            ),
+            served_tokens=lambda: serving.client.stats().generation_tokens + ranks.served_tokens(),
+        )
+
+    def _measure(self, step: int) -> dict[str, Any]:
+        """Return what a metrics line has beside the trainer's numbers."""
+        heldout, tools = self._started.heldout, self._prepared.tools
+        return {
+            **(heldout.measure(step) if heldout is not None else {}),
+            **self._evaluations.measure(step),
+            **(tools.new_counts() if tools is not None else {}),
+        }
+
+    def _guard_falls(self, events: RunEvents) -> None:
+        """Let the weights go back to the best ones when an evaluation falls, where that is
+        asked for."""
+        started = self._started
+        if (most := started.config.evaluation.max_fall) is None:
+            return
+
+        def roll_back(version: int) -> None:
+            started.rollbacks.request(version=version)
+
+        FallGuard(started.evaluation_log, most, roll_back).subscribe(events)
+
+    def _end_soon(self) -> None:
+        """The last checkpoint is written: what is left may not take long, where the process has
+        nothing else to do."""
+        if not self._ends_process:
+            return
+        event, why = (
+            "ended at once",
+            "the end took too long: does a reward function or environment not return?",
+        )
+        seconds = END_S + self._started.config.server.drain_timeout_s
+        self._prepared.end.start(seconds, lambda: log.warning(event, reason=why, seconds=seconds))
