@@ -21,9 +21,9 @@ from mlx_parallm.rl_training.events import (
 from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -107,10 +107,10 @@ def open_run(
         **{"batch": 16, "total_steps": 6, "checkpoint_interval": 2, "max_staleness": 0} | values
     )
     store = RolloutStore(directory / "rollouts.sqlite")
-    algorithm = make_algorithm(config)
+    options, algorithm = training_options(config), make_algorithm(config)
     if poison is not None:
         algorithm = replace(algorithm, loss=poison(algorithm.loss))
-    trainer = Trainer(make_policy(config), config, algorithm)
+    trainer = Trainer(make_policy(config), options.trainer, algorithm)
     metrics = MetricsFile(directory / "metrics.jsonl")
     checkpointer = Checkpointer(
         directory, trainer.policy, trainer.optimizer, keep=config.keep_checkpoints
@@ -138,16 +138,32 @@ def open_run(
     stream.subscribe(WeightsPublished, lambda event: published.append(event.report))
     stream.subscribe(StepFinished, lambda event: events.append(f"line {event.line['step']}"))
     stream.subscribe(CheckpointSaved, lambda event: events.append(f"saved {event.path.name}"))
-    updater = WeightUpdater(shared, trainer, versions, numbers=numbers, events=stream)
+    updater = WeightUpdater(
+        shared,
+        trainer,
+        versions,
+        options.updates,
+        repeats=config.deterministic,
+        numbers=numbers,
+        events=stream,
+    )
     if served and state:
         updater.resume(served, due=state.publish_is_due(config.weight_updates.update_every_n_steps))
     rollback_service = RollbackService()
     rollbacks = Rollbacks(rollback_service, directory, trainer, updater)
     buffer = build_buffer(
-        store, versions, trainer, config, group_sizes=[GROUP], request_groups=bandit
+        store, versions, trainer, options, group_sizes=[GROUP], request_groups=bandit
     )
     parts = Parts(
-        trainer, buffer, versions, updater, checkpointer, metrics, {"bandit": bandit}, rollbacks
+        options.loop,
+        trainer,
+        buffer,
+        versions,
+        updater,
+        checkpointer,
+        metrics,
+        {"bandit": bandit},
+        rollbacks,
     )
     control = replace(control or RunControl(), wait_turn_s=0.05)
     loop = TrainingLoop(parts, control=control, events=stream, state=state)

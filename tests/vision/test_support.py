@@ -14,9 +14,9 @@ from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.models.images.support import with_images
 from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.rl_training.factory import build_policy
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.plan.model_shape import ModelShape
 from mlx_parallm.rl_training.plan.preflight import predict_memory
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.systems.vision import leaf
 from mlx_parallm.systems.vision.leaf import image_support
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm
@@ -97,5 +97,7 @@ def test_the_preflight_counts_the_tower(save: Any, tmp_path: Path) -> None:
             seeing = image_support(config, path, read_config(path))
             training = config.rl_training
             loaded = with_images(load_model(model), seeing)
-            policy = build_policy(loaded, training, make_algorithm(training))
+            policy = build_policy(
+                loaded, training_options(training).policy, make_algorithm(training)
+            )
             assert ModelShape.of(read_config(path), config).trained == policy.parameters, train

@@ -52,6 +52,7 @@ from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
+from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.run_directory import RunDirectory, checkpoint_at
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
@@ -314,6 +315,7 @@ class BaseAlgorithm(ABC):
             config.training_keys(self.name, self.inference.max_model_len) | self._own_loss,
         )
         training, store = backprop.run_config.rl_training, CollectedGroups(self._collect)
+        options = training_options(training)
         checkpointer, metrics, state = None, None, None
         if config.checkpoint_dir is not None:
             self._directory = RunDirectory.open(backprop.run_config, checkpoint)
@@ -328,17 +330,23 @@ class BaseAlgorithm(ABC):
                 backprop.publish(at_least=state.policy_version)
             self._write_settings(state.step if state else 0)
         self._versions = versions = VersionSteps(weights.version, state.step if state else 0)
-        collecting = {"max_staleness": config.max_staleness, "max_empty_rounds": REFILLS}
+        collecting = replace(
+            options.buffer, max_staleness=config.max_staleness, max_empty_rounds=REFILLS
+        )
         buffer = build_buffer(
             store,
             versions,
             trainer,
-            training.model_copy(update=collecting),
+            replace(options, buffer=collecting),
             group_sizes=[self.group_size],
             request_groups=store.request,
         )
-        self._updater = WeightUpdater(weights, trainer, versions)
-        parts = Parts(trainer, buffer, versions, self._updater, checkpointer, metrics, {})
+        self._updater = WeightUpdater(
+            weights, trainer, versions, options.updates, repeats=training.deterministic
+        )
+        parts = Parts(
+            options.loop, trainer, buffer, versions, self._updater, checkpointer, metrics, {}
+        )
         return TrainingLoop(
             parts,
             control=RunControl(after_step=self._after_step),

@@ -30,6 +30,7 @@ from mlx_parallm.models.lora import are_experts, linear_layers, linear_shape
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.rl_training.factory import build_trainer
+from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.step.algorithms import Algorithm
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch
@@ -145,12 +146,12 @@ class TinkerLearner:
         training = self._training.model_copy(update=values)
         trainer = build_trainer(
             self.base,
-            training,
+            training_options(training),
             _UNUSED,
             between_blocks=self._turns.after_evaluation,
             watches_experts=False,  # the SDK has no field for those of a sample
         )
-        model = LearnedModel(trainer)
+        model = LearnedModel(trainer, training)
         if checkpoint is not None:
             model.load(checkpoint, optimizer=optimizer)
         return model
@@ -191,15 +192,11 @@ class LearnedModel:
     """One client's model. Its methods run on the learner's thread.
 
     `step`: optimizer updates so far, those of the checkpoint that it was loaded from included.
+    `training`: the settings of its training that the client's requests do not change.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    @property
-    def training(self) -> RLTrainingConfig:
-        """The settings of its training that the client's requests do not change."""
-        return self._trainer.config
+    def __init__(self, trainer: Trainer, training: RLTrainingConfig) -> None:
+        self._trainer, self.training = trainer, training
 
     @property
     def step(self) -> int:

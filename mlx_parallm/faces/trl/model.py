@@ -25,7 +25,7 @@ from mlx_parallm.models.value_head import VALUE_HEAD_FILE
 from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.factory import build_policy
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.system.files import write_directory
 
 NOT_HERE: Mapping[str, str] = {
@@ -107,7 +107,10 @@ def module_before_training(config: Config) -> nn.Module:
         config.model, quantize=training.lora.enabled and training.lora.quantize_base
     )
     policy = build_policy(
-        loaded, training, make_algorithm(training), initial_adapter=initial_adapter(config)
+        loaded,
+        training_options(training).policy,
+        make_algorithm(training),
+        initial_adapter=initial_adapter(config),
     )
     evaluate_module(policy.model)
     return with_methods(policy.model, loaded.config)

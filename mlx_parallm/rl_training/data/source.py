@@ -103,7 +103,15 @@ class DataSource(RolloutSource):
         )
 
     def heldout(self, trainer: Trainer) -> HeldOut:
-        return HeldOut(self._heldout, trainer, self._config.data, weights=self._weights)
+        training = self._config.rl_training
+        return HeldOut(
+            self._heldout,
+            trainer,
+            self._config.data,
+            weights=self._weights,
+            last=training.total_steps,
+            measures_kl=training.preference.kto_loss == "kto",
+        )
 
     @property
     def _weights(self) -> tuple[float, float]:

@@ -18,10 +18,9 @@ from mlx_parallm.rl_training.evaluation.schedule import evaluation_sources
 from mlx_parallm.rl_training.events import RunEvents
 from mlx_parallm.rl_training.loop import TrainingLoop
 from mlx_parallm.rl_training.monitor.trackers import check_installed
+from mlx_parallm.rl_training.options import check_kv_bits, make_algorithm
 from mlx_parallm.rl_training.run.serving import PolicyServer
 from mlx_parallm.rl_training.sources import SourceKind
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
-from mlx_parallm.rl_training.step.prepare import check_kv_bits
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.system.log import RunLog
 from mlx_parallm.system.signals import EndLimit

@@ -34,6 +34,7 @@ from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_
 from mlx_parallm.rl_training.group_fit import LogprobMismatchCheck
 from mlx_parallm.rl_training.loop import Batches, Parts
 from mlx_parallm.rl_training.monitor.spans import SpanLog
+from mlx_parallm.rl_training.options import TrainingOptions, training_options
 from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.rl_training.publish.rollback import RollbackService
@@ -175,16 +176,17 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     rollbacks = RollbackService()
     _listen(prepared, opened, sources, rollbacks, commands)
     loaded = serving.load(quantize=quantize)
+    options = training_options(config.rl_training)
     trainer = build_trainer(
         loaded,
-        config.rl_training,
+        options,
         prepared.algorithm,
         initial_adapter=initial,
         between_blocks=serving.turns.after_evaluation,
         ranks=prepared.ranks,
         kv_bits=config.server.kv_bits,
     )
-    _complete(trainer, prepared, loaded)
+    _complete(trainer, options, prepared, loaded)
     evaluation_log = EvaluationLog(
         opened.path,
         best_by(config.rl_training.keep_best, config.evaluation),
@@ -198,10 +200,11 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     heldout = data.heldout(trainer) if data is not None else None
     parts = make_parts(
         trainer,
+        options,
         published,
         data.batches(trainer)
         if data is not None
-        else _rollout_batches(prepared, opened, trainer, published, sources),
+        else _rollout_batches(prepared, opened, trainer, options, published, sources),
         files,
         drained=lambda: drained(
             prepared.ranks.clients_engine(serving.client), prepared.stop.is_set
@@ -296,13 +299,16 @@ def _listen(
     prepared.serving.listen(sources, rollbacks, routers, run=opened.path, commands=commands)
 
 
-def _complete(trainer: Trainer, prepared: PreparedRun, loaded: LoadedModel) -> None:
+def _complete(
+    trainer: Trainer, options: TrainingOptions, prepared: PreparedRun, loaded: LoadedModel
+) -> None:
     """Give a new trainer what lies beside its weights in a checkpoint, and its teachers."""
     policy = trainer.policy
     prepared.live.experts = policy.experts if policy.replays_experts else None
     policy.described = _described(prepared)
     teachers = build_teachers(
         trainer,
+        options.teachers,
         prepared.config.model,
         loaded,
         between_blocks=prepared.serving.turns.after_evaluation,
@@ -333,12 +339,14 @@ def _resume(
     evaluation_log: EvaluationLog,
 ) -> RunFiles:
     """Put trainer, store and files back to where the run goes on."""
+    training = prepared.config.rl_training
     files = open_files(
         opened.path,
         trainer,
         opened.store,
         checkpoint=prepared.checkpoint,
-        keep_best=bool(trainer.config.keep_best),
+        keep=training.keep_checkpoints,
+        keep_best=bool(training.keep_best),
         judge=evaluation_log,
         learners={
             source.name: source.learner
@@ -384,6 +392,7 @@ def _rollout_batches(
     prepared: PreparedRun,
     opened: OpenDirectory,
     trainer: Trainer,
+    options: TrainingOptions,
     published: PublishedWeights,
     sources: Sources,
 ) -> Batches:
@@ -391,7 +400,7 @@ def _rollout_batches(
         opened.store,
         published.versions,
         trainer,
-        trainer.config,
+        options,
         group_sizes=[source.config.group_size for source in prepared.environments],
         request_groups=sources.request if prepared.environments else None,
         minimums=sources.minimums,

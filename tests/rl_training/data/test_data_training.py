@@ -21,8 +21,8 @@ from mlx_parallm.rl_training.data.tokens import Encoded, Unit
 from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import TIMES, MetricsFile
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -73,7 +73,7 @@ def write_rows(directory: Path, algorithm: str, count: int = 20) -> None:
 def make_trainer(config: Config) -> Trainer:
     training, algorithm = config.rl_training, make_algorithm(config.rl_training)
     needs = {"needs_reference": algorithm.needs_reference, "needs_values": algorithm.has_values}
-    return Trainer(make_policy(training, **needs), training, algorithm)
+    return Trainer(make_policy(training, **needs), training_options(training).trainer, algorithm)
 
 
 def open_source(algorithm: str, tmp_path: Path, **values: Any) -> tuple[Config, DataSource]:
@@ -210,6 +210,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """A run up to total_steps, or asked to stop in the step after `stop_at`; its metrics lines."""
     directory.mkdir(exist_ok=True)
+    options = training_options(config.rl_training)
     trainer, store = make_trainer(config), RolloutStore(directory / "rollouts.sqlite")
     metrics = MetricsFile(directory / "metrics.jsonl")
     checkpointer = Checkpointer(directory, trainer.policy, trainer.optimizer, keep=3)
@@ -223,11 +224,12 @@ def run(
     shared = SharedWeights(
         make_model(), policy="policy", version=versions.newest[0], keep_versions=1
     )
-    updater = WeightUpdater(shared, trainer, versions)
+    updater = WeightUpdater(shared, trainer, versions, options.updates, repeats=False)
     heldout = source.heldout(trainer)
     if state is None or state.step == 0:
         heldout.before()
     parts = Parts(
+        options.loop,
         trainer,
         source.batches(trainer),
         versions,
@@ -324,7 +326,14 @@ def test_held_out_numbers_are_those_of_the_loss(tmp_path: Path) -> None:
         Unit((Encoded(np.array([1, 2, *range(3, 3 + n)], np.int32), np.arange(2 + n) >= 2),), True)
         for n in (1, 4, 2)
     ]
-    heldout = HeldOut(units, trainer, config.data, weights=(1.0, 1.0))
+    heldout = HeldOut(
+        units,
+        trainer,
+        config.data,
+        weights=(1.0, 1.0),
+        last=config.rl_training.total_steps,
+        measures_kl=True,
+    )
     logprobs = np.concatenate(trainer.logprobs([unit.sequences[0].rollout() for unit in units]))
     assert len(logprobs) == 7
     assert heldout.numbers()["eval/loss"] == pytest.approx(-logprobs.mean(), rel=1e-5)

@@ -18,10 +18,10 @@ from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.layouts.tree_rows import TreeAttention, merge_rows
 from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.plan import model_shape, preflight
 from mlx_parallm.rl_training.plan.model_shape import ModelShape
 from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun, predict_memory
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.system.hardware import GIB
@@ -397,9 +397,10 @@ def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[s
     config = small(**training)
     loaded = load_model(config.model)
     algorithm = make_algorithm(config.rl_training)
+    options = training_options(config.rl_training)
     policy = TrainedPolicy(
         loaded.model,
-        config.rl_training,
+        options.policy,
         source=loaded.path,
         model_config=loaded.config,
         needs_reference=algorithm.needs_reference,
@@ -408,7 +409,7 @@ def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[s
     shape = ModelShape.of(loaded.config, config)
     assert shape.trained == policy.parameters
     held = [*policy.slots.read(), *(policy.reference_arrays or [])]
-    state = PolicyOptimizer(policy.slots, config.rl_training).state()
+    state = PolicyOptimizer(policy.slots, options.trainer.optimizer).state()
     held += [array for name, array in state.items() if name != "step"]
     if config.rl_training.lora.use_adalora:  # with E and without
         held += [layer.lora_b for layer in trainer_lora_layers(policy.model).values()]
