@@ -421,15 +421,6 @@ class Serving:
         added = [*(source.router for source in sources if source.router is not None), *routers]
         if run is not None and self._pages:
             added += _pages(run, self.config.redactor(), commands)
-        for leaf in leaves():
-            if leaf.routes is not None and not (sources and leaf.source is not None):
-                added += [
-                    router
-                    for router in [imported(leaf.routes)(self.config, self.state)]
-                    if router is not None
-                ]
-        self._page_paths = [router.page for router in added if router.page is not None]
-        self._added = added
         completions = next(
             (source.completions for source in sources if isinstance(source, RewardsById)), None
         )
@@ -442,6 +433,15 @@ class Serving:
             rollbacks=rollbacks,
             scorer=self._scorer,
         )
+        for leaf in leaves():
+            if leaf.routes is not None and not (sources and leaf.source is not None):
+                added += [
+                    router
+                    for router in [imported(leaf.routes)(self.config.of_leaf(leaf), deps)]
+                    if router is not None
+                ]
+        self._page_paths = [router.page for router in added if router.page is not None]
+        self._added = added
         connections = connection_limit(
             self.config.server.max_concurrent_requests, raise_file_limit()
         )
@@ -453,7 +453,7 @@ class Serving:
         says so too."""
         try:
             loaded = load_model(self.config.model, quantize=quantize)
-            return with_images(loaded, self.image_support, self.config)
+            return with_images(loaded, self.image_support, self.config.image_hooks())
         except (ModelError, ConfigError) as error:
             self.state.failed(str(error))
             raise
@@ -462,7 +462,7 @@ class Serving:
     def image_support(self) -> ImageSupport | None:
         """The part that reads images for the model; None: it reads text alone. Raises ModelError,
         ConfigError."""
-        return image_support(self.config, self.model_path)
+        return image_support(self.config.image_hooks(), self.model_path)
 
     @property
     def image_reader(self) -> ImageReader | None:

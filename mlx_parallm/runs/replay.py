@@ -126,7 +126,8 @@ def replay(
         quantize = saved.rl_training.lora.enabled and saved.rl_training.lora.quantize_base
         check_model(saved.model, train=True, quantize=quantize)
         loaded = load_model(saved.model, quantize=quantize)
-        loaded = with_images(loaded, image_support(saved, loaded.path), saved)
+        hooks = saved.image_hooks()
+        loaded = with_images(loaded, image_support(hooks, loaded.path), hooks)
         done = []
         for overrides, config in zip(variants, configs, strict=True):
             player = _Player(loaded, config, checkpoint, saved, store)
@@ -183,7 +184,7 @@ class _Player:
         `final`."""
         directory = RunDirectory.hold(_free_name(run))
         with closing(directory):
-            directory.write_config(self._config)
+            directory.write_config(self._config.saved_as(directory.path.name))
             metrics, replayed = MetricsFile(directory.path / METRICS_FILE), []
             for line in lines:
                 replayed.append(self._step(line, taken[line["step"]]))

@@ -189,7 +189,7 @@ class InferenceModule:
         """Raises ConfigError, ModelError."""
         if self.loaded is None:
             loaded = load_model(config.model)
-            support = image_support(config, loaded.path)
+            support = image_support(config.image_hooks(), loaded.path)
             loaded = self.loaded = with_images(loaded, support)
             self._new_tokenizer = lambda: _with_reader(
                 load_tokenizer(loaded.path, config.model), loaded.images

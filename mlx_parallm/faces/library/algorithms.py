@@ -318,7 +318,9 @@ class BaseAlgorithm(ABC):
         options = training_options(training)
         checkpointer, metrics, state = None, None, None
         if config.checkpoint_dir is not None:
-            self._directory = RunDirectory.open(backprop.run_config, checkpoint)
+            self._directory = RunDirectory.open(
+                training.checkpoint_dir, training.run_name, checkpoint
+            )
             self._release = weakref.finalize(self, self._directory.close)
             path = self._directory.path
             metrics = MetricsFile(path / METRICS_FILE)
@@ -362,7 +364,7 @@ class BaseAlgorithm(ABC):
         base = source if isinstance(source, str) else self.backprop.loaded.path
         training = config.rl_training.model_copy(update={"total_steps": max(1, total_steps)})
         sections = {"model": ModelConfig(base_path=str(base)), "rl_training": training}
-        directory.write_config(config.model_copy(update=sections))
+        directory.write_config(config.model_copy(update=sections).saved_as(directory.path.name))
         settings = {"name": self.name, "config": self.config.model_dump(mode="json")}
         write_atomically(
             directory.path / ALGORITHM_FILE, (json.dumps(settings, indent=1) + "\n").encode()

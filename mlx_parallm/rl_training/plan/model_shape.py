@@ -105,7 +105,14 @@ class ModelShape:
             arrays = tree_flatten(model.trainable_parameters())
             count = sum(array.size for _, array in arrays)
         tower, seeing = (
-            tower_sizes(config, dtype.size) if "vision_config" in model_config else (0, [])
+            tower_sizes(
+                config.image_hooks(),
+                config.model,
+                dtype.size,
+                training.lora.rank if training.lora.enabled else None,
+            )
+            if "vision_config" in model_config
+            else (0, [])
         )
         count += sum(seeing)
         sizes = [*(array.size for _, array in arrays), *seeing]

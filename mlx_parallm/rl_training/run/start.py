@@ -144,7 +144,8 @@ class StartedRun:
         """Note settings that the trainer has changed: in the configuration, and where answers are
         sampled."""
         self.commands.keep(values)
-        self.opened.directory.write_config(self.config)
+        directory = self.opened.directory
+        directory.write_config(self.config.saved_as(directory.path.name))
         if "temperature" in values:
             self.sources.use_temperature(values["temperature"])
 
@@ -213,7 +214,7 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
         sources=sources.keeping_state(),
         rollbacks=rollbacks,
     )
-    opened.directory.write_config(config)
+    opened.directory.write_config(config.saved_as(opened.path.name))
     if prepared.stop.is_set():
         return None
     opened.directory.keep()
@@ -241,7 +242,10 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
 def _open_directory(prepared: PreparedRun, *, keeps_groups: bool) -> OpenDirectory:
     """Open the run directory and its store, which HTTP requests write to."""
     config, checkpoint, closing = prepared.config, prepared.checkpoint, prepared.closing
-    directory = RunDirectory.open(config, checkpoint, reuse=prepared.start_over)
+    training = config.rl_training
+    directory = RunDirectory.open(
+        training.checkpoint_dir, training.run_name, checkpoint, reuse=prepared.start_over
+    )
     closing.callback(directory.discard)
     closing.callback(directory.close)
     prepared.run_log.open(directory.path)
@@ -255,7 +259,7 @@ def _open_directory(prepared: PreparedRun, *, keeps_groups: bool) -> OpenDirecto
         )
     store = RolloutStore(store_file, min_free_bytes=reserve)
     closing.callback(store.close)
-    disk = DiskUse(directory, store, config.rollouts, keep=config.rl_training.keep_checkpoints)
+    disk = DiskUse(directory, store, config.rollouts, keep=training.keep_checkpoints)
     disk.check()
     closing.callback(prepared.serving.close)  # before the store, which requests write to
     step, _ = moment(checkpoint) if checkpoint else (0, 0)
