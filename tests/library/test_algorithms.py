@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig, training_keys
-from mlx_parallm.config.load import parse_config
+from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.errors import CheckpointError, ConfigError, RolloutRejectedError
 from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.library.algorithms import (
+    ALGORITHM_FILE,
     ALGORITHMS,
     BaseAlgorithm,
     GRPOAlgorithm,
@@ -31,6 +32,8 @@ from mlx_parallm.faces.library.algorithms import (
 from mlx_parallm.faces.library.backprop import BackpropModule
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.lora import load_adapter
+from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE
+from mlx_parallm.rl_training.run_directory import RunDirectory
 from mlx_parallm.runs.explain import explain
 from mlx_parallm.runs.run import open_run
 from mlx_parallm.runs.show_checkpoint import describe
@@ -368,6 +371,31 @@ def test_a_checkpoint_is_the_daemons_and_training_goes_on_from_it(tmp_path: Path
     ] == [1, 2, 3, 4]
     with pytest.raises(CheckpointError, match=r"no checkpoint of an algorithm"):
         load_algorithm_from_checkpoint(tmp_path / "elsewhere", *_parts(inference))
+
+
+def test_the_configuration_is_written_once_and_a_failed_load_frees_the_directory(
+    inference: InferenceModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    write = RunDirectory.write_config
+
+    def counted(directory: RunDirectory, config: Config) -> None:
+        written.append(config.rl_training.total_steps)
+        write(directory, config)
+
+    monkeypatch.setattr(RunDirectory, "write_config", counted)
+    settings = {"batch_size": 4, "group_size": 4, "checkpoint_dir": tmp_path}
+    algorithm = make(GRPOAlgorithm, inference, Length(), run_name="run", **settings)
+    algorithm.train(2, progress_bar=False)
+    saved = algorithm.save_checkpoint()
+    assert written == [2]
+    untrained = make(GRPOAlgorithm, inference, Length(), run_name="new", **settings)
+    assert (untrained.save_checkpoint().parent / ALGORITHM_FILE).is_file() and written == [2, 1]
+    algorithm.close()
+    (saved / STATE_FILE).write_text("{")
+    with pytest.raises(CheckpointError, match=STATE_FILE) as failed:
+        load_algorithm_from_checkpoint(saved, *_parts(inference))
+    assert failed.tb is not None and not RunDirectory.in_use(tmp_path / "run")
 
 
 def _parts(inference: InferenceModule) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
+from mlx_parallm.rl_training.checkpoint import find_checkpoint
 from mlx_parallm.rl_training.events import (
     CheckpointSaved,
     RunEvents,
@@ -20,12 +20,11 @@ from mlx_parallm.rl_training.events import (
 )
 from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
-from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.options import make_algorithm, training_options
-from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
-from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
+from mlx_parallm.rl_training.publish.rollback import RollbackService
+from mlx_parallm.rl_training.publish.versions import VersionNumbers
+from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
 from mlx_parallm.weights import PublishReport, SharedWeights
@@ -102,7 +101,7 @@ def open_run(
     control: RunControl | None = None,
     **values: Any,
 ) -> Run:
-    """Builds the parts as `rl_training/run/` does; `poison` wraps the loss."""
+    """Make the parts as a run does; `poison` wraps the loss."""
     config = make_config(
         **{"batch": 16, "total_steps": 6, "checkpoint_interval": 2, "max_staleness": 0} | values
     )
@@ -111,22 +110,21 @@ def open_run(
     if poison is not None:
         algorithm = replace(algorithm, loss=poison(algorithm.loss))
     trainer = Trainer(make_policy(config), options.trainer, algorithm)
-    metrics = MetricsFile(directory / "metrics.jsonl")
-    checkpointer = Checkpointer(
-        directory, trainer.policy, trainer.optimizer, keep=config.keep_checkpoints
-    )
-    state = None
+    checkpoint = None
     if resume:
-        found = find_checkpoint(
-            str(directory if resume is True else directory / resume), directory.parent, None
-        )
-        assert found is not None
-        state = checkpointer.resume(found, store, metrics)
-    numbers = VersionNumbers(store)
-    served = checkpointer.served(found, state) if state else {}
-    versions = (
-        state.restored_versions(numbers, served_known=bool(served)) if state else VersionSteps()
+        place = directory if resume is True else directory / resume
+        checkpoint = find_checkpoint(str(place), directory.parent, None)
+        assert checkpoint is not None
+    files = open_files(
+        directory,
+        trainer,
+        store,
+        checkpoint=checkpoint,
+        keep=config.keep_checkpoints,
+        keep_best=False,
     )
+    state, numbers, older = files.state, VersionNumbers(store), files.served()
+    versions = files.versions(numbers, served_known=bool(older))
     shared = SharedWeights(
         make_model(), policy="policy", version=versions.newest[0], keep_versions=1
     )
@@ -138,32 +136,19 @@ def open_run(
     stream.subscribe(WeightsPublished, lambda event: published.append(event.report))
     stream.subscribe(StepFinished, lambda event: events.append(f"line {event.line['step']}"))
     stream.subscribe(CheckpointSaved, lambda event: events.append(f"saved {event.path.name}"))
-    updater = WeightUpdater(
-        shared,
-        trainer,
-        versions,
-        options.updates,
-        repeats=config.deterministic,
-        numbers=numbers,
-        events=stream,
-    )
-    if served and state:
-        updater.resume(served, due=state.publish_is_due(config.weight_updates.update_every_n_steps))
     rollback_service = RollbackService()
-    rollbacks = Rollbacks(rollback_service, directory, trainer, updater)
     buffer = build_buffer(
         store, versions, trainer, options, group_sizes=[GROUP], request_groups=bandit
     )
-    parts = Parts(
-        options.loop,
+    parts = make_parts(
         trainer,
+        options,
+        PublishedWeights(shared, versions, numbers, older),
         buffer,
-        versions,
-        updater,
-        checkpointer,
-        metrics,
-        {"bandit": bandit},
-        rollbacks,
+        files,
+        events=stream,
+        sources={"bandit": bandit},
+        rollbacks=rollback_service,
     )
     control = replace(control or RunControl(), wait_turn_s=0.05)
     loop = TrainingLoop(parts, control=control, events=stream, state=state)

@@ -14,7 +14,7 @@ import math
 import weakref
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -46,16 +46,14 @@ from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.library.backprop import BackpropModule
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rewards.base import scored
-from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.options import training_options
-from mlx_parallm.rl_training.publish.versions import VersionSteps
+from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
+from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
 from mlx_parallm.rl_training.run_directory import RunDirectory, checkpoint_at
-from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.types import Rollout, RolloutGroup, Trajectory
 
@@ -183,6 +181,19 @@ class CollectedGroups:
 Callback = Callable[["BaseAlgorithm", TrainingMetrics], None]
 
 
+@dataclass(frozen=True)
+class _OpenRun:
+    """The run of an algorithm, from its first use to `close`.
+
+    `directory`: None: nothing is kept. `release` gives it back to other processes.
+    """
+
+    loop: TrainingLoop
+    parts: Parts
+    directory: RunDirectory | None
+    release: Callable[[], object]
+
+
 class BaseAlgorithm(ABC):
     """The loop of an algorithm: collect trajectories, compute rewards, update the weights.
 
@@ -227,8 +238,7 @@ class BaseAlgorithm(ABC):
             inference,
             type(env or rollout_manager.environments[0]).__name__,
         )
-        self._loop: TrainingLoop | None = None
-        self._directory: RunDirectory | None = None
+        self._run: _OpenRun | None = None  # None: not trained yet, or closed
         self._groups = 0  # collected so far
         self._collected: list[Rollout] = []  # for this iteration
         self._metrics: list[TrainingMetrics] = []  # of this call of `train`
@@ -238,7 +248,7 @@ class BaseAlgorithm(ABC):
     @property
     def iteration(self) -> int:
         """The number of finished iterations."""
-        return self._loop.step if self._loop is not None else 0
+        return self._run.loop.step if self._run is not None else 0
 
     def train(
         self, num_iterations: int | None = None, progress_bar: bool = True
@@ -253,10 +263,12 @@ class BaseAlgorithm(ABC):
         count = self.config.num_iterations if num_iterations is None else num_iterations
         if count < 1:
             raise ConfigError(f"num_iterations = {count}: at least 1")
-        loop, self._metrics, self._collected = self._the_loop(), [], []
-        self._write_settings(loop.step + count)
-        with self._tracked(), self._shown(count, progress_bar):
-            loop.run(loop.step + count)
+        run, self._metrics, self._collected = self._the_run(), [], []
+        last = run.loop.step + count
+        if run.directory is not None:
+            self._write_settings(run.directory, last)
+        with self._tracked(run), self._shown(count, progress_bar):
+            run.loop.run(last)
         return self._metrics
 
     def save_checkpoint(self, iteration: int | None = None, *, best: bool = False) -> Path:
@@ -266,21 +278,24 @@ class BaseAlgorithm(ABC):
         Raises ConfigError: there is no checkpoint_dir, or `iteration` is not the last one.
         CheckpointError.
         """
-        loop = self._the_loop()
-        if self.config.checkpoint_dir is None:
+        run = self._the_run()
+        if run.directory is None:
             raise ConfigError(
                 "AlgorithmConfig.checkpoint_dir is not set: there is no place for checkpoints"
             )
-        if iteration not in (None, loop.step):
-            raise ConfigError(f"the weights are those after iteration {loop.step}, not {iteration}")
-        return loop.save(best=best)
+        step = run.loop.step
+        if iteration not in (None, step):
+            raise ConfigError(f"the weights are those after iteration {step}, not {iteration}")
+        if not (run.directory.path / ALGORITHM_FILE).is_file():  # before the first `train`
+            self._write_settings(run.directory, step)
+        return run.loop.save(best=best)
 
     def close(self) -> None:
         """End the run: another process may then use its directory. The garbage collector does it
         too."""
-        if self._directory is not None:
-            self._release()
-            self._directory, self._loop = None, None
+        if self._run is not None and self._run.directory is not None:
+            self._run.release()
+            self._run = None
 
     # ------------------------------------------------------------------ parts
 
@@ -292,75 +307,74 @@ class BaseAlgorithm(ABC):
             )
         check_installed(LoggingConfig(trackers=config.all_trackers))
 
-    def _the_loop(self) -> TrainingLoop:
-        if self._loop is None:
-            self._loop = self._make_loop(None)
-        elif self._trainer is not self.backprop.trainer:
+    def _the_run(self) -> "_OpenRun":
+        if self._run is None:
+            self._run = self._open_run(None)
+        parts, weights = self._run.parts, self.inference.weights
+        if parts.trainer is not self.backprop.trainer:
             raise ConfigError(
                 "another algorithm has used this BackpropModule meanwhile: make a new one"
             )
-        assert self.inference.weights is not None, "attach() checks it"
+        assert weights is not None, "attach() checks it"
         # BackpropModule.update published it
-        if (version := self.inference.weights.version) > self._versions.newest[0]:
-            self._versions.record(version, self._loop.step)
-            self._updater.begin()
-        return self._loop
+        if weights.version > parts.versions.newest[0]:
+            parts.versions.record(weights.version, self._run.loop.step)
+            parts.updater.begin()
+        return self._run
 
-    def _make_loop(self, checkpoint: Path | None) -> TrainingLoop:
+    def _open_run(self, checkpoint: Path | None) -> "_OpenRun":
         config, backprop, weights = self.config, self.backprop, self.inference.weights
         assert weights is not None, "attach() checks it"
-        self._trainer = trainer = backprop.configure(
+        trainer = backprop.configure(
             self.name,
             config.over(backprop.config),
             config.training_keys(self.name, self.inference.max_model_len) | self._own_loss,
         )
-        training, store = backprop.run_config.rl_training, CollectedGroups(self._collect)
+        training = backprop.run_config.rl_training
         options = training_options(training)
-        checkpointer, metrics, state = None, None, None
-        if config.checkpoint_dir is not None:
-            self._directory = RunDirectory.open(
-                training.checkpoint_dir, training.run_name, checkpoint
-            )
-            self._release = weakref.finalize(self, self._directory.close)
-            path = self._directory.path
-            metrics = MetricsFile(path / METRICS_FILE)
-            optimizer, keep = trainer.optimizer, config.keep_checkpoints
-            checkpointer = Checkpointer(path, trainer.policy, optimizer, keep=keep, keep_best=True)
-            if checkpoint is not None:
-                backprop.expect_reference(checkpoint)
-                state = checkpointer.resume(checkpoint, store, metrics)
+        store, directory, files = CollectedGroups(self._collect), None, None
+        with ExitStack() as closing:
+            if config.checkpoint_dir is not None:
+                directory = RunDirectory.open(
+                    training.checkpoint_dir, training.run_name, checkpoint
+                )
+                closing.callback(directory.close)
+                if checkpoint is not None:
+                    backprop.expect_reference(checkpoint)
+                files = open_files(
+                    directory.path,
+                    trainer,
+                    store,
+                    checkpoint=checkpoint,
+                    keep=training.keep_checkpoints,
+                    keep_best=True,
+                )
+            state = files.state if files is not None else None
+            if state is not None:
                 backprop.publish(at_least=state.policy_version)
-            self._write_settings(state.step if state else 0)
-        self._versions = versions = VersionSteps(weights.version, state.step if state else 0)
-        collecting = replace(
-            options.buffer, max_staleness=config.max_staleness, max_empty_rounds=REFILLS
-        )
-        buffer = build_buffer(
-            store,
-            versions,
-            trainer,
-            replace(options, buffer=collecting),
-            group_sizes=[self.group_size],
-            request_groups=store.request,
-        )
-        self._updater = WeightUpdater(
-            weights, trainer, versions, options.updates, repeats=training.deterministic
-        )
-        parts = Parts(
-            options.loop, trainer, buffer, versions, self._updater, checkpointer, metrics, {}
-        )
-        return TrainingLoop(
-            parts,
-            control=RunControl(after_step=self._after_step),
-            state=_between_steps(state),
-        )
+            versions = VersionSteps(weights.version, state.step if state else 0)
+            collecting = replace(
+                options.buffer, max_staleness=config.max_staleness, max_empty_rounds=REFILLS
+            )
+            buffer = build_buffer(
+                store,
+                versions,
+                trainer,
+                replace(options, buffer=collecting),
+                group_sizes=[self.group_size],
+                request_groups=store.request,
+            )
+            published = PublishedWeights(weights, versions, VersionNumbers())
+            parts = make_parts(trainer, options, published, buffer, files)
+            control = RunControl(after_step=self._after_step)
+            loop = TrainingLoop(parts, control=control, state=_between_steps(state))
+            release = weakref.finalize(self, closing.pop_all().close)
+        return _OpenRun(loop, parts, directory, release)
 
-    def _write_settings(self, total_steps: int) -> None:
+    def _write_settings(self, directory: RunDirectory, total_steps: int) -> None:
         """Write the files that the commands and `load_algorithm_from_checkpoint` read.
         `total_steps`: at the end of this call of `train`."""
-        directory, source, config = self._directory, self.backprop.source, self.backprop.run_config
-        if directory is None:
-            return
+        source, config = self.backprop.source, self.backprop.run_config
         base = source if isinstance(source, str) else self.backprop.loaded.path
         training = config.rl_training.model_copy(update={"total_steps": max(1, total_steps)})
         sections = {"model": ModelConfig(base_path=str(base)), "rl_training": training}
@@ -450,17 +464,17 @@ class BaseAlgorithm(ABC):
             callback(self, metrics)
 
     @contextmanager
-    def _tracked(self) -> Iterator[None]:
-        if not self.config.all_trackers or self._directory is None:
+    def _tracked(self, run: "_OpenRun") -> Iterator[None]:
+        if not self.config.all_trackers or run.directory is None:
             yield
             return
-        run = TrackedRun(
-            self._directory.path,
+        tracked = TrackedRun(
+            run.directory.path,
             self.config.wandb_project,
             self.backprop.run_config.redacted(),
             step=self.iteration,
         )
-        self._trackers = Trackers(self.config.all_trackers, run)
+        self._trackers = Trackers(self.config.all_trackers, tracked)
         try:
             yield
         finally:
@@ -573,7 +587,7 @@ def load_algorithm_from_checkpoint(
     algorithm = create_algorithm(
         name, env, rollout_manager, reward_computer, backprop, config, callbacks=callbacks
     )
-    algorithm._loop = algorithm._make_loop(checkpoint)
+    algorithm._run = algorithm._open_run(checkpoint)
     return algorithm
 
 

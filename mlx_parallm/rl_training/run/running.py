@@ -1,7 +1,9 @@
 """RunningRun, the last stage of a run: the loop with all that watches it.
 
-display, logs, trackers, … (watchers.py) → evaluation at the start → TrainingLoop
-→ last evaluation → report (report.py)
+    display, logs, trackers, … (watchers.py) → evaluation at the start → TrainingLoop
+    → last evaluation → report (report.py)
+
+All of it is on the trainer's thread.
 """
 
 from typing import Any

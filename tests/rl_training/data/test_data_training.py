@@ -13,18 +13,18 @@ import pytest
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.losses.types import LossInputs, LossOutputs
-from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
+from mlx_parallm.rl_training.checkpoint import find_checkpoint
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches
 from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.data.tokens import Encoded, Unit
 from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut
-from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
-from mlx_parallm.rl_training.metrics import TIMES, MetricsFile
+from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
+from mlx_parallm.rl_training.metrics import TIMES
 from mlx_parallm.rl_training.options import make_algorithm, training_options
-from mlx_parallm.rl_training.publish.versions import VersionSteps
+from mlx_parallm.rl_training.publish.versions import VersionNumbers
+from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.weights import SharedWeights
 from tests.rl_training.data.test_data_tokens import Characters
@@ -212,32 +212,20 @@ def run(
     directory.mkdir(exist_ok=True)
     options = training_options(config.rl_training)
     trainer, store = make_trainer(config), RolloutStore(directory / "rollouts.sqlite")
-    metrics = MetricsFile(directory / "metrics.jsonl")
-    checkpointer = Checkpointer(directory, trainer.policy, trainer.optimizer, keep=3)
-    state = None
-    if resume:
-        found = find_checkpoint(str(directory), directory.parent, None)
-        assert found is not None
-        state = checkpointer.resume(found, store, metrics)
-        source.start(None, state)
-    versions = VersionSteps.restored(state.versions) if state else VersionSteps()
+    checkpoint = find_checkpoint(str(directory), directory.parent, None) if resume else None
+    files = open_files(directory, trainer, store, checkpoint=checkpoint, keep=3, keep_best=False)
+    numbers, state = VersionNumbers(store), files.state
+    versions = files.versions(numbers, served_known=False)
     shared = SharedWeights(
         make_model(), policy="policy", version=versions.newest[0], keep_versions=1
     )
-    updater = WeightUpdater(shared, trainer, versions, options.updates, repeats=False)
+    source.start(None, state)
     heldout = source.heldout(trainer)
-    if state is None or state.step == 0:
+    if files.step == 0:
         heldout.before()
-    parts = Parts(
-        options.loop,
-        trainer,
-        source.batches(trainer),
-        versions,
-        updater,
-        checkpointer,
-        metrics,
-        {source.name: source},
-    )
+    published = PublishedWeights(shared, versions, numbers)
+    batches, sources = source.batches(trainer), {source.name: source}
+    parts = make_parts(trainer, options, published, batches, files, sources=sources)
     steps: list[int] = []
     control = RunControl(
         should_stop=lambda: stop_at is not None and len(steps) >= stop_at,
@@ -247,7 +235,8 @@ def run(
     TrainingLoop(parts, control=control, state=state).run()
     store.close()
     return [
-        {key: value for key, value in line.items() if key not in TIMES} for line in metrics.read()
+        {key: value for key, value in line.items() if key not in TIMES}
+        for line in files.metrics.read()
     ]
 
 
