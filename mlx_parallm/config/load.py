@@ -137,6 +137,13 @@ class CoreConfig(Section):
         """Return the resolved configuration with secrets redacted."""
         return tomli_w.dumps(_without_none(self.redacted()))
 
+    def with_training(self, values: Mapping[str, Any]) -> "Config":
+        """Return the configuration with other values of keys of [rl_training]. Raises
+        ConfigError."""
+        data = self.model_dump()
+        data["rl_training"] |= dict(values)
+        return parse_config(data)
+
     def saved_as(self, run_name: str) -> str:
         """Return the same of the run of this name, whatever its name was to be."""
         training = self.rl_training.model_copy(update={"run_name": run_name})

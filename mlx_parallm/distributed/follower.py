@@ -178,7 +178,11 @@ class Follower:
             self._serving.client,
             self._serving.tokenizer(),
         )
-        inference = policy_inference(self._config, self._serving)
+        inference = policy_inference(
+            self._serving,
+            lora=training.lora.enabled,
+            template_kwargs=self._config.model.chat_template_kwargs,
+        )
         for source in self._sources:
             source.attach(inference)
         policy = EpisodePolicy(

@@ -149,7 +149,11 @@ class _Player:
     ) -> None:
         self._config, training = config, config.rl_training
         options = training_options(training)
-        initial = None if checkpoint else initial_adapter(config)
+        initial = (
+            None
+            if checkpoint
+            else initial_adapter(config.model, training.lora, training.checkpoint_dir)
+        )
         self._trainer = build_trainer(
             loaded,
             options,

@@ -49,7 +49,7 @@ from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.models.loading import load_tokenizer, read_config
 from mlx_parallm.rl_training.options import training_options
-from mlx_parallm.rl_training.plan.model_shape import ModelShape
+from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.system.files import is_directory
 from mlx_parallm.system.hardware import usable_cores
 from scripts.bench import real_model_learning as learning
@@ -284,7 +284,7 @@ def differences(config: Config, plan: Mapping[str, Any], checks: Mapping[str, An
     ids = [tokenizer.render_chat(row["prompt"]) for row in plan["heldout"]]
     expected = {
         "prompt_ids": ids,
-        "trained": ModelShape.of(read_config(path), config).trained,
+        "trained": PlannedRun.of(config, read_config(path)).shape.trained,
         "dtypes": {"base": [f"torch.{config.model.dtype}"], "adapter": ["torch.float32"]},
         "scale": [config.rl_training.lora.scale],
         "eos": sorted(tokenizer.eos_token_ids),

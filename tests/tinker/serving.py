@@ -45,10 +45,13 @@ def tinker_server(directory: Path, **deps: Any) -> Iterator[RunningServer]:
     weights = SharedWeights(loaded.model, keep_versions=1)
     part.loaded(loaded, Turns())
     engine = start_engine(
-        config,
+        config.server,
         loaded,
         weights,
         lambda: load_tokenizer(loaded.path, config.model),
+        base=config.model.base_path,
+        deterministic=False,
+        chats_first=False,
         adapters={},
         main_adapter=None,
     )

@@ -15,8 +15,7 @@ from mlx_parallm.models.images.support import with_images
 from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.options import make_algorithm, training_options
-from mlx_parallm.rl_training.plan.model_shape import ModelShape
-from mlx_parallm.rl_training.plan.preflight import predict_memory
+from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.systems.vision import leaf
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.leaf import image_support
@@ -89,10 +88,10 @@ def test_the_preflight_counts_the_tower(save: Any, tmp_path: Path) -> None:
         load_model(model), image_support(config.section(VisionConfig), path, read_config(path))
     )
     arrays = tree_flatten(encoder.images.encoder._model.parameters())
-    parts = predict_memory(config, ModelShape.of(read_config(path), config)).parts
+    parts = PlannedRun.of(config, read_config(path)).memory.parts
     assert parts["tower"] == sum(array.nbytes for _, array in arrays)
     blind = Config.model_validate({**config.model_dump(), "vision": {"enabled": False}})
-    assert "tower" not in predict_memory(blind, ModelShape.of(read_config(path), blind)).parts
+    assert "tower" not in PlannedRun.of(blind, read_config(path)).memory.parts
     for lora in ({"rank": 4}, {"enabled": False}):
         for train in ("connector", "tower"):
             values = {"vision": {"train": train}, "rl_training": {"lora": lora}}
@@ -103,4 +102,6 @@ def test_the_preflight_counts_the_tower(save: Any, tmp_path: Path) -> None:
             policy = build_policy(
                 loaded, training_options(training).policy, make_algorithm(training)
             )
-            assert ModelShape.of(read_config(path), config).trained == policy.parameters, train
+            assert PlannedRun.of(config, read_config(path)).shape.trained == policy.parameters, (
+                train
+            )

@@ -213,10 +213,13 @@ class InferenceModule:
             served.model, "off"
         )
         started = start_engine(
-            config,
+            config.server,
             served,
             self.weights,
             self._new_tokenizer,
+            base=config.model.base_path,
+            deterministic=config.rl_training.deterministic,
+            chats_first=config.rl_training.serve_priority == "chat",
             adapters=adapters,
             main_adapter=POLICY if path else None,
             record_experts=bool(recorded),

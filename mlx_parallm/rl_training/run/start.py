@@ -21,7 +21,6 @@ from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.commands import (
     RunCommands,
-    changeable,
     overridden_settings,
     restored_settings,
 )
@@ -29,7 +28,7 @@ from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.evaluation.best_checkpoint import best_by
 from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog
-from mlx_parallm.rl_training.evaluation.schedule import Evaluations
+from mlx_parallm.rl_training.evaluation.schedule import EvaluationOptions, Evaluations
 from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_trainer
 from mlx_parallm.rl_training.group_fit import LogprobMismatchCheck
 from mlx_parallm.rl_training.loop import Batches, Parts
@@ -107,9 +106,16 @@ class StartedRun:
     @cached_property
     def evaluations(self) -> Evaluations:
         """The evaluations of held-out problems, made when they are first needed."""
-        prepared, serving = self.prepared, self.prepared.serving
+        prepared, serving, config = self.prepared, self.prepared.serving, self.config
         evaluations = Evaluations(
-            self.config,
+            EvaluationOptions(
+                settings=config.evaluation,
+                total_steps=config.rl_training.total_steps,
+                deterministic=config.rl_training.deterministic,
+                max_token_length=config.rl_training.atropos.max_token_length,
+                template_kwargs=config.model.chat_template_kwargs,
+                begins_as_base=config.model.lora_path is None,
+            ),
             self.opened.path,
             self.evaluation_log,
             (prepared.evaluated, prepared.environments),
@@ -117,7 +123,7 @@ class StartedRun:
             tokenizer=serving.tokenizer(),
             weights=self.weights,
             versions=self.parts.versions,
-            policy=POLICY if self.config.rl_training.lora.enabled else None,
+            policy=POLICY if config.rl_training.lora.enabled else None,
             events=prepared.events,
             should_stop=prepared.stop.is_set,
             while_waiting=self.check,
@@ -158,11 +164,21 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     memory = MemoryWatch.checked(planned, processes=prepared.ranks.here)
     data = None
     if config.rl_training.algorithm in DATA_ALGORITHMS:
-        data = DataSource(config, serving.tokenizer())
-        config = data.with_total_steps(prepared.fit)
-        prepared.live.total_steps = config.rl_training.total_steps
+        data = DataSource(
+            config.data,
+            config.rl_training.algorithm,
+            config.rl_training.preference,
+            serving.tokenizer(),
+            config.model.chat_template_kwargs,
+        )
+        config = prepared.counted_by(data)
     prepared.ranks.begin(config)
-    initial = None if prepared.checkpoint else initial_adapter(config)
+    training = config.rl_training
+    initial = (
+        None
+        if prepared.checkpoint
+        else initial_adapter(config.model, training.lora, training.checkpoint_dir)
+    )
     opened = _open_directory(prepared, keeps_groups=data is None)
     # nothing is sampled for training on rows, so there is nothing to hand in
     sources = Sources([data]) if data is not None else _make_sources(prepared, opened)
@@ -198,7 +214,7 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     closing.callback(opened.store.wake)
     closing.callback(sources.stop)
     sources.start(serving, files.state)
-    heldout = data.heldout(trainer) if data is not None else None
+    heldout = data.heldout(trainer, training.total_steps) if data is not None else None
     parts = make_parts(
         trainer,
         options,
@@ -218,7 +234,7 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     if prepared.stop.is_set():
         return None
     opened.directory.keep()
-    state, values = _with_changes(files.state, changeable(config))
+    state, values = _with_changes(files.state, config.rl_training.changeable())
     started = StartedRun(
         prepared=prepared,
         opened=opened,

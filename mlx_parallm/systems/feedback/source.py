@@ -181,8 +181,15 @@ class FeedbackSource(RolloutSource):
     # ------------------------------------------------------------------ the trainer's thread
 
     def start(self, served: Served, state: TrainerState | None) -> None:
+        config = self._context.config
         if self._judge is not None:
-            self._judge.attach(policy_inference(self._context.config, served))
+            self._judge.attach(
+                policy_inference(
+                    served,
+                    lora=config.rl_training.lora.enabled,
+                    template_kwargs=config.model.chat_template_kwargs,
+                )
+            )
         self._worker = self._thread.submit(self._work())
 
     def health(self) -> str | None:

@@ -78,8 +78,16 @@ def make_trainer(config: Config) -> Trainer:
 
 def open_source(algorithm: str, tmp_path: Path, **values: Any) -> tuple[Config, DataSource]:
     write_rows(tmp_path, algorithm)
-    source = DataSource(make_config(algorithm, tmp_path, **values), Letters())
-    return source.with_total_steps(), source
+    config = make_config(algorithm, tmp_path, **values)
+    source, training = source_of(config), config.rl_training
+    source.check_rows(training.batch_size)
+    counted = training.model_copy(update={"total_steps": training.steps_over(source.rows)})
+    return config.model_copy(update={"rl_training": counted}), source
+
+
+def source_of(config: Config) -> DataSource:
+    training = config.rl_training
+    return DataSource(config.data, training.algorithm, training.preference, Letters(), {})
 
 
 every_algorithm = pytest.mark.parametrize(
@@ -220,7 +228,7 @@ def run(
         make_model(), policy="policy", version=versions.newest[0], keep_versions=1
     )
     source.start(None, state)
-    heldout = source.heldout(trainer)
+    heldout = source.heldout(trainer, config.rl_training.total_steps)
     if files.step == 0:
         heldout.before()
     published = PublishedWeights(shared, versions, numbers)
@@ -291,7 +299,7 @@ def test_other_rows_than_at_the_start_are_refused(tmp_path: Path) -> None:
     _, source = open_source("dpo", tmp_path)
     state = source.state()
     write_rows(tmp_path, "dpo", count=21)
-    other = DataSource(make_config("dpo", tmp_path), Letters())
+    other = source_of(make_config("dpo", tmp_path))
     with pytest.raises(
         CheckpointError, match=r"rows\.jsonl gives other tokens than when this run began"
     ):
