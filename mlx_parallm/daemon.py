@@ -133,7 +133,7 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
 
     Raises EngineUnavailableError: the engine thread has died.
     """
-    stop = _begin(config)
+    stop = _begin(config.logging.level, config.redactor())
     serving = Serving(config)
     hooks = [imported(leaf.part) for leaf in leaves() if leaf.part is not None]
     parts: list[ServedPart] = [part for make in hooks if (part := make(config)) is not None]
@@ -191,7 +191,7 @@ def run_training(config: Config, *, resume: str | None) -> int:
             " configuration does"
         )
     with RunLog(config.redactor()) as run_log:
-        stop = _begin(config, run_log)
+        stop = _begin(config.logging.level, run_log.redactor, run_log)
         # else the engine has little to do
         samples = config.rl_training.algorithm not in DATA_ALGORITHMS
         with contextlib.closing(join()) as ranks, kept_awake():
@@ -238,8 +238,7 @@ def run_dry_run(config: Config) -> int:
         raise ConfigError("--dry-run measures one process: start it without mlx.launch")
     check_installed(config.logging)  # the probe has no trackers
     # what is printed is the dry run's own
-    quiet = config.logging.model_copy(update={"level": "warning"})
-    stop = _begin(config.model_copy(update={"logging": quiet}))
+    stop = _begin("warning", config.redactor())
     share_blas_between(COMPUTING_THREADS, usable_cores())
     with tempfile.TemporaryDirectory(prefix="mlx_parallm_dry_run_") as scratch:
         run = DryRun(config, training_run, scratch=Path(scratch), stop=stop, console=Console())
@@ -251,12 +250,11 @@ def run_dry_run(config: Config) -> int:
     return INTERRUPTED if stop.is_set() else 0
 
 
-def _begin(config: Config, run_log: RunLog | None = None) -> threading.Event:
+def _begin(level: str, redactor: Redactor, run_log: RunLog | None = None) -> threading.Event:
     """Set up logging, warn of a slow BLAS, and return the event that a shutdown signal sets."""
     # a full pass of the collector over what was imported would stop all threads for 0.15 s
     gc.freeze()
-    redactor = run_log.redactor if run_log else config.redactor()
-    configure_logging(level=config.logging.level, redactor=redactor, run_log=run_log)
+    configure_logging(level=level, redactor=redactor, run_log=run_log)
     if advice := blas_status().advice:
         log.warning(
             "matrix products will be 10 to 60 times slower than they could be",
@@ -421,15 +419,6 @@ class Serving:
         added = [*(source.router for source in sources if source.router is not None), *routers]
         if run is not None and self._pages:
             added += _pages(run, self.config.redactor(), commands)
-        for leaf in leaves():
-            if leaf.routes is not None and not (sources and leaf.source is not None):
-                added += [
-                    router
-                    for router in [imported(leaf.routes)(self.config, self.state)]
-                    if router is not None
-                ]
-        self._page_paths = [router.page for router in added if router.page is not None]
-        self._added = added
         completions = next(
             (source.completions for source in sources if isinstance(source, RewardsById)), None
         )
@@ -442,6 +431,15 @@ class Serving:
             rollbacks=rollbacks,
             scorer=self._scorer,
         )
+        for leaf in leaves():
+            if leaf.routes is not None and not (sources and leaf.source is not None):
+                added += [
+                    router
+                    for router in [imported(leaf.routes)(self.config.of_leaf(leaf), deps)]
+                    if router is not None
+                ]
+        self._page_paths = [router.page for router in added if router.page is not None]
+        self._added = added
         connections = connection_limit(
             self.config.server.max_concurrent_requests, raise_file_limit()
         )
@@ -453,7 +451,7 @@ class Serving:
         says so too."""
         try:
             loaded = load_model(self.config.model, quantize=quantize)
-            return with_images(loaded, self.image_support, self.config)
+            return with_images(loaded, self.image_support, self.config.image_hooks())
         except (ModelError, ConfigError) as error:
             self.state.failed(str(error))
             raise
@@ -462,7 +460,7 @@ class Serving:
     def image_support(self) -> ImageSupport | None:
         """The part that reads images for the model; None: it reads text alone. Raises ModelError,
         ConfigError."""
-        return image_support(self.config, self.model_path)
+        return image_support(self.config.image_hooks(), self.model_path)
 
     @property
     def image_reader(self) -> ImageReader | None:
@@ -499,11 +497,15 @@ class Serving:
             record_experts: see `start_engine`; `record_prompt_experts` too.
         """
         self._load_scorer(loaded)
+        training = self.config.rl_training
         engine = start_engine(
-            self.config,
+            self.config.server,
             loaded,
             weights,
             self.tokenizer,
+            base=self.config.model.base_path,
+            deterministic=training.deterministic,
+            chats_first=training.serve_priority == "chat",
             adapters=adapters,
             main_adapter=main_adapter,
             trains_base=trains_base,

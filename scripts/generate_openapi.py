@@ -19,6 +19,7 @@ from mlx_parallm.server.app import create_app
 from mlx_parallm.server.context import ServerDeps, ServerState
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.systems.prompt_policy.app import PromptPolicyServer
+from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
 from mlx_parallm.systems.traces.recorder import SessionRecorder
 from mlx_parallm.systems.traces.routes import session_router
 
@@ -67,7 +68,10 @@ def policy_document() -> dict[str, Any]:
             f'prompt_policy.checkpoint_dir="{directory}"',
             "prompt_policy.ppo.hidden_dim=2",
         ]
-        server = PromptPolicyServer(load_config(None, settings))
+        config = load_config(None, settings)
+        server = PromptPolicyServer(
+            config.section(PromptPolicyConfig), config.server, config.resolve_api_key()
+        )
         server.start()
         try:
             return only(server.app.openapi(), POLICY_PATHS)

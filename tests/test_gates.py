@@ -23,7 +23,7 @@ TINY_MODULE_LINES = 80
 # A stay: a function with a parameter, or a class with a field, that is the whole configuration or
 # [rl_training]; a room: a module with one. The configuration's own modules are not counted.
 CONFIGURATIONS = {"Config", "CoreConfig", "RLTrainingConfig"}
-MAX_STAYS, MAX_ROOMS = 92, 40  # fewer: give a consumer its options, or what holds them already
+MAX_STAYS, MAX_ROOMS = 46, 20  # fewer: give a consumer its options, or what holds them already
 
 BEGINNINGS = ("Of ", "What ", "From ", "As ", "On ")
 PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
@@ -59,7 +59,7 @@ VARIABLE_ATTRIBUTES: dict[
     "models.recurrent.layers:_replace": "a method of an mlx-lm class, by its name",
     "models.layer_stack:_Stand.__getattr__": "a wrapper hands on what it does not know",
     "models.loading:_dtype": "a dtype by the name in the configuration",
-    "rl_training.step.optimizer:optimizer_keys": "an optimizer of mlx.optimizers, whatever it has",
+    "faces.library.backprop:optimizer_keys": "an optimizer of mlx.optimizers, whatever it has",
     "server.metrics:_EngineCollector.collect": "the engine's counters, by their names in a table",
     "systems.traces.collector:AgentHook.restore": "the agent's methods, by the names that it gives"
     " them",

@@ -37,9 +37,8 @@ from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.lora import trainer_lora_layers
 from mlx_parallm.models.support import layer_without_gradient
 from mlx_parallm.rl_training.factory import build_policy
-from mlx_parallm.rl_training.plan.model_shape import ModelShape
-from mlx_parallm.rl_training.plan.preflight import Lengths, predict_memory
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -171,8 +170,9 @@ def subject_of(config: Config) -> Iterator[Subject]:
 
 def _policy(config: Config, loaded: LoadedModel) -> tuple[TrainedPolicy | None, str]:
     """Return a policy with a random adapter; or None, and why this model cannot be trained here."""
+    training = config.rl_training
     try:
-        policy = build_policy(loaded, config.rl_training, make_algorithm(config.rl_training))
+        policy = build_policy(loaded, training_options(training).policy, make_algorithm(training))
     except ParallmError as error:
         return None, str(error)
     if reason := layer_without_gradient(policy.model):
@@ -495,7 +495,7 @@ def engine_is_trainer(subject: Subject) -> list[ContractResult]:
     training = subject.config.rl_training.model_copy(
         update={"batch_size": count, "update_epochs": 1, "distillation": DistillationConfig()}
     )
-    trainer = Trainer(subject.policy, training, make_algorithm(training))
+    trainer = Trainer(subject.policy, training_options(training).trainer, make_algorithm(training))
     group = RolloutGroup("contracts", "contracts", rollouts)
     metrics = trainer.train_step(TrainBatch(1, (group,), sequences, BatchStatistics())).metrics
     largest, mean = metrics["logprob_diff_max"], metrics["logprob_diff_mean"]
@@ -541,8 +541,8 @@ def memory(subject: Subject) -> list[ContractResult]:
     atropos = training.atropos.model_copy(update={"rollout_batch_size": rows})
     training = training.model_copy(update={"batch_size": rows, "atropos": atropos})
     config = subject.config.model_copy(update={"rl_training": training})
-    shape = ModelShape.of(subject.loaded.config, config)
-    predicted = predict_memory(config, shape, Lengths(PROMPT_TOKENS, NEW_TOKENS)).of_mlx
+    shape = PlannedRun.of(config, subject.loaded.config).shape
+    predicted = PlannedRun(config, shape, Lengths(PROMPT_TOKENS, NEW_TOKENS)).memory.of_mlx
     peak = mx.get_peak_memory()
     measured = f"peak {peak / 1e9:.2f} GB, {subject.loaded_bytes / 1e9:.2f} of it after loading"
     passed = peak <= (1 + MEMORY_SHARE) * predicted + MEMORY_BYTES

@@ -73,10 +73,11 @@ def train(parser: ArgumentParser) -> Run:
             return _write_config(args)
         config = _training_config(args)
         require_mlx()
-        from mlx_parallm.rl_training.run_directory import directory_of, with_run_name
+        from mlx_parallm.rl_training.run_directory import directory_of
 
         resume = args.resume or config.rl_training.resume
-        config = with_run_name(config, args.config or args.data, resume)
+        config = _named(config, args.config or args.data, resume)
+        training = config.rl_training
         if args.dry_run:
             _before_mlx(config)
             from mlx_parallm.daemon import run_dry_run
@@ -85,7 +86,7 @@ def train(parser: ArgumentParser) -> Run:
         if args.restarts > 0:
             from mlx_parallm.cli.supervisor import supervise
 
-            run_directory = directory_of(config, resume)
+            run_directory = directory_of(training.checkpoint_dir, training.run_name, resume)
             return supervise(
                 args.argv, config, run_directory, resume=resume, restarts=args.restarts
             )
@@ -93,7 +94,11 @@ def train(parser: ArgumentParser) -> Run:
             from mlx_parallm.cli.rank_launcher import run_ranks
 
             return run_ranks(
-                args.argv, config, directory_of(config, resume), resume=resume, count=args.ranks
+                args.argv,
+                config,
+                directory_of(training.checkpoint_dir, training.run_name, resume),
+                resume=resume,
+                count=args.ranks,
             )
         if (
             args.ranks is None
@@ -246,13 +251,24 @@ def _training_config(args: Namespace) -> "Config":
     return load(source, args.set + base)
 
 
+def _named(config: "Config", source: str | None, resume: str | None) -> "Config":
+    """Return the configuration with a name of the run, where it has none."""
+    from mlx_parallm.rl_training.run_directory import name_after
+
+    if config.rl_training.run_name is not None or source is None:
+        return config
+    named = config.rl_training.model_copy(update={"run_name": name_after(source, resume)})
+    return config.model_copy(update={"rl_training": named})
+
+
 def _as_it_began(config: "Config", args: Namespace) -> "Config":
     """Return the configuration with which the run that `--resume auto` finds was started. Some
     values depend on the model's size, which is a guess until the model has been downloaded:
     computed again they could differ."""
-    from mlx_parallm.rl_training.run_directory import CONFIG_FILE, directory_of, with_run_name
+    from mlx_parallm.rl_training.run_directory import CONFIG_FILE, directory_of
 
-    saved = directory_of(with_run_name(config, args.data, "auto"), "auto") / CONFIG_FILE
+    training = _named(config, args.data, "auto").rl_training
+    saved = directory_of(training.checkpoint_dir, training.run_name, "auto") / CONFIG_FILE
     if not saved.is_file():
         return config
     began = load(str(saved), args.set, saved=True)

@@ -74,15 +74,15 @@ class Leaf:
         section: its class of settings, a `Section`; read as `config.section(ThatClass)`.
         check: (configuration) → None; raises ValueError where the section does not fit the rest.
         source: (SourceContext) → `RolloutSource`, or None where the configuration asks for none.
-        routes: (Config, ServerState) → `AddedRouter` or None. Where the process trains, a source of
-            the same leaf brings the routes instead.
+        routes: (its section, ServerDeps) → `AddedRouter` or None. Where the process trains, a
+            source of the same leaf brings the routes instead.
         part: (Config) → `daemon.ServedPart` or None: what works with the model of `mlx_parallm
             serve` itself.
         page: a `daemon.Page`: the routes that show runs in a browser.
         clients_train: the key of its section that is true where clients train, and the
             configuration does not. `mlx_parallm serve --NAME` sets it.
         serve_help: the help of that flag.
-        images: (Config, directory of the model, its config.json) →
+        images: (its section, directory of the model, its config.json) →
             `models.images.encoder.ImageSupport` or None: what reads images for that model.
         teachers: (factory.TeacherContext) → `step.teaching.TeacherSignal`: the teachers of
             [rl_training.distillation].

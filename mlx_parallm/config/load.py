@@ -12,7 +12,8 @@ import importlib.resources
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, get_origin
 
@@ -31,7 +32,7 @@ from mlx_parallm.config.data import (
 )
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Section
 from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation
-from mlx_parallm.config.leaves import imported, leaves
+from mlx_parallm.config.leaves import Leaf, imported, leaves
 from mlx_parallm.config.server import ModelConfig, ServerConfig
 from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig, as_it_began
@@ -94,6 +95,18 @@ class CoreConfig(Section):
         """Return the section of this class: the way in which a leaf reads its settings."""
         return next(section for _, section in self if isinstance(section, kind))
 
+    def of_leaf(self, leaf: Leaf) -> Section | None:
+        """Return the section of a leaf, which its hooks are handed; None: it has none."""
+        return None if leaf.section is None else self.section(imported(leaf.section))
+
+    def image_hooks(self) -> tuple[Callable[..., Any], ...]:
+        """Return the hooks `images` of the leaves with their sections, for
+        `models.images.support`."""
+        hooks = ((leaf.images, leaf) for leaf in leaves())
+        return tuple(
+            partial(imported(hook), self.of_leaf(leaf)) for hook, leaf in hooks if hook is not None
+        )
+
     def resolve_api_key(self) -> str | None:
         """Return the API key of the environment, the file, or the configuration, in this order."""
         if key := os.environ.get(API_KEY_VARIABLE):
@@ -123,6 +136,18 @@ class CoreConfig(Section):
     def to_toml(self) -> str:
         """Return the resolved configuration with secrets redacted."""
         return tomli_w.dumps(_without_none(self.redacted()))
+
+    def with_training(self, values: Mapping[str, Any]) -> "Config":
+        """Return the configuration with other values of keys of [rl_training]. Raises
+        ConfigError."""
+        data = self.model_dump()
+        data["rl_training"] |= dict(values)
+        return parse_config(data)
+
+    def saved_as(self, run_name: str) -> str:
+        """Return the same of the run of this name, whatever its name was to be."""
+        training = self.rl_training.model_copy(update={"run_name": run_name})
+        return self.model_copy(update={"rl_training": training}).to_toml()
 
     def redacted(self) -> dict[str, Any]:
         """Return every key as JSON, secrets hidden: an API key, `http://user:KEY@host`, options

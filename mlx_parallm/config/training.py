@@ -4,6 +4,7 @@ logs.
 Keys of the loss and the advantage are in `algorithm.py`, those of rows of a file in `data.py`.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -259,6 +260,10 @@ class WeightUpdateConfig(Section):
             )
 
 
+CHANGEABLE = ("learning_rate", "kl_beta", "temperature")
+"""Keys of [rl_training] that may change while a run goes on."""
+
+
 class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""
@@ -356,6 +361,17 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     ppo: PPOConfig = PPOConfig()
     weight_updates: WeightUpdateConfig = WeightUpdateConfig()
     distillation: DistillationConfig = DistillationConfig()
+
+    def changeable(self) -> dict[str, float]:
+        """Return the values of CHANGEABLE."""
+        values = self.model_dump(include=set(CHANGEABLE))
+        return {key: values[key] for key in CHANGEABLE}
+
+    def steps_over(self, rows: int) -> int:
+        """Return the configured number of steps; by default one pass over so many rows."""
+        if "total_steps" in self.model_fields_set:
+            return self.total_steps
+        return math.ceil(rows / self.batch_size)
 
     @property
     def eval_limits(self) -> tuple[int, int | None]:

@@ -147,7 +147,7 @@ def _load(base: Path) -> tuple[nn.Module, dict[str, Any], ImageEncoder | None]:
         raise ModelError(f"{base} cannot be loaded: {error}") from error
     if "vision_config" not in config:
         return model, config, None
-    support = image_support(Config.model_validate({"model": {"base_path": str(base)}}), base)
+    support = image_support(Config().image_hooks(), base)
     loaded = with_images(LoadedModel(model, config, base, 0), support)
     return model, config, None if loaded.images is None else loaded.images.encoder
 

@@ -24,8 +24,8 @@ from mlx_parallm.environments.runner import EpisodeRunner
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.models.loading import check_model, resolve_model_path
 from mlx_parallm.rewards.functions import TrainingProgress
-from mlx_parallm.rl_training.commands import CHANGEABLE
 from mlx_parallm.rl_training.factory import build_trainer
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.run.running import END_S
 from mlx_parallm.rl_training.run.serving import PolicyServer, open_serving
 from mlx_parallm.rl_training.sources import POLICY, policy_inference
@@ -114,7 +114,8 @@ class Follower:
         training, turns = self._config.rl_training, self._serving.turns
         self._trainer = build_trainer(
             self._loaded,
-            training,
+            training_options(training),
+            make_algorithm(training),
             ranks=self._ranks,
             between_blocks=turns.after_evaluation,
             kv_bits=self._config.server.kv_bits,
@@ -127,7 +128,7 @@ class Follower:
 
     def _train(self, task: RankTask) -> None:
         self._step = task.batch.step - 1
-        self._trainer.change(task.training.model_dump(include=set(CHANGEABLE)))
+        self._trainer.change(task.settings)
         self._trainer.restore(task.state)
         agree(self._ranks, self._trainer, part=self._ranks.next_part())
         with self._serving.turns.training():
@@ -177,7 +178,11 @@ class Follower:
             self._serving.client,
             self._serving.tokenizer(),
         )
-        inference = policy_inference(self._config, self._serving)
+        inference = policy_inference(
+            self._serving,
+            lora=training.lora.enabled,
+            template_kwargs=self._config.model.chat_template_kwargs,
+        )
         for source in self._sources:
             source.attach(inference)
         policy = EpisodePolicy(

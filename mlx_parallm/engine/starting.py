@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine.chat_lane import ChatLaneEngine
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.images import ImageFeatures
@@ -43,11 +43,14 @@ class StartedEngine:
 
 
 def start_engine(
-    config: Config,
+    server: ServerConfig,
     loaded: LoadedModel,
     weights: SharedWeights,
     tokenizer: Callable[[], Tokenizer],
     *,
+    base: str,
+    deterministic: bool,
+    chats_first: bool,
     adapters: Mapping[str, Mapping[str, LoraPair]],
     main_adapter: str | None,
     trains_base: bool = False,
@@ -61,6 +64,9 @@ def start_engine(
     Args:
         weights: made from the tree before this call wraps it.
         tokenizer: makes one for the engine's thread.
+        base: its id in /v1/models.
+        deterministic: as rl_training.deterministic.
+        chats_first: rl_training.serve_priority = "chat".
         adapters: name → layers, served beside the base.
         main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
         processes: share this machine's memory, each with such an engine.
@@ -71,8 +77,8 @@ def start_engine(
     Raises AdapterError: one does not fit; ConfigError; ModelError: the engine cannot decode the
     architecture.
     """
-    options = engine_options(config, loaded, processes)
-    if config.server.enable_return_routed_experts:
+    options = engine_options(server, loaded, deterministic=deterministic, processes=processes)
+    if server.enable_return_routed_experts:
         prepare_routing(loaded.model)
         if reason := why_not_routed(loaded.model):
             raise ConfigError(
@@ -84,11 +90,9 @@ def start_engine(
         options = replace(
             options,
             experts=routing_shape(loaded.model),
-            prompt_experts=record_prompt_experts or config.server.record_prompt_experts,
+            prompt_experts=record_prompt_experts or server.record_prompt_experts,
         )
-    if options.prompt_lookup and (
-        why := no_drafts(options, deterministic=config.rl_training.deterministic)
-    ):
+    if options.prompt_lookup and (why := no_drafts(options, deterministic=deterministic)):
         get_logger(__name__).warning("server.prompt_lookup is off", reason=why)
         options = replace(options, prompt_lookup=0)
     if advice := wire_memory(
@@ -100,14 +104,14 @@ def start_engine(
         check_adapter(shapes, layers, name)
         weights.add_adapter(name, layers)
     names = ServedModels(
-        config.model.base_path,
+        base,
         adapter_versions=lambda: {
             name: adapter.version for name, adapter in weights.adapters().items()
         },
         version=lambda: weights.version,
         policy_adapter=main_adapter,
         trains_base=trains_base,
-        aliases=config.server.served_model_names,
+        aliases=server.served_model_names,
         policy_versions=weights.history.versions,
         loader=weights.loader,
         shelved=lambda name: weights.shelf is not None and weights.shelf.holds(name),
@@ -129,7 +133,7 @@ def start_engine(
         )
         images = ImageFeatures(encoder, table, lora.activate)
     engine_tokenizer = tokenizer()
-    kind = ChatLaneEngine if config.rl_training.serve_priority == "chat" else Engine
+    kind = ChatLaneEngine if chats_first else Engine
     thread = EngineThread(
         lambda: kind(loaded.model, engine_tokenizer, weights, lora, options, images), names, turns
     )
@@ -144,10 +148,11 @@ def no_drafts(options: EngineOptions, *, deterministic: bool) -> str:
     return "the experts of sampled tokens are recorded" if options.experts is not None else ""
 
 
-def engine_options(config: Config, loaded: LoadedModel, processes: int = 1) -> EngineOptions:
+def engine_options(
+    server: ServerConfig, loaded: LoadedModel, *, deterministic: bool, processes: int = 1
+) -> EngineOptions:
     """Raises ConfigError: [server] wants a longer context than the model has."""
-    server, context = config.server, loaded.max_model_len
-    deterministic = config.rl_training.deterministic
+    context = loaded.max_model_len
     if server.max_model_len is not None and server.max_model_len > context:
         raise ConfigError(
             f"server.max_model_len = {server.max_model_len}, but the model's context is"

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_parallm.config.load import Config, parse_config
+from mlx_parallm.config.load import Config
+from mlx_parallm.config.training import CHANGEABLE
 from mlx_parallm.errors import (
     CheckpointError,
     ConfigError,
@@ -31,8 +32,6 @@ from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.system.log import get_logger
 
 MARKS_FILE = "marks.jsonl"
-CHANGEABLE = ("learning_rate", "kl_beta", "temperature")
-"""Keys of [rl_training] that may change while a run goes on."""
 
 log = get_logger("train")
 
@@ -88,7 +87,7 @@ class RunCommands:
 
     def settings(self) -> dict[str, float]:
         """Return the values of CHANGEABLE."""
-        return changeable(self.config)
+        return self.config.rl_training.changeable()
 
     def fixed(self) -> str | None:
         """Return why settings cannot be changed; None: they can."""
@@ -189,7 +188,7 @@ class RunCommands:
             )
             raise RequestError(why, param="learning_rate")
         try:
-            with_settings(config, values)
+            config.with_training(values)
         except ConfigError as error:
             raise RequestError(str(error)) from error
 
@@ -231,7 +230,7 @@ class RunCommands:
 
     def keep(self, values: Mapping[str, float]) -> None:
         """Note settings that the trainer has taken."""
-        self.config = with_settings(self.config, values)
+        self.config = self.config.with_training(values)
 
     def close(self) -> None:
         """Refuse what waits, and everything from now on."""
@@ -244,13 +243,6 @@ class RunCommands:
             )
 
 
-def with_settings(config: Config, values: Mapping[str, float]) -> Config:
-    """Return the configuration with other values of keys of [rl_training]. Raises ConfigError."""
-    data = config.model_dump()
-    data["rl_training"] |= dict(values)
-    return parse_config(data)
-
-
 def restored_settings(
     now: Mapping[str, float], changes: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
@@ -258,7 +250,7 @@ def restored_settings(
     a change: a configuration that says something else than both was changed on purpose.
 
     Args:
-        now: `changeable` of the configuration.
+        now: `changeable` of [rl_training].
         changes: `TrainerState.changes`.
     """
     values = dict(now)
@@ -281,14 +273,4 @@ def overridden_settings(
         key: [new, resumed[key]]
         for key, new in newest.items()
         if resumed[key] != new and resumed[key] > 0 < new
-    }
-
-
-def changeable(config: Config) -> dict[str, float]:
-    """Return the values of CHANGEABLE."""
-    training = config.rl_training
-    return {
-        "learning_rate": training.learning_rate,
-        "kl_beta": training.kl_beta,
-        "temperature": training.temperature,
     }

@@ -1,7 +1,7 @@
 """Assemble the trainer and the rollout buffer of a run. Train, dry run, replay, library, contracts
 and the other ranks all use this.
 
-    loaded base ──► build_policy ──► Trainer, the optimizer's owner ◄── Algorithm ◄── [rl_training]
+    loaded base ──► build_policy ──► Trainer, the optimizer's owner ◄── Algorithm, TrainingOptions
                     └──────────────── build_trainer: all of it ──────────────┘
     groups of the store ──► build_buffer ──► batches of that trainer
 """
@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import mlx.nn as nn
 
 from mlx_parallm.config.leaves import imported, leaves
-from mlx_parallm.config.load import RLTrainingConfig
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
@@ -21,20 +20,21 @@ from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.loading import LoadedModel, load_tokenizer
 from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rl_training.options import TrainingOptions
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import GroupStore, Minimum, RolloutBuffer
-from mlx_parallm.rl_training.step.algorithms import Algorithm, make_algorithm, make_shaping
+from mlx_parallm.rl_training.step.algorithms import Algorithm, shaping_of
 from mlx_parallm.rl_training.step.images import StepImages
-from mlx_parallm.rl_training.step.policy import TrainedPolicy
+from mlx_parallm.rl_training.step.policy import PolicyOptions, TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
-from mlx_parallm.rl_training.step.teaching import TeacherSignal
+from mlx_parallm.rl_training.step.teaching import TeacherOptions, TeacherSignal
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import RolloutGroup
 
 
 def build_policy(
     loaded: LoadedModel,
-    training: RLTrainingConfig,
+    options: PolicyOptions,
     algorithm: Algorithm,
     *,
     initial_adapter: Mapping[str, LoraPair] | None = None,
@@ -55,7 +55,7 @@ def build_policy(
     """
     return TrainedPolicy(
         copy.deepcopy(loaded.model),
-        training,
+        options,
         source=loaded.path,
         model_config=loaded.config,
         base=loaded.name,
@@ -70,8 +70,8 @@ def build_policy(
 
 def build_trainer(
     loaded: LoadedModel,
-    training: RLTrainingConfig,
-    algorithm: Algorithm | None = None,
+    options: TrainingOptions,
+    algorithm: Algorithm,
     *,
     initial_adapter: Mapping[str, LoraPair] | None = None,
     between_blocks: Callable[[], None] = lambda: None,
@@ -82,14 +82,12 @@ def build_trainer(
     """Make the policy, its optimizer and the trainer that updates it.
 
     Args:
-        algorithm: default: the configured one.
         initial_adapter, kv_bits, watches_experts: as in `build_policy`.
         between_blocks, ranks: as in `Trainer`.
     """
-    algorithm = algorithm or make_algorithm(training)
     policy = build_policy(
         loaded,
-        training,
+        options.policy,
         algorithm,
         initial_adapter=initial_adapter,
         kv_bits=kv_bits,
@@ -97,7 +95,7 @@ def build_trainer(
     )
     return Trainer(
         policy,
-        training,
+        options.trainer,
         algorithm,
         between_blocks=between_blocks,
         ranks=ranks,
@@ -130,6 +128,7 @@ class TeacherContext:
 
     model: ModelConfig
     trainer: Trainer
+    options: TeacherOptions
     vocab_size: int
     tokenizer: Callable[[], Tokenizer]
     between_blocks: Callable[[], None] = lambda: None
@@ -138,6 +137,7 @@ class TeacherContext:
 
 def build_teachers(
     trainer: Trainer,
+    options: TeacherOptions,
     model: ModelConfig,
     loaded: LoadedModel,
     *,
@@ -146,7 +146,7 @@ def build_teachers(
     """Give the trainer its teachers, if the configuration names some, before a checkpoint is
     resumed. Raises ConfigError: nothing here can build them, or one does not fit the policy;
     ModelError."""
-    if not trainer.config.distillation.active:
+    if not options.distillation.active:
         return None
     makers = [imported(leaf.teachers) for leaf in leaves() if leaf.teachers is not None]
     if not makers:
@@ -154,6 +154,7 @@ def build_teachers(
     context = TeacherContext(
         model,
         trainer,
+        options,
         loaded.vocab_size,
         lambda: load_tokenizer(loaded.path, model),
         between_blocks,
@@ -167,7 +168,7 @@ def build_buffer(
     store: GroupStore,
     versions: VersionSteps,
     trainer: Trainer,
-    training: RLTrainingConfig,
+    options: TrainingOptions,
     *,
     group_sizes: Sequence[int] = (),
     request_groups: Callable[[int], None] | None = None,
@@ -180,12 +181,12 @@ def build_buffer(
         store,
         versions,
         trainer.algorithm.advantages,
-        training,
+        options.buffer,
         group_sizes=group_sizes,
         request_groups=request_groups,
         minimums=minimums,
         is_mismatched=is_mismatched,
-        shaping=make_shaping(training, trainer.algorithm),
+        shaping=shaping_of(trainer.algorithm, options.shaping),
         pairs=trainer.algorithm.pairs,
         singles=trainer.algorithm.singles,
         taught=lambda group: trainer.teachers is not None and trainer.teachers.teaches(group),

@@ -27,11 +27,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
-from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import (
     PLAIN,
@@ -93,6 +92,25 @@ class Minimum:
     group_size: int
 
 
+@dataclass(frozen=True)
+class BufferOptions:
+    """Which groups a step takes. `options.training_options` builds it.
+
+    Attributes:
+        batch_size: sequences of a step.
+        max_oversampling: in units of `batch_size`; 0 = no bound.
+    """
+
+    batch_size: int
+    sampling: Literal["fifo", "uniform", "priority"]
+    max_staleness: int
+    dynamic_sampling: bool
+    max_oversampling: float
+    max_empty_rounds: int
+    deterministic: bool
+    seed: int
+
+
 class RolloutBuffer:
     """One thread's. `collect` of a step is called until it gives a batch, then for the next step.
 
@@ -111,7 +129,7 @@ class RolloutBuffer:
             equal, unless none of its answers is trained on.
         dataset_completion: the answer to learn from in a group's place; None: the group's.
 
-    Raises ConfigError: no mix of these group sizes makes `rollout_batch_size` sequences.
+    Raises ConfigError: no mix of these group sizes makes `batch_size` sequences.
     """
 
     def __init__(
@@ -119,7 +137,7 @@ class RolloutBuffer:
         store: GroupStore,
         versions: VersionSteps,
         estimate: Estimator,
-        config: RLTrainingConfig,
+        options: BufferOptions,
         *,
         group_sizes: Sequence[int] = (),
         request_groups: Callable[[int], None] | None = None,
@@ -131,7 +149,7 @@ class RolloutBuffer:
         taught: Callable[[RolloutGroup], bool] = lambda group: False,
         dataset_completion: Callable[[RolloutGroup], Rollout | None] = lambda group: None,
     ) -> None:
-        self._target = config.atropos.rollout_batch_size
+        self._target = options.batch_size
         if group_sizes and not fillable_up_to(self._target, set(group_sizes))[-1]:
             sizes = ", ".join(map(str, sorted(set(group_sizes))))
             raise ConfigError(
@@ -144,13 +162,12 @@ class RolloutBuffer:
         self._mean_size = sum(group_sizes) / len(group_sizes) if group_sizes else 1.0
         self._request_groups, self._read_minimums = request_groups, minimums
         self._minimums: Mapping[str, Minimum] = {}
-        self._sampling, self._max_staleness = config.buffer_sampling, config.max_staleness
-        self._max_empty_rounds, self._deterministic = config.max_empty_rounds, config.deterministic
-        self._dynamic, self._max_oversampling = (
-            config.dynamic_sampling,
-            config.max_oversampling or math.inf,
-        )
-        self._seed, self._is_mismatched, self._shaping = config.seed, is_mismatched, shaping
+        self._sampling, self._max_staleness = options.sampling, options.max_staleness
+        self._max_empty_rounds = options.max_empty_rounds
+        self._deterministic, self._seed = options.deterministic, options.seed
+        self._dynamic = options.dynamic_sampling
+        self._max_oversampling = options.max_oversampling or math.inf
+        self._is_mismatched, self._shaping = is_mismatched, shaping
         self._pairs = pairs
         self._nothing = NO_PAIR if pairs else NO_LABEL if singles else NO_VARIANCE
         self._taught, self._dataset_completion = taught, dataset_completion

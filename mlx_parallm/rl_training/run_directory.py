@@ -8,7 +8,6 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
-from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE
@@ -82,7 +81,12 @@ class RunDirectory:
 
     @classmethod
     def open(
-        cls, config: Config, checkpoint: Path | None, *, reuse: bool = False
+        cls,
+        checkpoint_dir: Path,
+        run_name: str | None,
+        checkpoint: Path | None,
+        *,
+        reuse: bool = False,
     ) -> "RunDirectory":
         """The directory of `checkpoint`, or a new one under `checkpoint_dir`.
 
@@ -93,13 +97,12 @@ class RunDirectory:
         Raises ConfigError: no name, or a run of that name is there already. CheckpointError:
         another process has it, or it cannot be written.
         """
-        training = config.rl_training
         if checkpoint is not None:
             path = checkpoint.parent
-        elif training.run_name is None:
+        elif run_name is None:
             raise ConfigError("rl_training.run_name is needed")
         else:
-            path = training.checkpoint_dir / training.run_name
+            path = checkpoint_dir / run_name
             if not reuse and any((path / name).exists() for name in USED_BY):
                 raise ConfigError(
                     f"{path} holds a run already: go on with --resume {path}, or choose"
@@ -151,11 +154,9 @@ class RunDirectory:
             return False
         return (present.st_dev, present.st_ino) == (held.st_dev, held.st_ino)
 
-    def write_config(self, config: Config) -> None:
-        """Writes the configuration, once it has proved to fit: a resume that fails must not
-        replace the old one."""
-        named = config.rl_training.model_copy(update={"run_name": self.path.name})
-        text = config.model_copy(update={"rl_training": named}).to_toml()
+    def write_config(self, text: str) -> None:
+        """Write the configuration (`Config.saved_as`), once it has proved to fit: a resume that
+        fails must not replace the old one."""
         write_atomically(self.path / CONFIG_FILE, text.encode())
         log.info(CONFIGURED, file=str(self.path / CONFIG_FILE))
 
@@ -176,21 +177,17 @@ class RunDirectory:
 # means
 
 
-def with_run_name(config: Config, source: str | None, resume: str | None) -> Config:
-    """Names the run after its configuration and the time; without the time for "auto", which
-    must find it again."""
-    if config.rl_training.run_name is not None or source is None:
-        return config
+def name_after(source: str, resume: str | None) -> str:
+    """Return the name of a run that has none: its configuration's and the time; without the time
+    for "auto", which must find it again."""
     stem = Path(source).name.removesuffix(".toml").removesuffix(".jsonl")
-    name = stem if resume == "auto" else f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    section = config.rl_training.model_copy(update={"run_name": name})
-    return config.model_copy(update={"rl_training": section})
+    return stem if resume == "auto" else f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def directory_of(config: Config, resume: str | None) -> Path:
+def directory_of(checkpoint_dir: Path, run_name: str | None, resume: str | None) -> Path:
     """Where the run lies or will lie. Raises ConfigError: nothing to resume there."""
     if resume is None or resume == "auto":
-        return config.rl_training.checkpoint_dir / str(config.rl_training.run_name)
+        return checkpoint_dir / str(run_name)
     requested = Path(resume).expanduser()
     # also a run that was killed before it wrote its configuration
     if (requested / STORE_FILE).is_file():

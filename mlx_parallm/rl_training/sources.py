@@ -203,7 +203,11 @@ class InProcessEnvironments(RolloutSource):
         manager = self._manager = RolloutManager(
             self._context.environments,
             settings,
-            inference=policy_inference(config, served),
+            inference=policy_inference(
+                served,
+                lora=training.lora.enabled,
+                template_kwargs=config.model.chat_template_kwargs,
+            ),
             sink=keep,
             on_failure=refuse,
             on_times=self._context.on_times,
@@ -286,13 +290,16 @@ class RewardsById(RolloutSource):
             listener()
 
 
-def policy_inference(config: Config, served: Served) -> InferenceModule:
-    """Return the run's engine, for environments and rewards that generate themselves."""
-    adapter = POLICY if config.rl_training.lora.enabled else None
+def policy_inference(
+    served: Served, *, lora: bool, template_kwargs: Mapping[str, Any]
+) -> InferenceModule:
+    """Return the run's engine, for environments and rewards that generate themselves. `lora`: an
+    adapter is trained."""
+    adapter = POLICY if lora else None
     return InferenceModule.over(
         served.client,
         served.tokenizer(),
         adapter,
         weights=served.weights,
-        template_kwargs=config.model.chat_template_kwargs,
+        template_kwargs=template_kwargs,
     )

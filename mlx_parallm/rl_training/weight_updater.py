@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_parallm.config.training import WeightUpdateConfig
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.errors import CheckpointError, PublishTimeoutError
 from mlx_parallm.rl_training.events import RunEvents, WeightsPublished
@@ -87,12 +88,14 @@ class WeightUpdater:
         weights: SharedWeights,
         trainer: Trainer,
         versions: VersionSteps,
+        updates: WeightUpdateConfig,
         *,
+        repeats: bool,
         numbers: VersionNumbers | None = None,
         drained: Callable[[], AbstractContextManager[None]] = nullcontext,
         events: RunEvents | None = None,
     ) -> None:
-        updates, policy = trainer.config.weight_updates, trainer.policy
+        policy = trainer.policy
         self._weights, self._policy, self._versions, self._config = (
             weights,
             policy,
@@ -102,7 +105,7 @@ class WeightUpdater:
         self._guard = PublishGuard(policy, trainer.logprobs, updates.max_publish_kl)
         self.states = TrainingStates(trainer, versions, updates.kept_versions(lora=policy.lora))
         self._trainer = trainer
-        self._repeats = trainer.config.deterministic  # a resume trains the same bits again
+        self._repeats = repeats
         self._numbers = numbers or VersionNumbers()
         self._drained = drained if updates.in_flight == "drain" else nullcontext
         self._events = events or RunEvents()

@@ -31,9 +31,9 @@ from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_trainer
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.run_directory import FINAL, RunDirectory
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -126,7 +126,8 @@ def replay(
         quantize = saved.rl_training.lora.enabled and saved.rl_training.lora.quantize_base
         check_model(saved.model, train=True, quantize=quantize)
         loaded = load_model(saved.model, quantize=quantize)
-        loaded = with_images(loaded, image_support(saved, loaded.path), saved)
+        hooks = saved.image_hooks()
+        loaded = with_images(loaded, image_support(hooks, loaded.path), hooks)
         done = []
         for overrides, config in zip(variants, configs, strict=True):
             player = _Player(loaded, config, checkpoint, saved, store)
@@ -147,11 +148,20 @@ class _Player:
         store: RolloutStore,
     ) -> None:
         self._config, training = config, config.rl_training
-        initial = None if checkpoint else initial_adapter(config)
-        self._trainer = build_trainer(
-            loaded, training, initial_adapter=initial, kv_bits=config.server.kv_bits
+        options = training_options(training)
+        initial = (
+            None
+            if checkpoint
+            else initial_adapter(config.model, training.lora, training.checkpoint_dir)
         )
-        build_teachers(self._trainer, config.model, loaded)
+        self._trainer = build_trainer(
+            loaded,
+            options,
+            make_algorithm(training),
+            initial_adapter=initial,
+            kv_bits=config.server.kv_bits,
+        )
+        build_teachers(self._trainer, options.teachers, config.model, loaded)
         self._policy = self._trainer.policy
         versions = VersionSteps()
         if checkpoint is not None:
@@ -165,7 +175,7 @@ class _Player:
             self._trainer.restore(state.trainer)
             restore_random_state(state.random_state)
         self._store = store
-        self._buffer = build_buffer(_Stored(store), versions, self._trainer, training)
+        self._buffer = build_buffer(_Stored(store), versions, self._trainer, options)
 
     def play(
         self,
@@ -178,7 +188,7 @@ class _Player:
         `final`."""
         directory = RunDirectory.hold(_free_name(run))
         with closing(directory):
-            directory.write_config(self._config)
+            directory.write_config(self._config.saved_as(directory.path.name))
             metrics, replayed = MetricsFile(directory.path / METRICS_FILE), []
             for line in lines:
                 replayed.append(self._step(line, taken[line["step"]]))

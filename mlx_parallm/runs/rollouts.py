@@ -355,10 +355,12 @@ class Answers:
             if is_reference(training.loss or ""):
                 training = training.model_copy(update={"loss": "reinforce"})
             # here: it loads MLX
-            from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
+            from mlx_parallm.rl_training.options import make_algorithm, training_options
+            from mlx_parallm.rl_training.step.algorithms import shaping_of
 
             algorithm = make_algorithm(training)
-            return algorithm.advantages, make_shaping(training, algorithm)
+            configured = training_options(training).shaping
+            return algorithm.advantages, shaping_of(algorithm, configured)
         # no configuration, or a function of the user's that is not here any more
         except ConfigError as error:
             self._fault = str(error)

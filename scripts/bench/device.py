@@ -37,8 +37,7 @@ from mlx_parallm.daemon import Serving
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.threads import mlx_thread
-from mlx_parallm.rl_training.plan.model_shape import ModelShape
-from mlx_parallm.rl_training.plan.preflight import Lengths, predict_memory
+from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.hardware import GIB, MIB, mlx_device
 from mlx_parallm.system.log import configure_logging
@@ -176,9 +175,9 @@ def step(trainer: Trainer, config: Config, path: Path) -> None:
         f" {tokens / median:.0f} tok/s"
     )
     model_config = json.loads((path / "config.json").read_text())
-    formula = predict_memory(
-        config, ModelShape.of(model_config, config), Lengths(PROMPT, OUTPUT)
-    ).of_mlx
+    formula = PlannedRun(
+        config, PlannedRun.of(config, model_config).shape, Lengths(PROMPT, OUTPUT)
+    ).memory.of_mlx
     say(
         f"memory at its peak {peak / GIB:.2f} GiB; the preflight says {formula / GIB:.2f}:"
         f" {formula / peak:.2f}"

@@ -40,6 +40,7 @@ from mlx_parallm.models.loading import LoadedModel, load_model
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.factory import build_teachers, build_trainer
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Rollout, RolloutGroup
@@ -283,8 +284,9 @@ def _trainer(student: LoadedModel, teachers: list[dict[str, Any]]) -> Trainer:
     training = RLTrainingConfig.model_validate(
         {"blocks_per_eval": 0, "batch_size": 32, "distillation": section}
     )
-    trainer = build_trainer(student, training)
-    build_teachers(trainer, ModelConfig(), student)
+    options = training_options(training)
+    trainer = build_trainer(student, options, make_algorithm(training))
+    build_teachers(trainer, options.teachers, ModelConfig(), student)
     return trainer
 
 

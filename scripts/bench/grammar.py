@@ -20,8 +20,7 @@ from scripts.bench.models import bench_prompts, save_bench_model  # isort: skip 
 
 import numpy as np
 
-from mlx_parallm.config.load import Config
-from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.config.server import ModelConfig, ServerConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.grammar import Grammars, allowed_tokens
 from mlx_parallm.engine.starting import engine_options
@@ -61,7 +60,11 @@ def make_engine(directory: Path) -> Engine:
     config = ModelConfig(base_path=str(save_bench_model(directory)))
     loaded = load_model(config)
     weights = SharedWeights(loaded.model, keep_versions=1)
-    options = replace(engine_options(Config(), loaded), max_model_len=1024, max_rows=ROWS)
+    options = replace(
+        engine_options(ServerConfig(), loaded, deterministic=False),
+        max_model_len=1024,
+        max_rows=ROWS,
+    )
     lora = prepare_for_serving(loaded.model)
     return Engine(loaded.model, load_tokenizer(loaded.path, config), weights, lora, options)
 

@@ -38,7 +38,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_parallm.config.load import Config, parse_config
+from mlx_parallm.config.load import parse_config
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.daemon import Serving
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import Finished
@@ -68,7 +69,7 @@ def make_engine(
     loaded = load_model(config)
     weights = SharedWeights(loaded.model, keep_versions=1)
     options = replace(
-        engine_options(Config(), loaded),
+        engine_options(ServerConfig(), loaded, deterministic=False),
         max_rows=64,
         prefix_cache_bytes=0,
         by_tokens=layout == "auto",

@@ -22,7 +22,7 @@ from rich.table import Table
 from mlx_parallm.config.load import load_config
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.rl_training.group_fit import MISMATCH_NATS, LogprobMismatchCheck
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -41,8 +41,11 @@ def main() -> None:
     config = load_config(run / "config.toml")
     loaded = load_model(config.model)
     training = config.rl_training
-    policy = TrainedPolicy(loaded.model, training, source=loaded.path, model_config=loaded.config)
-    check = LogprobMismatchCheck(Trainer(policy, training, make_algorithm(training)))
+    options = training_options(training)
+    policy = TrainedPolicy(
+        loaded.model, options.policy, source=loaded.path, model_config=loaded.config
+    )
+    check = LogprobMismatchCheck(Trainer(policy, options.trainer, make_algorithm(training)))
     by_version = groups_by_version(run)
     shuffle = np.random.default_rng(0).permutation(loaded.vocab_size)
     nats: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)

@@ -30,7 +30,7 @@ import numpy as np
 
 from mlx_parallm.cli.contracts import Subject, sampled, subject_of
 from mlx_parallm.config.load import load_config
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.step.prepare import (
     MISMATCH_BOUND,
     expected_mismatch,
@@ -127,8 +127,9 @@ def measure(path: str, dtype: str, *, quantize: bool) -> dict[str, Any]:
 def apart(subject: Subject) -> dict[str, Any]:
     assert subject.policy is not None, subject.untrainable
     rollouts, training = sampled(subject, SEQUENCES), subject.config.rl_training
+    options = training_options(training).trainer
     logprobs = np.concatenate(
-        Trainer(subject.policy, training, make_algorithm(training)).logprobs(rollouts)
+        Trainer(subject.policy, options, make_algorithm(training)).logprobs(rollouts)
     )
     engine = np.array(
         [
@@ -145,7 +146,7 @@ def apart(subject: Subject) -> dict[str, Any]:
         "mean": float(difference.mean()),
         "max": float(difference.max()),
         "table": expected_mismatch(subject.policy.model),
-        "auto": "tis" if sampler_correction(training, subject.policy.model) else "none",
+        "auto": "tis" if sampler_correction(options.correction, subject.policy.model) else "none",
     }
 
 

@@ -35,6 +35,7 @@ from mlx_parallm.models.loading import (
     resolve_model_path,
 )
 from mlx_parallm.models.lora import linear_layers, load_adapter
+from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 
 assert mlx_parallm.__version__
@@ -79,7 +80,10 @@ def trainers_model(config: Path, adapter: Path) -> nn.Module:
     """The model that this run's trainer computes with, with an adapter of the run."""
     loaded, training = load_model(ModelConfig()), load_config(config).rl_training
     policy = TrainedPolicy(
-        loaded.model, training, source=loaded.path, model_config=read_config(loaded.path)
+        loaded.model,
+        training_options(training).policy,
+        source=loaded.path,
+        model_config=read_config(loaded.path),
     )
     policy.load(adapter)
     policy.model.eval()

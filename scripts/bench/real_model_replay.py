@@ -31,7 +31,7 @@ import mlx.core as mx
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.rl_training.factory import build_trainer
-from mlx_parallm.rl_training.step.optimizer import learning_rate_at
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.hardware import usable_cores
 from scripts.bench.real_model_trl import FOLLOWED, PYTHON
@@ -75,7 +75,9 @@ def main() -> None:
 def make_plan(run: Path, config: Config, steps: int, directory: Path) -> dict[str, Any]:
     """Return what the worker reads; the untrained adapter is written into `directory`."""
     training = config.rl_training
-    slots = build_trainer(load_model(config.model), training).policy.slots
+    options = training_options(training)
+    loaded = load_model(config.model)
+    slots = build_trainer(loaded, options, make_algorithm(training)).policy.slots
     adapter = directory / "adapter.safetensors"
     mx.save_safetensors(str(adapter), dict(zip(slots.names, slots.read(), strict=True)))
     store = RolloutStore(run / "rollouts.sqlite")
@@ -97,7 +99,7 @@ def make_plan(run: Path, config: Config, steps: int, directory: Path) -> dict[st
         "eps": training.adam_eps,
         "weight_decay": training.weight_decay,
         "max_grad_norm": training.max_grad_norm,
-        "rates": [learning_rate_at(step, training) for step in range(1, len(batches) + 1)],
+        "rates": [options.trainer.learning_rates.at(step) for step in range(1, len(batches) + 1)],
         "metrics": [
             {key: metrics[step][key] for key in ("loss", "grad_norm", "groups_without_variance")}
             for step in range(1, len(batches) + 1)

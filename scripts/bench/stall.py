@@ -22,8 +22,7 @@ from dataclasses import replace
 import mlx_parallm  # noqa: F401 - puts a fast BLAS under MLX before MLX is imported
 
 # isort: split
-from mlx_parallm.config.load import Config
-from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.config.server import ModelConfig, ServerConfig
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.served_models import ServedModels
@@ -45,7 +44,7 @@ def start(prefill_chunk: int) -> EngineThread:
     loaded = load_model(TINY)
     weights = SharedWeights(loaded.model, keep_versions=1)
     lora = prepare_for_serving(loaded.model)
-    plain = engine_options(Config(), loaded)
+    plain = engine_options(ServerConfig(), loaded, deterministic=False)
     options = replace(
         plain, max_model_len=2 * LONG, prefill_chunk=prefill_chunk, prefix_cache_bytes=0
     )

@@ -28,6 +28,7 @@ import mlx_parallm  # the fast BLAS comes before MLX
 import mlx.core as mx
 
 from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from scripts.bench.short_rl import PROGRAM, train_by_rewards
 
@@ -58,7 +59,8 @@ class Slots:
 
 def optimizer(slots: Slots, kind: str, **values: Any) -> PolicyOptimizer:
     keys = {"optimizer": kind, **values}
-    return PolicyOptimizer(slots, RLTrainingConfig.model_validate(keys))  # type: ignore[arg-type]
+    options = training_options(RLTrainingConfig.model_validate(keys)).trainer.optimizer
+    return PolicyOptimizer(slots, options)  # type: ignore[arg-type]
 
 
 def steps(seeds: int) -> None:

@@ -36,9 +36,8 @@ from rich.table import Table
 from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.daemon import Serving
 from mlx_parallm.models.loading import read_config
-from mlx_parallm.rl_training.plan.model_shape import ModelShape
-from mlx_parallm.rl_training.plan.preflight import Lengths, predict_memory
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -164,8 +163,8 @@ def configuration(path: Path, arguments: argparse.Namespace) -> Config:
 
 
 def predict(config: Config, path: Path, longest: Lengths) -> int:
-    shape = ModelShape.of(read_config(path), config)
-    estimate = predict_memory(config, shape, longest)
+    shape = PlannedRun.of(config, read_config(path)).shape
+    estimate = PlannedRun(config, shape, longest).memory
     table = Table("the preflight's parts", "GB")
     for name, size in estimate.parts.items():
         table.add_row(name, f"{size / 1e9:.2f}")
@@ -182,13 +181,14 @@ def step(config: Config, phases: Phases, prompt: int, completion: int) -> dict[s
             loaded = serving.load(quantize=True)
         algorithm = make_algorithm(config.rl_training)
         with phases.phase("adapter, optimizer, checks"):
+            options = training_options(config.rl_training)
             policy = TrainedPolicy(
                 copy.deepcopy(loaded.model),
-                config.rl_training,
+                options.policy,
                 source=loaded.path,
                 model_config=loaded.config,
             )
-            trainer = Trainer(policy, config.rl_training, algorithm)
+            trainer = Trainer(policy, options.trainer, algorithm)
         weights = SharedWeights(
             loaded.model, policy=POLICY, keep_versions=config.server.keep_versions
         )

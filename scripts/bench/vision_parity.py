@@ -188,6 +188,7 @@ class Ours:
         from mlx_parallm.config.load import Config
         from mlx_parallm.models.images.support import with_images
         from mlx_parallm.models.loading import load_model, load_tokenizer
+        from mlx_parallm.systems.vision.config import VisionConfig
         from mlx_parallm.systems.vision.leaf import image_support
         from tests.images.checkpoints import add_processor, save_qwen_vl, save_smolvlm
         from tests.images.gemma3 import save_gemma3
@@ -210,7 +211,7 @@ class Ours:
             }
         )
         loaded = load_model(self.config.model)
-        support = image_support(self.config, path, loaded.config)
+        support = image_support(self.config.section(VisionConfig), path, loaded.config)
         self.loaded, self.reader = with_images(loaded, support), support.reader
         pictures = [noise(*size, seed=seed) for seed, size in enumerate(SIZES)]
         for index, picture in enumerate(pictures):
@@ -256,10 +257,12 @@ class Ours:
     def gradients(self) -> dict[str, np.ndarray]:
         """Those of all trained arrays, by name, as the trainer computes them."""
         from mlx_parallm.rl_training.factory import build_trainer
+        from mlx_parallm.rl_training.options import make_algorithm, training_options
         from mlx_parallm.rl_training.step.batch import TrainSequence
         from mlx_parallm.types import Rollout
 
-        trainer = build_trainer(self.loaded, self.config.rl_training)
+        training = self.config.rl_training
+        trainer = build_trainer(self.loaded, training_options(training), make_algorithm(training))
         sequences, trained = [], 0
         for number, row in enumerate(self.rows, 1):
             mask = [

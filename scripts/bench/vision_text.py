@@ -62,7 +62,7 @@ def loaded():
 
     config = Config.model_validate({"model": {"base_path": "builtin:tiny-vision"}})
     model = load_model(config.model)
-    return with_images(model, image_support(config, model.path))
+    return with_images(model, image_support(config.image_hooks(), model.path))
 
 
 def serving(*, images: bool) -> Callable[[], float]:

@@ -111,6 +111,7 @@ def atropos(serving: Serving, store: RolloutStore) -> AddedRouter:
 def policy_server() -> Iterator[str]:
     """The service of a small prompt policy in this process; yields its URL."""
     from mlx_parallm.systems.prompt_policy.app import PromptPolicyServer
+    from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
 
     sizes = [
         f"prompt_policy.ppo.input_dim={EMBEDDING}",
@@ -119,8 +120,11 @@ def policy_server() -> Iterator[str]:
     ]
     least = ["prompt_policy.ppo.min_buffer_size=8", "prompt_policy.ppo.buffer_size=64"]
     with tempfile.TemporaryDirectory() as directory:
+        config = load_config(
+            None, [*sizes, *least, (f'prompt_policy.checkpoint_dir="{directory}"')]
+        )
         server = PromptPolicyServer(
-            load_config(None, [*sizes, *least, (f'prompt_policy.checkpoint_dir="{directory}"')])
+            config.section(PromptPolicyConfig), config.server, config.resolve_api_key()
         )
         server.start()
         try:

@@ -14,6 +14,7 @@ from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.sources import SourceContext
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.systems.feedback.config import FeedbackConfig
 from mlx_parallm.systems.feedback.judge import FunctionJudge
 from mlx_parallm.systems.feedback.source import FeedbackSource, feedback_source, refuse_to_serve
 from tests.conftest import TinyEngine
@@ -403,4 +404,4 @@ def test_settings_that_contradict(
 
 def test_a_server_that_trains_nothing_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="for `mlx_parallm train`"):
-        refuse_to_serve(configuration(tmp_path), None)  # type: ignore[arg-type]
+        refuse_to_serve(configuration(tmp_path).section(FeedbackConfig), None)  # type: ignore[arg-type]

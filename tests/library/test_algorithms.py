@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig, training_keys
-from mlx_parallm.config.load import Config, parse_config
+from mlx_parallm.config.load import load_config, parse_config
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
@@ -379,9 +379,9 @@ def test_the_configuration_is_written_once_and_a_failed_load_frees_the_directory
     written: list[int] = []
     write = RunDirectory.write_config
 
-    def counted(directory: RunDirectory, config: Config) -> None:
-        written.append(config.rl_training.total_steps)
-        write(directory, config)
+    def counted(directory: RunDirectory, text: str) -> None:
+        written.append(load_config(None, text=text).rl_training.total_steps)
+        write(directory, text)
 
     monkeypatch.setattr(RunDirectory, "write_config", counted)
     settings = {"batch_size": 4, "group_size": 4, "checkpoint_dir": tmp_path}

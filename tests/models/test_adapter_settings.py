@@ -387,7 +387,7 @@ def test_every_way_in_refuses_it(tmp_path: Path) -> None:
         4,
     )
     ways: list[Callable[[], Any]] = [
-        lambda: initial_adapter(config),
+        lambda: initial_adapter(config.model, config.rl_training.lora, tmp_path / "checkpoints"),
         lambda: loader.load("a", str(bad), in_place=False),
         lambda: convert(bad, tmp_path / "out", "mlx-lm"),
         lambda: merge(str(TINY_ASSETS), bad, tmp_path / "merged"),

@@ -17,6 +17,7 @@ from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from mlx_parallm.models.quantize import quantize_layers
 from mlx_parallm.models.support import stored_dtype
+from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from tests.export.llama import write
@@ -104,7 +105,10 @@ def policy_of(directory: Path, dtype: str = "float32", **lora: Any) -> tuple[Tra
     loaded = load_model(ModelConfig(base_path=str(directory), dtype=dtype))
     config = make_config(algorithm="sft", lora=lora)
     policy = TrainedPolicy(
-        loaded.model, config, source=loaded.path, model_config=read_config(directory)
+        loaded.model,
+        training_options(config).policy,
+        source=loaded.path,
+        model_config=read_config(directory),
     )
     mx.random.seed(2)
     for layer in trainer_lora_layers(policy.model).values():
@@ -253,8 +257,9 @@ def test_a_quantised_base_is_refused() -> None:
     quantize_layers(model)
     assert make_config(algorithm="online_dpo", lora={"qat_bits": 4}).lora.qat_bits == 4
     config = make_config(algorithm="sft", lora={"qat_bits": 4})
+    options = training_options(config).policy
     with pytest.raises(ConfigError, match="name the checkpoint that it was made from"):
-        TrainedPolicy(model, config, source=Path(), model_config={"model_type": "qwen3"})
+        TrainedPolicy(model, options, source=Path(), model_config={"model_type": "qwen3"})
 
 
 def test_the_dtype_of_a_checkpoint_may_stand_with_its_text_model():

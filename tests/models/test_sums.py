@@ -8,8 +8,8 @@ import pytest
 from mlx_parallm.models import sums
 from mlx_parallm.models.logprobs import token_logprobs, token_logprobs_and_entropy
 from mlx_parallm.models.sums import logsumexp, row_sums, total
-from mlx_parallm.rl_training.step.optimizer import OptimizerOptions, ParameterGroup
-from tests.rl_training.making import make_config
+from mlx_parallm.rl_training.step.optimizer import ParameterGroup
+from tests.rl_training.making import make_config, optimizer_options
 
 RNG = np.random.default_rng(0)
 
@@ -21,7 +21,7 @@ def test_the_sum_of_squares_of_a_large_gradient(size: int) -> None:
     exact = np.square(values.astype(np.float64)).sum()
     assert total(mx.square(mx.array(values))).item() == pytest.approx(exact, rel=2e-6)
     group = ParameterGroup(
-        OptimizerOptions(make_config()).make("adamw", 0.0),
+        optimizer_options(make_config()).make("adamw", 0.0),
         "adamw",
         1.0,
         [0],

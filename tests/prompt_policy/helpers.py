@@ -10,6 +10,7 @@ import numpy as np
 
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.systems.prompt_policy.app import PromptPolicyServer
+from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
 from mlx_parallm.systems.prompt_policy.experience import Experience
 
 SIZE = 16
@@ -25,10 +26,16 @@ def small_config(directory: Path, *overrides: str) -> Config:
     return load_config(None, [*paths, *SMALL, *overrides])
 
 
+def small_server(directory: Path, *overrides: str) -> PromptPolicyServer:
+    config = small_config(directory, *overrides)
+    section, key = config.section(PromptPolicyConfig), config.resolve_api_key()
+    return PromptPolicyServer(section, config.server, key)
+
+
 @contextmanager
 def serving(directory: Path, *overrides: str) -> Iterator[httpx.Client]:
     """A client of a real server, which ends in order."""
-    server = PromptPolicyServer(small_config(directory, *overrides))
+    server = small_server(directory, *overrides)
     server.start()
     try:
         with httpx.Client(base_url=server.url, timeout=30) as client:

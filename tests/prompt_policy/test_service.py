@@ -15,11 +15,17 @@ import pytest
 
 from mlx_parallm.errors import CheckpointError, StoreError
 from mlx_parallm.systems.prompt_policy import service
-from mlx_parallm.systems.prompt_policy.app import PromptPolicyServer
 from mlx_parallm.systems.prompt_policy.embeddings import HashedEmbedder
 from mlx_parallm.systems.prompt_policy.store import ExperienceStore
 from scripts.soak.fuzz_openapi import fuzz, policy_server
-from tests.prompt_policy.helpers import SIZE, SMALL, experience_body, serving, small_config, vector
+from tests.prompt_policy.helpers import (
+    SIZE,
+    SMALL,
+    experience_body,
+    serving,
+    small_server,
+    vector,
+)
 
 POLITE = "Could you please write a Python function that sorts a list? Thank you so much!"
 
@@ -286,7 +292,7 @@ def test_after_a_kill_what_was_acknowledged_is_there(tmp_path: Path) -> None:
 
 
 def test_a_service_that_shuts_down_is_not_healthy(tmp_path: Path) -> None:
-    server = PromptPolicyServer(small_config(tmp_path))
+    server = small_server(tmp_path)
     server.start()
     server._state.draining = True
     assert httpx.get(f"{server.url}/health").status_code == 503

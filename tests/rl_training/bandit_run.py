@@ -20,10 +20,10 @@ from mlx_parallm.rl_training.events import (
 )
 from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.publish.rollback import RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers
 from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
@@ -106,16 +106,23 @@ def open_run(
         **{"batch": 16, "total_steps": 6, "checkpoint_interval": 2, "max_staleness": 0} | values
     )
     store = RolloutStore(directory / "rollouts.sqlite")
-    algorithm = make_algorithm(config)
+    options, algorithm = training_options(config), make_algorithm(config)
     if poison is not None:
         algorithm = replace(algorithm, loss=poison(algorithm.loss))
-    trainer = Trainer(make_policy(config), config, algorithm)
+    trainer = Trainer(make_policy(config), options.trainer, algorithm)
     checkpoint = None
     if resume:
         place = directory if resume is True else directory / resume
         checkpoint = find_checkpoint(str(place), directory.parent, None)
         assert checkpoint is not None
-    files = open_files(directory, trainer, store, checkpoint=checkpoint, keep_best=False)
+    files = open_files(
+        directory,
+        trainer,
+        store,
+        checkpoint=checkpoint,
+        keep=config.keep_checkpoints,
+        keep_best=False,
+    )
     state, numbers, older = files.state, VersionNumbers(store), files.served()
     versions = files.versions(numbers, served_known=bool(older))
     shared = SharedWeights(
@@ -131,10 +138,11 @@ def open_run(
     stream.subscribe(CheckpointSaved, lambda event: events.append(f"saved {event.path.name}"))
     rollback_service = RollbackService()
     buffer = build_buffer(
-        store, versions, trainer, config, group_sizes=[GROUP], request_groups=bandit
+        store, versions, trainer, options, group_sizes=[GROUP], request_groups=bandit
     )
     parts = make_parts(
         trainer,
+        options,
         PublishedWeights(shared, versions, numbers, older),
         buffer,
         files,

@@ -12,7 +12,6 @@ from mlx_parallm.errors import CheckpointError, RefusedError, RequestError
 from mlx_parallm.rl_training.commands import (
     MARKS_FILE,
     RunCommands,
-    changeable,
     overridden_settings,
     restored_settings,
 )
@@ -119,27 +118,35 @@ def test_a_resume_goes_on_with_what_was_changed() -> None:
     def config(**training: Any) -> Config:
         return parse_config({"rl_training": training})
 
-    assert restored_settings(changeable(config(learning_rate=1e-3)), changes) == {
+    assert restored_settings(config(learning_rate=1e-3).rl_training.changeable(), changes) == {
         "learning_rate": 2e-4,
         "temperature": 0.8,
     }
     assert (
-        restored_settings(changeable(config(learning_rate=2e-4, temperature=0.8)), changes) == {}
+        restored_settings(
+            config(learning_rate=2e-4, temperature=0.8).rl_training.changeable(), changes
+        )
+        == {}
     ), "the saved configuration"
     on_purpose = config(learning_rate=7e-4)
-    assert restored_settings(changeable(on_purpose), changes) == {"temperature": 0.8}
-    overridden = overridden_settings(changeable(on_purpose), changes)
+    assert restored_settings(on_purpose.rl_training.changeable(), changes) == {"temperature": 0.8}
+    overridden = overridden_settings(on_purpose.rl_training.changeable(), changes)
     assert overridden == {"learning_rate": [2e-4, 7e-4]}
-    assert overridden_settings(changeable(config(learning_rate=1e-3)), changes) == {}, (
-        "the file that the run began with"
-    )
+    assert (
+        overridden_settings(config(learning_rate=1e-3).rl_training.changeable(), changes) == {}
+    ), "the file that the run began with"
     changes.append({"step": 8, "settings": overridden})
     assert (
-        restored_settings(changeable(config(learning_rate=1e-3)), changes)["learning_rate"] == 7e-4
+        restored_settings(config(learning_rate=1e-3).rl_training.changeable(), changes)[
+            "learning_rate"
+        ]
+        == 7e-4
     ), "also from the old file"
-    assert overridden_settings(changeable(config(learning_rate=7e-4)), changes) == {}
+    assert overridden_settings(config(learning_rate=7e-4).rl_training.changeable(), changes) == {}
     with_kl = [{"step": 3, "settings": {"kl_beta": [0.1, 0.2]}}]
-    assert overridden_settings(changeable(config(kl_beta=0.3)), with_kl) == {"kl_beta": [0.2, 0.3]}
-    assert overridden_settings(changeable(config(kl_beta=0.0)), with_kl) == {}, (
+    assert overridden_settings(config(kl_beta=0.3).rl_training.changeable(), with_kl) == {
+        "kl_beta": [0.2, 0.3]
+    }
+    assert overridden_settings(config(kl_beta=0.0).rl_training.changeable(), with_kl) == {}, (
         "its file says whether there is a reference"
     )

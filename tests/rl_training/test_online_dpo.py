@@ -9,8 +9,8 @@ import pytest
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.losses.advantages import Shaping, best_and_worst, pair_advantages
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.rollout_buffer import NO_PAIR
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup

@@ -11,6 +11,7 @@ from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.faces.library.algorithms import CollectedGroups
 from mlx_parallm.losses.advantages import PLAIN, Shaping, group_advantages, token_advantages
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import (
     NO_VARIANCE,
@@ -19,7 +20,7 @@ from mlx_parallm.rl_training.rollout_buffer import (
     RolloutBuffer,
     fillable_up_to,
 )
-from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
+from mlx_parallm.rl_training.step.algorithms import shaping_of
 from mlx_parallm.rl_training.step.batch import TrainBatch, quantile
 from mlx_parallm.rollout_store.checks import OTHER_MODEL, TOO_LARGE
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -69,7 +70,9 @@ def make_buffer(
         update={"rollout_batch_size": values.pop("rollout_batch_size", 8)}
     )
     config = config.model_copy(update={"atropos": atropos, **values})
-    return RolloutBuffer(store, versions or VersionSteps(), estimate, config, **options)
+    return RolloutBuffer(
+        store, versions or VersionSteps(), estimate, training_options(config).buffer, **options
+    )
 
 
 def add(store: RolloutStore, *groups: RolloutGroup) -> None:
@@ -631,7 +634,7 @@ def buffer_of(store: RolloutStore, shaping: Shaping, size: int = 4) -> RolloutBu
 def test_what_is_configured() -> None:
     def made(**values: Any) -> Shaping:
         config = make_config(**values)
-        return make_shaping(config, make_algorithm(config))
+        return shaping_of(make_algorithm(config), training_options(config).shaping)
 
     assert made() == PLAIN
     everything = made(

@@ -41,8 +41,8 @@ def directory(tmp_path):
     config = Config.model_validate(
         {"rl_training": {"total_steps": 50, "checkpoint_dir": tmp_path, "run_name": "run"}}
     )
-    opened = RunDirectory.open(config, None)
-    opened.write_config(config)
+    opened = RunDirectory.open(tmp_path, "run", None)
+    opened.write_config(config.saved_as(opened.path.name))
     opened.close()
     age(opened.path / "config.toml", AGO)
     return opened.path
@@ -86,11 +86,8 @@ def test_a_half_written_line_is_no_harm(directory, capsys):
 
 
 def test_a_run_that_goes_on_is_left_alone(directory):
-    config = Config.model_validate(
-        {"rl_training": {"checkpoint_dir": directory.parent, "run_name": "run"}}
-    )
     write(directory, line(1))
-    held = RunDirectory.open(config, directory / "step_000001")
+    held = RunDirectory.hold(directory)
     try:
         assert explained(directory).state == "running"
         age(directory / METRICS_FILE, AGO)
@@ -108,10 +105,7 @@ def test_a_pause_is_no_stalled_environment(directory):
     write(directory, line(1))
     age(directory / METRICS_FILE, AGO)
     log = directory / "run.log"
-    config = Config.model_validate(
-        {"rl_training": {"checkpoint_dir": directory.parent, "run_name": "run"}}
-    )
-    held = RunDirectory.open(config, directory / "step_000001")
+    held = RunDirectory.hold(directory)
     try:
         log.write_text('{"event": "paused", "by": "POST /pause"}\nnot json "paused"\n')
         (finding,) = explained(directory).findings

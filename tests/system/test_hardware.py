@@ -57,7 +57,8 @@ def test_in_deterministic_mode_nothing_depends_on_free_memory_or_earlier_answers
     found = []
     for mode in ([], ["rl_training.deterministic=true", "rl_training.max_staleness=0"]):
         config = load_config(None, [*given, *mode])
-        options = engine_options(config, loaded)  # type: ignore[arg-type]
+        deterministic = config.rl_training.deterministic
+        options = engine_options(config.server, loaded, deterministic=deterministic)  # type: ignore[arg-type]
         found.append((options.kv_cache_bytes, options.prefix_cache_bytes))
     if given:
         assert found == [(8, 9)] * 2

@@ -13,7 +13,7 @@ import numpy as np
 from mlx_parallm.config.load import load_config
 from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.faces.tinker import wire, wire_pb2
-from mlx_parallm.faces.tinker.part import TinkerPart
+from mlx_parallm.faces.tinker.leaf import tinker_part
 from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import SharedWeights
@@ -39,15 +39,19 @@ max_model_len = 256
 def tinker_server(directory: Path, **deps: Any) -> Iterator[RunningServer]:
     """`deps`: fields of ServerDeps."""
     config = load_config(None, text=CONFIG.format(directory=directory))
-    part = TinkerPart(config)
+    part = tinker_part(config)
+    assert part is not None
     loaded = load_model(config.model)
     weights = SharedWeights(loaded.model, keep_versions=1)
     part.loaded(loaded, Turns())
     engine = start_engine(
-        config,
+        config.server,
         loaded,
         weights,
         lambda: load_tokenizer(loaded.path, config.model),
+        base=config.model.base_path,
+        deterministic=False,
+        chats_first=False,
         adapters={},
         main_adapter=None,
     )

@@ -1,7 +1,7 @@
 """One model on the learner's thread: log-probabilities, gradients and AdamW against independent
 computations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from mlx_parallm.faces.tinker.losses import DatumLoss
 from mlx_parallm.faces.tinker.wire import read_forward_backward
 from mlx_parallm.models.blockwise import Objective
 from mlx_parallm.models.loading import load_model
+from mlx_parallm.rl_training.options import TrainingOptions, training_options
 from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings
 from mlx_parallm.system.turns import Turns
@@ -41,10 +42,14 @@ def datum(count: int, width: int = 0) -> dict[str, Any]:
 DATA = [datum(7), datum(12, 3), datum(5), datum(9, 3)]
 
 
+def options_of(values: Mapping[str, Any]) -> TrainingOptions:
+    return training_options(load_config(None, text="").rl_training.model_copy(update=dict(values)))
+
+
 @pytest.fixture(scope="module")
 def learner() -> Iterator[TinkerLearner]:
     config = load_config(None, text="")
-    made = TinkerLearner(load_model(config.model), config.rl_training, Turns(), 64)
+    made = TinkerLearner(load_model(config.model), options_of, Turns(), 64)
     yield made
     made.close()
 
@@ -360,7 +365,7 @@ def test_a_mixtures_router_is_not_probed_for_nobody(
     directory = save_checkpoint(tmp_path / "mixture", QWEN3 | EXPERTS | {"model_type": "qwen3_moe"})
     config = load_config(None, [f"model.base_path={directory}"], text="")
     monkeypatch.setattr("mlx_parallm.rl_training.step.policy.watched_experts", None)
-    made = TinkerLearner(load_model(config.model), config.rl_training, Turns(), 64)
+    made = TinkerLearner(load_model(config.model), options_of, Turns(), 64)
     try:
         model = new(made)
         assert model.step == 0

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.load import load_config
+from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import ConfigError, StoreError
 from mlx_parallm.faces.tinker import recorder
 from mlx_parallm.faces.tinker.checkpoints import Checkpoints
@@ -221,7 +222,7 @@ def test_what_the_disk_is_too_slow_for_is_left_out(
 ) -> None:
     monkeypatch.setattr(recorder, "MOST_WAITING", 10)
     go, done = threading.Event(), list[str]()
-    made = recorder.RunRecorder(load_config(None, text=""), Checkpoints(root))
+    made = recorder.RunRecorder(OPTIONS, Checkpoints(root))
     made.post(lambda: done.append("waits") if go.wait(10) else None, 8)
     made.post(lambda: done.append("too much"), 8)
     made.post(lambda: done.append("a line"))
@@ -230,15 +231,22 @@ def test_what_the_disk_is_too_slow_for_is_left_out(
     assert done == ["waits", "a line"]
 
 
+OPTIONS = recorder.RecorderOptions(RolloutsConfig(), 1.0, lambda name, settings: "")
+
+
 class Recorded:
     """A run's files without a server: what is drawn and trained is made up."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
         self.directory = directory
-        self.recorder = RunRecorder(load_config(None, text=""), Checkpoints(directory.parent))
+        self.recorder = RunRecorder(OPTIONS, Checkpoints(directory.parent))
         self.run = RecordedRun(
-            self.recorder, directory, load_config(None, text=""), lambda name: None
+            self.recorder,
+            directory,
+            load_config(None, text="").to_toml(),
+            OPTIONS,
+            lambda name: None,
         )
 
     def sample(self, *names: str, prompt: int = 1, step: int = 0, first: int = 5) -> None:

@@ -11,6 +11,7 @@ from PIL import Image
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import load_model, read_config
+from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.leaf import image_support
 from tests.images.gemma3 import PATCH, SIDE, TOKENS, WIDTH, save_gemma3
 from tests.vision.drawn import noise
@@ -21,7 +22,7 @@ pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: the extra `vision`")
 
 def support(path: Path) -> tuple[Config, Any]:
     config = Config.model_validate({"model": {"base_path": str(path)}, "vision": {"enabled": True}})
-    return config, image_support(config, path, read_config(path))
+    return config, image_support(config.section(VisionConfig), path, read_config(path))
 
 
 def own_features(path: Path, picture: Image.Image) -> np.ndarray:

@@ -15,6 +15,7 @@ from PIL import Image
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import check_model, load_model, read_config
+from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.leaf import image_support
 from mlx_parallm.systems.vision.lfm2_vl import ViewProcessor, ViewSettings
 from tests.images.lfm2_vl import PATCH, SETTINGS, VISION_WIDTH, save_lfm2_vl
@@ -33,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def support(path: Path) -> tuple[Config, Any]:
     config = Config.model_validate({"model": {"base_path": str(path)}, "vision": {"enabled": True}})
-    return config, image_support(config, path, read_config(path))
+    return config, image_support(config.section(VisionConfig), path, read_config(path))
 
 
 def test_how_large_a_picture_is_read() -> None:

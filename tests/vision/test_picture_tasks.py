@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.config.load import Config
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.models.formats import directory_of
 from mlx_parallm.models.loading import read_config
+from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.leaf import image_support
 from mlx_parallm.systems.vision.picture_tasks import COLOURS, TASKS, PictureProblem, make_problem
 
@@ -98,7 +98,7 @@ def test_the_shipped_model_sees() -> None:
 
     path = directory_of(MODEL)
     assert path is not None and (path / "model.safetensors").stat().st_size < 3e6
-    support: Any = image_support(Config(), path, read_config(path))
+    support: Any = image_support(VisionConfig(), path, read_config(path))
     problem = make_problem("dots", 0, seed=0, split="heldout")
     read = support.reader.image_of(Image.fromarray(problem.pixels))
     assert (read.arrays["tiles"][0].transpose(1, 2, 0) == problem.pixels).all(), "not resized"

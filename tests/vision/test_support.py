@@ -14,10 +14,10 @@ from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.models.images.support import with_images
 from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.rl_training.factory import build_policy
-from mlx_parallm.rl_training.plan.model_shape import ModelShape
-from mlx_parallm.rl_training.plan.preflight import predict_memory
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.systems.vision import leaf
+from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.leaf import image_support
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm
 from tests.tiny_models import TINY_ASSETS
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def support(path: Path, enabled: Any, **changes: Any) -> Any:
     config = Config.model_validate({"vision": {"enabled": enabled}})
-    return image_support(config, path, read_config(path) | changes)
+    return image_support(config.section(VisionConfig), path, read_config(path) | changes)
 
 
 def test_a_model_of_texts_has_none() -> None:
@@ -75,7 +75,7 @@ def test_it_is_switched_off(checkpoint: Path) -> None:
 def test_a_tower_that_is_to_be_trained_has_to_be_there() -> None:
     config = Config.model_validate({"vision": {"train": "connector"}})
     with pytest.raises(ModelError, match=r'vision\.train = "connector", but the model has no part'):
-        image_support(config, TINY_ASSETS, read_config(TINY_ASSETS))
+        image_support(config.section(VisionConfig), TINY_ASSETS, read_config(TINY_ASSETS))
 
 
 @pytest.mark.parametrize("save", [save_smolvlm, save_qwen_vl])
@@ -84,18 +84,24 @@ def test_the_preflight_counts_the_tower(save: Any, tmp_path: Path) -> None:
     path = save(tmp_path / "model")
     model = ModelConfig(base_path=str(path))
     config = Config.model_validate({"model": {"base_path": str(path)}})
-    encoder: Any = with_images(load_model(model), image_support(config, path, read_config(path)))
+    encoder: Any = with_images(
+        load_model(model), image_support(config.section(VisionConfig), path, read_config(path))
+    )
     arrays = tree_flatten(encoder.images.encoder._model.parameters())
-    parts = predict_memory(config, ModelShape.of(read_config(path), config)).parts
+    parts = PlannedRun.of(config, read_config(path)).memory.parts
     assert parts["tower"] == sum(array.nbytes for _, array in arrays)
     blind = Config.model_validate({**config.model_dump(), "vision": {"enabled": False}})
-    assert "tower" not in predict_memory(blind, ModelShape.of(read_config(path), blind)).parts
+    assert "tower" not in PlannedRun.of(blind, read_config(path)).memory.parts
     for lora in ({"rank": 4}, {"enabled": False}):
         for train in ("connector", "tower"):
             values = {"vision": {"train": train}, "rl_training": {"lora": lora}}
             config = Config.model_validate({"model": {"base_path": str(path)}} | values)
-            seeing = image_support(config, path, read_config(path))
+            seeing = image_support(config.section(VisionConfig), path, read_config(path))
             training = config.rl_training
             loaded = with_images(load_model(model), seeing)
-            policy = build_policy(loaded, training, make_algorithm(training))
-            assert ModelShape.of(read_config(path), config).trained == policy.parameters, train
+            policy = build_policy(
+                loaded, training_options(training).policy, make_algorithm(training)
+            )
+            assert PlannedRun.of(config, read_config(path)).shape.trained == policy.parameters, (
+                train
+            )

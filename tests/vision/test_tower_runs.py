@@ -82,7 +82,7 @@ def arrays(directory: Path) -> dict[str, mx.array]:
 
 def loaded(path: Path) -> LoadedModel:
     config = Config.model_validate({"model": {"base_path": str(path)}, "vision": {"enabled": True}})
-    return with_images(load_model(config.model), image_support(config, path))
+    return with_images(load_model(config.model), image_support(config.image_hooks(), path))
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -189,7 +189,7 @@ class InferenceModule:
         """Raises ConfigError, ModelError."""
         if self.loaded is None:
             loaded = load_model(config.model)
-            support = image_support(config, loaded.path)
+            support = image_support(config.image_hooks(), loaded.path)
             loaded = self.loaded = with_images(loaded, support)
             self._new_tokenizer = lambda: _with_reader(
                 load_tokenizer(loaded.path, config.model), loaded.images
@@ -213,10 +213,13 @@ class InferenceModule:
             served.model, "off"
         )
         started = start_engine(
-            config,
+            config.server,
             served,
             self.weights,
             self._new_tokenizer,
+            base=config.model.base_path,
+            deterministic=config.rl_training.deterministic,
+            chats_first=config.rl_training.serve_priority == "chat",
             adapters=adapters,
             main_adapter=POLICY if path else None,
             record_experts=bool(recorded),

@@ -50,6 +50,7 @@ from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
+from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
 from mlx_parallm.rl_training.run_directory import RunDirectory, checkpoint_at
@@ -329,31 +330,42 @@ class BaseAlgorithm(ABC):
             config.over(backprop.config),
             config.training_keys(self.name, self.inference.max_model_len) | self._own_loss,
         )
+        training = backprop.run_config.rl_training
+        options = training_options(training)
         store, directory, files = CollectedGroups(self._collect), None, None
         with ExitStack() as closing:
             if config.checkpoint_dir is not None:
-                directory = RunDirectory.open(backprop.run_config, checkpoint)
+                directory = RunDirectory.open(
+                    training.checkpoint_dir, training.run_name, checkpoint
+                )
                 closing.callback(directory.close)
                 if checkpoint is not None:
                     backprop.expect_reference(checkpoint)
                 files = open_files(
-                    directory.path, trainer, store, checkpoint=checkpoint, keep_best=True
+                    directory.path,
+                    trainer,
+                    store,
+                    checkpoint=checkpoint,
+                    keep=training.keep_checkpoints,
+                    keep_best=True,
                 )
             state = files.state if files is not None else None
             if state is not None:
                 backprop.publish(at_least=state.policy_version)
             versions = VersionSteps(weights.version, state.step if state else 0)
-            collecting = {"max_staleness": config.max_staleness, "max_empty_rounds": REFILLS}
+            collecting = replace(
+                options.buffer, max_staleness=config.max_staleness, max_empty_rounds=REFILLS
+            )
             buffer = build_buffer(
                 store,
                 versions,
                 trainer,
-                trainer.config.model_copy(update=collecting),
+                replace(options, buffer=collecting),
                 group_sizes=[self.group_size],
                 request_groups=store.request,
             )
             published = PublishedWeights(weights, versions, VersionNumbers())
-            parts = make_parts(trainer, published, buffer, files)
+            parts = make_parts(trainer, options, published, buffer, files)
             control = RunControl(after_step=self._after_step)
             loop = TrainingLoop(parts, control=control, state=_between_steps(state))
             release = weakref.finalize(self, closing.pop_all().close)
@@ -366,7 +378,7 @@ class BaseAlgorithm(ABC):
         base = source if isinstance(source, str) else self.backprop.loaded.path
         training = config.rl_training.model_copy(update={"total_steps": max(1, total_steps)})
         sections = {"model": ModelConfig(base_path=str(base)), "rl_training": training}
-        directory.write_config(config.model_copy(update=sections))
+        directory.write_config(config.model_copy(update=sections).saved_as(directory.path.name))
         settings = {"name": self.name, "config": self.config.model_dump(mode="json")}
         write_atomically(
             directory.path / ALGORITHM_FILE, (json.dumps(settings, indent=1) + "\n").encode()

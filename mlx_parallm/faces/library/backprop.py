@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.nn as nn
-import mlx.optimizers
+import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_flatten
 
@@ -40,10 +40,11 @@ from mlx_parallm.losses.policy_gradient import policy_loss
 from mlx_parallm.losses.ppo import gae, value_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model
+from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import release_streams_at_exit
 from mlx_parallm.rl_training.factory import build_policy, step_images
-from mlx_parallm.rl_training.step.algorithms import custom_loss, loss_options, make_algorithm
-from mlx_parallm.rl_training.step.optimizer import optimizer_keys
+from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.step.algorithms import custom_loss, loss_options
 from mlx_parallm.rl_training.step.policy import REFERENCE_FILE, TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -72,7 +73,7 @@ class BackpropModule:
     def __init__(
         self,
         model: InferenceModule | nn.Module | str | Path,
-        optimizer: mlx.optimizers.Optimizer | None = None,
+        optimizer: optimizers.Optimizer | None = None,
         ref_model: nn.Module | str | Path | None = None,
         config: BackpropConfig | None = None,
         *,
@@ -167,7 +168,10 @@ class BackpropModule:
         if before is not None:
             training = self._run.rl_training
             self._trainer = Trainer(
-                before.policy, training, make_algorithm(training), images=before.images
+                before.policy,
+                training_options(training).trainer,
+                make_algorithm(training),
+                images=before.images,
             )
             self._trainer.optimizer.restore(before.optimizer.state())
         return self.trainer
@@ -186,10 +190,10 @@ class BackpropModule:
             if weights is not None and weights.policy
             else None
         )
-        algorithm = make_algorithm(training)
+        options, algorithm = training_options(training), make_algorithm(training)
         policy = build_policy(
             loaded,
-            training,
+            options.policy,
             algorithm,
             initial_adapter=served.layers if served is not None else None,
             keeps_reference=True,
@@ -202,7 +206,7 @@ class BackpropModule:
                 other = load_model(ModelConfig(base_path=str(other))).model
             policy.use_reference(dict(tree_flatten(other.parameters())))
         images = step_images(loaded, policy.model, policy.slots)
-        self._trainer = Trainer(policy, training, algorithm, images=images)
+        self._trainer = Trainer(policy, options.trainer, algorithm, images=images)
         self.publish()
         return self._trainer
 
@@ -459,3 +463,46 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (
         isinstance(one, paths) and isinstance(other, paths) and str(one) == str(other)
     )
+
+
+KINDS = {
+    optimizers.Adam: "adamw",
+    optimizers.AdamW: "adamw",
+    optimizers.Lion: "lion",
+    optimizers.Muon: "muon",
+}
+
+
+def optimizer_keys(optimizer: optimizers.Optimizer) -> dict[str, Any]:
+    """An optimizer of mlx.optimizers as keys of [rl_training]. It is read for its numbers and made
+    again, because the trainer's works on float32 masters, in groups. Adam becomes AdamW without a
+    decay; both correct their bias.
+
+    Raises ConfigError: it is none of KINDS, its rate is a schedule, or one of its numbers would get
+    lost."""
+    kind = KINDS.get(type(optimizer))
+    if kind is None:
+        names = ", ".join(each.__name__ for each in KINDS)
+        raise ConfigError(
+            f"optimizer = {type(optimizer).__name__}: expected one of mlx.optimizers' {names}"
+        )
+    if optimizer._schedulers:
+        raise ConfigError("the optimizer's learning rate is a schedule; give a number")
+    keys = {"optimizer": kind, "learning_rate": scalar(optimizer.learning_rate)}
+    decay = float(getattr(optimizer, "weight_decay", 0.0))
+    keys["weight_decay"] = decay
+    if kind == "adamw":
+        keys["adam_beta1"], keys["adam_beta2"] = (float(beta) for beta in optimizer.betas)
+        keys["adam_eps"] = float(optimizer.eps)
+    training = parse_config({"rl_training": keys}, "optimizer").rl_training
+    made = training_options(training).trainer.optimizer.make(kind, decay)
+    for name, value in vars(optimizer).items():
+        if name.startswith("_") or name in ("bias_correction", "weight_decay"):
+            continue
+        kept = getattr(made, name)
+        if not np.array_equal(value, kept):
+            raise ConfigError(
+                f"the optimizer's {name} = {value} would get lost (the trainer's is {kept}):"
+                " leave it out"
+            )
+    return keys

@@ -1,7 +1,8 @@
 """Tinker's training API, plugged in: the part where a configuration needs it; its packages are
 imported then."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config.leaves import Leaf
 from mlx_parallm.errors import ConfigError
@@ -10,6 +11,7 @@ from mlx_parallm.system.packages import require
 if TYPE_CHECKING:
     from mlx_parallm.config.load import Config
     from mlx_parallm.faces.tinker.part import TinkerPart
+    from mlx_parallm.rl_training.options import TrainingOptions
 
 LEAF = Leaf(
     "tinker",
@@ -29,7 +31,8 @@ def tinker_part(config: "Config") -> "TinkerPart | None":
     """
     from mlx_parallm.faces.tinker.config import TinkerConfig
 
-    if not config.section(TinkerConfig).enabled:
+    section = config.section(TinkerConfig)
+    if not section.enabled:
         return None
     require("tinker.enabled = true", *PACKAGES)
     if bits := config.server.kv_bits:
@@ -39,5 +42,19 @@ def tinker_part(config: "Config") -> "TinkerPart | None":
             " keys and values are not quantised: leave kv_bits out"
         )
     from mlx_parallm.faces.tinker.part import TinkerPart
+    from mlx_parallm.faces.tinker.recorder import RecorderOptions
+    from mlx_parallm.rl_training.options import training_options
 
-    return TinkerPart(config)
+    def with_training(values: Mapping[str, Any]) -> "Config":
+        training = config.rl_training.model_copy(update=dict(values))
+        return config.model_copy(update={"rl_training": training})
+
+    def options_of(values: Mapping[str, Any]) -> "TrainingOptions":
+        return training_options(with_training(values).rl_training)
+
+    recorded = RecorderOptions(
+        config.rollouts,
+        config.logging.tokens_gb,
+        lambda name, values: with_training(values).saved_as(name),
+    )
+    return TinkerPart(section, config.server, options_of, recorded)

@@ -8,17 +8,17 @@ in which they came.
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 import psutil
 
-from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import EngineUnavailableError, RequestError
 from mlx_parallm.faces.tinker.data import DatumBatch, DatumLimits, split_prompts
 from mlx_parallm.losses.types import LossOutputs
@@ -30,6 +30,7 @@ from mlx_parallm.models.lora import are_experts, linear_layers, linear_shape
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.rl_training.factory import build_trainer
+from mlx_parallm.rl_training.options import TrainingOptions
 from mlx_parallm.rl_training.step.algorithms import Algorithm
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch
@@ -78,21 +79,25 @@ class Applied:
     grad_norm: float
 
 
+OptionsOf = Callable[[Mapping[str, Any]], TrainingOptions]
+
+
 class TinkerLearner:
     """Trains the adapters of all clients, one request at a time, on a thread of its own.
 
     Args:
         loaded: the base, before its tree is wrapped for serving.
-        training: [rl_training], for how a pass is cut and evaluated.
+        options_of: a model's own keys of [rl_training] → its options. The rest is the
+            configuration's: how a pass is cut and evaluated.
         turns: the order of engine and trainer where they share the device.
     """
 
     def __init__(
-        self, loaded: LoadedModel, training: RLTrainingConfig, turns: Turns, max_model_len: int
+        self, loaded: LoadedModel, options_of: OptionsOf, turns: Turns, max_model_len: int
     ) -> None:
         self.limits = DatumLimits(max_model_len, loaded.vocab_size)
         self.base = replace(loaded, model=copy.deepcopy(loaded.model))
-        self._training, self._turns = training, turns
+        self._options_of, self._turns = options_of, turns
         self._thread = MLXThread("tinker")
         self.running = ""  # what the thread works on, in words
         self._ending = False
@@ -142,15 +147,14 @@ class TinkerLearner:
             "reference": "base",
             "kl_beta": 0.0,
         }
-        training = self._training.model_copy(update=values)
         trainer = build_trainer(
             self.base,
-            training,
+            self._options_of(values),
             _UNUSED,
             between_blocks=self._turns.after_evaluation,
             watches_experts=False,  # the SDK has no field for those of a sample
         )
-        model = LearnedModel(trainer)
+        model = LearnedModel(trainer, values)
         if checkpoint is not None:
             model.load(checkpoint, optimizer=optimizer)
         return model
@@ -191,15 +195,11 @@ class LearnedModel:
     """One client's model. Its methods run on the learner's thread.
 
     `step`: optimizer updates so far, those of the checkpoint that it was loaded from included.
+    `settings`: its own keys of [rl_training].
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    @property
-    def training(self) -> RLTrainingConfig:
-        """The settings of its training that the client's requests do not change."""
-        return self._trainer.config
+    def __init__(self, trainer: Trainer, settings: Mapping[str, Any]) -> None:
+        self._trainer, self.settings = trainer, settings
 
     @property
     def step(self) -> int:

@@ -21,13 +21,13 @@ the model is loaded.
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.faces.tinker.checkpoints import Checkpoints
 from mlx_parallm.faces.tinker.config import TinkerConfig
-from mlx_parallm.faces.tinker.learner import TinkerLearner
-from mlx_parallm.faces.tinker.recorder import RunRecorder
+from mlx_parallm.faces.tinker.learner import OptionsOf, TinkerLearner
+from mlx_parallm.faces.tinker.recorder import RecorderOptions, RunRecorder
 from mlx_parallm.faces.tinker.rest import DOWNLOADS, add_rest_routes
 from mlx_parallm.faces.tinker.routes import add_routes, tinker_router
 from mlx_parallm.faces.tinker.samplers import SamplerShelf, SamplerWeights
@@ -41,8 +41,21 @@ from mlx_parallm.weights import SharedWeights
 
 
 class TinkerPart:
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    """See `daemon.ServedPart`.
+
+    Args:
+        options_of: as in `TinkerLearner`.
+    """
+
+    def __init__(
+        self,
+        config: TinkerConfig,
+        server: ServerConfig,
+        options_of: OptionsOf,
+        recorded: RecorderOptions,
+    ) -> None:
+        self._config, self._server = config, server
+        self._options_of, self._recorded = options_of, recorded
         self._learner: TinkerLearner | None = None
         self._recorder: RunRecorder | None = None
         self._service: TinkerService | None = None
@@ -54,16 +67,15 @@ class TinkerPart:
 
     def loaded(self, base: LoadedModel, turns: Turns) -> None:
         """Take the base, before its tree is wrapped for serving."""
-        server = self._config.server
-        length = min(server.max_model_len or base.max_model_len, base.max_model_len)
-        self._learner = TinkerLearner(base, self._config.rl_training, turns, length)
+        length = min(self._server.max_model_len or base.max_model_len, base.max_model_len)
+        self._learner = TinkerLearner(base, self._options_of, turns, length)
 
     def opened(self, weights: SharedWeights, engine: EngineClient) -> None:
         """Answer from now on."""
         assert self._learner is not None, "loaded() comes first"
-        names, tokenizer = base_names(self._config.server.served_model_names, self._learner.base)
-        tinker = self._config.section(TinkerConfig)
-        checkpoints = Checkpoints(tinker.directory, min_free_gb=self._config.rollouts.min_free_gb)
+        names, tokenizer = base_names(self._server.served_model_names, self._learner.base)
+        tinker = self._config
+        checkpoints = Checkpoints(tinker.directory, min_free_gb=self._recorded.rollouts.min_free_gb)
         samplers = SamplerWeights(
             weights,
             linear_shapes(self._learner.base.model),
@@ -73,7 +85,7 @@ class TinkerPart:
         )
         checkpoints.removed = samplers.drop
         weights.shelf = SamplerShelf(checkpoints, samplers, names)
-        self._recorder = RunRecorder(self._config, checkpoints)
+        self._recorder = RunRecorder(self._recorded, checkpoints)
         service = TinkerService(
             tinker,
             self._learner,

@@ -20,8 +20,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from mlx_parallm.config.load import Config
+from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import StoreError
 from mlx_parallm.faces.tinker.checkpoints import Checkpoints, TinkerRun
 from mlx_parallm.faces.tinker.data import DatumBatch
@@ -98,6 +99,20 @@ class Stepped:
     generation: int = 0
 
 
+@dataclass(frozen=True)
+class RecorderOptions:
+    """Settings of the files of all runs.
+
+    Attributes:
+        tokens_gb: logging.tokens_gb.
+        saved: (name of a run, its own keys of [rl_training]) → its configuration as TOML.
+    """
+
+    rollouts: RolloutsConfig
+    tokens_gb: float
+    saved: Callable[[str, Mapping[str, Any]], str]
+
+
 class RunRecorder:
     """One thread for all runs, from its making until `close`.
 
@@ -105,8 +120,8 @@ class RunRecorder:
         directories: of the newest runs, the newest first.
     """
 
-    def __init__(self, config: Config, checkpoints: Checkpoints) -> None:
-        self._config, self._checkpoints = config, checkpoints
+    def __init__(self, options: RecorderOptions, checkpoints: Checkpoints) -> None:
+        self._options, self._checkpoints = options, checkpoints
         earlier = (checkpoints.run_directory(run.run_id) for run in checkpoints.runs())
         shown = (path for path in earlier if (path / CONFIG_FILE).is_file())
         self.directories: tuple[Path, ...] = tuple(islice(shown, MOST_SHOWN))
@@ -124,8 +139,8 @@ class RunRecorder:
     ) -> "RecordedRun":
         """Write what is known of a new run, and what it does from now on."""
         directory, run_id = self._checkpoints.run_directory(run.run_id), run.run_id
-        training = learned.training.model_copy(update={"checkpoint_dir": self._checkpoints.root})
-        config = self._config.model_copy(update={"rl_training": training})
+        settings = {**learned.settings, "checkpoint_dir": self._checkpoints.root}
+        text = self._options.saved(directory.name, settings)
         with self._lock:
             self.directories = (directory, *self.directories)[:MOST_SHOWN]
 
@@ -133,7 +148,7 @@ class RunRecorder:
             record = find(sequence_id)
             return record if record is not None and record.run == run_id else None
 
-        return RecordedRun(self, directory, config, find_of_run)
+        return RecordedRun(self, directory, text, self._options, find_of_run)
 
     def post(self, work: Callable[[], None], size: int = 0) -> bool:
         """Do it after what was posted before; `size`: bytes that it holds. False: there is no
@@ -194,6 +209,7 @@ class RecordedRun:
     recorder's.
 
     Args:
+        text: its configuration.
         find: what is known of a sample of this run, by its sequence id.
     """
 
@@ -201,10 +217,12 @@ class RecordedRun:
         self,
         recorder: RunRecorder,
         directory: Path,
-        config: Config,
+        text: str,
+        options: RecorderOptions,
         find: Callable[[str], SampleRecord | None],
     ) -> None:
-        self._recorder, self._path, self._config, self._find = recorder, directory, config, find
+        self._recorder, self._path, self._find = recorder, directory, find
+        self._text, self._kept = text, options.rollouts
         self._live = LiveGroups()
         self._store: RolloutStore | None = None
         self._held: RunDirectory | None = None
@@ -212,8 +230,8 @@ class RecordedRun:
         self._taken: list[str] = []  # samples that it trained on
         self._last_step = 0
         self._ended = False
-        self._tokens = TokenLog(directory, most_bytes=round(config.logging.tokens_gb * GB))
-        self._spans = SpanLog(directory, most_bytes=round(config.logging.tokens_gb * GB / 16))
+        self._tokens = TokenLog(directory, most_bytes=round(options.tokens_gb * GB))
+        self._spans = SpanLog(directory, most_bytes=round(options.tokens_gb * GB / 16))
         self._events = RunEvents()
         self._events.subscribe(_Begun, lambda event: self._begin())
         self._events.subscribe(Drawn, self._take_in)
@@ -255,11 +273,11 @@ class RecordedRun:
     def _begin(self) -> None:
         self._recorder.opened(self)
         self._held = RunDirectory.hold(self._path)
-        self._held.write_config(self._config)
+        self._held.write_config(self._text)
 
     def _opened(self) -> RolloutStore:
         if self._store is None:
-            reserve = reserve_bytes(self._path, self._config.rollouts.min_free_gb)
+            reserve = reserve_bytes(self._path, self._kept.min_free_gb)
             self._store = RolloutStore(self._path / STORE_FILE, min_free_bytes=reserve)
         return self._store
 
@@ -350,7 +368,7 @@ class RecordedRun:
         self._live.take(self._taken)
         self._recorder.write_soon(self)  # what is left of other groups
         if stepped.step % PRUNED_EVERY == 0:
-            kept = self._config.rollouts
+            kept = self._kept
             always = -1 if kept.keep == "all" else stepped.step - kept.keep
             store.prune(
                 stepped.step - 1, always_up_to_step=always, max_bytes=round(kept.max_gb * GB)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.models.adapters.adalora import PARAMETERS, save_adalora
 from mlx_parallm.models.adapters.peft import save_peft
@@ -25,7 +25,8 @@ from mlx_parallm.models.value_head import VALUE_HEAD_FILE
 from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.factory import build_policy
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.algorithms import Algorithm
+from mlx_parallm.rl_training.step.policy import PolicyOptions
 from mlx_parallm.system.files import write_directory
 
 NOT_HERE: Mapping[str, str] = {
@@ -97,17 +98,20 @@ def with_methods(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     return view
 
 
-def module_before_training(config: Config) -> nn.Module:
-    """Load the module that a run of this configuration begins with. On a thread that may use MLX.
+def module_before_training(
+    model: ModelConfig, options: PolicyOptions, algorithm: Algorithm, checkpoint_dir: Path
+) -> nn.Module:
+    """Load the module that a run of these settings begins with. On a thread that may use MLX.
 
     Raises ModelError, AdapterError, ConfigError.
     """
-    training = config.rl_training
-    loaded = load_model(
-        config.model, quantize=training.lora.enabled and training.lora.quantize_base
-    )
+    lora = options.lora
+    loaded = load_model(model, quantize=lora.enabled and lora.quantize_base)
     policy = build_policy(
-        loaded, training, make_algorithm(training), initial_adapter=initial_adapter(config)
+        loaded,
+        options,
+        algorithm,
+        initial_adapter=initial_adapter(model, lora, checkpoint_dir),
     )
     evaluate_module(policy.model)
     return with_methods(policy.model, loaded.config)

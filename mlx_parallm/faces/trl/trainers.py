@@ -55,6 +55,7 @@ from mlx_parallm.models.threads import MLXThread, in_mlx_thread
 from mlx_parallm.rewards.functions import is_reward_reference
 from mlx_parallm.rl_training.checkpoints.resume import placed
 from mlx_parallm.rl_training.data.source import Fit
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.run.start import StartedRun
 from mlx_parallm.rl_training.run_directory import (
     BEST,
@@ -277,7 +278,15 @@ class TRLTrainer(TrainerAttributes):
         as it is now."""
         if self._module is None:
             config = self._configuration()
-            self._module = in_mlx_thread(lambda: module_before_training(config))
+            training = config.rl_training
+            self._module = in_mlx_thread(
+                lambda: module_before_training(
+                    config.model,
+                    training_options(training).policy,
+                    make_algorithm(training),
+                    training.checkpoint_dir,
+                )
+            )
         return self._module
 
     model_wrapped = model
@@ -338,15 +347,12 @@ class TRLTrainer(TrainerAttributes):
             **self._objects(),
         )
 
-    def _fit(self, config: Config, rows: int) -> Config:
+    def _fit(self, run: Path, rows: int) -> Config:
         """Count epochs by the rows that are trained on: those longer than max_length are left
         out."""
         assert isinstance(self.args, RowsConfig)
         self.schedule = rows_schedule(self.args, rows)
-        return placed(
-            self._configuration(),
-            config.rl_training.checkpoint_dir / str(config.rl_training.run_name),
-        )
+        return placed(self._configuration(), run)
 
     def _keep_module(self, policy: TrainedPolicy) -> None:
         self._module = with_methods(policy.model, policy.model_config)

@@ -13,6 +13,8 @@ from typing import Any
 
 from mlx_parallm.config.algorithm import SETTINGS
 from mlx_parallm.config.load import Config, load_config
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import find_adapter_file, load_adapter
@@ -54,13 +56,15 @@ def placed(config: Config, run: Path) -> Config:
     return config.model_copy(update={"rl_training": training})
 
 
-def initial_adapter(config: Config) -> dict[str, LoraPair] | None:
+def initial_adapter(
+    model: ModelConfig, lora: LoraConfig, checkpoint_dir: Path
+) -> dict[str, LoraPair] | None:
     """`model.lora_path`. One that is not there yet, but would be made by training, starts anew
     with a warning."""
-    path, training = config.model.lora_path, config.rl_training
+    path = model.lora_path
     if path is None:
         return None
-    if not training.lora.enabled:
+    if not lora.enabled:
         raise ConfigError(
             "model.lora_path is set, but rl_training.lora.enabled = false trains all weights"
         )
@@ -68,16 +72,15 @@ def initial_adapter(config: Config) -> dict[str, LoraPair] | None:
         file = find_adapter_file(path)
     except AdapterError:
         requested = Path(path).expanduser()
-        if (
-            requested.exists()
-            or training.checkpoint_dir.resolve() not in requested.resolve().parents
-        ):
+        if requested.exists() or checkpoint_dir.resolve() not in requested.resolve().parents:
             raise
         log.warning(
             "model.lora_path does not exist yet: training starts with a new adapter", path=path
         )
         return None
-    if (other := _other_run(config, path, file)) is not None:
+    link = Path(path).expanduser().parent
+    named = link.name in (LATEST, FINAL) and link.parent.resolve() == checkpoint_dir.resolve()
+    if named and (other := _other_run(file, model.base_path, lora)) is not None:
         log.warning(
             "model.lora_path is of another run's model: training starts with a new adapter",
             run=str(other),
@@ -86,22 +89,16 @@ def initial_adapter(config: Config) -> dict[str, LoraPair] | None:
     return dict(load_adapter(file).layers)
 
 
-def _other_run(config: Config, path: str, file: Path) -> Path | None:
+def _other_run(file: Path, base: str, lora: LoraConfig) -> Path | None:
     """Return the run that `checkpoints/latest` or `final` means now, if it trained another base
-    or other layers."""
-    link = Path(path).expanduser().parent
-    if (
-        link.name not in (LATEST, FINAL)
-        or link.parent.resolve() != config.rl_training.checkpoint_dir.resolve()
-    ):
-        return None
+    or other layers. `file`: of its adapter."""
     run = file.resolve().parent.parent
     try:
         saved = load_config(run / CONFIG_FILE, saved=True)
     except ConfigError:
         return None
-    same_model = saved.model.base_path == config.model.base_path
-    return None if same_model and saved.rl_training.lora == config.rl_training.lora else run
+    same = saved.model.base_path == base and saved.rl_training.lora == lora
+    return None if same else run
 
 
 MAY_CHANGE = (

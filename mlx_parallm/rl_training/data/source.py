@@ -7,16 +7,17 @@ metrics lines
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from mlx_parallm.config.data import DataConfig, PreferenceConfig
 from mlx_parallm.config.load import Config
-from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.prompt_images import text_of
 from mlx_parallm.execution.user_code import shown
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.data.batches import DataBatches, steps_per_epoch
+from mlx_parallm.rl_training.data.batches import DataBatches
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import Unit, encode_all, form_of
 from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut, no_ratios
@@ -27,8 +28,9 @@ from mlx_parallm.types import ChatTokenizer
 
 log = get_logger("train")
 
-Fit = Callable[[Config, int], Config]
-"""(configuration, rows that are trained on) → the configuration whose steps are counted by them."""
+Fit = Callable[[Path, int], Config]
+"""(directory of the run, rows that are trained on) → the configuration whose steps are counted by
+them."""
 
 
 class DataSource(RolloutSource):
@@ -36,12 +38,19 @@ class DataSource(RolloutSource):
 
     name = "data"
 
-    def __init__(self, config: Config, tokenizer: ChatTokenizer) -> None:
-        self._config, self._algorithm = config, config.rl_training.algorithm
-        train, heldout = read_examples(config.data, self._algorithm)
-        kwargs, form = config.model.chat_template_kwargs, form_of(self._algorithm)
+    def __init__(
+        self,
+        config: DataConfig,
+        algorithm: str,
+        preference: PreferenceConfig,
+        tokenizer: ChatTokenizer,
+        template_kwargs: Mapping[str, Any],
+    ) -> None:
+        self._config, self._algorithm, self._preference = config, algorithm, preference
+        train, heldout = read_examples(config, algorithm)
+        form = form_of(algorithm)
         self._train, self._heldout = (
-            encode_all(examples, tokenizer, config.data, kwargs, form=form)
+            encode_all(examples, tokenizer, config, template_kwargs, form=form)
             for examples in (train, heldout)
         )
         for examples, units in ((train, self._train), (heldout, self._heldout)):
@@ -49,7 +58,7 @@ class DataSource(RolloutSource):
                 raise ConfigError(
                     f"data: none of {len(examples)} rows ({examples[0].where}, …) fits into"
                     " data.max_length ="
-                    f" {config.data.max_length} tokens: raise it, or shorten the rows"
+                    f" {config.max_length} tokens: raise it, or shorten the rows"
                 )
         self._state: dict[str, Any] = {
             "rows": len(self._train),
@@ -60,55 +69,51 @@ class DataSource(RolloutSource):
             "rows",
             train=len(self._train),
             heldout=len(self._heldout),
-            file=shown(str(config.data.path)),
+            file=shown(str(config.path)),
         )
 
-    def total_steps(self, training: RLTrainingConfig) -> int:
-        """Return the configured number of steps; by default one pass over the rows."""
-        configured = "total_steps" in training.model_fields_set
-        return (
-            training.total_steps
-            if configured
-            else steps_per_epoch(len(self._train), training.batch_size)
-        )
+    @property
+    def rows(self) -> int:
+        """How many rows are trained on."""
+        return len(self._train)
 
-    def with_total_steps(self, fit: Fit | None = None) -> Config:
-        """The configuration with `total_steps` set. `fit`: counts the steps otherwise than in
-        one pass, and may lower batch_size to the number of rows. Raises ConfigError: fewer rows
-        than one mini-batch."""
-        training = self._config.rl_training
-        training = training.model_copy(update={"total_steps": self.total_steps(training)})
-        self._config = self._config.model_copy(update={"rl_training": training})
-        if fit is not None:
-            self._config = fit(self._config, len(self._train))
-        batch_size = self._config.rl_training.batch_size
-        if len(self._train) < batch_size:
+    def check_rows(self, batch_size: int) -> None:
+        """Raises ConfigError: fewer rows than one mini-batch."""
+        if self.rows < batch_size:
             raise ConfigError(
-                f"data: {len(self._train)} rows to train on are fewer than one mini-batch:"
+                f"data: {self.rows} rows to train on are fewer than one mini-batch:"
                 " rl_training.batch_size ="
                 f" {batch_size}"
             )
-        return self._config
 
     def batches(self, trainer: Trainer) -> DataBatches:
-        training = self._config.rl_training
-        score = trainer.log_ratios if training.preference.kto_loss == "kto" else no_ratios
+        score = trainer.log_ratios if self._measures_kl else no_ratios
         return DataBatches(
             self._train,
-            batch_size=training.batch_size,
-            seed=training.seed,
-            shuffle=self._config.data.shuffle,
+            batch_size=trainer.options.batch_size,
+            seed=trainer.options.seed,
+            shuffle=self._config.shuffle,
             weights=self._weights,
             log_ratios=score if self._algorithm == "kto" else None,
         )
 
-    def heldout(self, trainer: Trainer) -> HeldOut:
-        return HeldOut(self._heldout, trainer, self._config.data, weights=self._weights)
+    def heldout(self, trainer: Trainer, total_steps: int) -> HeldOut:
+        return HeldOut(
+            self._heldout,
+            trainer,
+            self._config,
+            weights=self._weights,
+            last=total_steps,
+            measures_kl=self._measures_kl,
+        )
+
+    @property
+    def _measures_kl(self) -> bool:
+        return self._preference.kto_loss == "kto"
 
     @property
     def _weights(self) -> tuple[float, float]:
-        preference = self._config.rl_training.preference
-        return preference.desirable_weight, preference.undesirable_weight
+        return self._preference.desirable_weight, self._preference.undesirable_weight
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -122,7 +127,7 @@ class DataSource(RolloutSource):
         saved = state.sources[self.name] if state is not None else self._state
         if saved != self._state:
             raise CheckpointError(
-                f"data: {shown(str(self._config.data.path))} gives other tokens than when this run"
+                f"data: {shown(str(self._config.path))} gives other tokens than when this run"
                 " began"
                 f" ({saved['rows']} rows then, {len(self._train)} now): put file, chat template"
                 " and data.* back as they"

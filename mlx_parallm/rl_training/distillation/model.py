@@ -127,7 +127,7 @@ class OtherModel:
         note: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.name, self._note = config.name, note
-        training, vocab_size = context.trainer.config, context.vocab_size
+        step, vocab_size = context.trainer.options, context.vocab_size
         teacher_model = model_config(config, context.model)
         loaded = context.seeing(load_model(teacher_model, quantize=config.quantize))
         check_tokenizers(config, tokenizer, load_tokenizer(loaded.path, teacher_model))
@@ -138,13 +138,13 @@ class OtherModel:
                 " rl_training.distillation.top_k"
             )
         self.max_model_len, self._vocab_size = loaded.max_model_len, vocab_size
-        self._training = training
+        self._packing = step.packing
         self._model = BlockwiseModel(
             loaded.model,
-            blocks_per_eval=training.blocks_per_eval,
+            blocks_per_eval=step.blocks_per_eval,
             between_blocks=context.between_blocks,
         )
-        self._budget = MicroBatchBudget(*training.eval_limits)
+        self._budget = MicroBatchBudget(step.token_budget, step.max_eval_ms)
         self._images = step_images(loaded, loaded.model, self._model.slots)
 
     @property
@@ -188,7 +188,7 @@ class OtherModel:
             token_budget=self._budget.tokens,
             share_prompts=self._model.shares_prompts and not plain,
             merging=self._model.merges_rows and not plain,
-            packing=self._training.packing and self._model.packs_rows and not plain,
+            packing=self._packing and self._model.packs_rows and not plain,
         )
 
     def _seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:

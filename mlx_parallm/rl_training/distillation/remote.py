@@ -75,10 +75,10 @@ class RemoteTeacher:
                 f"{self._what}: a server does not send its whole vocabulary: set"
                 " rl_training.distillation.top_k"
             )
-        if context.trainer.config.temperature != 1.0:
+        if (temperature := context.options.temperature) != 1.0:
             raise ConfigError(
                 f"{self._what}: its log-probabilities are at temperature 1, and"
-                f" rl_training.temperature is {context.trainer.config.temperature:g}: set it to 1"
+                f" rl_training.temperature is {temperature:g}: set it to 1"
             )
         self._tokenizer = tokenizer
         self._compared = False

@@ -55,7 +55,7 @@ class Teachers:
     """See `step.teaching.TeacherSignal`."""
 
     def __init__(self, context: TeacherContext) -> None:
-        self._config: DistillationConfig = context.trainer.config.distillation
+        self._config: DistillationConfig = context.options.distillation
         self._tokenizer: Tokenizer | None = None
         self._context = context
         width = context.vocab_size
@@ -76,8 +76,8 @@ class Teachers:
                 self._config,
                 self.tokenizer,
                 self._note,
-                seed=context.trainer.config.seed,
-                max_token_length=context.trainer.config.atropos.max_token_length,
+                seed=context.trainer.options.seed,
+                max_token_length=context.options.max_token_length,
             )
         self._seconds: float | None = None
         self._requested = self._unscored = self._taken = 0

@@ -32,6 +32,8 @@ ACCURACY = "rewards/accuracies"
 class HeldOut:
     """Args:
     units: held out; the first `data.eval_rows` of them are measured.
+    last: the step after which they are measured in any case.
+    measures_kl: the KTO loss has a KL.
     """
 
     def __init__(
@@ -41,10 +43,12 @@ class HeldOut:
         data: DataConfig,
         *,
         weights: tuple[float, float],
+        last: int,
+        measures_kl: bool,
     ) -> None:
         self._units, self._trainer, self._weights = units[: data.eval_rows], trainer, weights
-        self._every, self._last = data.eval_every, trainer.config.total_steps
-        self._reference_moves = trainer.config.reference == "ema"
+        self._every, self._last, self._measures_kl = data.eval_every, last, measures_kl
+        self._reference_moves = trainer.options.reference_decay is not None
         self._rollouts = [sequence.rollout() for unit in self._units for sequence in unit.sequences]
         self._reference: list[np.ndarray] | None = None
         self._before: dict[str, float] = {}
@@ -115,7 +119,7 @@ class HeldOut:
             return pair_constants(self._units)
         after = [*self._units[1:], self._units[0]]
         foreign = [mismatched(unit, other) for unit, other in zip(self._units, after, strict=True)]
-        if self._trainer.config.preference.kto_loss != "kto":
+        if not self._measures_kl:
             return kto_constants(self._units, foreign, no_ratios)
         return kto_constants(self._units, foreign, self._trainer.log_ratios)
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config.evaluation import PREFIX
-from mlx_parallm.config.load import Config
+from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.config.evaluation import PREFIX, EvaluationConfig
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import EpisodeTools
@@ -57,22 +57,45 @@ log = get_logger("evaluation")
 
 
 def evaluation_sources(
-    config: Config,
+    settings: EvaluationConfig,
+    environments: Sequence[EnvironmentConfig],
     training: Sequence[EnvironmentSource],
     progress: Callable[[], TrainingProgress],
+    *,
+    seed: int,
     tools: EpisodeTools | None = None,
 ) -> tuple[EnvironmentSource, ...]:
     """Return the sources that a run evaluates: those of training, where that is possible. Raises
-    ConfigError."""
-    if not config.evaluation.problems:
+    ConfigError.
+
+    Args:
+        environments: those that train, of which `training` are the sources.
+    """
+    if not settings.problems:
         return ()
-    if config.evaluation.environments or any(
-        entry.reward_method != ABSOLUTE for entry in config.environments
-    ):
-        return build_evaluated(
-            config.evaluated, progress, seed=config.rl_training.seed, tools=tools
-        )
+    evaluated = settings.environments or environments
+    if settings.environments or any(entry.reward_method != ABSOLUTE for entry in environments):
+        return build_evaluated(evaluated, progress, seed=seed, tools=tools)
     return tuple(training)
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Settings of the evaluations of a run.
+
+    Attributes:
+        total_steps: the last of them is evaluated.
+        deterministic: training waits for each evaluation.
+        max_token_length: of an episode.
+        begins_as_base: before the first step the policy is the base.
+    """
+
+    settings: EvaluationConfig
+    total_steps: int
+    deterministic: bool
+    max_token_length: int
+    template_kwargs: Mapping[str, Any]
+    begins_as_base: bool
 
 
 @dataclass
@@ -98,7 +121,7 @@ class Evaluations:
 
     def __init__(
         self,
-        config: Config,
+        options: EvaluationOptions,
         run: Path,
         evaluations: EvaluationLog,
         sources: tuple[Sequence[EnvironmentSource], Sequence[EnvironmentSource]],
@@ -112,16 +135,16 @@ class Evaluations:
         should_stop: Callable[[], bool] = lambda: False,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config, self._settings, self._run = config, config.evaluation, run
+        self._options, self._settings, self._run = options, options.settings, run
         self._log, self._problems = (
             evaluations,
-            draw_problems(sources[0], config.evaluation.problems, sources[1]),
+            draw_problems(sources[0], options.settings.problems, sources[1]),
         )
         self._client, self._tokenizer, self._weights = client, tokenizer, weights
         self._versions, self._policy, self._events = versions, policy, events or RunEvents()
         self._should_stop, self._while_waiting = should_stop, while_waiting
-        self._last = config.rl_training.total_steps
-        self._training_waits = config.rl_training.deterministic or policy is None
+        self._last = options.total_steps
+        self._training_waits = options.deterministic or policy is None
         self._patience_s = PATIENCE_S + max(
             (each.source.config.timeout_s for each in self._problems), default=0.0
         )
@@ -247,7 +270,7 @@ class Evaluations:
             available = version in self._weights.history.versions()
         if version is not None and available:
             self._start(step, version)
-        elif step == 0 and self._policy is not None and self._config.model.lora_path is None:
+        elif step == 0 and self._policy is not None and self._options.begins_as_base:
             self._start(0, 0, of_base=True)
         else:
             self._skip(step, "it was interrupted, and its weights are not kept")
@@ -261,9 +284,9 @@ class Evaluations:
             self._client,
             self._tokenizer,
             temperature=0.0,
-            max_token_length=self._config.rl_training.atropos.max_token_length,
+            max_token_length=self._options.max_token_length,
             adapter=adapter,
-            template_kwargs=self._config.model.chat_template_kwargs,
+            template_kwargs=self._options.template_kwargs,
             priority=BEHIND_ROLLOUTS,
         )
         work = evaluate(answering, self._problems, self._settings, answered=self._answered)

@@ -186,7 +186,11 @@ class DryRun:
         """Plays one group of each environment and shows it. Raises EnvironmentFailedError when
         one is broken."""
         tokenizer, training = self._serving.tokenizer(), self._config.rl_training
-        inference = policy_inference(self._config, self._serving)
+        inference = policy_inference(
+            self._serving,
+            lora=training.lora.enabled,
+            template_kwargs=self._config.model.chat_template_kwargs,
+        )
         for source in self._environments:
             source.attach(inference)
         policy = EpisodePolicy(
@@ -331,7 +335,9 @@ class DryRun:
         by_formula = [run.memory for run in runs]
         memory = measured_bytes(probe.lines) if self._measurable else needed_bytes(by_formula[1])
         training = config.rl_training
-        steps = training.total_steps if started.data is None else started.data.total_steps(training)
+        steps = (
+            training.total_steps if started.data is None else training.steps_over(started.data.rows)
+        )
         kept = training.keep_checkpoints + bool(training.keep_best)
         forecast = Forecast(
             memory_seen=memory,
@@ -450,10 +456,13 @@ def probe_config(config: Config, scratch: Path) -> Config:
     """A probe's configuration: a directory and a port of its own, no end, nothing saved, no
     external API."""
     model = config.model
-    if model.lora_path is not None and initial_adapter(config) is None:
+    training = config.rl_training
+    if (
+        model.lora_path is not None
+        and initial_adapter(model, training.lora, training.checkpoint_dir) is None
+    ):
         # does not exist yet, as far as the run's directory says
         model = model.model_copy(update={"lora_path": None})
-    training = config.rl_training
     atropos = training.atropos.model_copy(update={"api_url": EMBEDDED})
     never = {"total_steps": NEVER, "checkpoint_interval": NEVER, "resume": None}
     place = {"checkpoint_dir": scratch, "run_name": "dry-run", "atropos": atropos}

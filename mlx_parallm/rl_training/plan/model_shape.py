@@ -1,25 +1,23 @@
 """`ModelShape`: a model's dimensions and the bytes of its weights, before anything is loaded."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.distillation import TeacherConfig
-from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.engine.cache.batch import can_lie_by_tokens
 from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.models.cpu_kernels import UNPACKED_EXPERTS, on_cpu
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.experts.wide import widen_experts
-from mlx_parallm.models.images.support import tower_sizes
+from mlx_parallm.models.images.support import ImageHook, tower_sizes
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import are_experts, inject_lora, linear_shape, trainer_lora_layers
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
@@ -34,6 +32,27 @@ NARROW = 0.82
 float32."""
 PROJECTIONS = 3  # of a block's experts: gate, up and down
 EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded and trained, as far as its shape depends on it.
+
+    Attributes:
+        value_head: a head of values is trained beside it.
+        router_replay: "off" where no engine samples what is trained on.
+        teachers: other models in this process.
+        image_hooks: as in `models.images.support`.
+    """
+
+    model: ModelConfig
+    lora: LoraConfig
+    value_head: bool
+    router_replay: Literal["off", "on", "auto"]
+    max_staleness: int
+    kv_bits: int | None
+    teachers: Sequence[TeacherConfig]
+    image_hooks: Sequence[ImageHook]
 
 
 @dataclass(frozen=True)
@@ -64,28 +83,22 @@ class ModelShape:
     unpacked: int = 0  # numbers of a block's experts that are unpacked for the moment
 
     @classmethod
-    def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
+    def of(cls, model_config: Mapping[str, Any], options: LoadOptions) -> "ModelShape":
         """Read the shape from a config.json. Raises ModelError: an unknown architecture;
         AdapterError: targets that match nothing."""
-        training = config.rl_training
+        lora = options.lora
         model = blueprint(model_config)
-        quantizes = (
-            training.lora.enabled
-            and training.lora.quantize_base
-            and "quantization" not in model_config
-        )
+        quantizes = lora.enabled and lora.quantize_base and "quantization" not in model_config
         largest = (
             max(array.size for _, array in tree_flatten(model.parameters())) * HALF
             if quantizes
             else 0
         )
-        _quantize_lazily(
-            model, model_config, quantize=training.lora.enabled and training.lora.quantize_base
-        )
-        dtype, stored = _dtypes(config.model.dtype, model_config)
+        _quantize_lazily(model, model_config, quantize=lora.enabled and lora.quantize_base)
+        dtype, stored = _dtypes(options.model.dtype, model_config)
         model.set_dtype(dtype)
         widen_experts(model)
-        routes = _routes(model, config, model_config)
+        routes = _routes(model, options, model_config)
         unpacked = _unpacked_experts(model)
         arrays = tree_flatten(model.parameters())
         weights, count = (
@@ -93,11 +106,11 @@ class ModelShape:
             sum(array.size for _, array in arrays),
         )
         others = adapted = 0
-        if training.lora.enabled:
+        if lora.enabled:
             # for GGUF they are rounded in their place
-            to_mlx = training.lora.qat_bits is not None and training.lora.qat_format == "mlx"
+            to_mlx = lora.qat_bits is not None and lora.qat_format == "mlx"
             rounded = quantizable(model) if to_mlx else {}
-            inject_lora(model, training.lora)
+            inject_lora(model, lora)
             layers = trainer_lora_layers(model)
             adapted = sum(math.prod(linear_shape(layer.linear)) for layer in layers.values())
             modules = dict(model.named_modules())
@@ -105,14 +118,21 @@ class ModelShape:
             arrays = tree_flatten(model.trainable_parameters())
             count = sum(array.size for _, array in arrays)
         tower, seeing = (
-            tower_sizes(config, dtype.size) if "vision_config" in model_config else (0, [])
+            tower_sizes(
+                options.image_hooks,
+                options.model,
+                dtype.size,
+                lora.rank if lora.enabled else None,
+            )
+            if "vision_config" in model_config
+            else (0, [])
         )
         count += sum(seeing)
         sizes = [*(array.size for _, array in arrays), *seeing]
         text: Mapping[str, Any] = model_config.get("text_config", model_config)
         heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
         hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
-        head = hidden + 1 if training.algorithm == "ppo" else 0  # of values
+        head = hidden + 1 if options.value_head else 0
         dense = int(text.get("intermediate_size") or 4 * hidden)
         # without a size of their own experts have that of the feed-forward (Mixtral, gpt-oss)
         of_expert = int(
@@ -135,10 +155,10 @@ class ModelShape:
             by_tokens=can_lie_by_tokens(model),
             widened=stored if dtype.size > DTYPES[stored].size else "",
             teachers=sum(
-                _teacher_weights(teacher, config.model)
-                for teacher in training.distillation.teachers
+                _teacher_weights(each, options.model, options.image_hooks)
+                for each in options.teachers
             ),
-            products=training.lora.use_adalora
+            products=lora.use_adalora
             * sum(array.size for name, array in arrays if name.endswith(".lora_b")),
             adapted=adapted,
             rounded=others,
@@ -180,17 +200,15 @@ def _unpacked_experts(model: nn.Module) -> int:
     return sum([size for size in sizes if size <= UNPACKED_EXPERTS][-PROJECTIONS:])
 
 
-def _routes(model: nn.Module, config: Config, model_config: Mapping[str, Any]) -> int:
+def _routes(model: nn.Module, options: LoadOptions, model_config: Mapping[str, Any]) -> int:
     """Bytes of a sampled token's experts; 0: none are repeated."""
-    training, blocks = config.rl_training, len(blocks_of_experts(model))
-    if not blocks or training.algorithm in DATA_ALGORITHMS:
-        return 0
-    if not replays_experts(
+    blocks = len(blocks_of_experts(model))
+    if not blocks or not replays_experts(
         model,
-        training.router_replay,
-        staleness=training.max_staleness,
-        rounded=training.lora.qat_bits is not None,
-        kv_bits=config.server.kv_bits,
+        options.router_replay,
+        staleness=options.max_staleness,
+        rounded=options.lora.qat_bits is not None,
+        kv_bits=options.kv_bits,
     ):
         return 0
     text: Mapping[str, Any] = model_config.get("text_config", model_config)
@@ -199,16 +217,24 @@ def _routes(model: nn.Module, config: Config, model_config: Mapping[str, Any]) -
     return blocks * each * (1 + (experts > NARROW_IDS))
 
 
-def _teacher_weights(teacher: TeacherConfig, model: ModelConfig) -> int:
+def _teacher_weights(teacher: TeacherConfig, model: ModelConfig, hooks: Sequence[ImageHook]) -> int:
     """Bytes of a teacher's own weights, loaded as the policy's: 0 where it has none here. Raises
     ModelError: no such model; ConfigError: quantised already."""
     if teacher.kind != "model":
         return 0
     own_model = model.model_copy(update={"base_path": teacher.path, "revision": teacher.revision})
-    training = RLTrainingConfig(lora=LoraConfig(quantize_base=teacher.quantize))
+    options = LoadOptions(
+        own_model,
+        LoraConfig(quantize_base=teacher.quantize),
+        value_head=False,
+        router_replay="off",
+        max_staleness=0,
+        kv_bits=None,
+        teachers=(),
+        image_hooks=hooks,
+    )
     return ModelShape.of(
-        check_model(own_model, train=False, quantize=teacher.quantize),
-        Config(model=own_model, rl_training=training),
+        check_model(own_model, train=False, quantize=teacher.quantize), options
     ).weights
 
 

@@ -1,7 +1,7 @@
 """Predict what a run will need before anything is loaded: memory by parts, disk, and the settings
 with which it fits.
 
-    ModelShape.of(config.json, Config)        the model's dimensions; builds the architecture,
+    PlannedRun.of(Config, config.json)        with the model's dimensions; builds the architecture,
                                               evaluates nothing
     PlannedRun(Config, shape, lengths)        the run, of which
         .memory                               → MemoryEstimate: parts in bytes, and their total
@@ -27,7 +27,7 @@ from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
 from mlx_parallm.models.layouts.tree_rows import BLOCK
-from mlx_parallm.rl_training.plan.model_shape import FLOAT, NARROW, ModelShape
+from mlx_parallm.rl_training.plan.model_shape import FLOAT, NARROW, LoadOptions, ModelShape
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
 from mlx_parallm.rl_training.step.optimizer import QUANTISED, state_bytes
@@ -120,7 +120,19 @@ class PlannedRun:
     @classmethod
     def of(cls, config: Config, model_config: Mapping[str, Any]) -> "PlannedRun":
         """Raises ModelError, AdapterError: as `ModelShape.of`."""
-        return cls(config, ModelShape.of(model_config, config))
+        training = config.rl_training
+        on_data = training.algorithm in DATA_ALGORITHMS
+        options = LoadOptions(
+            config.model,
+            training.lora,
+            value_head=training.algorithm == "ppo",
+            router_replay="off" if on_data else training.router_replay,
+            max_staleness=training.max_staleness,
+            kv_bits=config.server.kv_bits,
+            teachers=training.distillation.teachers,
+            image_hooks=config.image_hooks(),
+        )
+        return cls(config, ModelShape.of(model_config, options))
 
     @property
     def longest(self) -> Lengths:
@@ -559,13 +571,6 @@ class _Tried:
             if (step := next(wanted, None)) is None:
                 return tried
             tried = step
-
-
-def predict_memory(
-    config: Config, shape: ModelShape, lengths: Lengths | None = None
-) -> MemoryEstimate:
-    """Return what `PlannedRun` needs at its peak."""
-    return PlannedRun(config, shape, lengths).memory
 
 
 def in_words(size: float) -> str:

@@ -19,6 +19,7 @@ from mlx_parallm.rl_training.evaluation.best_checkpoint import Judge
 from mlx_parallm.rl_training.events import RunEvents
 from mlx_parallm.rl_training.loop import Batches, Parts, Source
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.rl_training.options import TrainingOptions
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -66,6 +67,7 @@ def open_files(
     groups: ConsumedGroups,
     *,
     checkpoint: Path | None,
+    keep: int,
     keep_best: bool,
     judge: Judge | None = None,
     learners: Mapping[str, Learner] | None = None,
@@ -75,7 +77,7 @@ def open_files(
 
     Args:
         groups: the store in which consumed groups go back to waiting.
-        keep_best, judge, learners: as in `Checkpointer`.
+        keep, keep_best, judge, learners: as in `Checkpointer`.
 
     Raises CheckpointError, AdapterError: as `Checkpointer.resume`.
     """
@@ -84,7 +86,7 @@ def open_files(
         run,
         trainer.policy,
         trainer.optimizer,
-        keep=trainer.config.keep_checkpoints,
+        keep=keep,
         keep_best=keep_best,
         judge=judge,
         learners=learners,
@@ -109,6 +111,7 @@ class PublishedWeights:
 
 def make_parts(
     trainer: Trainer,
+    options: TrainingOptions,
     published: PublishedWeights,
     batches: Batches,
     files: RunFiles | None,
@@ -130,17 +133,22 @@ def make_parts(
         published.shared,
         trainer,
         published.versions,
+        options.updates,
+        repeats=options.loop.deterministic,
         numbers=published.numbers,
         drained=drained,
         events=events,
     )
     if files is None:
-        return Parts(trainer, batches, published.versions, updater, None, None, sources or {})
+        return Parts(
+            options.loop, trainer, batches, published.versions, updater, None, None, sources or {}
+        )
     if published.older and files.state is not None:
-        every = trainer.config.weight_updates.update_every_n_steps
+        every = options.updates.update_every_n_steps
         updater.resume(published.older, due=files.state.publish_is_due(every))
     run = files.checkpointer.run_directory
     return Parts(
+        options.loop,
         trainer,
         batches,
         published.versions,

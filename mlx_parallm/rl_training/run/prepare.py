@@ -13,15 +13,14 @@ from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.checkpoints.resume import what_to_resume
-from mlx_parallm.rl_training.data.source import Fit
+from mlx_parallm.rl_training.data.source import DataSource, Fit
 from mlx_parallm.rl_training.evaluation.schedule import evaluation_sources
 from mlx_parallm.rl_training.events import RunEvents
 from mlx_parallm.rl_training.loop import TrainingLoop
 from mlx_parallm.rl_training.monitor.trackers import check_installed
+from mlx_parallm.rl_training.options import check_kv_bits, make_algorithm
 from mlx_parallm.rl_training.run.serving import PolicyServer
 from mlx_parallm.rl_training.sources import SourceKind
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
-from mlx_parallm.rl_training.step.prepare import check_kv_bits
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.system.log import RunLog
 from mlx_parallm.system.signals import EndLimit
@@ -106,7 +105,14 @@ class PreparedRun:
             self.environments = build_sources(
                 config.environments, seed=training.seed, progress=progress, tools=self.tools
             )
-            self.evaluated = evaluation_sources(config, self.environments, progress, self.tools)
+            self.evaluated = evaluation_sources(
+                config.evaluation,
+                config.environments,
+                self.environments,
+                progress,
+                seed=training.seed,
+                tools=self.tools,
+            )
             for source in self.environments:
                 source.keeps_rows = training.distillation.reads_rows
             # the user's code is checked before a model is loaded
@@ -115,6 +121,19 @@ class PreparedRun:
             failed.pop_all()
         self.closing.callback(self.end.cancel)
         self.closing.callback(self.serving.close)
+
+    def counted_by(self, data: DataSource) -> Config:
+        """Return the configuration with the steps of a run on these rows: as configured, in one
+        pass, or as `fit` counts them, which may lower batch_size to the number of rows. Raises
+        ConfigError: fewer rows than one mini-batch."""
+        training = self.config.rl_training
+        training = training.model_copy(update={"total_steps": training.steps_over(data.rows)})
+        config = self.config.model_copy(update={"rl_training": training})
+        if self.fit is not None:
+            config = self.fit(training.checkpoint_dir / str(training.run_name), data.rows)
+        data.check_rows(config.rl_training.batch_size)
+        self.live.total_steps = config.rl_training.total_steps
+        return config
 
     def _open_tools(self) -> EpisodeTools | None:
         """Start the servers of [tools], where there is an environment. Raises ConfigError."""

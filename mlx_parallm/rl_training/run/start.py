@@ -21,7 +21,6 @@ from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.commands import (
     RunCommands,
-    changeable,
     overridden_settings,
     restored_settings,
 )
@@ -29,11 +28,12 @@ from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.evaluation.best_checkpoint import best_by
 from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog
-from mlx_parallm.rl_training.evaluation.schedule import Evaluations
+from mlx_parallm.rl_training.evaluation.schedule import EvaluationOptions, Evaluations
 from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_trainer
 from mlx_parallm.rl_training.group_fit import LogprobMismatchCheck
 from mlx_parallm.rl_training.loop import Batches, Parts
 from mlx_parallm.rl_training.monitor.spans import SpanLog
+from mlx_parallm.rl_training.options import TrainingOptions, training_options
 from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.rl_training.publish.rollback import RollbackService
@@ -106,9 +106,16 @@ class StartedRun:
     @cached_property
     def evaluations(self) -> Evaluations:
         """The evaluations of held-out problems, made when they are first needed."""
-        prepared, serving = self.prepared, self.prepared.serving
+        prepared, serving, config = self.prepared, self.prepared.serving, self.config
         evaluations = Evaluations(
-            self.config,
+            EvaluationOptions(
+                settings=config.evaluation,
+                total_steps=config.rl_training.total_steps,
+                deterministic=config.rl_training.deterministic,
+                max_token_length=config.rl_training.atropos.max_token_length,
+                template_kwargs=config.model.chat_template_kwargs,
+                begins_as_base=config.model.lora_path is None,
+            ),
             self.opened.path,
             self.evaluation_log,
             (prepared.evaluated, prepared.environments),
@@ -116,7 +123,7 @@ class StartedRun:
             tokenizer=serving.tokenizer(),
             weights=self.weights,
             versions=self.parts.versions,
-            policy=POLICY if self.config.rl_training.lora.enabled else None,
+            policy=POLICY if config.rl_training.lora.enabled else None,
             events=prepared.events,
             should_stop=prepared.stop.is_set,
             while_waiting=self.check,
@@ -143,7 +150,8 @@ class StartedRun:
         """Note settings that the trainer has changed: in the configuration, and where answers are
         sampled."""
         self.commands.keep(values)
-        self.opened.directory.write_config(self.config)
+        directory = self.opened.directory
+        directory.write_config(self.config.saved_as(directory.path.name))
         if "temperature" in values:
             self.sources.use_temperature(values["temperature"])
 
@@ -156,11 +164,21 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     memory = MemoryWatch.checked(planned, processes=prepared.ranks.here)
     data = None
     if config.rl_training.algorithm in DATA_ALGORITHMS:
-        data = DataSource(config, serving.tokenizer())
-        config = data.with_total_steps(prepared.fit)
-        prepared.live.total_steps = config.rl_training.total_steps
+        data = DataSource(
+            config.data,
+            config.rl_training.algorithm,
+            config.rl_training.preference,
+            serving.tokenizer(),
+            config.model.chat_template_kwargs,
+        )
+        config = prepared.counted_by(data)
     prepared.ranks.begin(config)
-    initial = None if prepared.checkpoint else initial_adapter(config)
+    training = config.rl_training
+    initial = (
+        None
+        if prepared.checkpoint
+        else initial_adapter(config.model, training.lora, training.checkpoint_dir)
+    )
     opened = _open_directory(prepared, keeps_groups=data is None)
     # nothing is sampled for training on rows, so there is nothing to hand in
     sources = Sources([data]) if data is not None else _make_sources(prepared, opened)
@@ -175,16 +193,17 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     rollbacks = RollbackService()
     _listen(prepared, opened, sources, rollbacks, commands)
     loaded = serving.load(quantize=quantize)
+    options = training_options(config.rl_training)
     trainer = build_trainer(
         loaded,
-        config.rl_training,
+        options,
         prepared.algorithm,
         initial_adapter=initial,
         between_blocks=serving.turns.after_evaluation,
         ranks=prepared.ranks,
         kv_bits=config.server.kv_bits,
     )
-    _complete(trainer, prepared, loaded)
+    _complete(trainer, options, prepared, loaded)
     evaluation_log = EvaluationLog(
         opened.path,
         best_by(config.rl_training.keep_best, config.evaluation),
@@ -195,13 +214,14 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     closing.callback(opened.store.wake)
     closing.callback(sources.stop)
     sources.start(serving, files.state)
-    heldout = data.heldout(trainer) if data is not None else None
+    heldout = data.heldout(trainer, training.total_steps) if data is not None else None
     parts = make_parts(
         trainer,
+        options,
         published,
         data.batches(trainer)
         if data is not None
-        else _rollout_batches(prepared, opened, trainer, published, sources),
+        else _rollout_batches(prepared, opened, trainer, options, published, sources),
         files,
         drained=lambda: drained(
             prepared.ranks.clients_engine(serving.client), prepared.stop.is_set
@@ -210,11 +230,11 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
         sources=sources.keeping_state(),
         rollbacks=rollbacks,
     )
-    opened.directory.write_config(config)
+    opened.directory.write_config(config.saved_as(opened.path.name))
     if prepared.stop.is_set():
         return None
     opened.directory.keep()
-    state, values = _with_changes(files.state, changeable(config))
+    state, values = _with_changes(files.state, config.rl_training.changeable())
     started = StartedRun(
         prepared=prepared,
         opened=opened,
@@ -238,7 +258,10 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
 def _open_directory(prepared: PreparedRun, *, keeps_groups: bool) -> OpenDirectory:
     """Open the run directory and its store, which HTTP requests write to."""
     config, checkpoint, closing = prepared.config, prepared.checkpoint, prepared.closing
-    directory = RunDirectory.open(config, checkpoint, reuse=prepared.start_over)
+    training = config.rl_training
+    directory = RunDirectory.open(
+        training.checkpoint_dir, training.run_name, checkpoint, reuse=prepared.start_over
+    )
     closing.callback(directory.discard)
     closing.callback(directory.close)
     prepared.run_log.open(directory.path)
@@ -252,7 +275,7 @@ def _open_directory(prepared: PreparedRun, *, keeps_groups: bool) -> OpenDirecto
         )
     store = RolloutStore(store_file, min_free_bytes=reserve)
     closing.callback(store.close)
-    disk = DiskUse(directory, store, config.rollouts, keep=config.rl_training.keep_checkpoints)
+    disk = DiskUse(directory, store, config.rollouts, keep=training.keep_checkpoints)
     disk.check()
     closing.callback(prepared.serving.close)  # before the store, which requests write to
     step, _ = moment(checkpoint) if checkpoint else (0, 0)
@@ -296,13 +319,16 @@ def _listen(
     prepared.serving.listen(sources, rollbacks, routers, run=opened.path, commands=commands)
 
 
-def _complete(trainer: Trainer, prepared: PreparedRun, loaded: LoadedModel) -> None:
+def _complete(
+    trainer: Trainer, options: TrainingOptions, prepared: PreparedRun, loaded: LoadedModel
+) -> None:
     """Give a new trainer what lies beside its weights in a checkpoint, and its teachers."""
     policy = trainer.policy
     prepared.live.experts = policy.experts if policy.replays_experts else None
     policy.described = _described(prepared)
     teachers = build_teachers(
         trainer,
+        options.teachers,
         prepared.config.model,
         loaded,
         between_blocks=prepared.serving.turns.after_evaluation,
@@ -333,12 +359,14 @@ def _resume(
     evaluation_log: EvaluationLog,
 ) -> RunFiles:
     """Put trainer, store and files back to where the run goes on."""
+    training = prepared.config.rl_training
     files = open_files(
         opened.path,
         trainer,
         opened.store,
         checkpoint=prepared.checkpoint,
-        keep_best=bool(trainer.config.keep_best),
+        keep=training.keep_checkpoints,
+        keep_best=bool(training.keep_best),
         judge=evaluation_log,
         learners={
             source.name: source.learner
@@ -384,6 +412,7 @@ def _rollout_batches(
     prepared: PreparedRun,
     opened: OpenDirectory,
     trainer: Trainer,
+    options: TrainingOptions,
     published: PublishedWeights,
     sources: Sources,
 ) -> Batches:
@@ -391,7 +420,7 @@ def _rollout_batches(
         opened.store,
         published.versions,
         trainer,
-        trainer.config,
+        options,
         group_sizes=[source.config.group_size for source in prepared.environments],
         request_groups=sources.request if prepared.environments else None,
         minimums=sources.minimums,

@@ -1,4 +1,4 @@
-"""Make an `Algorithm` of the configuration. `ALGORITHMS` is the registry: one function a line.
+"""`Algorithm`, and how each is made. `ALGORITHMS` is the registry: one function a line.
 
 rollouts        one function for all: they differ in their presets (`config.algorithm.PRESETS`,
                 filled into the configuration as it is read); PPO adds a value head and GAE to it
@@ -29,7 +29,7 @@ from mlx_parallm.config.data import (
     PreferenceConfig,
 )
 from mlx_parallm.config.distillation import DistillationConfig
-from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.config.training import PPOConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
 from mlx_parallm.losses.advantages import (
@@ -115,10 +115,11 @@ class Algorithm:
         return self.needs_values or self.scores_values
 
 
-def make_algorithm(config: RLTrainingConfig) -> Algorithm:
-    """The configured algorithm, with the user's own advantage and loss where they are set.
-    Raises ConfigError."""
-    return taught(ALGORITHMS[config.algorithm](config), config.distillation, config)
+def shaping_of(algorithm: Algorithm, configured: Shaping) -> Shaping:
+    """Return the configured changes to groups. A rollout marked `zero_advantage` is left out where
+    the algorithm, or a teacher, would give it an advantage all the same."""
+    marked = algorithm.finish is not None or algorithm.teaching is not None
+    return replace(configured, leave_out_marked=configured.leave_out_marked or marked)
 
 
 def taught(
@@ -133,22 +134,6 @@ def taught(
         aggregation = config.loss_aggregation or "token"
         loss = with_divergence(loss, weight=teaching.weight, aggregation=aggregation)
     return replace(algorithm, loss=loss, teaching=teaching)
-
-
-def make_shaping(config: RLTrainingConfig, algorithm: Algorithm) -> Shaping:
-    """The configured changes to groups. A rollout marked `zero_advantage` is left out where the
-    algorithm, a KL in the reward, or a teacher would give it an advantage all the same."""
-    return Shaping(
-        overlong_length=config.overlong_length or 0,
-        overlong_buffer=config.overlong_buffer,
-        mask_truncated=config.mask_truncated,
-        leave_out_marked=algorithm.finish is not None
-        or config.kl_in == "reward"
-        or algorithm.teaching is not None,
-        turn_gamma=(1.0 if config.turn_gamma is None else config.turn_gamma)
-        if config.credit == "turn"
-        else None,
-    )
 
 
 # ---------------------------------------------------------------------- on rollouts
@@ -211,10 +196,10 @@ def whitened(prepared: PreparedBatch) -> PreparedBatch:
     return replace(prepared, advantages=whiten(values).astype(np.float32))
 
 
-def ppo(config: RLTrainingConfig) -> Algorithm:
+def ppo(config: AlgorithmSection, options: PPOConfig) -> Algorithm:
     """PPO (arXiv:1707.06347): a value loss beside the policy loss, and generalised advantage
     estimation."""
-    policy, options = policy_gradient(config), config.ppo
+    policy = policy_gradient(config)
     return replace(
         policy,
         loss=with_value_loss(
@@ -375,12 +360,23 @@ def _mismatched(rollout: Rollout, other: Rollout, *, longest: int) -> Rollout:
     )
 
 
-ALGORITHMS: dict[str, Callable[[RLTrainingConfig], Algorithm]] = {
-    **dict.fromkeys(PRESETS, policy_gradient),
-    "ppo": ppo,
-    **dict.fromkeys(DATA_LOSSES, lambda config: on_rows(config.algorithm, config.preference)),
-    ONLINE_DPO: lambda config: online_dpo(config.preference),
-    ONLINE_KTO: lambda config: online_kto(config.preference),
+@dataclass(frozen=True)
+class AlgorithmOptions:
+    """The sections that algorithms read."""
+
+    section: AlgorithmSection
+    ppo: PPOConfig
+    preference: PreferenceConfig
+
+
+ALGORITHMS: dict[str, Callable[[AlgorithmOptions], Algorithm]] = {
+    **dict.fromkeys(PRESETS, lambda options: policy_gradient(options.section)),
+    "ppo": lambda options: ppo(options.section, options.ppo),
+    **dict.fromkeys(
+        DATA_LOSSES, lambda options: on_rows(options.section.algorithm, options.preference)
+    ),
+    ONLINE_DPO: lambda options: online_dpo(options.preference),
+    ONLINE_KTO: lambda options: online_kto(options.preference),
 }
 
 

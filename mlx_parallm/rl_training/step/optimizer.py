@@ -4,8 +4,7 @@ schedules.
     PolicyOptimizer    all that is trained, by slots; the arrays bound in the tree may be views of
                        bundles of several
     ParameterGroup     the parameters that one of MLX's optimizers updates at one rate
-    optimizer_keys     an optimizer of mlx.optimizers as keys of [rl_training]
-    learning_rate_at   the schedule: warm-up, constant, linear, cosine
+    LearningRates      the schedule: warm-up, constant, linear, cosine
 
 Small arrays are laid end to end in bundles, so that an adapter of hundreds of arrays costs a dozen
 operations and not thousands; AdamW and Lion are elementwise, so this changes no number. Muon and
@@ -17,17 +16,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
-import numpy as np
 from mlx.utils import tree_map
 
-from mlx_parallm.config.data import REWARD_MODEL
-from mlx_parallm.config.load import parse_config
-from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.config.training import AdaLoraConfig
+from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.cpu_kernels import fused
 from mlx_parallm.models.parameters import ParameterSlots, scalar
 from mlx_parallm.models.sums import total
@@ -75,14 +71,6 @@ def unit_of(kind: str) -> int:
     return next((unit for end, unit in UNITS.items() if kind.endswith(end)), 1)
 
 
-KINDS = {
-    optimizers.Adam: "adamw",
-    optimizers.AdamW: "adamw",
-    optimizers.Lion: "lion",
-    optimizers.Muon: "muon",
-}
-
-
 @dataclass(frozen=True)
 class Movement:
     """How far one update moved the trained weights: L2 norms of the update and of the weights
@@ -120,17 +108,17 @@ class PolicyOptimizer:
     """Owns the float32 master copy of the slots' arrays; writes them into the tree, in the
     tree's dtype."""
 
-    def __init__(self, slots: ParameterSlots, config: RLTrainingConfig) -> None:
+    def __init__(self, slots: ParameterSlots, options: "OptimizerOptions") -> None:
         self._slots = slots
-        self.kind: str = config.optimizer
-        self._max_grad_norm = config.max_grad_norm
+        self.kind = options.kind
+        self._max_grad_norm = options.max_grad_norm
         arrays = slots.read()
         self._dtypes = [array.dtype for array in arrays]
         self._stride = -(-sum(array.size for array in arrays) // MEASURED_ELEMENTS)
-        self._groups = make_groups(slots.names, arrays, OptimizerOptions(config))
+        self._groups = make_groups(slots.names, arrays, options)
         self._adaptive = (
-            AdaptiveRanks(slots.names, arrays, config.lora.adalora, config.total_steps)
-            if config.lora.enabled and config.lora.use_adalora
+            AdaptiveRanks(slots.names, arrays, options.adalora, options.total_steps)
+            if options.adalora is not None
             else None
         )
         self._write()
@@ -461,50 +449,66 @@ def make_groups(
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """Which optimizer, rate and decay each parameter has."""
+    """Which optimizer, rate and decay each parameter has. `options.training_options` builds it.
 
-    training: RLTrainingConfig
+    Attributes:
+        kind: rl_training.optimizer.
+        learning_rate: with which it is made; each update sets its own.
+        betas, eps: AdamW's.
+        decay_all: decay gains of norms and biases too.
+        max_grad_norm: the global norm that gradients are clipped to; 0 = no clipping.
+        b_rate: of an adapter's B, in units of the step's rate.
+        head_rate: the same of a value head.
+        adalora: the ranks of an adapter change; None: they do not.
+        total_steps: of the training, for AdaLoRA's schedule.
+    """
+
+    kind: str
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decay_all: bool
+    max_grad_norm: float
+    b_rate: float
+    head_rate: float
+    adalora: AdaLoraConfig | None
+    total_steps: int
 
     def kind_of(self, name: str, shape: Sequence[int]) -> str:
         """Muon is for the matrices of the blocks (and of adapters): embedding, head, norms,
         magnitudes and stacked experts are AdamW's (https://kellerjordan.github.io/posts/muon/). The
         states of small arrays are not quantised."""
-        if self.training.optimizer in QUANTISED and math.prod(shape) < states_8bit.SMALLEST:
-            return unquantised(self.training.optimizer)
+        if self.kind in QUANTISED and math.prod(shape) < states_8bit.SMALLEST:
+            return unquantised(self.kind)
         is_matrix = len(shape) == 2 and (
             name.endswith((".lora_a", ".lora_b")) or re.search(r"\.\d+\.", name)
         )
-        kind: str = self.training.optimizer
-        return kind if kind != "muon" or is_matrix else "adamw"
+        return self.kind if self.kind != "muon" or is_matrix else "adamw"
 
     def rate_of(self, name: str) -> float:
         """LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns `loraplus_ratio` times as fast as
         A. A value head has `ppo.value_learning_rate`, that of a reward model
         `preference.head_learning_rate`, on the same schedule."""
-        training = self.training
         if is_value_head(name):
-            of_rewards = training.algorithm == REWARD_MODEL
-            rates = training.preference.head_learning_rate, training.ppo.value_learning_rate
-            return rates[0 if of_rewards else 1] / training.learning_rate
-        return training.lora.loraplus_ratio if name.endswith(".lora_b") else 1.0
+            return self.head_rate
+        return self.b_rate if name.endswith(".lora_b") else 1.0
 
     def decay_of(self, name: str, shape: Sequence[int]) -> float:
         """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer
         off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude and
         AdaLoRA's singular values, which are no norm's, are decayed there and here."""
         left_out = len(shape) < 2 and not name.endswith((".m", ".lora_e"))
-        training = self.training
-        return 0.0 if left_out and not training.decay_norms_and_biases else training.weight_decay
+        return 0.0 if left_out and not self.decay_all else self.weight_decay
 
     def make(self, kind: str, decay: float) -> optimizers.Optimizer:
         """MLX's; the learning rate is set at each update."""
-        rate = self.training.learning_rate
+        rate = self.learning_rate
         if kind in ("adamw", "adamw_8bit", "adamw_4bit"):
-            betas = [self.training.adam_beta1, self.training.adam_beta2]
             return QUANTISED.get(kind, optimizers.AdamW)(
                 learning_rate=rate,
-                betas=betas,
-                eps=self.training.adam_eps,
+                betas=list(self.betas),
+                eps=self.eps,
                 weight_decay=decay,
                 bias_correction=True,
             )
@@ -533,60 +537,31 @@ def bundles(sizes: Sequence[int]) -> list[list[int]]:
     return parts
 
 
-def optimizer_keys(optimizer: optimizers.Optimizer) -> dict[str, Any]:
-    """An optimizer of mlx.optimizers as keys of [rl_training]. It is read for its numbers and made
-    again, because the trainer's works on float32 masters, in groups. Adam becomes AdamW without a
-    decay; both correct their bias.
+@dataclass(frozen=True)
+class LearningRates:
+    """The schedule: `kind` down from `peak` to `final`, after a warm-up."""
 
-    Raises ConfigError: it is none of KINDS, its rate is a schedule, or one of its numbers would get
-    lost."""
-    kind = KINDS.get(type(optimizer))
-    if kind is None:
-        names = ", ".join(each.__name__ for each in KINDS)
-        raise ConfigError(
-            f"optimizer = {type(optimizer).__name__}: expected one of mlx.optimizers' {names}"
+    peak: float
+    final: float
+    kind: Literal["constant", "linear", "cosine"]
+    warmup_steps: int
+    total_steps: int
+
+    def at(self, step: int) -> float:
+        """Return the learning rate of all updates of a step (1, 2, …). Schedules count steps, not
+        updates, so that update_epochs and batch_size do not move them.
+
+        Warm-up: step / (warmup_steps + 1) of the peak, so the first step already learns and the
+        peak comes at warmup_steps + 1. After it: constant, or linear or cosine down to `final`,
+        which the step after total_steps would have: the last one still learns.
+        """
+        if step <= self.warmup_steps:
+            return self.peak * step / (self.warmup_steps + 1)
+        if self.kind == "constant":
+            return self.peak
+        first = self.warmup_steps + 1
+        progress = min((step - first) / max(self.total_steps + 1 - first, 1), 1.0)
+        share = (
+            1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         )
-    if optimizer._schedulers:
-        raise ConfigError("the optimizer's learning rate is a schedule; give a number")
-    keys = {"optimizer": kind, "learning_rate": scalar(optimizer.learning_rate)}
-    decay = float(getattr(optimizer, "weight_decay", 0.0))
-    keys["weight_decay"] = decay
-    if kind == "adamw":
-        keys["adam_beta1"], keys["adam_beta2"] = (float(beta) for beta in optimizer.betas)
-        keys["adam_eps"] = float(optimizer.eps)
-    made = OptimizerOptions(parse_config({"rl_training": keys}, "optimizer").rl_training).make(
-        kind, decay
-    )
-    for name, value in vars(optimizer).items():
-        if name.startswith("_") or name in ("bias_correction", "weight_decay"):
-            continue
-        kept = getattr(made, name)
-        if not np.array_equal(value, kept):
-            raise ConfigError(
-                f"the optimizer's {name} = {value} would get lost (the trainer's is {kept}):"
-                " leave it out"
-            )
-    return keys
-
-
-def learning_rate_at(step: int, config: RLTrainingConfig) -> float:
-    """Return the learning rate of all updates of a step (1, 2, …). Schedules count steps, not
-    updates, so that update_epochs and batch_size do not move them.
-
-    Warm-up: step / (warmup_steps + 1) of the peak, so the first step already learns and the peak
-    comes at warmup_steps + 1. After it: constant, or linear or cosine down to lr_final, which the
-    step after total_steps would
-    have: the last one still learns.
-    """
-    if step <= config.warmup_steps:
-        return config.learning_rate * step / (config.warmup_steps + 1)
-    if config.lr_schedule == "constant":
-        return config.learning_rate
-    first = config.warmup_steps + 1
-    progress = min((step - first) / max(config.total_steps + 1 - first, 1), 1.0)
-    share = (
-        1.0 - progress
-        if config.lr_schedule == "linear"
-        else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
-    return config.lr_final + (config.learning_rate - config.lr_final) * share
+        return self.final + (self.peak - self.final) * share

@@ -17,15 +17,15 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from mlx_parallm.config.data import DATA_ALGORITHMS
-from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.fake_quantized import rounded_layers, use_fake_quantization
@@ -63,6 +63,26 @@ REFERENCE_FILE = "reference.safetensors"
 COMPANIONS = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 
 
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Settings of a policy and its reference. `options.training_options` builds them.
+
+    Attributes:
+        router_replay: "off" where no engine samples what is trained on.
+        max_staleness: steps that a rollout may lag behind.
+        total_steps: of the training, which a saved AdaLoRA adapter names.
+        seed: of a new adapter.
+    """
+
+    lora: LoraConfig
+    router_replay: Literal["off", "on", "auto"]
+    router_replay_prompts: bool
+    max_staleness: int
+    total_steps: int
+    reference: Literal["base", "initial", "ema"]
+    seed: int
+
+
 class TrainedPolicy:
     """Args:
         model: a tree of its own, frozen and evaluated.
@@ -71,7 +91,7 @@ class TrainedPolicy:
         base: its name, for who finds a saved adapter.
         model_config: the base's config.json.
         initial_adapter: arrays to start the adapter from, as `models.lora.load_adapter` reads them.
-        needs_reference: whether `reference` will be used; default: whether the loss has a KL to it.
+        needs_reference: whether `reference` will be used.
         needs_values: whether the tree gets a value head (models/value_head.py), trained beside the
             rest.
         kv_bits: bits of the engine's keys and values; None: those of the model.
@@ -88,13 +108,13 @@ class TrainedPolicy:
     def __init__(
         self,
         model: nn.Module,
-        config: RLTrainingConfig,
+        options: PolicyOptions,
         *,
         source: Path,
         model_config: Mapping[str, Any],
         base: str = "",
         initial_adapter: Mapping[str, LoraPair] | None = None,
-        needs_reference: bool | None = None,
+        needs_reference: bool = False,
         needs_values: bool = False,
         kv_bits: int | None = None,
         watches_experts: bool = True,
@@ -107,29 +127,29 @@ class TrainedPolicy:
             dict(model_config),
             base,
         )
-        self.lora = config.lora.enabled
-        setting = "off" if config.algorithm in DATA_ALGORITHMS else config.router_replay
-        self.experts = watched_experts(model, setting) if watches_experts else None
+        lora = options.lora
+        self.lora = lora.enabled
+        self.experts = watched_experts(model, options.router_replay) if watches_experts else None
         self.replays_experts = self.experts is not None and replays_experts(
             model,
-            setting,
-            staleness=config.max_staleness,
-            rounded=config.lora.qat_bits is not None,
+            options.router_replay,
+            staleness=options.max_staleness,
+            rounded=lora.qat_bits is not None,
             kv_bits=kv_bits,
         )
-        self.replays_prompts = self.replays_experts and config.router_replay_prompts
-        if config.router_replay_prompts and self.experts is None:
+        self.replays_prompts = self.replays_experts and options.router_replay_prompts
+        if options.router_replay_prompts and self.experts is None:
             raise ConfigError(
                 "rl_training.router_replay_prompts = true, but this model has no experts that can"
                 " be repeated: leave it out"
             )
         self._adalora = (
-            config.lora.adalora.model_dump() | {"total_step": config.total_steps}
-            if config.lora.use_adalora
+            lora.adalora.model_dump() | {"total_step": options.total_steps}
+            if lora.use_adalora
             else None
         )
-        self.dropout = AdapterDropout(config.lora.dropout)
-        self._choose_trained(config, images)
+        self.dropout = AdapterDropout(lora.dropout)
+        self._choose_trained(lora, images, options.seed)
         if self.lora:
             for layer in trainer_lora_layers(model).values():
                 mx.eval(layer)  # one by one: DoRA's norms unpack a quantised layer
@@ -149,21 +169,19 @@ class TrainedPolicy:
         self._reference_replaced = False  # by `use_reference` or `blend_reference`
         # texts that are saved with the weights, by file name
         self.described: Mapping[str, str] = {}
-        self._ema = config.reference == "ema"
-        if needs_reference is None:
-            needs_reference = config.kl_beta > 0
-        if self._ema or (needs_reference and not (self.lora and config.reference == "base")):
+        self._ema = options.reference == "ema"
+        if self._ema or (needs_reference and not (self.lora and options.reference == "base")):
             self.reference_arrays = self.slots.read()
 
-    def _choose_trained(self, config: RLTrainingConfig, images: ImageEncoder | None) -> None:
+    def _choose_trained(self, lora: LoraConfig, images: ImageEncoder | None, seed: int) -> None:
         """Put adapters into the tree, or let all its weights be trained. The part that sees is left
         as it is, but for `images.trained`."""
-        model, lora = self.model, config.lora
+        model = self.model
         with text_alone(model, images):
             use_fast_swiglu(model)
             route_attention(model)
             if self.lora:
-                mx.random.seed(config.seed)
+                mx.random.seed(seed)
                 rounded = rounded_layers(model, lora.qat_bits, lora.qat_format)
                 inject_lora(model, lora, self.dropout)
                 if lora.qat_bits is not None:

@@ -36,12 +36,6 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config.algorithm import sampler_bounds
-from mlx_parallm.config.data import DATA_ALGORITHMS, PREFER_SAMPLED
-from mlx_parallm.config.load import Config
-from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.models.blockwise import Objective
@@ -49,9 +43,6 @@ from mlx_parallm.models.cpu_kernels import as_data
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import Measure, MicroBatch
 from mlx_parallm.rl_training.step.teaching import LOGPROBS, Lesson, Teaching, teacher_numbers
-from mlx_parallm.system.log import get_logger
-
-log = get_logger(__name__)
 
 Scores = Mapping[str, np.ndarray]
 """Columns of the trainer's own forward passes, [N] float32 over the trained tokens of the batch:
@@ -490,44 +481,26 @@ def mismatch(parts: np.ndarray) -> Mismatch | None:
 # ---------------------------------------------------------------------- sampler correction
 
 
-def sampler_correction(config: RLTrainingConfig, model: nn.Module) -> SamplerCorrection | None:
-    """The configured correction. "auto" is TIS where `MEASURED_MISMATCH` of this model is above
-    `MISMATCH_BOUND`, and none with a custom loss, which need not read weights.
-    """
-    kind = config.sampler_correction
+@dataclass(frozen=True)
+class CorrectionOptions:
+    """The configured correction, with the bounds in force."""
+
+    kind: Literal["auto", "none", "tis", "mis", "icepop"]
+    level: Literal["token", "sequence"]
+    cap: float
+    floor: float
+
+
+def sampler_correction(options: CorrectionOptions, model: nn.Module) -> SamplerCorrection | None:
+    """Return the correction for a model. "auto" is TIS where `MEASURED_MISMATCH` of it is above
+    `MISMATCH_BOUND`."""
+    kind = options.kind
     if kind == "auto":
-        custom_loss = config.loss is not None and is_reference(config.loss)
-        kind = "tis" if not custom_loss and expected_mismatch(model) > MISMATCH_BOUND else "none"
+        kind = "tis" if expected_mismatch(model) > MISMATCH_BOUND else "none"
     if kind == "none":
         return None
-    cap, floor = sampler_bounds(config)
     masks = kind in ("mis", "icepop")
-    level = config.sampler_correction_level
-    return SamplerCorrection("mis" if masks else "tis", level, cap, floor)
-
-
-def check_kv_bits(config: Config) -> None:
-    """Raises ConfigError: rollouts would be drawn with quantised keys and values, so by another
-    policy than the one that is trained, and nothing corrects for it."""
-    training, bits = config.rl_training, config.server.kv_bits
-    corrected = training.sampler_correction in ("tis", "mis", "icepop")
-    reads_none = training.algorithm in (*DATA_ALGORITHMS, *PREFER_SAMPLED)
-    if bits is not None and not reads_none and not corrected:
-        raise ConfigError(
-            f"server.kv_bits = {bits}: the trainer's keys and values are not quantised, so it is"
-            " another policy:"
-            ' set rl_training.sampler_correction = "tis" (or "mis"), or leave kv_bits out'
-        )
-    rounds = "server.kv_bits" if bits is not None else "lora.qat_bits"
-    differs = bits is not None or training.lora.qat_bits is not None
-    if differs and corrected and training.loss is not None and is_reference(training.loss):
-        log.warning(
-            (
-                f"the policy that samples is another one ({rounds}): this loss has to multiply by"
-                " inputs.weights"
-            ),
-            loss=training.loss,
-        )
+    return SamplerCorrection("mis" if masks else "tis", options.level, options.cap, options.floor)
 
 
 def expected_mismatch(model: nn.Module) -> float:

@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeVar
 import mlx.core as mx
 
 from mlx_parallm.config.load import Config
-from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.runner import MakePlayer
 from mlx_parallm.rl_training.step.batch import TrainBatch
@@ -27,9 +26,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankTask:
-    """A step for the other ranks. `state`: of `Trainer.state`."""
+    """A step for the other ranks. `settings`: of `Trainer.settings`; `state`: of
+    `Trainer.state`."""
 
-    training: RLTrainingConfig
+    settings: Mapping[str, float]
     batch: TrainBatch
     position: StepPosition | None
     state: dict[str, Any]

@@ -37,6 +37,15 @@ TEACHER_KL = "teacher_kl"
 MEASURED = (TEACHER_KL, "teacher_agreement", "teacher_spread", "teacher_reward_r", "teacher_share")
 
 
+@dataclass(frozen=True)
+class TeacherOptions:
+    """Settings of teachers. `max_token_length`: of a sequence."""
+
+    distillation: DistillationConfig
+    temperature: float
+    max_token_length: int
+
+
 class TeacherSignal(Protocol):
     """The teachers of a run. One thread's, the trainer's."""
 

@@ -34,13 +34,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 import structlog
 
-from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.experts.routing import expert_load
@@ -57,10 +56,16 @@ from mlx_parallm.rl_training.step.collate import (
     prompt_coverage,
 )
 from mlx_parallm.rl_training.step.images import StepImages
-from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, Update, learning_rate_at
+from mlx_parallm.rl_training.step.optimizer import (
+    LearningRates,
+    OptimizerOptions,
+    PolicyOptimizer,
+    Update,
+)
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import (
     BatchLoss,
+    CorrectionOptions,
     MiniBatchLoss,
     Mismatch,
     PreparedBatch,
@@ -89,6 +94,40 @@ MEASURED = (
 )
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """Settings of a step. `options.training_options` builds them.
+
+    Attributes:
+        batch_size: examples of a mini-batch.
+        token_budget, max_eval_ms: as in `MicroBatchBudget`.
+        kl_in: where `kl_beta`'s KL goes.
+        kl_target: None: the coefficient stays.
+        reference_decay: the reference is a moving average; None: it stays.
+        max_length: for losses that divide by it.
+        dropout: of the adapter.
+    """
+
+    batch_size: int
+    update_epochs: int
+    token_budget: int
+    max_eval_ms: int | None
+    packing: bool
+    blocks_per_eval: int
+    seed: int
+    kl_beta: float
+    kl_in: Literal["loss", "reward"]
+    kl_target: float | None
+    kl_horizon: int
+    reference_decay: float | None
+    reference_update_every: int
+    max_length: int
+    dropout: float
+    correction: CorrectionOptions
+    learning_rates: LearningRates
+    optimizer: OptimizerOptions
 
 
 @dataclass(frozen=True)
@@ -121,7 +160,7 @@ class Trainer:
     def __init__(
         self,
         policy: TrainedPolicy,
-        config: RLTrainingConfig,
+        options: TrainerOptions,
         algorithm: Algorithm,
         *,
         between_blocks: Callable[[], None] = lambda: None,
@@ -129,11 +168,11 @@ class Trainer:
         images: StepImages | None = None,
     ) -> None:
         self.images = images
-        self.policy, self.algorithm, self.config = policy, algorithm, config
+        self.policy, self.algorithm, self.options = policy, algorithm, options
         self.ranks = ranks
         self.model = BlockwiseModel(
             policy.model,
-            blocks_per_eval=config.blocks_per_eval,
+            blocks_per_eval=options.blocks_per_eval,
             between_blocks=between_blocks,
             features=None if images is None else images.gradient,
         )
@@ -144,18 +183,18 @@ class Trainer:
                 " another"
             )
             log.warning("a layer trains slowly", layer=layer, reason=reason)
-        if self.model.fallback and config.blocks_per_eval:
+        if self.model.fallback and options.blocks_per_eval:
             log.info("not trained block by block", reason=self.model.fallback)
         else:
             if not self.model.shares_prompts:
                 log.info("prompts of a group are computed once a row", reason=self.model.unshared)
-            if config.packing and not self.model.packs_rows:
+            if options.packing and not self.model.packs_rows:
                 log.info("sequences are not packed", reason=self.model.unpacked)
             if not self.model.merges_rows:
                 log.info(
                     "turns of an episode are not computed as a tree", reason=self.model.unmerged
                 )
-        self.optimizer = PolicyOptimizer(policy.slots, config)
+        self.optimizer = PolicyOptimizer(policy.slots, options.optimizer)
         # of the newest step; an interrupted one knows its last part
         self.step_tokens: StepTokens | None = None
         # of the run's teachers, where the algorithm learns from some and this rank asks them
@@ -163,18 +202,18 @@ class Trainer:
         # accumulated since the last update, in the order of the slots
         self.gradients: list[mx.array] | None = None
         self._in_step = False
-        self._budget = MicroBatchBudget(*config.eval_limits)
-        self._kl_coefficient = config.kl_beta
+        self._budget = MicroBatchBudget(options.token_budget, options.max_eval_ms)
+        self._kl_coefficient = options.kl_beta
         self._correction = (
             None
             if algorithm.on_data or algorithm.pairs or algorithm.singles
-            else sampler_correction(config, policy.model)
+            else sampler_correction(options.correction, policy.model)
         )
         if self._correction is not None:
             fields = asdict(self._correction)
             # a log line has a level already
             log.info("sampler correction", weight_of=fields.pop("level"), **fields)
-        if config.lora.dropout > 0 and not algorithm.on_data:
+        if options.dropout > 0 and not algorithm.on_data:
             log.warning(
                 "lora.dropout is off in RL: every pass yields a log-probability that is compared"
             )
@@ -184,17 +223,24 @@ class Trainer:
         algorithm's loss."""
         other = copy.copy(self)
         other.algorithm = algorithm
-        other.config = self.config.model_copy(
-            update={"update_epochs": 1, "batch_size": max(sequences, 1)}
-        )
+        other.options = replace(self.options, update_epochs=1, batch_size=max(sequences, 1))
         return other
 
     def change(self, values: Mapping[str, float]) -> None:
-        """Take other values of these keys of [rl_training], which are valid together, from the
-        next step on."""
-        self.config = self.config.model_copy(update=dict(values))
+        """Take other values of `settings`, which are valid together, from the next step on. Other
+        keys of [rl_training] are not the trainer's."""
+        now = self.settings() | dict(values)
+        rates = replace(self.options.learning_rates, peak=now["learning_rate"])
+        self.options = replace(self.options, learning_rates=rates, kl_beta=now["kl_beta"])
         if "kl_beta" in values:
-            self._kl_coefficient = self.config.kl_beta
+            self._kl_coefficient = self.options.kl_beta
+
+    def settings(self) -> dict[str, float]:
+        """Return the values that `change` may replace, by their keys of [rl_training]."""
+        return {
+            "learning_rate": self.options.learning_rates.peak,
+            "kl_beta": self.options.kl_beta,
+        }
 
     # ------------------------------------------------------------------ state
 
@@ -205,7 +251,7 @@ class Trainer:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Load what `state()` returned. A coefficient that does not adapt is the
         configuration's."""
-        if self.config.kl_target is not None:
+        if self.options.kl_target is not None:
             self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
 
     def arrays(self) -> dict[str, mx.array]:
@@ -323,7 +369,7 @@ class Trainer:
     def announce_step(self, batch: TrainBatch, position: StepPosition | None = None) -> None:
         """Make the other ranks begin the same step from the same arrays, before `train_step`.
         Raises RankLostError."""
-        self.ranks.announce_step(RankTask(self.config, batch, position, self.state()), self)
+        self.ranks.announce_step(RankTask(self.settings(), batch, position, self.state()), self)
 
     def train_step(
         self,
@@ -353,7 +399,7 @@ class Trainer:
         def stopping() -> bool:
             return should_stop() or bool(self.ranks.lost)
 
-        learning_rate = learning_rate_at(batch.step, self.config)
+        learning_rate = self.options.learning_rates.at(batch.step)
         scored_position = self.ask_teachers(batch, at, stopping)
         scores = None if scored_position is None else self._score(batch, scored_position, stopping)
         if scored_position is None or scores is None:
@@ -363,10 +409,10 @@ class Trainer:
             constants = self.algorithm.constants(batch, self.log_ratios)
             batch = replace(batch, constants=constants)
         self.step_tokens = None if self.algorithm.on_data else prepared.step_tokens()
-        for epoch in range(at.epoch, self.config.update_epochs):
+        for epoch in range(at.epoch, self.options.update_epochs):
             at = replace(at, order=at.order or self._order(batch, epoch))
             for number in range(
-                at.next_mini_batch, math.ceil(len(at.order) / self.config.batch_size)
+                at.next_mini_batch, math.ceil(len(at.order) / self.options.batch_size)
             ):
                 after = self._update(batch, prepared, at, number, learning_rate, stopping)
                 if after is None:
@@ -505,7 +551,7 @@ class Trainer:
         if not self.algorithm.on_data:
             return nullcontext()
         return self.policy.dropout.drawn_from(
-            [self.config.seed, self.optimizer.updates, *micro_batch.rows]
+            [self.options.seed, self.optimizer.updates, *micro_batch.rows]
         )
 
     def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
@@ -527,7 +573,7 @@ class Trainer:
     def _finish_step(self, step: int, prepared: PreparedBatch) -> None:
         """Adapt the KL's coefficient for the next step, and update a reference that is a moving
         average."""
-        target, horizon = self.config.kl_target, self.config.kl_horizon
+        target, horizon = self.options.kl_target, self.options.kl_horizon
         if target is not None and prepared.kl is not None:
             self._kl_coefficient = adapted_coefficient(
                 self._kl_coefficient,
@@ -536,18 +582,19 @@ class Trainer:
                 horizon=horizon,
                 sequences=len(prepared.lengths),
             )
-        if self.config.reference == "ema" and step % self.config.reference_update_every == 0:
-            self.policy.blend_reference(self.config.reference_decay)
+        decay, every = self.options.reference_decay, self.options.reference_update_every
+        if decay is not None and step % every == 0:
+            self.policy.blend_reference(decay)
 
     # ------------------------------------------------------------------ its parts
 
     def _order(self, batch: TrainBatch, epoch: int) -> tuple[int, ...]:
         examples = len(batch.sequences) // self.algorithm.rows_per_example
-        return tuple(epoch_order(examples, seed=self.config.seed, step=batch.step, epoch=epoch))
+        return tuple(epoch_order(examples, seed=self.options.seed, step=batch.step, epoch=epoch))
 
     def _mini_batch(self, batch: TrainBatch, order: Sequence[int], number: int) -> MiniBatch:
         """The n-th of this order of examples; cut finer where a rank would get no micro-batch."""
-        size, each = self.config.batch_size, self.algorithm.rows_per_example
+        size, each = self.options.batch_size, self.algorithm.rows_per_example
         chosen = order[number * size : (number + 1) * size]
         rows = [each * example + row for example in chosen for row in range(each)]
         whole = self.collate(batch.sequences, rows)
@@ -599,7 +646,7 @@ class Trainer:
             together=together or self.algorithm.rows_per_example,
             share_prompts=self.model.shares_prompts and not plain,
             merging=self.model.merges_rows and not plain,
-            packing=self.config.packing and self.model.packs_rows and not plain,
+            packing=self.options.packing and self.model.packs_rows and not plain,
             prompt_experts=self.policy.replays_prompts,
         )
 
@@ -650,7 +697,7 @@ class Trainer:
         tokens = sum(sequence.trained for sequence in batch.sequences)
         columns = np.zeros((3 if self.algorithm.has_values else 2, tokens), np.float32)
         order, stopped = self._order(batch, 0), False
-        numbers = range(math.ceil(len(order) / self.config.batch_size))
+        numbers = range(math.ceil(len(order) / self.options.batch_size))
         parts = [
             part
             for number in numbers
@@ -696,7 +743,7 @@ class Trainer:
             batch,
             scores,
             correction=self._correction,
-            kl_penalty=self._kl_coefficient if self.config.kl_in == "reward" else None,
+            kl_penalty=self._kl_coefficient if self.options.kl_in == "reward" else None,
             finish=self.algorithm.finish,
             teaching=self.algorithm.teaching,
         )
@@ -708,8 +755,8 @@ class Trainer:
             prepared,
             token_normalizer=float(mini_batch.tokens),
             sequence_normalizer=float(mini_batch.sequences),
-            kl_beta=self._kl_coefficient if self.config.kl_in == "loss" else 0.0,
-            max_length=float(self.config.constant_length or self.config.atropos.max_token_length),
+            kl_beta=self._kl_coefficient if self.options.kl_in == "loss" else 0.0,
+            max_length=float(self.options.max_length),
             constants=batch.constants,
             fuse=self.algorithm.fuse,
         )
@@ -738,7 +785,7 @@ class Trainer:
             **(prepared.metrics if prepared else {}),
             **(self.teachers.measured() if self.teachers and prepared else {}),
             "sampler_weights_cut": prepared.weights_cut if prepared else None,
-            "kl_coefficient": self._kl_coefficient if self.config.kl_beta > 0 else None,
+            "kl_coefficient": self._kl_coefficient if self.options.kl_beta > 0 else None,
             "tokens": at.tokens,
             "optimizer_updates": at.updates,
             "skipped_steps": at.skipped,

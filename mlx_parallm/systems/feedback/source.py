@@ -20,7 +20,6 @@ from fastapi import Request as HTTPRequest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mlx_parallm.config.data import ONLINE_KTO
-from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError, RolloutRejectedError, StoreError
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.sources import (
@@ -33,7 +32,7 @@ from mlx_parallm.rl_training.sources import (
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.rollout_store.payload import decode_group
 from mlx_parallm.server.app import AddedRouter
-from mlx_parallm.server.context import ServerState
+from mlx_parallm.server.context import ServerDeps
 from mlx_parallm.server.metrics import PREFIX
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.loop_thread import LoopThread
@@ -70,9 +69,9 @@ JOIN_S = 5.0
 log = get_logger("feedback")
 
 
-def refuse_to_serve(config: Config, state: ServerState) -> None:
+def refuse_to_serve(config: FeedbackConfig, deps: ServerDeps) -> None:
     """Bring no routes. Raises ConfigError: a server that trains nothing cannot learn."""
-    if config.section(FeedbackConfig).enabled:
+    if config.enabled:
         raise ConfigError(
             "feedback.enabled = true learns from chats: it is for `mlx_parallm train`, and a server"
             " of `mlx_parallm serve` trains nothing"
@@ -182,8 +181,15 @@ class FeedbackSource(RolloutSource):
     # ------------------------------------------------------------------ the trainer's thread
 
     def start(self, served: Served, state: TrainerState | None) -> None:
+        config = self._context.config
         if self._judge is not None:
-            self._judge.attach(policy_inference(self._context.config, served))
+            self._judge.attach(
+                policy_inference(
+                    served,
+                    lora=config.rl_training.lora.enabled,
+                    template_kwargs=config.model.chat_template_kwargs,
+                )
+            )
         self._worker = self._thread.submit(self._work())
 
     def health(self) -> str | None:

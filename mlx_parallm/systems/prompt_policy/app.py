@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.errors import ConfigError, RefusedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
@@ -93,16 +93,15 @@ def make_deps(config: PromptPolicyConfig, served: ServedEmbedder | None = None) 
     return PolicyDeps(config, PolicyService(config, mutations), embedder, chat, task)
 
 
-def mounted(config: Config, state: ServerState) -> AddedRouter | None:
+def mounted(config: PromptPolicyConfig, deps: ServerDeps) -> AddedRouter | None:
     """The routes below /prompt_policy of a server that serves a model; None: not wanted. Raises
     as `make_deps`."""
-    section = config.section(PromptPolicyConfig)
-    if not section.mount:
+    if not config.mount:
         return None
-    served = ServedEmbedder(state, config.server.embedding_pooling, section.ppo.input_dim)
-    deps = make_deps(section, served)
-    watch(state.metrics.registry, deps.service)
-    return AddedRouter(policy_router(deps, MOUNT), close=deps.service.close)
+    served = ServedEmbedder(deps.state, deps.config.embedding_pooling, config.ppo.input_dim)
+    policy = make_deps(config, served)
+    watch(deps.state.metrics.registry, policy.service)
+    return AddedRouter(policy_router(policy, MOUNT), close=policy.service.close)
 
 
 class PromptPolicyServer:
@@ -112,10 +111,8 @@ class PromptPolicyServer:
     directory.
     """
 
-    def __init__(self, config: Config) -> None:
-        server, key = config.server, config.resolve_api_key()
-        section = config.section(PromptPolicyConfig)
-        if section.embedding == "served":
+    def __init__(self, config: PromptPolicyConfig, server: ServerConfig, key: str | None) -> None:
+        if config.embedding == "served":
             raise ConfigError(
                 'prompt_policy.embedding = "served" needs a served model: take it within'
                 " `mlx_parallm serve`, or set"
@@ -130,7 +127,7 @@ class PromptPolicyServer:
         self._state = ServerState(needs_model=False)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._listener.close)
-            self.deps = make_deps(section)
+            self.deps = make_deps(config)
             on_error.pop_all()
         watch(self._state.metrics.registry, self.deps.service)
         self.app = create_app(

@@ -49,10 +49,10 @@ def prompt_policy(parser: ArgumentParser) -> Run:
         require_mlx()
         from mlx_parallm.models.threads import mlx_thread
         from mlx_parallm.system.log import configure_logging
+        from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
 
         configure_logging(level=config.logging.level)
         if args.server is None:
-            from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
             from mlx_parallm.systems.prompt_policy.demo import demonstrate
 
             with mlx_thread():
@@ -66,7 +66,9 @@ def prompt_policy(parser: ArgumentParser) -> Run:
         ShutdownWatcher(lambda name: stop.set()).start()
         if args.until_stdin_ends:
             threading.Thread(target=_wait_for_end_of_stdin, args=(stop,), daemon=True).start()
-        server = PromptPolicyServer(config)
+        server = PromptPolicyServer(
+            config.section(PromptPolicyConfig), config.server, config.resolve_api_key()
+        )
         server.start()
         sys.stdout.write(f"RL Server started at {server.url}\n")
         sys.stdout.flush()

@@ -15,12 +15,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError, RolloutRejectedError, TraceError
 from mlx_parallm.rl_training.sources import POLICY, RolloutSource, SourceContext
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.server.app import AddedRouter
-from mlx_parallm.server.context import ServerState
+from mlx_parallm.server.context import ServerDeps
 from mlx_parallm.systems.traces.config import TracesConfig
 from mlx_parallm.systems.traces.privacy import secret_finder
 from mlx_parallm.systems.traces.recorder import SessionRecorder
@@ -44,9 +43,9 @@ def recorder_of(config: TracesConfig, secrets: Iterable[str | None] = ()) -> Ses
     )
 
 
-def session_routes(config: Config, state: ServerState) -> AddedRouter | None:
+def session_routes(config: TracesConfig, deps: ServerDeps) -> AddedRouter | None:
     """Return the recorder's routes, for a server that trains nothing; None: nothing is recorded."""
-    recorder = recorder_of(config.section(TracesConfig), [config.resolve_api_key()])
+    recorder = recorder_of(config, [deps.api_key])
     return session_router(recorder) if recorder is not None else None
 
 

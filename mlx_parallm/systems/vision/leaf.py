@@ -11,7 +11,7 @@ from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.system.packages import is_installed, needs
 
 if TYPE_CHECKING:
-    from mlx_parallm.config.load import Config
+    from mlx_parallm.systems.vision.config import VisionConfig
     from mlx_parallm.systems.vision.reader import FamilySupport
 
 LEAF = Leaf(
@@ -38,7 +38,7 @@ TOWERS = ("visual.", "vision_tower.", "vision_model.")
 
 
 def image_support(
-    config: "Config", path: Path, model_config: Mapping[str, Any]
+    settings: "VisionConfig", path: Path, model_config: Mapping[str, Any]
 ) -> "FamilySupport | None":
     """Return what reads images for a model; None: it reads text alone.
 
@@ -47,10 +47,8 @@ def image_support(
     of images.
     """
     from mlx_parallm.system.log import get_logger
-    from mlx_parallm.systems.vision.config import VisionConfig
     from mlx_parallm.systems.vision.reader import FamilySupport
 
-    settings = config.section(VisionConfig)
     if settings.enabled is False:
         return None
     needed = "vision.enabled = true" if settings.enabled is True else ""

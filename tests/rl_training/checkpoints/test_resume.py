@@ -9,6 +9,7 @@ import pytest
 
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.errors import AdapterError, ConfigError
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
 from mlx_parallm.rl_training.checkpoints.resume import (
     MAY_CHANGE,
@@ -138,6 +139,11 @@ def test_the_documentation_lists_the_same_keys() -> None:
         assert f"`{key.removeprefix('rl_training.')}`" in page or f"`{key}`" in page, key
 
 
+def adapter_of(config: Config) -> dict[str, LoraPair] | None:
+    training = config.rl_training
+    return initial_adapter(config.model, training.lora, training.checkpoint_dir)
+
+
 def starting_config(tmp_path: Path, path: str, **training: Any) -> Config:
     section = {"checkpoint_dir": str(tmp_path / "checkpoints"), "lora": {"rank": 2}} | training
     return parse_config({"model": {"lora_path": path}, "rl_training": section})
@@ -162,7 +168,7 @@ def test_an_adapter_that_training_will_make_starts_anew(link: bool, tmp_path: Pa
         (tmp_path / "disk").mkdir()
         (tmp_path / "checkpoints").symlink_to("disk")
     assert (
-        initial_adapter(
+        adapter_of(
             starting_config(tmp_path, f"{tmp_path}/checkpoints/latest/lora_weights.safetensors")
         )
         is None
@@ -171,16 +177,16 @@ def test_an_adapter_that_training_will_make_starts_anew(link: bool, tmp_path: Pa
 
 def test_anything_else_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="no adapter at"):
-        initial_adapter(starting_config(tmp_path, f"{tmp_path}/elsewhere/lora_weights.safetensors"))
+        adapter_of(starting_config(tmp_path, f"{tmp_path}/elsewhere/lora_weights.safetensors"))
     (tmp_path / "checkpoints" / "final").mkdir(parents=True)
     with pytest.raises(AdapterError, match="no adapter at"):  # something is there, but no adapter
-        initial_adapter(starting_config(tmp_path, f"{tmp_path}/checkpoints/final"))
+        adapter_of(starting_config(tmp_path, f"{tmp_path}/checkpoints/final"))
 
 
 def test_the_last_runs_adapter_is_taken_when_it_fits(tmp_path: Path) -> None:
     own = starting_config(tmp_path, f"{tmp_path}/checkpoints/latest/lora_weights.safetensors")
     save_run(tmp_path, own)
-    layers = initial_adapter(own)
+    layers = adapter_of(own)
     assert layers is not None
     assert len(layers) == 14
 
@@ -192,11 +198,9 @@ def test_the_last_run_was_of_another_model(tmp_path: Path) -> None:
     save_run(
         tmp_path, starting_config(tmp_path, path, lora={"rank": 2, "target_modules": [("q_proj")]})
     )
-    assert initial_adapter(starting_config(tmp_path, path)) is None
+    assert adapter_of(starting_config(tmp_path, path)) is None
 
 
 def test_full_weights_take_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trains all weights"):
-        initial_adapter(
-            starting_config(tmp_path, f"{tmp_path}/checkpoints/x", lora={"enabled": False})
-        )
+        adapter_of(starting_config(tmp_path, f"{tmp_path}/checkpoints/x", lora={"enabled": False}))

@@ -21,9 +21,9 @@ from mlx_parallm.rl_training.data.tokens import Encoded, Unit
 from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import TIMES
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.publish.versions import VersionNumbers
 from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.weights import SharedWeights
@@ -73,13 +73,21 @@ def write_rows(directory: Path, algorithm: str, count: int = 20) -> None:
 def make_trainer(config: Config) -> Trainer:
     training, algorithm = config.rl_training, make_algorithm(config.rl_training)
     needs = {"needs_reference": algorithm.needs_reference, "needs_values": algorithm.has_values}
-    return Trainer(make_policy(training, **needs), training, algorithm)
+    return Trainer(make_policy(training, **needs), training_options(training).trainer, algorithm)
 
 
 def open_source(algorithm: str, tmp_path: Path, **values: Any) -> tuple[Config, DataSource]:
     write_rows(tmp_path, algorithm)
-    source = DataSource(make_config(algorithm, tmp_path, **values), Letters())
-    return source.with_total_steps(), source
+    config = make_config(algorithm, tmp_path, **values)
+    source, training = source_of(config), config.rl_training
+    source.check_rows(training.batch_size)
+    counted = training.model_copy(update={"total_steps": training.steps_over(source.rows)})
+    return config.model_copy(update={"rl_training": counted}), source
+
+
+def source_of(config: Config) -> DataSource:
+    training = config.rl_training
+    return DataSource(config.data, training.algorithm, training.preference, Letters(), {})
 
 
 every_algorithm = pytest.mark.parametrize(
@@ -210,21 +218,22 @@ def run(
 ) -> list[dict[str, Any]]:
     """A run up to total_steps, or asked to stop in the step after `stop_at`; its metrics lines."""
     directory.mkdir(exist_ok=True)
+    options = training_options(config.rl_training)
     trainer, store = make_trainer(config), RolloutStore(directory / "rollouts.sqlite")
     checkpoint = find_checkpoint(str(directory), directory.parent, None) if resume else None
-    files = open_files(directory, trainer, store, checkpoint=checkpoint, keep_best=False)
+    files = open_files(directory, trainer, store, checkpoint=checkpoint, keep=3, keep_best=False)
     numbers, state = VersionNumbers(store), files.state
     versions = files.versions(numbers, served_known=False)
     shared = SharedWeights(
         make_model(), policy="policy", version=versions.newest[0], keep_versions=1
     )
     source.start(None, state)
-    heldout = source.heldout(trainer)
+    heldout = source.heldout(trainer, config.rl_training.total_steps)
     if files.step == 0:
         heldout.before()
     published = PublishedWeights(shared, versions, numbers)
     batches, sources = source.batches(trainer), {source.name: source}
-    parts = make_parts(trainer, published, batches, files, sources=sources)
+    parts = make_parts(trainer, options, published, batches, files, sources=sources)
     steps: list[int] = []
     control = RunControl(
         should_stop=lambda: stop_at is not None and len(steps) >= stop_at,
@@ -290,7 +299,7 @@ def test_other_rows_than_at_the_start_are_refused(tmp_path: Path) -> None:
     _, source = open_source("dpo", tmp_path)
     state = source.state()
     write_rows(tmp_path, "dpo", count=21)
-    other = DataSource(make_config("dpo", tmp_path), Letters())
+    other = source_of(make_config("dpo", tmp_path))
     with pytest.raises(
         CheckpointError, match=r"rows\.jsonl gives other tokens than when this run began"
     ):
@@ -314,7 +323,14 @@ def test_held_out_numbers_are_those_of_the_loss(tmp_path: Path) -> None:
         Unit((Encoded(np.array([1, 2, *range(3, 3 + n)], np.int32), np.arange(2 + n) >= 2),), True)
         for n in (1, 4, 2)
     ]
-    heldout = HeldOut(units, trainer, config.data, weights=(1.0, 1.0))
+    heldout = HeldOut(
+        units,
+        trainer,
+        config.data,
+        weights=(1.0, 1.0),
+        last=config.rl_training.total_steps,
+        measures_kl=True,
+    )
     logprobs = np.concatenate(trainer.logprobs([unit.sequences[0].rollout() for unit in units]))
     assert len(logprobs) == 7
     assert heldout.numbers()["eval/loss"] == pytest.approx(-logprobs.mean(), rel=1e-5)

@@ -10,10 +10,9 @@ from mlx_parallm.config.data import DataConfig
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.data.rows import Example, read_examples
-from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.data.tokens import encode_all
 from tests.rl_training.data.test_data_tokens import ANSWER, MORE, SECOND, USER, Characters
-from tests.rl_training.data.test_data_training import Letters, make_config, write_rows
+from tests.rl_training.data.test_data_training import make_config, source_of, write_rows
 
 
 def read(directory: Path, *rows: dict[str, Any], **config: Any) -> list[Example]:
@@ -88,7 +87,7 @@ def test_other_margins_are_other_rows_to_a_resume(tmp_path: Path) -> None:
         file = tmp_path / "rows.jsonl"
         rows = [json.loads(line) | {"margin": margin} for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        states.append(DataSource(make_config("reward_model", tmp_path), Letters()).state())
+        states.append(source_of(make_config("reward_model", tmp_path)).state())
     assert len({state["sha256"] for state in states}) == 3
 
 

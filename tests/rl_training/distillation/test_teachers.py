@@ -24,8 +24,9 @@ from mlx_parallm.rl_training.distillation.scoring import Scored, forward
 from mlx_parallm.rl_training.distillation.signal import Teachers
 from mlx_parallm.rl_training.distillation.tokenizers import MANY, TextIds, compare, texts
 from mlx_parallm.rl_training.factory import TeacherContext, build_buffer, build_trainer
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE
+from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, RolloutBuffer
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import collate
 from mlx_parallm.rl_training.step.teaching import IDS, LOGPROBS, TARGETS
@@ -35,7 +36,7 @@ from mlx_parallm.types import RolloutGroup
 from scripts.bench.tree import episodes
 from tests.models.recurrent.test_layout import model_of
 from tests.rl_training.distillation.making import BASE, base_logprobs, taught_trainer
-from tests.rl_training.making import perturb_adapter
+from tests.rl_training.making import make_config, perturb_adapter
 from tests.rl_training.rollouts import make_batch, make_group, make_rollout, random_groups
 from tests.tiny_models import QWEN3, save_checkpoint
 
@@ -70,12 +71,24 @@ def tiny_trainer(
 ) -> Trainer:
     """`training`: keys of [rl_training]."""
     config = settings(*teachers, training=training, **distillation)
-    trainer = build_trainer(tiny, config)
+    options = training_options(config)
+    trainer = build_trainer(tiny, options, make_algorithm(config))
     perturb_adapter(trainer.policy)
     trainer.teachers = Teachers(
-        TeacherContext(TINY, trainer, tiny.vocab_size, lambda: load_tokenizer(tiny.path, TINY))
+        TeacherContext(
+            TINY,
+            trainer,
+            options.teachers,
+            tiny.vocab_size,
+            lambda: load_tokenizer(tiny.path, TINY),
+        )
     )
     return trainer
+
+
+def buffer_of(store: RolloutStore, trainer: Trainer, *, sequences: int) -> RolloutBuffer:
+    options = training_options(make_config(batch=sequences))
+    return build_buffer(store, VersionSteps(), trainer, options)
 
 
 def question(number: int, *, answers: tuple[str, ...] = ("5", "6"), **row: Any) -> RolloutGroup:
@@ -310,7 +323,7 @@ def test_a_group_without_variance_stays_while_a_teacher_scores_it(
 ) -> None:
     trainer = taught_trainer(BASE | {"environments": ["test"] if taught else ["elsewhere"]})
     store = RolloutStore(tmp_path / "rollouts.sqlite")
-    buffer = build_buffer(store, VersionSteps(), trainer, trainer.config)
+    buffer = buffer_of(store, trainer, sequences=16)
     for number in range(12):
         store.add(make_group(f"g{number}", [1.0, 1.0] if number < 4 else [0.0, 1.0]), source="test")
     batch = buffer.collect(1, timeout_s=0.0)
@@ -331,7 +344,7 @@ def test_a_group_of_which_nothing_is_trained_on_is_dropped(tmp_path: Path) -> No
     silent = make_group("silent", [1.0, 0.0], zero_advantage=True)
     store.add(silent, source="test")
     store.add(make_group("g", [1.0, 1.0]), source="test")
-    buffer = build_buffer(store, VersionSteps(), trainer, trainer.config)
+    buffer = buffer_of(store, trainer, sequences=2)
     assert buffer.collect(1, timeout_s=0.0).group_ids == ("g",)
     assert store.counts().dropped == 1
     assert NO_VARIANCE
@@ -424,7 +437,7 @@ def collected(trainer: Trainer, directory: Path, groups: list[RolloutGroup]) -> 
     store = RolloutStore(directory / "rollouts.sqlite")
     for group in groups:
         store.add(group, source="test")
-    buffer = build_buffer(store, VersionSteps(), trainer, trainer.config)
+    buffer = buffer_of(store, trainer, sequences=8)
     batch = buffer.collect(1, timeout_s=0.0)
     again = buffer.resume(1, batch.group_ids)
     assert [s.rollout for s in again.sequences] == [s.rollout for s in batch.sequences]

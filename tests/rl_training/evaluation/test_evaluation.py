@@ -20,7 +20,11 @@ from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, Traine
 from mlx_parallm.rl_training.evaluation import schedule as evaluation_module
 from mlx_parallm.rl_training.evaluation.best_checkpoint import best_by
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, flat, sentence
-from mlx_parallm.rl_training.evaluation.schedule import Evaluations, evaluation_sources
+from mlx_parallm.rl_training.evaluation.schedule import (
+    EvaluationOptions,
+    Evaluations,
+    evaluation_sources,
+)
 from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.publish.versions import VersionSteps
@@ -83,11 +87,21 @@ class Run:
         self.log = EvaluationLog(
             directory, best_by(self.config.rl_training.keep_best, self.config.evaluation)
         )
+        evaluation, kinds = self.config.evaluation, self.config.environments
+        evaluated = evaluation_sources(evaluation, kinds, sources, lambda: None, seed=0)  # type: ignore[arg-type,return-value]
+        training = self.config.rl_training
         self.evaluations = Evaluations(
-            self.config,
+            EvaluationOptions(
+                settings=evaluation,
+                total_steps=training.total_steps,
+                deterministic=training.deterministic,
+                max_token_length=training.atropos.max_token_length,
+                template_kwargs=self.config.model.chat_template_kwargs,
+                begins_as_base=self.config.model.lora_path is None,
+            ),
             directory,
             self.log,
-            (evaluation_sources(self.config, sources, lambda: None), sources),  # type: ignore[arg-type,return-value]
+            (evaluated, sources),
             client=client,
             tokenizer=client.tokenizer,
             weights=self.weights,  # type: ignore[arg-type]

@@ -40,13 +40,11 @@ from mlx_parallm.rl_training.plan.dry_run import (
     show_memory,
     visible,
 )
-from mlx_parallm.rl_training.plan.model_shape import ModelShape
 from mlx_parallm.rl_training.plan.preflight import (
     Lengths,
     MemoryEstimate,
     PlannedRun,
     in_words,
-    predict_memory,
 )
 from mlx_parallm.system.hardware import GIB
 from mlx_parallm.system.terminal import duration
@@ -222,7 +220,7 @@ def test_forecast_adds_up_and_says_what_is_missing() -> None:
     pruned = replace(forecast, rollouts_most=40_000)
     assert pruned.disk == 3 * GIB + 40_000 + OTHER_FILES
     config = parse_config({})
-    shape = ModelShape.of(read_config(resolve_model_path("builtin:tiny")), config)
+    shape = PlannedRun.of(config, read_config(resolve_model_path("builtin:tiny"))).shape
     memory, disk = shortcomings(forecast, PlannedRun(config, shape, Lengths(512, 512)))
     assert "may need 9.00 GiB" in memory and "8.00 GiB are there; even " in memory
     assert "keep_checkpoints" in disk
@@ -424,10 +422,10 @@ def test_times_are_said_as_people_say_them(seconds: float, words: str) -> None:
 
 def test_one_number_of_a_dry_run_is_called_at_most() -> None:
     config = parse_config({})
-    shape = ModelShape.of(read_config(resolve_model_path("builtin:tiny")), config)
+    shape = PlannedRun.of(config, read_config(resolve_model_path("builtin:tiny"))).shape
     forecast = Forecast(GIB, 2 * GIB, 3 * GIB, 10, 1, 1, GIB, seconds=5.5, measured_steps=3)
     console = Console(file=io.StringIO(), width=200)
-    console.print(show_memory(predict_memory(config, shape), GIB, Lengths(1984, 64)))
+    console.print(show_memory(PlannedRun(config, shape).memory, GIB, Lengths(1984, 64)))
     console.print(show_forecast(forecast, Path("runs"), Lengths(15, 64)))
     shown = console.file.getvalue()
     assert shown.count("at most") == 1
@@ -454,18 +452,20 @@ def test_weights_that_become_float32_are_named(
 ) -> None:
     monkeypatch.setattr(model_shape, "on_cpu", lambda: on_cpu)
     narrow = QWEN3_06B | {"torch_dtype": "bfloat16"}
-    shape = ModelShape.of(narrow, parse_config({"model": settings}))
+    shape = PlannedRun.of(parse_config({"model": settings}), narrow).shape
     note = float32_note(shape)
     assert note is None if words is None else words in str(note)
-    own = ModelShape.of(narrow, parse_config({"model": {"dtype": "bfloat16"}})).weights
+    own = PlannedRun.of(parse_config({"model": {"dtype": "bfloat16"}}), narrow).shape.weights
     if words:
         assert shape.weights == 2 * own and f"instead of {in_words(own)}" in str(note)
     else:
         assert shape.weights == own
-    wide = ModelShape.of(narrow | {"torch_dtype": "float32"}, parse_config({"model": settings}))
+    wide = PlannedRun.of(
+        parse_config({"model": settings}), narrow | {"torch_dtype": "float32"}
+    ).shape
     assert float32_note(wide) is None
     tiny = read_config(resolve_model_path("builtin:tiny")) | {"torch_dtype": "bfloat16"}
-    assert float32_note(ModelShape.of(tiny, parse_config({"model": settings}))) is None, (
+    assert float32_note(PlannedRun.of(parse_config({"model": settings}), tiny).shape) is None, (
         "a megabyte is no word worth"
     )
 

@@ -20,8 +20,7 @@ from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
 from mlx_parallm.rl_training.plan import memory_watch, model_shape, preflight
 from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch, measured_bytes
-from mlx_parallm.rl_training.plan.model_shape import ModelShape
-from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun, predict_memory
+from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import padded_length
 from mlx_parallm.system.hardware import GIB
@@ -38,7 +37,7 @@ def config(*overrides: str) -> Config:
 
 
 def needed(config: Config) -> int:
-    return predict_memory(config, ModelShape.of(QWEN3_06B, config)).total
+    return PlannedRun.of(config, QWEN3_06B).memory.total
 
 
 @pytest.fixture(autouse=True)
@@ -166,11 +165,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def watched(*peaks: float, prompt: int = 64, completion: int = 128) -> MemoryWatch:
     """A watch after steps with these shares of what is predicted for their lengths as peaks."""
     asked, events = config(), RunEvents()
-    shape = ModelShape.of(QWEN3_06B, asked)
+    shape = PlannedRun.of(asked, QWEN3_06B).shape
     watch = MemoryWatch(PlannedRun(asked, shape))
-    predicted = predict_memory(
+    predicted = PlannedRun(
         asked, shape, Lengths(0, 0).with_batch(batch(prompt, completion))
-    ).of_mlx
+    ).memory.of_mlx
     watch.subscribe(events)
     for peak in peaks:
         events.emit(StepFinished({"memory_gb": peak * predicted / 1e9}, batch(prompt, completion)))
@@ -240,9 +239,9 @@ def test_a_batch_of_few_tokens_needs_less_than_one_of_the_longest_rows() -> None
     """DPO's rows differ in length: 1.3 to 1.44 times what was needed was predicted, all rows as
     long as the longest."""
     asked = config("rl_training.batch_size=32")
-    shape = ModelShape.of(QWEN3_06B, asked)
+    shape = PlannedRun.of(asked, QWEN3_06B).shape
     parts = [
-        predict_memory(asked, shape, Lengths(100, 100, tokens)).parts
+        PlannedRun(asked, shape, Lengths(100, 100, tokens)).memory.parts
         for tokens in (None, 10**9, 3200)
     ]
     activations = [each["training: activations"] + each["training: logits"] for each in parts]

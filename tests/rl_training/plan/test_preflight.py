@@ -18,10 +18,9 @@ from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.layouts.tree_rows import TreeAttention, merge_rows
 from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.plan import model_shape, preflight
-from mlx_parallm.rl_training.plan.model_shape import ModelShape
-from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun, predict_memory
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.system.hardware import GIB
@@ -71,13 +70,15 @@ def small(**training: Any) -> Config:
 
 
 def test_shape_of_a_real_model() -> None:
-    shape = ModelShape.of(QWEN3_4B, load_config("qwen3_4b_dataset", GPU))
+    shape = PlannedRun.of(load_config("qwen3_4b_dataset", GPU), QWEN3_4B).shape
     # 4.02 B weights of 4 bits + scale and bias
     assert shape.weights == pytest.approx(4.022e9 * 4.5 / 8, rel=0.01)
     per_layer = 3 * (2560 + 9728) + (2560 + 4096) * 2 + (2560 + 1024) * 2
     assert shape.trained == 36 * 16 * per_layer
     assert shape.kv_token == 36 * 2 * 8 * 128 * 2
-    full = ModelShape.of(QWEN3_06B, parse_config({"rl_training": {"lora": {"enabled": False}}}))
+    full = PlannedRun.of(
+        parse_config({"rl_training": {"lora": {"enabled": False}}}), QWEN3_06B
+    ).shape
     assert full.trained == pytest.approx(0.596e9, rel=0.01) and full.weights == 4 * full.trained
 
 
@@ -98,7 +99,7 @@ def test_shipped_files_fit_and_their_comments_say_so(
         ROOT / "train_configs" / f"{name}.toml",
         [*overrides, f"server.prefix_cache_bytes={memory // 20}"],
     )
-    parts = predict_memory(config, ModelShape.of(model_config, config)).parts
+    parts = PlannedRun.of(config, model_config).memory.parts
     micro_batch = sum(size for key, size in parts.items() if key.startswith("training"))
     rest = parts["generating"] + parts["process"]
     total = sum(parts.values())
@@ -144,7 +145,9 @@ def test_a_micro_batch_takes_what_is_said() -> None:
             batch, lambda logprobs, entropy: ((logprobs + 0.1 * entropy).sum(), ())
         )
         taken = mx.get_peak_memory() - before
-        parts = predict_memory(config, ModelShape.of(loaded.config, config), Lengths(49, 16)).parts
+        parts = PlannedRun(
+            config, PlannedRun.of(config, loaded.config).shape, Lengths(49, 16)
+        ).memory.parts
         assert parts["training: activations"] + parts["training: logits"] == pytest.approx(
             taken, rel=0.25
         )
@@ -159,11 +162,11 @@ def test_masks_of_a_tree_are_counted() -> None:
     groups = TreeAttention(tree.ends, tree.depths)._groups
     taken = sum(group.seen.nbytes for group in groups)
     config = small(token_budget=1024, batch_size=4).model_copy(update={"environments": ()})
-    shape = ModelShape.of(QWEN3_06B, config)
-    masks = predict_memory(config, shape, Lengths(400, 100)).parts["training: masks"]
+    shape = PlannedRun.of(config, QWEN3_06B).shape
+    masks = PlannedRun(config, shape, Lengths(400, 100)).memory.parts["training: masks"]
     assert taken <= masks <= 2 * taken
     single = small(token_budget=1024, batch_size=1).model_copy(update={"environments": ()})
-    assert predict_memory(single, shape, Lengths(400, 100)).parts["training: masks"] == 0
+    assert PlannedRun(single, shape, Lengths(400, 100)).memory.parts["training: masks"] == 0
 
 
 def test_a_pair_computes_its_prompt_once() -> None:
@@ -175,14 +178,16 @@ def test_a_pair_computes_its_prompt_once() -> None:
     alone = parse_config(
         {"rl_training": {"algorithm": "kto", "batch_size": 16}, "data": {"path": "rows.jsonl"}}
     )
-    shape = ModelShape.of(QWEN3_06B, config)
+    shape = PlannedRun.of(config, QWEN3_06B).shape
     ours, plain = (
-        predict_memory(each, shape, Lengths(163, 130)).parts["training: activations"]
+        PlannedRun(each, shape, Lengths(163, 130)).memory.parts["training: activations"]
         for each in (config, alone)
     )
     assert ours == pytest.approx(plain * (163 + 2 * 129) / (2 * 292) * preflight.SHARED, rel=0.1)
-    unshared = predict_memory(config, shape, Lengths(10, 130)).parts["training: activations"]
-    assert unshared == predict_memory(alone, shape, Lengths(10, 130)).parts["training: activations"]
+    unshared = PlannedRun(config, shape, Lengths(10, 130)).memory.parts["training: activations"]
+    assert (
+        unshared == PlannedRun(alone, shape, Lengths(10, 130)).memory.parts["training: activations"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,25 +198,25 @@ def test_pieces_of_the_head(
 ) -> None:
     compute_on_cpu(monkeypatch, lambda: True)
     config = small(lora=lora, token_budget=4096, batch_size=32)
-    shape = ModelShape.of(QWEN3_06B, config)
+    shape = PlannedRun.of(config, QWEN3_06B).shape
     unpacked = preflight.UNPACKED_AHEAD * preflight.UNPACKED * 4 if shape.quantized else 0
-    logits = predict_memory(config, shape, Lengths(50, 50)).parts["training: logits"]
+    logits = PlannedRun(config, shape, Lengths(50, 50)).memory.parts["training: logits"]
     assert logits == preflight.PIECE_COPIES * pieces * shape.vocab * 4 + unpacked
 
 
 def test_parts_follow_their_settings() -> None:
-    shape = ModelShape.of(QWEN3_06B, small())
+    shape = PlannedRun.of(small(), QWEN3_06B).shape
 
     def part(name: str, config: Config, lengths: Lengths) -> int:
-        return predict_memory(config, shape, lengths).parts[name]
+        return PlannedRun(config, shape, lengths).memory.parts[name]
 
     long = Lengths(1000, 1000)
     assert part("training: activations", small(token_budget=8192), long) > 3 * part(
         "training: activations", small(token_budget=2048), long
     )
     assert (
-        predict_memory(small(blocks_per_eval=0), shape, long).total
-        > predict_memory(small(), shape, long).total
+        PlannedRun(small(blocks_per_eval=0), shape, long).memory.total
+        > PlannedRun(small(), shape, long).memory.total
     )
 
 
@@ -229,14 +234,14 @@ def test_parts_follow_their_settings() -> None:
 def test_keys_and_values_of_32_rows(layout: str, prompt: int, own: int, shared: int) -> None:
     server = {"kv_layout": layout, "prefix_cache_bytes": 0}
     config = parse_config({"server": server, "environments": [{"kind": "tasks", "name": "sum"}]})
-    shape = ModelShape.of(QWEN3_06B, config)
+    shape = PlannedRun.of(config, QWEN3_06B).shape
     group, rows, chunk = (
         config.environments[0].group_size,
         config.server.batch_size,
         config.server.prefill_chunk,
     )
     assert (group, rows, chunk) == (8, 32, 512)
-    found = predict_memory(config, shape, Lengths(prompt, 1000)).parts["keys and values"]
+    found = PlannedRun(config, shape, Lengths(prompt, 1000)).memory.parts["keys and values"]
     a_layer_twice = rows * own * shape.kv_token // 28
     assert found == (rows * own + shared + chunk) * shape.kv_token + a_layer_twice
     # 8 heads of 128 numbers: 4 bits, and a scale and a bias of float32 for each 64
@@ -244,7 +249,7 @@ def test_keys_and_values_of_32_rows(layout: str, prompt: int, own: int, shared: 
         token = 28 * 2 * 8 * (128 // 2 + 2 * 2 * 4)
         assert shape.held_token(4) == token and shape.held_token(8) == token + 28 * 2 * 8 * 128 // 2
         bits = config.model_copy(update={"server": config.server.model_copy(update={"kv_bits": 4})})
-        found = predict_memory(bits, shape, Lengths(prompt, 1000)).parts["keys and values"]
+        found = PlannedRun(bits, shape, Lengths(prompt, 1000)).memory.parts["keys and values"]
         a_layer_unpacked = (rows * own + shared) * shape.kv_token // 28
         rest = chunk * shape.kv_token + rows * own * token // 28 + a_layer_unpacked
         assert found == (rows * own + shared) * token + rest
@@ -269,21 +274,24 @@ def test_the_layout_is_the_one_that_will_serve(changes: dict[str, Any]) -> None:
     the rectangle, or rows one by one (tests/engine/test_architectures.py)."""
     config = small()
     assert (
-        ModelShape.of(QWEN3_06B, config).by_tokens
-        and not ModelShape.of(QWEN3_06B | changes, config).by_tokens
+        PlannedRun.of(config, QWEN3_06B).shape.by_tokens
+        and not PlannedRun.of(config, QWEN3_06B | changes).shape.by_tokens
     )
 
 
 def test_full_weights_count_masters_moments_and_gradients() -> None:
     config = small(lora={"enabled": False})
     narrow = load_config(None, ["rl_training.lora.enabled=false", "model.dtype=bfloat16"])
-    wide_shape, narrow_shape = ModelShape.of(QWEN3_06B, config), ModelShape.of(QWEN3_06B, narrow)
+    wide_shape, narrow_shape = (
+        PlannedRun.of(config, QWEN3_06B).shape,
+        PlannedRun.of(narrow, QWEN3_06B).shape,
+    )
     assert (
-        predict_memory(config, wide_shape).parts["optimizer and gradients"]
+        PlannedRun(config, wide_shape).memory.parts["optimizer and gradients"]
         == 12 * wide_shape.trained
     )
     assert (
-        predict_memory(narrow, narrow_shape).parts["optimizer and gradients"]
+        PlannedRun(narrow, narrow_shape).memory.parts["optimizer and gradients"]
         == 16 * narrow_shape.trained
     )
     assert PlannedRun(narrow, narrow_shape).checkpoint_bytes() == (2 + 8 + 4) * narrow_shape.trained
@@ -293,19 +301,19 @@ def test_full_weights_count_masters_moments_and_gradients() -> None:
 def test_states_in_8_bits_are_counted_and_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_on_cpu(monkeypatch, lambda: False)
     config = load_config("qwen3_0.6b_dataset", [*GPU, "rl_training.lora.enabled=false"])
-    shape = ModelShape.of(QWEN3_06B, config)
+    shape = PlannedRun.of(config, QWEN3_06B).shape
     narrow = load_config(
         "qwen3_0.6b_dataset",
         [*GPU, "rl_training.lora.enabled=false", "rl_training.optimizer=adamw_8bit"],
     )
-    saved = predict_memory(config, shape).total - predict_memory(narrow, shape).total
+    saved = PlannedRun(config, shape).memory.total - PlannedRun(narrow, shape).memory.total
     assert saved == pytest.approx((8 - 2 - 8 / 256) * (shape.trained - shape.small), abs=2)
     assert 0 < shape.small < shape.trained / 1000, "gains of norms"
     chosen, then = PlannedRun(config, shape).what_fits(
-        predict_memory(config, shape).total - saved // 2
+        PlannedRun(config, shape).memory.total - saved // 2
     )
     assert chosen["rl_training.optimizer"] == '"adamw_8bit"', "as TOML has it"
-    assert then.total <= predict_memory(config, shape).total - saved // 2
+    assert then.total <= PlannedRun(config, shape).memory.total - saved // 2
     assert "rl_training.lora.enabled" not in chosen, "what changes less comes first"
 
 
@@ -313,10 +321,10 @@ def test_what_fits_is_in_order_of_effect_and_true(monkeypatch: pytest.MonkeyPatc
     # there 4-bit weights are unpacked: nothing is won
     compute_on_cpu(monkeypatch, lambda: False)
     config = load_config("qwen3_4b_dataset", [*GPU, "rl_training.blocks_per_eval=0"])
-    shape = ModelShape.of(QWEN3_4B, config)
-    whole = predict_memory(config, shape).total
-    lowered = predict_memory(load_config("qwen3_4b_dataset", GPU), shape)
-    assert PlannedRun(config, shape).what_fits(whole) == ({}, predict_memory(config, shape))
+    shape = PlannedRun.of(config, QWEN3_4B).shape
+    whole = PlannedRun(config, shape).memory.total
+    lowered = PlannedRun(load_config("qwen3_4b_dataset", GPU), shape).memory
+    assert PlannedRun(config, shape).what_fits(whole) == ({}, PlannedRun(config, shape).memory)
     assert PlannedRun(config, shape).what_fits(lowered.total) == (
         {"rl_training.blocks_per_eval": "1"},
         lowered,
@@ -329,7 +337,7 @@ def test_what_fits_is_in_order_of_effect_and_true(monkeypatch: pytest.MonkeyPatc
     wide = load_config("qwen3_0.6b_dataset", GPU)
     assert (
         "rl_training.lora.quantize_base"
-        in PlannedRun(wide, ModelShape.of(QWEN3_06B, wide)).what_fits(0)[0]
+        in PlannedRun(wide, PlannedRun.of(wide, QWEN3_06B).shape).what_fits(0)[0]
     )
 
 
@@ -339,9 +347,9 @@ def test_a_costly_setting_spares_cheap_ones(monkeypatch: pytest.MonkeyPatch) -> 
     model = {name: value for name, value in QWEN3_4B.items() if name != "quantization"}
     small = [*GPU, "rl_training.token_budget=1024", "server.batch_size=8"]
     config = load_config("qwen3_4b_dataset", small)
-    shape = ModelShape.of(model, config)
+    shape = PlannedRun.of(config, model).shape
     packed = load_config("qwen3_4b_dataset", [*small, "rl_training.lora.quantize_base=true"])
-    room = predict_memory(packed, ModelShape.of(model, packed)).total
+    room = PlannedRun.of(packed, model).memory.total
     chosen, then = PlannedRun(config, shape).what_fits(room + 2**28)
     assert chosen == {"rl_training.lora.quantize_base": "true"}
     assert then.total <= room + 2**28
@@ -354,11 +362,11 @@ def test_experts_and_formats_of_a_mixture_count(monkeypatch: pytest.MonkeyPatch)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
     gpt_oss = sizes | heads | experts | {"model_type": "gpt_oss", "sliding_window": 8}
-    assert ModelShape.of(gpt_oss, config).intermediate == 2 * 96
-    shape = ModelShape.of(gpt_oss | {"quantization": {"group_size": 32, "bits": 4}}, config)
+    assert PlannedRun.of(config, gpt_oss).shape.intermediate == 2 * 96
+    shape = PlannedRun.of(config, gpt_oss | {"quantization": {"group_size": 32, "bits": 4}}).shape
     mxfp4 = {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}
     matrices = 2 * (8 * 3 * 64 * 96 + 4 * 64 * 64 + 8 * 64) + 2 * 64 * 64
-    saved = shape.weights - ModelShape.of(gpt_oss | mxfp4, config).weights
+    saved = shape.weights - PlannedRun.of(config, gpt_oss | mxfp4).shape.weights
     assert saved == matrices * (4 + 32 / 32 - 4.25) / 8
     # a CPU unpacks a block's three stacks for the moment, unless MXFP4
     quantized = gpt_oss | {"quantization": {"group_size": 32, "bits": 4}}
@@ -368,9 +376,9 @@ def test_experts_and_formats_of_a_mixture_count(monkeypatch: pytest.MonkeyPatch)
         (False, quantized, 0),
     ):
         compute_on_cpu(monkeypatch, lambda on_cpu=on_cpu: on_cpu)
-        shape = ModelShape.of(form, config)
+        shape = PlannedRun.of(config, form).shape
         assert shape.unpacked == unpacked
-        parts = predict_memory(config, shape, Lengths(10, 10)).parts
+        parts = PlannedRun(config, shape, Lengths(10, 10)).memory.parts
         assert parts.get("unpacked experts", 0) == 4 * unpacked
 
 
@@ -397,18 +405,19 @@ def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[s
     config = small(**training)
     loaded = load_model(config.model)
     algorithm = make_algorithm(config.rl_training)
+    options = training_options(config.rl_training)
     policy = TrainedPolicy(
         loaded.model,
-        config.rl_training,
+        options.policy,
         source=loaded.path,
         model_config=loaded.config,
         needs_reference=algorithm.needs_reference,
         needs_values=algorithm.has_values,
     )
-    shape = ModelShape.of(loaded.config, config)
+    shape = PlannedRun.of(config, loaded.config).shape
     assert shape.trained == policy.parameters
     held = [*policy.slots.read(), *(policy.reference_arrays or [])]
-    state = PolicyOptimizer(policy.slots, config.rl_training).state()
+    state = PolicyOptimizer(policy.slots, options.trainer.optimizer).state()
     held += [array for name, array in state.items() if name != "step"]
     if config.rl_training.lora.use_adalora:  # with E and without
         held += [layer.lora_b for layer in trainer_lora_layers(policy.model).values()]
@@ -431,9 +440,9 @@ def test_the_memory_of_teachers_is_counted(tmp_path: Path) -> None:
             },
         }
         config = parse_config(data)
-        shape = ModelShape.of(read_config(resolve_model_path("builtin:tiny")), config)
+        shape = PlannedRun.of(config, read_config(resolve_model_path("builtin:tiny"))).shape
         trained.append(shape.trained)
-        return dict(predict_memory(config, shape).parts)
+        return dict(PlannedRun(config, shape).memory.parts)
 
     trained: list[int] = []
     assert "teachers" not in parts()
@@ -457,16 +466,16 @@ def test_rounding_in_training_is_counted() -> None:
     weights."""
     config = small(lora={"qat_bits": 4}, sampler_correction="tis")
     untied = QWEN3_06B | {"tie_word_embeddings": False}
-    shape = ModelShape.of(untied, config)
+    shape = PlannedRun.of(config, untied).shape
     block = 1024 * (2 * 2048 + 2 * 1024) + 3 * 1024 * 3072
     assert shape.adapted == 28 * block
     assert shape.rounded == 2 * 1024 * 151936
-    added = predict_memory(config, shape).total - predict_memory(small(), shape).total
+    added = PlannedRun(config, shape).memory.total - PlannedRun(small(), shape).memory.total
     width = shape.width
     assert added == pytest.approx(
         shape.rounded * (4 + 16 * width / 64) / 8 + block * (width + 1.5 * 4), abs=2
     )
-    assert predict_memory(config, shape).parts["training: rounding"] == added
+    assert PlannedRun(config, shape).memory.parts["training: rounding"] == added
     assert not any("quantize_base" in key for key in PlannedRun(config, shape).what_fits(0)[0]), (
         "not combined"
     )
@@ -486,7 +495,7 @@ def test_recorded_experts_are_counted_where_they_are_repeated() -> None:
         given = ["model.dtype=float32", "rl_training.atropos.rollout_batch_size=128"]
         given += ["rl_training.batch_size=32", "rl_training.max_staleness=0", *settings]
         config = load_config(None, given)
-        estimate = predict_memory(config, ModelShape.of(model, config), Lengths(100, 2000))
+        estimate = PlannedRun(config, PlannedRun.of(config, model).shape, Lengths(100, 2000)).memory
         return dict(estimate.parts).get("recorded experts", 0)
 
     wanted = 384 * 2000 * (2 * 128 + 6 * 32)

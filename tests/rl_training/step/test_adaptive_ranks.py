@@ -11,8 +11,7 @@ import pytest
 from mlx_parallm.config.training import AdaLoraConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.step.adaptive_ranks import budget_at
-from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
-from tests.rl_training.making import make_config, make_policy
+from tests.rl_training.making import make_config, make_optimizer, make_policy
 
 STEPS, RATE = 12, 1e-2
 ADALORA = {"target_r": 2, "tinit": 2, "tfinal": 3, "deltaT": 2, "beta1": 0.8, "beta2": 0.7}
@@ -122,7 +121,7 @@ class Twin:
 
 def test_every_step_is_pefts() -> None:
     policy = make_policy(config())
-    optimizer = PolicyOptimizer(policy.slots, config())
+    optimizer = make_optimizer(policy.slots, config())
     steps = gradients(policy)
     twin = Twin(policy.slots.names, [np.array(a) for a in policy.slots.read()])
     ranks = []
@@ -162,7 +161,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(cut: int, tmp_path: Path) -> Non
     """Before the last allocation, and after it."""
     whole, half = make_policy(config()), make_policy(config())
     steps = gradients(whole)
-    optimizers = [PolicyOptimizer(policy.slots, config()) for policy in (whole, half)]
+    optimizers = [make_optimizer(policy.slots, config()) for policy in (whole, half)]
     for optimizer, until in zip(optimizers, (STEPS, cut), strict=True):
         for number, step in enumerate(steps[:until], start=1):
             optimizer.update([mx.array(g) for g in step], RATE, number)
@@ -171,7 +170,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(cut: int, tmp_path: Path) -> Non
     assert half.saved_bytes() == sum(a.nbytes for arrays in saved for a in dict(arrays).values())
     mx.save_safetensors(str(tmp_path / "optimizer.safetensors"), optimizers[1].state())
     resumed = make_policy(config())
-    optimizer = PolicyOptimizer(resumed.slots, config())
+    optimizer = make_optimizer(resumed.slots, config())
     resumed.load(tmp_path)
     tensors = mx.load(str(tmp_path / "optimizer.safetensors"))
     assert isinstance(tensors, dict)

@@ -15,10 +15,10 @@ from mlx_parallm.config.algorithm import LOSS_SETTINGS, PRESETS, AlgorithmName
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.policy_gradient import LOSSES, policy_loss
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.step.algorithms import (
     ALGORITHMS,
-    make_algorithm,
-    make_shaping,
+    shaping_of,
     whitened,
 )
 from mlx_parallm.rl_training.step.prepare import PreparedBatch
@@ -195,7 +195,8 @@ def test_credit_of_turns() -> None:
         ({"credit": "turn", "turn_gamma": 0.0}, 0.0),
     ):
         training = configured(**values).rl_training
-        assert make_shaping(training, make_algorithm(training)).turn_gamma == gamma
+        shaping = shaping_of(make_algorithm(training), training_options(training).shaping)
+        assert shaping.turn_gamma == gamma
 
 
 def test_a_saved_configuration_says_everything_and_reads_back(tmp_path: Path) -> None:

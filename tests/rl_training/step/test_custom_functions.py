@@ -8,7 +8,8 @@ import pytest
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.types import LossInputs
-from mlx_parallm.rl_training.step.algorithms import Algorithm, make_algorithm
+from mlx_parallm.rl_training.options import make_algorithm
+from mlx_parallm.rl_training.step.algorithms import Algorithm
 
 INPUTS = LossInputs(
     logprobs=mx.array([[-1.0, -2.0]]),

@@ -11,15 +11,14 @@ import pytest
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models import cpu_kernels
+from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.step import optimizer as optimizer_module
 from mlx_parallm.rl_training.step.optimizer import (
     AdamWSettings,
-    OptimizerOptions,
     PolicyOptimizer,
-    learning_rate_at,
     make_groups,
 )
-from tests.rl_training.making import make_config, make_policy
+from tests.rl_training.making import make_config, make_optimizer, make_policy, optimizer_options
 
 RATES = [1e-2, 1e-2, 5e-3, 1e-3]
 Arrays = list[np.ndarray]
@@ -39,7 +38,7 @@ def norm_of(gradients: Arrays) -> float:
 
 def trained(config: Any, steps: list[Arrays], **policy: Any) -> tuple[Any, PolicyOptimizer]:
     made = make_policy(config, **policy)
-    optimizer = PolicyOptimizer(made.slots, config)
+    optimizer = make_optimizer(made.slots, config)
     for gradients, rate in zip(steps, RATES, strict=False):
         update = optimizer.update([mx.array(g) for g in gradients], rate)
         assert update.applied
@@ -173,7 +172,7 @@ def by_twins(
     names: tuple[str, ...], before: Arrays, steps: list[Arrays], config: Any, *, clip: float
 ) -> Arrays:
     values = [array.astype(np.float64) for array in before]
-    options = OptimizerOptions(config)
+    options = optimizer_options(config)
     twins = [TWINS[options.kind_of(n, v.shape)](v) for n, v in zip(names, values, strict=True)]
     for gradients, rate in zip(steps, RATES, strict=False):
         norm = norm_of(gradients)
@@ -235,7 +234,7 @@ def test_adam_eps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_muon_takes_matrices_of_the_blocks_only() -> None:
     config = make_config(optimizer="muon", lora={"enabled": False})
     policy = make_policy(config, architecture="llama")
-    groups = make_groups(policy.slots.names, policy.slots.read(), OptimizerOptions(config))
+    groups = make_groups(policy.slots.names, policy.slots.read(), optimizer_options(config))
     [names] = [
         {policy.slots.names[slot] for slot in group.slots}
         for group in groups
@@ -247,7 +246,7 @@ def test_muon_takes_matrices_of_the_blocks_only() -> None:
     }
     assert len(names) == 3 * 7
     assert (
-        OptimizerOptions(config).kind_of("model.layers.0.mlp.switch_mlp.up_proj.weight", (4, 8, 8))
+        optimizer_options(config).kind_of("model.layers.0.mlp.switch_mlp.up_proj.weight", (4, 8, 8))
         == "adamw"
     )
 
@@ -276,7 +275,7 @@ def test_states_go_on_to_the_bit(
     mx.save_safetensors(str(tmp_path / "o.safetensors"), half_optimizer.state())
     policy = make_policy(config, dtype=dtype)
     policy.slots.write(half.slots.read())
-    optimizer = PolicyOptimizer(policy.slots, config)
+    optimizer = make_optimizer(policy.slots, config)
     optimizer.restore(mx.load(str(tmp_path / "o.safetensors")))
     assert optimizer.updates == 2
     for gradients, rate in zip(steps[2:], RATES[2:], strict=True):
@@ -298,9 +297,9 @@ def test_states_go_on_to_the_bit(
 )
 def test_another_optimizers_state_is_refused(values: dict[str, Any], message: str) -> None:
     other = make_config(**values)
-    optimizer = PolicyOptimizer(make_policy(make_config()).slots, make_config())
+    optimizer = make_optimizer(make_policy(make_config()).slots, make_config())
     with pytest.raises(CheckpointError, match=message):
-        optimizer.restore(PolicyOptimizer(make_policy(other).slots, other).state())
+        optimizer.restore(make_optimizer(make_policy(other).slots, other).state())
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "lion", "adafactor"])
@@ -313,7 +312,7 @@ def test_bfloat16_weights_follow_their_float32_masters(kind: str) -> None:
     wide = make_policy(config)
     start = narrow.slots.read()
     wide.slots.write([array.astype(mx.float32) for array in start])
-    optimizers = [PolicyOptimizer(policy.slots, config) for policy in (narrow, wide)]
+    optimizers = [make_optimizer(policy.slots, config) for policy in (narrow, wide)]
     [gradients] = [[mx.array(g) for g in step] for step in random_steps(wide, 1)]
     for _ in range(8):
         for optimizer in optimizers:
@@ -364,7 +363,7 @@ def test_a_setting_that_nothing_reads_is_an_error(values: dict[str, Any]) -> Non
 def test_an_update_binds_new_arrays_and_leaves_the_old_ones_alone() -> None:
     """The serving tree may hold the old ones."""
     policy = make_policy(make_config(lora=False))
-    optimizer = PolicyOptimizer(policy.slots, make_config(lora=False))
+    optimizer = make_optimizer(policy.slots, make_config(lora=False))
     before = policy.slots.read()
     copies = [np.array(array) for array in before]
     optimizer.update([mx.ones(array.shape) for array in before], 0.1)
@@ -375,7 +374,7 @@ def test_an_update_binds_new_arrays_and_leaves_the_old_ones_alone() -> None:
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     policy = make_policy(make_config())
-    optimizer = PolicyOptimizer(policy.slots, make_config())
+    optimizer = make_optimizer(policy.slots, make_config())
     gradients = [mx.ones(array.shape) for array in policy.slots.read()]
     optimizer.update(gradients, 0.1)
     before = [np.array(array) for array in policy.slots.read()]
@@ -388,7 +387,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 def rates(**values: object) -> list[float]:
     config = make_config(learning_rate=1.0, total_steps=9, **values)
-    return [round(learning_rate_at(step, config), 6) for step in range(1, 10)]
+    schedule = training_options(config).trainer.learning_rates
+    return [round(schedule.at(step), 6) for step in range(1, 10)]
 
 
 def test_schedules_count_steps() -> None:

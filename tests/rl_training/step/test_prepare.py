@@ -17,8 +17,10 @@ from rich.console import Console
 
 from mlx_parallm.config.algorithm import sampler_bounds
 from mlx_parallm.config.load import parse_config
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.options import check_kv_bits, training_options
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.prepare import (
     MEASURED_MISMATCH,
@@ -27,7 +29,6 @@ from mlx_parallm.rl_training.step.prepare import (
     SamplerCorrection,
     StepPosition,
     adapted_coefficient,
-    check_kv_bits,
     expected_mismatch,
     prepare,
     sampler_correction,
@@ -226,14 +227,18 @@ def test_a_sequence_of_many_small_differences_does_not_overflow() -> None:
     np.testing.assert_allclose(weights, math.exp(20), rtol=1e-6)
 
 
+def correction(config: RLTrainingConfig, model: nn.Module) -> SamplerCorrection | None:
+    return sampler_correction(training_options(config).trainer.correction, model)
+
+
 def test_auto_corrects_where_the_measured_mismatch_is_above_the_bound() -> None:
     config = make_config()
-    assert sampler_correction(config, make_policy(config).model) is None
+    assert correction(config, make_policy(config).model) is None
     narrow = make_policy(config, dtype=mx.bfloat16)  # its adapter is float32 all the same
-    assert sampler_correction(config, narrow.model) == SamplerCorrection("tis", "token", 2.0, 0.5)
-    assert sampler_correction(make_config(sampler_correction="none"), narrow.model) is None
+    assert correction(config, narrow.model) == SamplerCorrection("tis", "token", 2.0, 0.5)
+    assert correction(make_config(sampler_correction="none"), narrow.model) is None
     own = config.model_copy(update={"loss": "python:mine.py:loss"})
-    assert sampler_correction(own, narrow.model) is None
+    assert correction(own, narrow.model) is None
 
 
 @pytest.mark.parametrize("kind", ["auto", "none"])
@@ -265,7 +270,7 @@ def test_a_loss_of_ones_own_with_a_quantised_sampler_is_warned_of(
 ) -> None:
     logs: list[str] = []
     monkeypatch.setattr(
-        "mlx_parallm.rl_training.step.prepare.log",
+        "mlx_parallm.rl_training.options.log",
         SimpleNamespace(warning=lambda event, **fields: logs.append(event)),
     )
     training = {"sampler_correction": "tis", "loss": "python:mine.py:loss"}
@@ -289,7 +294,7 @@ def test_the_row_of_a_model(dtype: mx.Dtype, quantised: bool) -> None:
 
 def test_icepop_is_mis_of_tokens_with_its_own_bounds() -> None:
     """w = 0.4, 0.5, 5 and 5.1: the two within the bounds keep their weight."""
-    chosen = sampler_correction(make_config(sampler_correction="icepop"), make_model())
+    chosen = correction(make_config(sampler_correction="icepop"), make_model())
     assert chosen == SamplerCorrection("mis", "token", 5.0, 0.5)
     old = np.log(np.array([0.4, 0.501, 4.999, 5.1]))
     weights, cut = chosen.weights(old, np.zeros(4), [4])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.losses.types import LossInputs, LossOutputs
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import Trainer

@@ -19,7 +19,7 @@ from mlx_parallm.daemon import run_dry_run
 from mlx_parallm.distributed.ranks import PARTS, SMALLEST_CUT, _digest, agree, join
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.models.threads import in_mlx_thread
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
@@ -84,7 +84,7 @@ def train(
 ) -> Watched:
     algorithm = make_algorithm(config)
     policy = make_policy(config, architecture=architecture, needs_values=algorithm.has_values)
-    trainer = Trainer(policy, config, algorithm, ranks=ranks)
+    trainer = Trainer(policy, training_options(config).trainer, algorithm, ranks=ranks)
     perturb_adapter(trainer.policy)
     trainer.optimizer.reload()
     gradients, update = [], trainer.optimizer.update
@@ -236,7 +236,7 @@ def test_rank_0s_state_is_copied_where_it_differs(values: dict[str, Any]) -> Non
     config, batch = make_config(batch_size=16, **values), make_batch(random_groups(4))
 
     def work(ranks: Ranks) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        trainer = Trainer(make_policy(config), config, make_trainer(config).algorithm)
+        trainer = make_trainer(config)
         if ranks.rank == 0:  # as after a resume: moments, weights and reference of its own
             perturb_adapter(trainer.policy)
             trainer.optimizer.reload()
@@ -272,7 +272,7 @@ def test_the_same_numbers_in_other_places_are_another_state() -> None:
 def test_another_model_is_refused() -> None:
     def work(ranks: Ranks) -> str:
         config = make_config(rank=4 + ranks.rank)
-        trainer = Trainer(make_policy(config), config, make_trainer(config).algorithm, ranks=ranks)
+        trainer = make_trainer(config)
         with pytest.raises(RankLostError) as caught:
             agree(ranks, trainer)
         return str(caught.value)

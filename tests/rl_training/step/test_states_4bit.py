@@ -4,9 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.states_4bit import BLOCK, MAPS, dequantised, quantised
-from tests.rl_training.making import make_config
+from tests.rl_training.making import make_config, make_optimizer
 from tests.rl_training.step.test_states_8bit import Slots, gradients, update
 
 SIGNED = [0, 0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875]
@@ -53,7 +52,7 @@ def test_an_update_equals_its_twin() -> None:
     config = make_config(optimizer="adamw_4bit", weight_decay=0.1, max_grad_norm=0.0)
     slots, steps = Slots(), gradients(Slots(), 5)
     start = [np.array(a) for a in slots.read()]
-    update(PolicyOptimizer(slots, config), steps)  # type: ignore[arg-type]
+    update(make_optimizer(slots, config), steps)  # type: ignore[arg-type]
     for i, (name, array) in enumerate(zip(slots.names, slots.read(), strict=True)):
         value = start[i].astype(np.float64)
         m, v = np.zeros_like(value), np.zeros_like(value)

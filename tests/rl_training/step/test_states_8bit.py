@@ -15,7 +15,7 @@ from mlx_parallm.rl_training.step import optimizer as optimizer_module
 from mlx_parallm.rl_training.step import states_8bit
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings, PolicyOptimizer
 from mlx_parallm.rl_training.step.states_8bit import BLOCK, MAPS, dequantised, quantised
-from tests.rl_training.making import make_config, make_policy
+from tests.rl_training.making import make_config, make_optimizer, make_policy
 
 SHAPES = {  # one is small, one fills no whole blocks, one lies in several pieces
     "model.layers.0.norm.weight": (64,),
@@ -141,7 +141,7 @@ def test_each_equals_its_twin(kind: str, twin: Any) -> None:
     config = make_config(optimizer=kind, weight_decay=0.1, max_grad_norm=0.0)
     slots, steps = Slots(), gradients(Slots(), 5)
     start = [np.array(a) for a in slots.read()]
-    update(PolicyOptimizer(slots, config), steps)  # type: ignore[arg-type]
+    update(make_optimizer(slots, config), steps)  # type: ignore[arg-type]
     for i, (name, array) in enumerate(zip(slots.names, slots.read(), strict=True)):
         value, twins = start[i].astype(np.float64), twin(start[i].astype(np.float64))
         for step in steps:
@@ -156,11 +156,11 @@ def test_each_equals_its_twin(kind: str, twin: Any) -> None:
 def test_pieces_and_bundles_change_no_number(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, steps = make_config(optimizer=kind, max_grad_norm=0.0), gradients(Slots(), 3)
     slots, cut = Slots(), Slots()
-    whole = PolicyOptimizer(slots, config)  # type: ignore[arg-type]
+    whole = make_optimizer(slots, config)  # type: ignore[arg-type]
     update(whole, steps)
     monkeypatch.setattr(states_8bit, "PIECE", 16 * BLOCK)
     monkeypatch.setattr(optimizer_module, "BUNDLE_ELEMENTS", 6000)
-    other = PolicyOptimizer(cut, config)  # type: ignore[arg-type]
+    other = make_optimizer(cut, config)  # type: ignore[arg-type]
     update(other, steps)
     for name, array in whole.state().items():
         assert mx.array_equal(array, other.state()[name]).item(), name
@@ -179,7 +179,7 @@ def test_two_thousand_steps_end_where_float32_ends() -> None:
     losses, ends = {}, {}
     for kind in ("adamw", "adamw_8bit", "adamw_4bit"):
         slots = Slots({"model.layers.0.weight": (64, 64)})
-        optimizer = PolicyOptimizer(slots, make_config(optimizer=kind))  # type: ignore[arg-type]
+        optimizer = make_optimizer(slots, make_config(optimizer=kind))  # type: ignore[arg-type]
         for step in range(2000):
             x, e = batches[step % 50], noise[step % 50]
             error = x @ (slots.arrays[0] - target) + e
@@ -204,7 +204,7 @@ def test_states_take_at_most_27_percent_and_small_arrays_keep_float32() -> None:
     slots = Slots({"model.layers.0.w.weight": (512, 300), "model.layers.0.norm.weight": (4095,)})
     sizes = {}
     for kind in ("adamw", "adamw_8bit", "lion", "lion_8bit", "adamw_4bit"):
-        state = PolicyOptimizer(slots, make_config(optimizer=kind)).state()  # type: ignore[arg-type]
+        state = make_optimizer(slots, make_config(optimizer=kind)).state()  # type: ignore[arg-type]
         sizes[kind] = sum(a.nbytes for n, a in state.items() if n.startswith("model.layers.0.w."))
         norm = {n: a.dtype for n, a in state.items() if ".norm." in n}
         assert norm and set(norm.values()) == {mx.float32}
@@ -229,7 +229,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     whole, half, resumed = policies
     rng = np.random.default_rng(0)
     steps = [[rng.normal(size=a.shape) for a in whole.slots.read()] for _ in range(4)]
-    optimizers = [PolicyOptimizer(policy.slots, config) for policy in policies]
+    optimizers = [make_optimizer(policy.slots, config) for policy in policies]
     update(optimizers[0], steps)
     update(optimizers[1], steps[:2])
     mx.save_safetensors(str(tmp_path / "o.safetensors"), optimizers[1].state())
@@ -254,7 +254,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 )
 def test_a_state_of_another_width_is_refused(kinds: tuple[str, str]) -> None:
     saved, loading = (
-        PolicyOptimizer(Slots(), make_config(optimizer=kind))  # type: ignore[arg-type]
+        make_optimizer(Slots(), make_config(optimizer=kind))  # type: ignore[arg-type]
         for kind in kinds
     )
     with pytest.raises(CheckpointError, match=r"optimizer state of .*weight\.m.*found"):
@@ -263,7 +263,7 @@ def test_a_state_of_another_width_is_refused(kinds: tuple[str, str]) -> None:
 
 def test_what_fills_up_a_block_is_not_measured_and_settings_apply() -> None:
     slots = Slots({"model.layers.0.a.weight": (4097,)})
-    optimizer = PolicyOptimizer(slots, make_config(optimizer="adamw_8bit"))  # type: ignore[arg-type]
+    optimizer = make_optimizer(slots, make_config(optimizer="adamw_8bit"))  # type: ignore[arg-type]
     before = np.array(slots.arrays[0], np.float64)
     optimizer.use_adamw(AdamWSettings(0.5, 0.9, 1e-8, 0.0, 0.0))
     moved = optimizer.update([mx.ones((4097,))], 1e-2).moved

@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.losses.advantages import group_advantages
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
-from mlx_parallm.rl_training.step.algorithms import Algorithm, make_algorithm
+from mlx_parallm.rl_training.options import make_algorithm
+from mlx_parallm.rl_training.step.algorithms import Algorithm
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.prepare import BatchLoss, StepPosition, prepare
 from mlx_parallm.rl_training.step.trainer import Trainer
