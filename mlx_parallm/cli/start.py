@@ -79,27 +79,37 @@ def train(parser: ArgumentParser) -> Run:
         config = _named(config, args.config or args.data, resume)
         training = config.rl_training
         if args.dry_run:
-            _before_mlx(config)
+            _before_mlx(deterministic=training.deterministic)
             from mlx_parallm.daemon import run_dry_run
 
             return run_dry_run(config)
-        if args.restarts > 0:
-            from mlx_parallm.cli.supervisor import supervise
-
-            run_directory = directory_of(training.checkpoint_dir, training.run_name, resume)
-            return supervise(
-                args.argv, config, run_directory, resume=resume, restarts=args.restarts
-            )
-        if several:
+        if args.restarts > 0 or several:
             from mlx_parallm.cli.rank_launcher import run_ranks
+            from mlx_parallm.cli.supervisor import supervise
+            from mlx_parallm.system.log import RunLog, configure_logging
 
-            return run_ranks(
-                args.argv,
-                config,
-                directory_of(training.checkpoint_dir, training.run_name, resume),
-                resume=resume,
-                count=args.ranks,
-            )
+            place = directory_of(training.checkpoint_dir, training.run_name, resume)
+            with RunLog(config.redactor()) as run_log:
+                level, redactor = config.logging.level, run_log.redactor
+                configure_logging(level=level, redactor=redactor, run_log=run_log)
+                if several:
+                    return run_ranks(
+                        args.argv,
+                        config.server,
+                        place,
+                        resume=resume,
+                        count=args.ranks,
+                        continues=training.on_rank_lost == "continue",
+                        run_log=run_log,
+                    )
+                return supervise(
+                    args.argv,
+                    config.server,
+                    place,
+                    resume=resume,
+                    restarts=args.restarts,
+                    run_log=run_log,
+                )
         if (
             args.ranks is None
             and config.rl_training.on_rank_lost == "continue"
@@ -110,7 +120,7 @@ def train(parser: ArgumentParser) -> Run:
                 " rank ends the run, and"
                 " --resume auto goes on with the hosts that are left"
             )
-        _before_mlx(config)
+        _before_mlx(deterministic=training.deterministic)
         from mlx_parallm.daemon import run_training
 
         return run_training(config, resume=resume)
@@ -166,7 +176,7 @@ def serve(parser: ArgumentParser) -> Run:
         ]
         config = load(args.config, args.set + flags)
         require_mlx()
-        _before_mlx(config)
+        _before_mlx(deterministic=config.rl_training.deterministic)
         from mlx_parallm.daemon import run_server
 
         return run_server(config, named)
@@ -191,11 +201,11 @@ def _several_ranks(args: Namespace) -> bool:
     return args.ranks > 1
 
 
-def _before_mlx(config: "Config") -> None:
+def _before_mlx(*, deterministic: bool) -> None:
     """Do what needs a process with one thread and without MLX (docs/design.md)."""
     faulthandler.enable()  # a crash in native code says in which thread and where
     block_shutdown_signals()
-    if config.rl_training.deterministic:
+    if deterministic:
         from mlx_parallm.system.blas import request_bitwise_reproducible_blas
 
         request_bitwise_reproducible_blas()
