@@ -181,6 +181,29 @@ async def test_a_cancelled_group_ends_the_request_that_its_call_waits_for(tiny_t
     assert len(client.aborted) == 2
 
 
+async def test_a_call_for_a_cancelled_group_asks_no_more(tiny_tokenizer):
+    asked, cancelled, refused = threading.Event(), threading.Event(), threading.Event()
+
+    def asks_late(prompts, trainer):
+        asked.set()
+        assert cancelled.wait(10)
+        try:
+            return as_they_are(prompts, trainer)
+        except RolloutRejectedError:
+            refused.set()
+            raise
+
+    client = ScriptedClient(tiny_tokenizer, lambda *_: "never")
+    policy = EpisodePolicy(client, tiny_tokenizer, temperature=1.0, max_token_length=300)
+    plan = GroupPlan("g", source(asks_late), 0, 2, 1)
+    run = asyncio.create_task(EpisodeRunner(policy).run([plan]))
+    await asyncio.to_thread(asked.wait, 10)
+    run.cancel()
+    await asyncio.wait([run])
+    cancelled.set()
+    assert await asyncio.to_thread(refused.wait, 10) and client.requests == []
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

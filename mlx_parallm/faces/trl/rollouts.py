@@ -87,6 +87,7 @@ class RolloutCalls:
         self._running: Wanted | None = None  # the first group of the running call
         self._asked = 0
         self._pending: set[Future[Any]] = set()  # requests of the running call
+        self._cancelled = False  # a group of the running call
 
     async def sample(self, wanted: Wanted) -> list[Sampled]:
         """Return the rollouts of a group. Raises RolloutRejectedError."""
@@ -98,7 +99,7 @@ class RolloutCalls:
         except asyncio.CancelledError:
             if wanted.sampled.running():
                 with self._lock:
-                    pending = list(self._pending)
+                    self._cancelled, pending = True, list(self._pending)
                 for request in pending:
                     request.cancel()
             raise
@@ -154,12 +155,15 @@ class RolloutCalls:
 
     def _answers(self, wanted: Wanted, requests: Sequence[Any]) -> list[Any]:
         sampling = wanted.policy.client.generate_many(requests)
-        try:
-            call = asyncio.run_coroutine_threadsafe(sampling, wanted.loop)
-        except RuntimeError as error:  # the loop is closed
-            sampling.close()
-            raise RolloutRejectedError(ENDED) from error
-        with self._lock:
+        with self._lock:  # a group that is cancelled meanwhile sees the request
+            if self._cancelled:
+                sampling.close()
+                raise RolloutRejectedError(ENDED)
+            try:
+                call = asyncio.run_coroutine_threadsafe(sampling, wanted.loop)
+            except RuntimeError as error:  # the loop is closed
+                sampling.close()
+                raise RolloutRejectedError(ENDED) from error
             self._pending.add(call)
         try:
             return call.result()
@@ -184,7 +188,7 @@ class RolloutCalls:
             groups = [each for each in of_it if each.sampled.set_running_or_notify_cancel()]
             if not groups:
                 return
-            self._running = groups[0]
+            self._running, self._cancelled = groups[0], False
         version = 0 if groups[0].weights is None else groups[0].weights.version
         ids = getattr(groups[0].policy.client, "vocab_size", None)
         prompts = [copy.deepcopy(each.prompt) for each in groups for _ in range(each.size)]
