@@ -17,6 +17,8 @@ from mlx_parallm.system.signals import block_shutdown_signals
 
 if TYPE_CHECKING:
     from mlx_parallm.config.load import Config
+    from mlx_parallm.config.server import ServerConfig
+    from mlx_parallm.system.log import RunLog
 
 
 def train(parser: ArgumentParser) -> Run:
@@ -84,32 +86,14 @@ def train(parser: ArgumentParser) -> Run:
 
             return run_dry_run(config)
         if args.restarts > 0 or several:
-            from mlx_parallm.cli.rank_launcher import run_ranks
-            from mlx_parallm.cli.supervisor import supervise
             from mlx_parallm.system.log import RunLog, configure_logging
 
             place = directory_of(training.checkpoint_dir, training.run_name, resume)
             with RunLog(config.redactor()) as run_log:
                 level, redactor = config.logging.level, run_log.redactor
                 configure_logging(level=level, redactor=redactor, run_log=run_log)
-                if several:
-                    return run_ranks(
-                        args.argv,
-                        config.server,
-                        place,
-                        resume=resume,
-                        count=args.ranks,
-                        continues=training.on_rank_lost == "continue",
-                        run_log=run_log,
-                    )
-                return supervise(
-                    args.argv,
-                    config.server,
-                    place,
-                    resume=resume,
-                    restarts=args.restarts,
-                    run_log=run_log,
-                )
+                continues = training.on_rank_lost == "continue" if several else None
+                return _run_children(args, config.server, place, resume, continues, run_log)
         if (
             args.ranks is None
             and config.rl_training.on_rank_lost == "continue"
@@ -182,6 +166,38 @@ def serve(parser: ArgumentParser) -> Run:
         return run_server(config, named)
 
     return run
+
+
+def _run_children(
+    args: Namespace,
+    server: "ServerConfig",
+    place: Path,
+    resume: str | None,
+    continues: bool | None,
+    run_log: "RunLog",
+) -> int:
+    """Run the training in other processes: as several ranks, or with restarts.
+
+    Args:
+        place: the run's directory.
+        continues: several ranks, which go on when one of them is lost; None: one process.
+    """
+    from mlx_parallm.cli.rank_launcher import run_ranks
+    from mlx_parallm.cli.supervisor import supervise
+
+    if continues is None:
+        return supervise(
+            args.argv, server, place, resume=resume, restarts=args.restarts, run_log=run_log
+        )
+    return run_ranks(
+        args.argv,
+        server,
+        place,
+        resume=resume,
+        count=args.ranks,
+        continues=continues,
+        run_log=run_log,
+    )
 
 
 def _several_ranks(args: Namespace) -> bool:
