@@ -198,7 +198,12 @@ def run_training(config: Config, *, resume: str | None) -> int:
             share_blas_between(COMPUTING_THREADS if samples else 1, usable_cores() // ranks.here)
             if ranks.rank > 0:
                 with mlx_thread():
-                    follow(config, ranks, stop, partial(Serving, http=False, processes=ranks.here))
+                    follow(
+                        config.model,
+                        ranks,
+                        stop,
+                        partial(Serving, http=False, processes=ranks.here),
+                    )
                 return 0
             run = training_run(
                 config,

@@ -147,7 +147,12 @@ def subject_of(config: Config) -> Iterator[Subject]:
             if mx.issubdtype(a.dtype, mx.floating)
         ]
         weight_bytes = bytes_a_token(loaded)
-        policy, untrainable = _policy(config, loaded)
+        training = config.rl_training
+        policy, untrainable = _trainable(
+            lambda: build_policy(
+                loaded, training_options(training).policy, make_algorithm(training)
+            )
+        )
         weights = SharedWeights(loaded.model, policy=POLICY, keep_versions=1)
         adapters = {POLICY: policy.adapter()} if policy else {}
         serving.open(loaded, weights, adapters=adapters, main_adapter=POLICY if policy else None)
@@ -168,11 +173,10 @@ def subject_of(config: Config) -> Iterator[Subject]:
         serving.close()
 
 
-def _policy(config: Config, loaded: LoadedModel) -> tuple[TrainedPolicy | None, str]:
+def _trainable(make_policy: Callable[[], TrainedPolicy]) -> tuple[TrainedPolicy | None, str]:
     """Return a policy with a random adapter; or None, and why this model cannot be trained here."""
-    training = config.rl_training
     try:
-        policy = build_policy(loaded, training_options(training).policy, make_algorithm(training))
+        policy = make_policy()
     except ParallmError as error:
         return None, str(error)
     if reason := layer_without_gradient(policy.model):

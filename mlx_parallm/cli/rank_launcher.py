@@ -38,10 +38,10 @@ from mlx_parallm.cli.supervisor import (
     same_run,
     signals_to_pass_on,
 )
-from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.system.hardware import detect, launched_rank
-from mlx_parallm.system.log import RunLog, configure_logging, get_logger
+from mlx_parallm.system.log import RunLog, get_logger
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals
 
 CHILD = """
@@ -58,7 +58,14 @@ log = get_logger("ranks")
 
 
 def run_ranks(
-    arguments: Sequence[str], config: Config, run: Path, *, resume: str | None, count: int
+    arguments: Sequence[str],
+    server: ServerConfig,
+    run: Path,
+    *,
+    resume: str | None,
+    count: int,
+    continues: bool,
+    run_log: RunLog,
 ) -> int:
     """`mlx_parallm train --ranks N`: every start has the name and, where it was 0, the port of the
     first.
@@ -74,13 +81,10 @@ def run_ranks(
             f"--ranks {count} would share one GPU: start a rank for each GPU with mlx.launch"
             f" --backend nccl -n {count}"
         )
-    with RunLog(config.redactor()) as run_log:
-        configure_logging(level=config.logging.level, redactor=run_log.redactor, run_log=run_log)
-        arguments = [*arguments, *same_run(config.server, run, resume)]
-        continues = config.rl_training.on_rank_lost == "continue"
-        return LocalRanks(
-            arguments, run, count, resume=resume, continues=continues, run_log=run_log
-        ).run()
+    arguments = [*arguments, *same_run(server, run, resume)]
+    return LocalRanks(
+        arguments, run, count, resume=resume, continues=continues, run_log=run_log
+    ).run()
 
 
 class LocalRanks:

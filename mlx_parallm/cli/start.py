@@ -17,6 +17,8 @@ from mlx_parallm.system.signals import block_shutdown_signals
 
 if TYPE_CHECKING:
     from mlx_parallm.config.load import Config
+    from mlx_parallm.config.server import ServerConfig
+    from mlx_parallm.system.log import RunLog
 
 
 def train(parser: ArgumentParser) -> Run:
@@ -79,27 +81,19 @@ def train(parser: ArgumentParser) -> Run:
         config = _named(config, args.config or args.data, resume)
         training = config.rl_training
         if args.dry_run:
-            _before_mlx(config)
+            _before_mlx(deterministic=training.deterministic)
             from mlx_parallm.daemon import run_dry_run
 
             return run_dry_run(config)
-        if args.restarts > 0:
-            from mlx_parallm.cli.supervisor import supervise
+        if args.restarts > 0 or several:
+            from mlx_parallm.system.log import RunLog, configure_logging
 
-            run_directory = directory_of(training.checkpoint_dir, training.run_name, resume)
-            return supervise(
-                args.argv, config, run_directory, resume=resume, restarts=args.restarts
-            )
-        if several:
-            from mlx_parallm.cli.rank_launcher import run_ranks
-
-            return run_ranks(
-                args.argv,
-                config,
-                directory_of(training.checkpoint_dir, training.run_name, resume),
-                resume=resume,
-                count=args.ranks,
-            )
+            place = directory_of(training.checkpoint_dir, training.run_name, resume)
+            with RunLog(config.redactor()) as run_log:
+                level, redactor = config.logging.level, run_log.redactor
+                configure_logging(level=level, redactor=redactor, run_log=run_log)
+                continues = training.on_rank_lost == "continue" if several else None
+                return _run_children(args, config.server, place, resume, continues, run_log)
         if (
             args.ranks is None
             and config.rl_training.on_rank_lost == "continue"
@@ -110,7 +104,7 @@ def train(parser: ArgumentParser) -> Run:
                 " rank ends the run, and"
                 " --resume auto goes on with the hosts that are left"
             )
-        _before_mlx(config)
+        _before_mlx(deterministic=training.deterministic)
         from mlx_parallm.daemon import run_training
 
         return run_training(config, resume=resume)
@@ -166,12 +160,44 @@ def serve(parser: ArgumentParser) -> Run:
         ]
         config = load(args.config, args.set + flags)
         require_mlx()
-        _before_mlx(config)
+        _before_mlx(deterministic=config.rl_training.deterministic)
         from mlx_parallm.daemon import run_server
 
         return run_server(config, named)
 
     return run
+
+
+def _run_children(
+    args: Namespace,
+    server: "ServerConfig",
+    place: Path,
+    resume: str | None,
+    continues: bool | None,
+    run_log: "RunLog",
+) -> int:
+    """Run the training in other processes: as several ranks, or with restarts.
+
+    Args:
+        place: the run's directory.
+        continues: several ranks, which go on when one of them is lost; None: one process.
+    """
+    from mlx_parallm.cli.rank_launcher import run_ranks
+    from mlx_parallm.cli.supervisor import supervise
+
+    if continues is None:
+        return supervise(
+            args.argv, server, place, resume=resume, restarts=args.restarts, run_log=run_log
+        )
+    return run_ranks(
+        args.argv,
+        server,
+        place,
+        resume=resume,
+        count=args.ranks,
+        continues=continues,
+        run_log=run_log,
+    )
 
 
 def _several_ranks(args: Namespace) -> bool:
@@ -191,11 +217,11 @@ def _several_ranks(args: Namespace) -> bool:
     return args.ranks > 1
 
 
-def _before_mlx(config: "Config") -> None:
+def _before_mlx(*, deterministic: bool) -> None:
     """Do what needs a process with one thread and without MLX (docs/design.md)."""
     faulthandler.enable()  # a crash in native code says in which thread and where
     block_shutdown_signals()
-    if config.rl_training.deterministic:
+    if deterministic:
         from mlx_parallm.system.blas import request_bitwise_reproducible_blas
 
         request_bitwise_reproducible_blas()

@@ -19,12 +19,11 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.run_directory import LATEST
 from mlx_parallm.system.hardware import launched_rank
-from mlx_parallm.system.log import RunLog, configure_logging, get_logger
+from mlx_parallm.system.log import RunLog, get_logger
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -47,7 +46,13 @@ log = get_logger("supervisor")
 
 
 def supervise(
-    arguments: Sequence[str], config: Config, run: Path, *, resume: str | None, restarts: int
+    arguments: Sequence[str],
+    server: ServerConfig,
+    run: Path,
+    *,
+    resume: str | None,
+    restarts: int,
+    run_log: RunLog | None = None,
 ) -> int:
     """`mlx_parallm train --restarts N`: every start has the name and, where it was 0, the port
     of the first."""
@@ -57,10 +62,8 @@ def supervise(
             " --resume"
             " auto"
         )
-    with RunLog(config.redactor()) as run_log:
-        configure_logging(level=config.logging.level, redactor=run_log.redactor, run_log=run_log)
-        arguments = [*arguments, "--restarts", "0", *same_run(config.server, run, resume)]
-        return Supervisor(arguments, run, restarts=restarts, resume=resume, run_log=run_log).run()
+    arguments = [*arguments, "--restarts", "0", *same_run(server, run, resume)]
+    return Supervisor(arguments, run, restarts=restarts, resume=resume, run_log=run_log).run()
 
 
 def same_run(server: ServerConfig, run: Path, resume: str | None) -> list[str]:

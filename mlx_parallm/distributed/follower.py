@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.distributed.fingerprint import model_fingerprint
 from mlx_parallm.distributed.players import RankRolloutWorker
 from mlx_parallm.distributed.ranks import EXIT_LOST, BeginRun, JoinedRanks, Publish, agree, samples
@@ -39,12 +40,16 @@ log = get_logger("ranks")
 
 
 def follow(
-    config: Config, ranks: Ranks, stop: threading.Event, serve: Callable[[Config], PolicyServer]
+    model: ModelConfig,
+    ranks: Ranks,
+    stop: threading.Event,
+    serve: Callable[[Config], PolicyServer],
 ) -> None:
-    """Run a rank other than 0 to the end of the run. The base model is this machine's own
-    (`model.base_path`); what is trained and played, and how, comes from rank 0.
+    """Run a rank other than 0 to the end of the run. What is trained and played, and how, comes
+    from rank 0.
 
     Args:
+        model: of this machine, whose base_path and revision count.
         stop: asks rank 0 to end the run.
         serve: makes the engine's surroundings, without HTTP.
 
@@ -57,8 +62,8 @@ def follow(
     with ExitStack() as closing:
         rank, error = None, ""
         try:
-            ranks.follow_settings(task.config)
-            rank = Follower(task, config, ranks, stop, serve, closing)
+            ranks.follow_settings(task)
+            rank = Follower(task, model, ranks, stop, serve, closing)
         except ParallmError as fault:
             error = str(fault)
         if not any(ranks.exchange(error) or [True]) and rank is not None:
@@ -77,15 +82,17 @@ class Follower:
     def __init__(
         self,
         begin: BeginRun,
-        config: Config,
+        model: ModelConfig,
         ranks: JoinedRanks,
         stop: threading.Event,
         serve: Callable[[Config], PolicyServer],
         closing: ExitStack,
     ) -> None:
         self._ranks, self._stop, self._closing = ranks, stop, closing
-        self._config = _here(begin.config, config)
-        training, model = self._config.rl_training, self._config.model
+        place = {"base_path": model.base_path, "revision": model.revision}
+        model = begin.config.model.model_copy(update=place)
+        self._config = begin.config.model_copy(update={"model": model})
+        training = self._config.rl_training
         self._quantize = training.lora.enabled and training.lora.quantize_base
         check_model(model, train=True, quantize=self._quantize)
         path = resolve_model_path(model.base_path, model.revision, dtype=model.dtype)
@@ -95,7 +102,7 @@ class Follower:
             )
         self._step = 0
         self._sources: tuple[EnvironmentSource, ...] = ()
-        if samples(self._config):
+        if samples(training.algorithm):
             tools = open_tools(self._config.tools)
             if tools is not None:
                 closing.callback(tools.client.close)
@@ -211,9 +218,3 @@ class Follower:
 
     def _progress(self) -> TrainingProgress:
         return TrainingProgress(self._step, self._config.rl_training.total_steps)
-
-
-def _here(leader: Config, config: Config) -> Config:
-    """Return rank 0's configuration with this machine's model."""
-    model = {"base_path": config.model.base_path, "revision": config.model.revision}
-    return leader.model_copy(update={"model": leader.model.model_copy(update=model)})

@@ -102,9 +102,9 @@ class Publish:
     version: int
 
 
-def samples(config: Config) -> bool:
+def samples(algorithm: str) -> bool:
     """Whether every rank samples, with an engine of its own."""
-    return config.rl_training.algorithm not in DATA_ALGORITHMS
+    return algorithm not in DATA_ALGORITHMS
 
 
 def join() -> Ranks:
@@ -175,27 +175,29 @@ class JoinedRanks(Ranks):
     # ------------------------------------------------------------------ a run
 
     def begin(self, config: Config) -> None:
-        self.follow_settings(config)
         path = resolve_model_path(
             config.model.base_path, config.model.revision, dtype=config.model.dtype
         )
         # Nobody asks the other ranks over HTTP, so they need no key.
         server = config.server.model_copy(update={"api_key": None, "api_key_file": None})
-        self.tell(BeginRun(config.model_copy(update={"server": server}), model_fingerprint(path)))
+        run = BeginRun(config.model_copy(update={"server": server}), model_fingerprint(path))
+        self.follow_settings(run)
+        self.tell(run)
         errors = self.exchange("")
         self.check()
         for rank, error in enumerate(errors or ()):
             if error:
                 raise ConfigError(f"rank {rank}: {error}")
 
-    def follow_settings(self, config: Config) -> None:
+    def follow_settings(self, run: BeginRun) -> None:
         """Take what rank 0's configuration says about the ranks."""
-        self._samples = samples(config)
-        deterministic = config.rl_training.deterministic
+        config, training = run.config, run.config.rl_training
+        self._samples = samples(training.algorithm)
+        deterministic = training.deterministic
         self._keeps_prompts = (
             prefix_cache_bytes(config.server.prefix_cache_bytes, deterministic=deterministic) > 0
         )
-        if config.rl_training.on_rank_lost == "continue":
+        if training.on_rank_lost == "continue":
             self._then = "if it was killed, the others are started again (rl_training.on_rank_lost)"
 
     def publish(self, version: int, trainer: HasArrays) -> None:

@@ -132,7 +132,7 @@ def by_sign(
 
 @dataclass(frozen=True)
 class Shaping:
-    """Changes to a group before its advantages are computed. `step.algorithms.make_shaping` builds
+    """Changes to a group before its advantages are computed. `step.algorithms.shaping_of` completes
     it.
 
     `overlong_buffer`: rewards lose `overlong_penalty` of the episode's sampled tokens; 0 = nothing.

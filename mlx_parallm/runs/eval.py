@@ -20,8 +20,10 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.config.load import Config
+from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.environments.episode import EpisodePolicy, LastTurn, TurnPolicy, TurnRequest
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.room import PROMPTS, check_room
@@ -248,7 +250,8 @@ def evaluate_here(config: Config, max_in_flight: int) -> Result:
 
     Raises ConfigError, ModelError, EnvironmentFailedError.
     """
-    with _problems(config) as problems, InferenceModule(config=config) as inference:
+    drawn = _problems(config.evaluation, config.evaluated, config.tools, config.rl_training.seed)
+    with drawn as problems, InferenceModule(config=config) as inference:
         assert inference.client is not None and inference.tokenizer is not None, "it has an engine"
         policy = EpisodePolicy(
             inference.client,
@@ -296,7 +299,8 @@ def evaluate_endpoint(config: Config, url: str, model: str | None, max_in_flight
         finally:
             await backend.aclose()
 
-    with _problems(config) as problems:
+    drawn = _problems(config.evaluation, config.evaluated, config.tools, config.rl_training.seed)
+    with drawn as problems:
         name = asyncio.run(endpoint_model(OpenAIEndpoint(url, key), model))
         started = time.monotonic()
         with InferenceModule(name, backend="openai", base_url=url, api_key=key) as inference:
@@ -322,17 +326,21 @@ async def endpoint_model(endpoint: OpenAIEndpoint, model: str | None) -> str:
 
 
 @contextmanager
-def _problems(config: Config) -> Iterator[list[ProblemSet]]:
+def _problems(
+    settings: EvaluationConfig,
+    evaluated: Sequence[EnvironmentConfig],
+    tools_config: ToolsConfig,
+    seed: int,
+) -> Iterator[list[ProblemSet]]:
     """Yield the problems, with the tools of their episodes as long as the context lasts."""
-    count = config.evaluation.problems
-    if not count:
+    if not settings.problems:
         raise ConfigError(
             "evaluation.problems is 0: set with --problems how many of each environment to answer"
         )
-    tools = open_tools(config.tools)
+    tools = open_tools(tools_config)
     try:
         problems = draw_problems(
-            build_evaluated(config.evaluated, seed=config.rl_training.seed, tools=tools), count
+            build_evaluated(evaluated, seed=seed, tools=tools), settings.problems
         )
         if not problems:
             raise ConfigError("there is no held-out problem to answer")

@@ -12,8 +12,9 @@ import pytest
 from mlx_parallm import cli, daemon
 from mlx_parallm.cli import supervisor
 from mlx_parallm.cli.supervisor import Supervisor
-from mlx_parallm.config.load import Config, parse_config
-from mlx_parallm.system.log import configure_logging
+from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ServerConfig
+from mlx_parallm.system.log import RunLog, configure_logging
 from tests.signals_reset import default_signals
 
 # A child that appends its arguments to `starts` and then does line n of `deeds` at start n. `saves`
@@ -176,12 +177,8 @@ def test_every_start_has_the_name_and_the_port_of_the_first(
         return 7
 
     monkeypatch.setattr(Supervisor, "run", run)
-    config = parse_config({"server": {"port": 0}})
-    try:
-        own = ["--config", "x", "--restarts", "3"]
-        assert supervisor.supervise(own, config, tmp_path / "a run", resume=resume, restarts=3) == 7
-    finally:
-        configure_logging(level="error")
+    server, own = ServerConfig(port=0), ["--config", "x", "--restarts", "3"]
+    assert supervisor.supervise(own, server, tmp_path / "a run", resume=resume, restarts=3) == 7
     arguments = made[0]._arguments
     assert arguments[:6] == ["--config", "x", "--restarts", "3", "--restarts", "0"]
     assert ('rl_training.run_name="a run"' in arguments) == named
@@ -200,7 +197,13 @@ def test_the_command_hands_over_to_it(
     given: list[tuple[list[str], Path, str | None, int]] = []
 
     def supervise(
-        arguments: list[str], config: Config, run: Path, *, resume: str | None, restarts: int
+        arguments: list[str],
+        server: ServerConfig,
+        run: Path,
+        *,
+        resume: str | None,
+        restarts: int,
+        run_log: RunLog,
     ) -> int:
         given.append((arguments, run, resume, restarts))
         return 0
@@ -227,7 +230,7 @@ def test_own_data_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return 0
 
     monkeypatch.setattr(daemon, "run_training", run_training)
-    monkeypatch.setattr("mlx_parallm.cli.start._before_mlx", lambda config: None)
+    monkeypatch.setattr("mlx_parallm.cli.start._before_mlx", lambda **_: None)
     own = ["--model", "builtin:tiny", "--data", "rows.jsonl", "--reward", "score.py:f"]
     try:
         assert cli.train([*own, "--restarts", "2"]) == 0

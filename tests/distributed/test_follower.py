@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.config.load import parse_config
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.distributed import follower
 from mlx_parallm.distributed.follower import Follower, follow
 from mlx_parallm.distributed.ranks import EXIT_LOST, BeginRun, JoinedRanks, Publish
@@ -36,7 +37,7 @@ class Part(Follower):
     """Of a run whose model is nowhere."""
 
     def __init__(
-        self, begin: BeginRun, config: Any, ranks: JoinedRanks, stop: threading.Event, *_: Any
+        self, begin: BeginRun, model: Any, ranks: JoinedRanks, stop: threading.Event, *_: Any
     ) -> None:
         self._ranks, self._config, self._stop = ranks, begin.config, stop
         self._serving: Any = Serving()
@@ -75,7 +76,7 @@ def follows(
 
 
 def run(ranks: JoinedRanks) -> None:
-    follow(parse_config({}), ranks, threading.Event(), lambda _: pytest.fail("not asked"))
+    follow(ModelConfig(), ranks, threading.Event(), lambda _: pytest.fail("not asked"))
 
 
 def test_a_rank_whose_engine_has_died_ends_between_two_steps(follows: Any) -> None:

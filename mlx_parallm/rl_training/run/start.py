@@ -162,15 +162,8 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
     planned = PlannedRun.of(config, check_model(config.model, train=True, quantize=quantize))
     memory = MemoryWatch.checked(planned, processes=prepared.ranks.here)
-    data = None
-    if config.rl_training.algorithm in DATA_ALGORITHMS:
-        data = DataSource(
-            config.data,
-            config.rl_training.algorithm,
-            config.rl_training.preference,
-            serving.tokenizer(),
-            config.model.chat_template_kwargs,
-        )
+    data = _read_rows(prepared)
+    if data is not None:
         config = prepared.counted_by(data)
     prepared.ranks.begin(config)
     training = config.rl_training
@@ -193,7 +186,7 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     rollbacks = RollbackService()
     _listen(prepared, opened, sources, rollbacks, commands)
     loaded = serving.load(quantize=quantize)
-    options = training_options(config.rl_training)
+    options = training_options(training)
     trainer = build_trainer(
         loaded,
         options,
@@ -206,10 +199,17 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     _complete(trainer, options, prepared, loaded)
     evaluation_log = EvaluationLog(
         opened.path,
-        best_by(config.rl_training.keep_best, config.evaluation),
+        best_by(training.keep_best, config.evaluation),
         prepared.run_log.redactor.value,
     )
-    files = _resume(prepared, opened, trainer, evaluation_log)
+    files = _resume(
+        prepared,
+        opened,
+        trainer,
+        evaluation_log,
+        keep=training.keep_checkpoints,
+        keep_best=bool(training.keep_best),
+    )
     published = _publish(prepared, opened, loaded, trainer, files)
     closing.callback(opened.store.wake)
     closing.callback(sources.stop)
@@ -234,7 +234,7 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     if prepared.stop.is_set():
         return None
     opened.directory.keep()
-    state, values = _with_changes(files.state, config.rl_training.changeable())
+    state, values = _with_changes(files.state, training.changeable())
     started = StartedRun(
         prepared=prepared,
         opened=opened,
@@ -253,6 +253,20 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
         trainer.change(values)
         started.keep_settings(values)
     return started
+
+
+def _read_rows(prepared: PreparedRun) -> DataSource | None:
+    """Return the rows that the run learns from; None: it learns from rollouts."""
+    config, training = prepared.config, prepared.config.rl_training
+    if training.algorithm not in DATA_ALGORITHMS:
+        return None
+    return DataSource(
+        config.data,
+        training.algorithm,
+        training.preference,
+        prepared.serving.tokenizer(),
+        config.model.chat_template_kwargs,
+    )
 
 
 def _open_directory(prepared: PreparedRun, *, keeps_groups: bool) -> OpenDirectory:
@@ -357,16 +371,18 @@ def _resume(
     opened: OpenDirectory,
     trainer: Trainer,
     evaluation_log: EvaluationLog,
+    *,
+    keep: int,
+    keep_best: bool,
 ) -> RunFiles:
     """Put trainer, store and files back to where the run goes on."""
-    training = prepared.config.rl_training
     files = open_files(
         opened.path,
         trainer,
         opened.store,
         checkpoint=prepared.checkpoint,
-        keep=training.keep_checkpoints,
-        keep_best=bool(training.keep_best),
+        keep=keep,
+        keep_best=keep_best,
         judge=evaluation_log,
         learners={
             source.name: source.learner

@@ -177,7 +177,10 @@ def test_the_first_step_of_dpo_is_log_2(tmp_path: Path) -> None:
 def test_it_learns_what_it_is_shown(algorithm: str, tmp_path: Path) -> None:
     config, source = open_source(algorithm, tmp_path, total_steps=14)
     trainer = make_trainer(config)
-    batches, heldout = source.batches(trainer), source.heldout(trainer)
+    batches, heldout = (
+        source.batches(trainer),
+        source.heldout(trainer, config.rl_training.total_steps),
+    )
     before = heldout.before()
     for step in range(1, 15):
         trainer.train_step(batches.collect(step))

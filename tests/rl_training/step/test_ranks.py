@@ -14,6 +14,7 @@ import pytest
 
 from mlx_parallm.cli.supervisor import supervise
 from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.daemon import run_dry_run
 from mlx_parallm.distributed.ranks import PARTS, SMALLEST_CUT, _digest, agree, join
@@ -318,7 +319,7 @@ def test_what_belongs_to_one_process_is_refused(
 ) -> None:
     unlaunched.setenv("MLX_RANK", "0")
     with pytest.raises(ConfigError, match="--restarts starts one process anew"):
-        supervise([], Config(), tmp_path, resume=None, restarts=1)
+        supervise([], ServerConfig(), tmp_path, resume=None, restarts=1)
     with pytest.raises(ConfigError, match="--dry-run measures one process"):
         run_dry_run(Config())
 
