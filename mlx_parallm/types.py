@@ -1,6 +1,6 @@
 """The nouns that travel between the parts. Frozen, no MLX, plain Python values only.
 
-`Task → Environment → Request → Sequence → Completion → Trajectory (Rollout) → RolloutGroup →
+`Task → Episode → Request → Sequence → Completion → Trajectory (Rollout) → RolloutGroup →
 TrainBatch`
 
 A `Trajectory` is one scored episode: its `Rollout` holds the tokens, masks, log-probabilities,

@@ -10,7 +10,7 @@ import pytest
 PATHS = {
     "mlx_parallm.cli": "train serve merge_lora doctor evaluate",
     "mlx_parallm.config.load": "Config load_config",
-    "mlx_parallm.environments.base": "Environment EnvironmentSource SingleTurn Task",
+    "mlx_parallm.environments.base": "EnvironmentSource Task",
     "mlx_parallm.environments.state": "BaseEnvironment State",
     "mlx_parallm.losses.types": "LossInputs LossOutputs aggregate masked",
     "mlx_parallm.models.lora": "inject_lora load_adapter save_adapter",

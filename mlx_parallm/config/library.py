@@ -18,6 +18,7 @@ from mlx_parallm.config.algorithm import CLIP_RATIO, KLEstimator
 from mlx_parallm.config.environment import Method, Section
 from mlx_parallm.config.training import LoggingConfig, LoraConfig, RLTrainingConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.validation import faults
 
 RefUpdate = Literal["copy", "ema"]
 LibraryAlgorithm = Literal["ppo", "grpo", "reinforce"]
@@ -71,13 +72,7 @@ class Options(Section):
         try:
             super().__init__(**named)
         except ValidationError as error:
-            problems = (
-                f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
-                for e in error.errors()
-            )
-            raise ConfigError(
-                f"{kind}: " + "; ".join(text.removeprefix(": ") for text in problems)
-            ) from error
+            raise ConfigError(f"{kind}: {faults(error)}") from error
 
 
 class BackpropConfig(Options):

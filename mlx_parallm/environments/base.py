@@ -1,22 +1,19 @@
 """The nouns of in-process environments, and the one way in which an episode is played.
 
 `EnvironmentSource` (one for each [[environments]] entry) → `Task` (one question and how its answers
-are scored) → `Environment` (one episode, made for it and used once) → `RolloutGroup`. `runner.py`
-plays groups of episodes against the engine, `scheduler.py` keeps many groups in flight,
-`registry.py` makes the sources.
+are scored) → `Episode` (one rollout of it) → `RolloutGroup`. `runner.py` plays groups of episodes
+against the engine, `scheduler.py` keeps many groups in flight, `registry.py` makes the sources.
 
 The runner knows `EnvironmentSource.play` alone: it asks the policy through `Episode.turn` until the
-episode is over. Here an `Environment` answers the turns; a `BaseEnvironment` with its `State`
-(`state.py`) is played by the source in `state_source.py`. Neither sees a token: tokens, mask and
-log-probabilities are recorded by the episode.
+episode is over. Here that is one turn; a `BaseEnvironment` with its `State` (`state.py`), which may
+have several, is played by the source in `state_source.py`. No environment sees a token: tokens,
+mask and log-probabilities are recorded by the episode.
 """
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from mlx_parallm.config.environment import EnvironmentConfig
@@ -25,7 +22,6 @@ from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.row_images import with_stored_images
 from mlx_parallm.environments.state import Inference, Prompt, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.execution.user_code import user_code
 from mlx_parallm.rewards.base import GroupReward
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.system.log import get_logger
@@ -119,34 +115,9 @@ class Task:
         return {"tools": list(self.tools)} if self.tools else {}
 
 
-class Environment(ABC):
-    """One episode. It is made for one rollout and thrown away after it, so it may keep any
-    state."""
-
-    metadata: Mapping[str, Any] = MappingProxyType({})
-    """What rewards may know of the episode; set another one in `__init__`."""
-    turn_reward: float | None = None
-    """The reward of the turn that `step` has just taken; it is taken over after each step."""
-
-    @abstractmethod
-    async def step(self, text: str) -> Messages | None:
-        """Take the text of the policy's turn; return the messages that answer it, or None when the
-        episode is over.
-
-        Any exception ends this episode as a recorded error.
-        """
-
-
-class SingleTurn(Environment):
-    """One question, one answer."""
-
-    async def step(self, text: str) -> Messages | None:
-        return None
-
-
 class EnvironmentSource(ABC):
-    """Tasks and environments of one [[environments]] entry. `name` is unique in a run and part
-    of every group id."""
+    """Tasks of one [[environments]] entry, and how their episodes are played: in one turn, where
+    `play` is not overridden. `name` is unique in a run and part of every group id."""
 
     # set for each source by a run that trains
     progress: Callable[[], TrainingProgress] = TrainingProgress
@@ -173,9 +144,16 @@ class EnvironmentSource(ABC):
     """What learns beside the policy from this environment's groups."""
 
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
+        """Raises ConfigError: the class has a method `environment`, which nothing calls."""
         self.config = config
         self.seed = seed
         self.name = name or config.name
+        if callable(getattr(type(self), "environment", None)):
+            raise ConfigError(
+                f"environments: {self.name}: {type(self).__name__}.environment is never called: an"
+                " EnvironmentSource plays one turn; for several write a BaseEnvironment"
+                " (docs/your_environment.md)"
+            )
         self._ends_episodes = False  # it has ended one
 
     @property
@@ -187,7 +165,10 @@ class EnvironmentSource(ABC):
     @property
     def how_to_end(self) -> str:
         """Say what has not ended an episode, and what would."""
-        return "step() returned messages each time: return None when the episode is over"
+        return (
+            "each answer was a call of a tool, or play() asked again: lower tools.max_rounds, or"
+            " let play() end"
+        )
 
     def note_turn(self, episode: Episode) -> None:
         """Warn once of an environment that has ended no episode yet, when one has many turns."""
@@ -212,10 +193,6 @@ class EnvironmentSource(ABC):
     def task(self, index: int, split: Split = "train") -> Task:
         """Return task number `index` of a split: a pure function of configuration, seed, index
         and split."""
-
-    def environment(self, task: Task) -> Environment:
-        """Return a fresh environment for one rollout of `task`."""
-        return SingleTurn()
 
     def attach(self, inference: PolicyInference) -> None:
         """Take the run's engine, once it is there, for environments and rewards that generate."""
@@ -316,34 +293,6 @@ class EnvironmentSource(ABC):
         return shown
 
     async def play(self, episode: Episode, task: Task, max_steps: int) -> None:
-        """Play one episode to its end."""
-        environment = episode.played = self.environment(task)
-        prompt, options = task.opening, {} if self.tools is not None else task.options
-        for _ in range(max_steps):
-            completion = await episode.turn(prompt, **options)
-            self.note_turn(episode)
-            answer = await _answer(environment, completion.text)
-            episode.take_turn_reward(environment)
-            if answer is None or completion.finish_reason == "length":
-                return
-            if isinstance(prompt, str):
-                prompt += completion.text + "".join(turn["content"] for turn in answer)
-            else:
-                prompt = (*prompt, {"role": "assistant", "content": completion.text}, *answer)
-        episode.cut = True
-
-
-async def _answer(environment: Environment, text: str) -> Sequence[Mapping[str, str]] | None:
-    what = f"{type(environment).__name__}.step"
-    with user_code(what, RolloutRejectedError):
-        awaitable = environment.step(text)
-        if not inspect.isawaitable(awaitable):
-            raise RolloutRejectedError(f"{what} is a plain function; it has to be async")
-        answer = await awaitable
-    if answer is None or (
-        isinstance(answer, tuple | list) and all(isinstance(turn, Mapping) for turn in answer)
-    ):
-        return answer
-    raise RolloutRejectedError(
-        f"{what} returned {answer!r}: expected a tuple of messages, or None at the end"
-    )
+        """Play one episode to its end, in at most `max_steps` steps: here one question and one
+        answer."""
+        await episode.turn(task.opening, **({} if self.tools is not None else task.options))

@@ -340,14 +340,14 @@ class EpisodePolicy:
 
 
 class Played(Protocol):
-    """The `State` or `Environment` of an episode, whose metadata rewards see."""
+    """The `State` of an episode, or the like of a source: rewards see its metadata."""
 
     @property
     def metadata(self) -> Mapping[str, Any]: ...
 
 
 class RewardsTurn(Protocol):
-    """The `State` or `Environment` of an episode, which may hold the reward of its last turn."""
+    """The `State` of an episode, or the like: it may hold the reward of the last turn."""
 
     turn_reward: float | None
 

@@ -190,7 +190,6 @@ def _user_class(config: EnvironmentConfig) -> Callable[..., EnvironmentSource]:
     if inspect.iscoroutinefunction(cls.task):
         raise ConfigError(f"{what}.task is async; it has to be a plain function")
     check_call(inspect.signature(cls.task), ("self", "index", "split"), f"{what}.task")
-    check_call(inspect.signature(cls.environment), ("self", "task"), f"{what}.environment")
     check_call(inspect.signature(cls), ("config",), what, keywords=("seed", "name"))
     if wrong := config.model_dump(include=set(SCORING_KEYS), exclude_defaults=True):
         raise ConfigError(

@@ -3,43 +3,47 @@
     LearnedReward.fit(trajectories, labels).save("reward.json")  →  rewards = ["builtin:learned"]
 
 Features: how often each tool was called and how often calls succeeded, lengths, steps, and the
-answer's words and pairs of words, hashed. The fit is iteratively reweighted least squares (Newton's
-method) with an L2 penalty: its result depends only on the data.
+answer's words and pairs of words, hashed. scikit-learn fits it, with an L2 penalty: the result
+depends only on the data.
 """
 
 import itertools
-import json
 import math
 import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.part_tools import Scores, to_binary
+from mlx_parallm.system.packages import require
+from mlx_parallm.system.validation import faults
 from mlx_parallm.types import Trajectory
 
 LEAST_OF_EACH = 10
 LEAST_USES = 3  # of a tool that becomes a feature
-BUCKETS = 256
+BUCKETS: Final = 256
 COUNTED = ("calls", "success", "characters", "words", "steps", "spent", "truncated")
-ITERATIONS, TOLERANCE, SMALLEST_STEP = 100, 1e-13, 1e-4
+TOLERANCE = 1e-10  # of the mean loss's gradient
 WORD = re.compile(r"\w+|[^\w\s]")
 
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class LearnedReward:
+class LearnedReward(BaseModel):
     """`score` → the probability of a good label. All lists have one entry for each feature:
     COUNTED, the tools, the buckets of words."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    format: Literal[1]
+    buckets: Literal[256]
     tools: tuple[str, ...]
     mean: tuple[float, ...]
     scale: tuple[float, ...]
@@ -55,9 +59,12 @@ class LearnedReward:
         """Minimises the sum of the log losses + l2/2 · |weights|² (the bias is free). All features
         but the words are standardised.
 
-        Raises ConfigError: fewer than 10 good or 10 bad labels, or not one label for each
-        trajectory.
+        Raises ConfigError: fewer than 10 good or 10 bad labels, not one label for each trajectory,
+        or no scikit-learn.
         """
+        require("a reward that is fitted to labels", "sklearn")
+        from sklearn.linear_model import LogisticRegression
+
         if len(labels) != len(trajectories):
             raise ConfigError(
                 f"learned reward: {len(labels)} labels for {len(trajectories)} trajectories"
@@ -78,9 +85,28 @@ class LearnedReward:
         mean, scale = rows.mean(axis=0), rows.std(axis=0)
         mean[counted:], scale[counted:] = 0.0, 1.0  # rare words scaled up would be learned by heart
         scale[scale == 0] = 1.0
-        weights, bias = _newton((rows - mean) / scale, np.asarray(labels, np.float64), l2)
-        lists = [tuple(map(float, values)) for values in (mean, scale, weights)]
-        return cls(tools, lists[0], lists[1], lists[2], bias, positive, negative)
+        fitted = LogisticRegression(
+            C=1 / l2 if l2 else np.inf, solver="newton-cholesky", tol=TOLERANCE
+        )
+        fitted.fit((rows - mean) / scale, np.asarray(labels, bool))
+        return cls(
+            format=1,
+            buckets=BUCKETS,
+            tools=tools,
+            mean=mean.tolist(),
+            scale=scale.tolist(),
+            weights=fitted.coef_[0].tolist(),
+            bias=float(fitted.intercept_[0]),
+            positive=positive,
+            negative=negative,
+        )
+
+    @model_validator(mode="after")
+    def _one_number_for_each_feature(self) -> "LearnedReward":
+        size = len(COUNTED) + len(self.tools) + BUCKETS
+        if {len(self.mean), len(self.scale), len(self.weights)} != {size}:
+            raise ValueError(f"its lists should have {size} numbers")
+        return self
 
     def score(self, trajectory: Trajectory) -> float:
         """0 to 1."""
@@ -90,26 +116,18 @@ class LearnedReward:
         return _sigmoid(float(features @ np.asarray(self.weights)) + self.bias)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps({"format": 1, "buckets": BUCKETS, **asdict(self)}) + "\n")
+        Path(path).write_text(self.model_dump_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "LearnedReward":
         """Read what `save` wrote. Raises ConfigError: the file cannot be read or is of another
         version."""
         try:
-            data = json.loads(Path(path).read_text())
-            if (data.pop("format"), data.pop("buckets")) != (1, BUCKETS):
-                raise ValueError("of another version")
-            values: dict[str, Any] = {
-                n: tuple(v) if isinstance(v, list) else v for n, v in data.items()
-            }
-            model = cls(**values)
-            size = len(COUNTED) + len(model.tools) + BUCKETS
-            if {len(model.mean), len(model.scale), len(model.weights)} != {size}:
-                raise ValueError(f"its lists should have {size} numbers")
-        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ConfigError(f"learned reward: {path} cannot be read as one: {error}") from error
-        return model
+            return cls.model_validate_json(Path(path).read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"learned reward: {path} cannot be read as one: {faults(error)}"
+            ) from error
 
 
 def learned(*, path: str, threshold: float | None = None) -> Callable[..., Any]:
@@ -146,35 +164,6 @@ def _features(trajectory: Trajectory, tools: Sequence[str]) -> Floats:
         used[tool] / len(calls) if calls else 0.0 for tool in tools
     ]
     return np.concatenate([dense, np.log1p(buckets)])
-
-
-def _newton(rows_N_F: Floats, labels_N: Floats, l2: float) -> tuple[Floats, float]:
-    """Weights and bias. Steps are halved until the loss falls, so that it converges from
-    anywhere (it is convex)."""
-    design = np.column_stack([rows_N_F, np.ones(len(rows_N_F))])  # [N, F + 1]
-    penalty = np.append(np.full(rows_N_F.shape[1], l2), 0.0)
-    weights = np.zeros(design.shape[1])
-
-    def loss(at: Floats) -> float:
-        logits = design @ at
-        return float(
-            np.logaddexp(0, logits).sum() - labels_N @ logits + (penalty * at * at).sum() / 2
-        )
-
-    for _ in range(ITERATIONS):
-        good = 1 / (1 + np.exp(-np.clip(design @ weights, -500, 500)))
-        gradient = design.T @ (good - labels_N) + penalty * weights
-        hessian = (design.T * (good * (1 - good))) @ design + np.diag(penalty + 1e-12)
-        step = np.linalg.solve(hessian, gradient)
-        # of the loss, twice what is left of it
-        fall, before = float(gradient @ step), loss(weights)
-        if fall <= TOLERANCE * (1 + before):
-            break
-        share = 1.0
-        while loss(weights - share * step) > before - share * fall / 10 and share > SMALLEST_STEP:
-            share /= 2
-        weights = weights - share * step
-    return weights[:-1], float(weights[-1])
 
 
 def _sigmoid(value: float) -> float:

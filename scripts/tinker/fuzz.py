@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 from google.protobuf.message import DecodeError
 
-from mlx_parallm.faces.tinker.wire import PROTOBUF, leading_number, message
+from mlx_parallm.faces.tinker import wire_pb2
+from mlx_parallm.faces.tinker.wire import PROTOBUF, leading_number
 from mlx_parallm.system.log import configure_logging
 from tests.tinker.serving import API, WireClient, request_of, tinker_server
 
@@ -48,7 +49,7 @@ def changed(rng, body, head):
 
 def with_other_fields(rng, body):
     """Still protobuf, with a few fields changed anywhere below `data` and the loss."""
-    request = message("ForwardBackwardRequest")
+    request = wire_pb2.ForwardBackwardRequest()
     request.ParseFromString(body)
     for _ in range(rng.choice((1, 1, 2, 5))):
         change_field(
@@ -91,7 +92,7 @@ def read(body, model):
 
     Of a body that is not, the server takes the beginning (`leading_number`).
     """
-    request = message("ForwardBackwardRequest")
+    request = wire_pb2.ForwardBackwardRequest()
     try:
         request.ParseFromString(body)
         number_of, is_protobuf = (request.model_id, request.seq_id), True

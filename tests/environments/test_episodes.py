@@ -5,12 +5,15 @@ import re
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.base import Environment, EnvironmentSource, Task
+from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.episode import EpisodePolicy, TurnRequest
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
+from mlx_parallm.environments.state import BaseEnvironment, State
+from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.errors import EngineUnavailableError, RolloutRejectedError
 from mlx_parallm.rewards.base import exact_match
+from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.types import Structure
 from tests.environments.scripted_client import ScriptedClient, finished
@@ -25,21 +28,24 @@ class Echo(EnvironmentSource):
         return Task(f"say/{index}", messages, exact_match(str(index)), str(index))
 
 
-class Persistent(Environment):
-    """Asks again, once, when the answer is wrong; remembers, so it must be made anew for each
-    rollout."""
+class Persistent(BaseEnvironment):
+    """Asks again, once, when the answer is wrong."""
 
-    def __init__(self):
-        self.asked = 0
+    def reset(self, index=0):
+        return State([{"role": "user", "content": f"Say {index}"}], metadata={"answer": str(index)})
 
-    async def step(self, text):
-        self.asked += 1
-        return ({"role": "user", "content": "Again."},) if self.asked == 1 and text != "3" else None
+    def update_state(self, state, response):
+        state = super().update_state(state, response)
+        state.done = state.step_count == 2 or response == "3"
+        answered = {"role": "assistant", "content": response}
+        state.prompt = [*state.prompt, answered, {"role": "user", "content": "Again."}]
+        return state
 
 
-class TwoTurns(Echo):
-    def environment(self, task):
-        return Persistent()
+def two_turns():
+    config = EnvironmentConfig(kind="echo", name="echo", rewards=("builtin:answer_match",))
+    rewards = RewardFunctions.from_config(config, columns=None)
+    return StateSource(config, Persistent, seed=0, rewards=rewards)
 
 
 def source(kind=Echo, **fields):
@@ -153,8 +159,7 @@ async def test_several_turns_are_token_exact(tokenizer):
         return "3" if "/" in request.request_id or choice == 1 else "4"
 
     client = ScriptedClient(tokenizer, answer)
-    built = source(TwoTurns)
-    [result] = await runner(tokenizer, client).run([plan(built)])
+    [result] = await runner(tokenizer, client).run([plan(two_turns())])
     long, short = result.group.rollouts
     assert (long.reward, short.reward) == (1.0, 1.0)
     first, second = client.requests
@@ -182,7 +187,7 @@ async def test_a_template_that_rewrites_history_opens_another_segment():
     client = ScriptedClient(
         tokenizer, lambda request, _: ("3") if "/" in request.request_id else "<think>Hm.</think>4"
     )
-    [result] = await runner(tokenizer, client).run([plan(source(TwoTurns), size=1)])
+    [result] = await runner(tokenizer, client).run([plan(two_turns(), size=1)])
     [rollout] = result.group.rollouts
     [first], second = rollout.earlier, rollout
     assert client.requests[0].prompt_token_ids == first.tokens[: first.mask.index(1)]
@@ -202,7 +207,7 @@ async def test_a_template_that_rewrites_history_opens_another_segment():
         for s in rollout.segments
     ]
     assert sampled == ["<think>Hm.</think>4<|im_end|>", "3<|im_end|>"]
-    assert (first.scores, second.scores) == ({}, {"reward": 1.0})
+    assert (first.scores, second.reward) == ({}, 1.0)
     assert rollout.sampled_tokens == first.sampled_tokens + 2
     check_group(result.group, vocab_size=tokenizer.vocab_size, max_token_length=256)
 
@@ -214,9 +219,7 @@ async def test_an_episode_of_many_turns_ends_at_the_length_limit(tokenizer, rewr
     client = ScriptedClient(tokenizer, lambda *_: text)
     turns = [{"role": "user", "content": "Say 3"}, {"role": "assistant", "content": "4"}]
     longest = len(tokenizer.render_chat([*turns, {"role": "user", "content": "Again."}]))
-    [result] = await runner(tokenizer, client, max_token_length=longest).run(
-        [plan(source(TwoTurns))]
-    )
+    [result] = await runner(tokenizer, client, max_token_length=longest).run([plan(two_turns())])
     assert (result.failure, len(client.requests)) == (None, 1)
     for rollout in result.group.rollouts:
         assert (rollout.stop_reason, rollout.earlier) == ("length", ())
@@ -256,10 +259,6 @@ async def test_environment_and_reward_errors_are_recorded_results(tokenizer):
 
         return function
 
-    class Bad(Environment):
-        async def step(self, text):
-            raise OSError("tool is gone")
-
     def rewarded(reward):
         return {
             "task": lambda self, index, split="train": dataclasses.replace(
@@ -272,7 +271,6 @@ async def test_environment_and_reward_errors_are_recorded_results(tokenizer):
     for methods in (
         {"task": raises(RuntimeError("no more problems"))},
         {"task": lambda self, index, split="train": {"messages": []}},
-        {"environment": lambda self, task: Bad()},
         rewarded(raises(ZeroDivisionError("division by zero"))),
         rewarded(lambda responses: [1.0 for _ in responses]),
     ):
@@ -283,38 +281,9 @@ async def test_environment_and_reward_errors_are_recorded_results(tokenizer):
     assert reasons == [
         ("RuntimeError: no more problems", 0),
         ("BadTask.task returned {'messages': []}, not a Task", 0),
-        (f"Bad.step: {__file__}, line N: OSError: tool is gone", 2),
         ("reward: ZeroDivisionError: division by zero", 2),
         ('reward: the reward returned 1.0 for a trajectory; expected {"reward": number}', 2),
     ]
-
-
-@pytest.mark.parametrize(
-    ("step", "failure"),
-    [
-        ("No.", "Bad.step returned 'No.': expected a tuple of messages, or None at the end"),
-        (
-            {"role": "user", "content": "No."},
-            "Bad.step returned {.*}: expected a tuple of messages",
-        ),
-        (lambda self, text: None, "Bad.step is a plain function; it has to be async"),
-        # not ours: it would end the thread of the environments unheard
-        (asyncio.CancelledError(), "CancelledError"),
-        (SystemExit(3), r"Bad.step: .*test_episodes.py, line \d+: SystemExit: 3"),
-    ],
-)
-async def test_a_step_that_does_not_keep_to_its_form_is_told_in_words(tokenizer, step, failure):
-    async def returns(self, text):
-        if isinstance(step, BaseException):
-            raise step
-        return step
-
-    bad = type("Bad", (Environment,), {"step": step if callable(step) else returns})
-    kind = type("BadTurns", (Echo,), {"environment": lambda self, task: bad()})
-    [result] = await runner(tokenizer, ScriptedClient(tokenizer, lambda *_: "4")).run(
-        [plan(source(kind))]
-    )
-    assert re.match(failure, result.failure)
 
 
 async def test_a_cancelled_run_ends_its_episodes(tokenizer):
@@ -335,12 +304,9 @@ async def test_a_timeout_aborts_the_request_and_is_a_recorded_result(tokenizer):
 
 async def test_a_slow_environment_times_out_on_its_own(tokenizer):
     class Slow(Echo):
-        def environment(self, task):
-            class Hang(Environment):
-                async def step(self, text):
-                    await asyncio.Event().wait()
-
-            return Hang()
+        async def play(self, episode, task, max_steps):
+            await super().play(episode, task, max_steps)
+            await asyncio.Event().wait()
 
     client = ScriptedClient(tokenizer, lambda *_: "3")
     slow, quick = source(Slow, timeout_s=0.02), source()

@@ -68,6 +68,13 @@ class Careless(CountingItself):
 ALL = [Counting, CountingItself, CountingAsync]
 
 
+def raising(error):
+    def update_state(self, state, response):
+        raise error
+
+    return update_state
+
+
 def source(environment, rewards=None, **fields):
     config = EnvironmentConfig(kind="own", name="own", **{"prompt_format": "text", **fields})
     return StateSource(config, lambda: environment, seed=0, rewards=rewards)
@@ -417,6 +424,9 @@ async def test_length_and_stop_strings_may_be_a_turns_own(tokenizer):
             {"step": lambda self, state: next(iter([]))},
             "Bad.step: FILE: RuntimeError: StopIteration:",
         ),
+        # not ours: it would end the thread of the environments unheard
+        ({"update_state": raising(asyncio.CancelledError())}, "CancelledError"),
+        ({"update_state": raising(SystemExit(3))}, "Bad.update_state: FILE: SystemExit: 3"),
     ],
 )
 async def test_what_goes_wrong_is_a_recorded_result(tokenizer, warned, attributes, failure):

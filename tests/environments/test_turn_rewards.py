@@ -5,17 +5,13 @@ import re
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.base import Environment
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.rollout_store.checks import check_group
 from tests.environments.scripted_client import ScriptedClient
 from tests.environments.templates import QWEN3, with_template
-from tests.environments.test_episodes import Echo
 from tests.environments.test_state_episodes import InEpisode, played, source
 
 
@@ -67,17 +63,6 @@ class Unasked(Digits):
     def step(self, state):
         state.turn_reward = 1.0
         return state
-
-
-class Game(Environment):
-    async def step(self, text):
-        self.turn_reward = float(text)
-        return None if text == "3" else ({"role": "user", "content": "More."},)
-
-
-class Games(Echo):
-    def environment(self, task):
-        return Game()
 
 
 def of_turns(body: str, tmp_path, *names: str, weights=(), method="absolute") -> RewardFunctions:
@@ -148,16 +133,6 @@ async def test_a_step_that_asks_twice(tokenizer):
     built = source(Twice(InEpisode()), RewardFunctions.none())
     [rollout] = checked(await played(tokenizer, client, built, size=1))
     assert rollout.turn_rewards == (0, 1, 0, 2)
-
-
-async def test_an_environment_of_a_source_reports_it_too(tokenizer):
-    """Its own reward, 1 for the answer 3, is added to 1 + 2 + 3."""
-    client = saying(tokenizer, "1", "2", "3")
-    config = EnvironmentConfig(kind="own", name="own")
-    plan = GroupPlan("own-0-3", Games(config, seed=0), 3, 1, seed=1)
-    policy = EpisodePolicy(client, tokenizer, temperature=1.0, max_token_length=256)
-    [rollout] = checked((await EpisodeRunner(policy).run([plan]))[0])
-    assert (rollout.turn_rewards, rollout.reward) == ((1, 2, 3), 7)
 
 
 @pytest.mark.parametrize(

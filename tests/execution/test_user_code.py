@@ -161,6 +161,8 @@ class Fails(Good):
     def __init__(self, config, *, seed, name=None):
         raise OSError("no disk")
 class Other: ...
+class Several(Good):
+    def environment(self, task): ...
 """
 
 
@@ -186,6 +188,11 @@ def test_an_environment_of_ones_own(tmp_path: Path) -> None:
         ("Later", "task is async"),
         ("NoSeed", r"takes \(config\), but it is called with \(config, seed=…, name=…\)"),
         ("Fails", r"env\.py, line 19: OSError: no disk"),
+        (
+            "Several",
+            "Several: Several.environment is never called: an EnvironmentSource plays one turn;"
+            " for several write a BaseEnvironment",
+        ),
         ("Other", "is a subclass neither of mlx_parallm.environments.state.BaseEnvironment nor of"),
     ],
 )

@@ -252,7 +252,8 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
         "run_name": name.replace(" ", "_").replace(",", ""),
     }
     if provocation.environment:
-        kind = f"python:{Path(__file__).with_name('scripted_environment.py')}:Scripted"
+        scripted = "Endless" if provocation.environment == "endless" else "Scripted"
+        kind = f"python:{Path(__file__).with_name('scripted_environment.py')}:{scripted}"
         entry = {"kind": kind, "name": provocation.environment, "group_size": 4, "max_tokens": 8}
         if provocation.environment == "tasks":
             entry |= {"kind": "tasks", "name": "sort"}

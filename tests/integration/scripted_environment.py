@@ -6,15 +6,10 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_parallm.environments.base import (
-    Environment,
-    EnvironmentSource,
-    Messages,
-    SingleTurn,
-    Split,
-    Task,
-)
+from mlx_parallm.environments.base import EnvironmentSource, Split, Task
+from mlx_parallm.environments.episode import Episode
 from mlx_parallm.environments.kinds.tasks import make_problem
+from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.rewards.base import verifier
 from mlx_parallm.types import Trajectory
 
@@ -40,24 +35,25 @@ def unused_part(responses: Sequence[Trajectory]) -> list[dict[str, float]]:
     return [{"reward": score, "rewards/noise": score, "rewards/used_tool": 0.0} for score in scores]
 
 
-class Late(Environment):
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    async def step(self, text: str) -> Messages | None:
-        await asyncio.sleep(self._seconds)
-        return None
-
-
-class Endless(Environment):
+class Endless(BaseEnvironment):
     """Has always something more to say."""
 
-    async def step(self, text: str) -> Messages | None:
-        return ({"role": "user", "content": "Go on."},)
+    rewards_turns = True
+
+    def reset(self, index: int = 0) -> State:
+        return State([*make_problem("sort", index, seed=0, split="train").messages])
+
+    def update_state(self, state: State, response: str) -> State:
+        asked = self.build_prompt(state)
+        state = super().update_state(state, response)
+        state.turn_reward = noise(response)
+        answered = {"role": "assistant", "content": response}
+        state.prompt = [*asked, answered, {"role": "user", "content": "Go on."}]
+        return state
 
 
 class Scripted(EnvironmentSource):
-    """Options: `silence_s`, how long the environments of "late" and "silent" do not answer."""
+    """Options: `silence_s`, how long the episodes of "late" and "silent" go on after the answer."""
 
     def task(self, index: int, split: Split = "train") -> Task:
         problem = make_problem("sort", index, seed=self.seed, split=split)
@@ -68,13 +64,13 @@ class Scripted(EnvironmentSource):
         )
         return Task(f"{index}", self.open_with(problem.messages), reward)
 
-    def environment(self, task: Task) -> Environment:
-        if self.config.name == "endless":
-            return Endless()
+    async def play(self, episode: Episode, task: Task, max_steps: int) -> None:
+        await super().play(episode, task, max_steps)
         index = int(task.key)
         silent = self.config.name == "silent" and index >= GROUPS_BEFORE
         late = self.config.name == "late" and index == GROUPS_BEFORE
-        return Late(float(self.config.options["silence_s"])) if silent or late else SingleTurn()
+        if silent or late:
+            await asyncio.sleep(float(self.config.options["silence_s"]))
 
     def _reward(self, index: int, text: str, word: str) -> float:
         rewards: dict[str, Any] = {

@@ -273,6 +273,20 @@ def test_without_llama_cpp_it_says_so_at_the_start(
     )
 
 
+def test_a_reward_of_labels_needs_scikit_learn_from_the_start(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_parallm.system.packages.is_installed", lambda name: name != "sklearn")
+    options = check_options(
+        PipelineOptions((place / "traces.jsonl",), "builtin:tiny", type="f16", method="grpo")
+    )
+    with (
+        closing(WorkDirectory(place / "work")) as work,
+        pytest.raises(ConfigError, match=r"needs the package scikit-learn: .*\[traces\]"),
+    ):
+        Stages(options, detect_hardware(CPU_ONLY), work).check_requirements()
+
+
 def test_a_stage_that_fails_stands_in_the_results_and_the_report(place: Path) -> None:
     messages = [{"role": "user", "content": "Reverse: ab"}, {"role": "assistant", "content": "ba"}]
     collected = place / "rl_traces"

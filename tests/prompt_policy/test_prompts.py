@@ -1,10 +1,12 @@
 """Embeddings, classifier, mutations, reward model, judge loop."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn.linear_model import Ridge
 
 from mlx_parallm.errors import ConfigError, EndpointError
 from mlx_parallm.systems.prompt_policy.app import make_deps
@@ -179,6 +181,16 @@ def test_the_reward_model_ranks_held_out_ratings_and_does_not_saturate() -> None
     assert np.std(scores) > 0.05 and max(scores) < 0.98
 
 
+def test_the_reward_model_is_scikit_learns_ridge() -> None:
+    texts_N, ratings_N = rated_texts(rated_prompts())
+    model = RewardModel.fit(texts_N, ratings_N, ridge=3.0)
+    rows = np.array([list(features(text).values()) for text in texts_N])
+    share = np.clip((np.array(ratings_N) - 1) / 4, 0.03, 0.97)
+    fitted = Ridge(alpha=3.0).fit((rows - model.mean) / model.scale, np.log(share / (1 - share)))
+    assert model.weights == pytest.approx(fitted.coef_.tolist(), abs=1e-9)
+    assert model.bias == pytest.approx(fitted.intercept_, abs=1e-9)
+
+
 def test_a_reward_model_is_saved_and_its_errors_say_what_is_wrong(tmp_path: Path) -> None:
     model = default_reward_model()
     model.save(tmp_path / "model.json")
@@ -193,8 +205,13 @@ def test_a_reward_model_is_saved_and_its_errors_say_what_is_wrong(tmp_path: Path
     with pytest.raises(ConfigError, match="ratings go from 1 to 5"):
         RewardModel.fit(["a"] * 10, [7.0] * 10)
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is not a reward model"):
+    with pytest.raises(ConfigError, match="is not a reward model: names: Field required; mean: F"):
         RewardModel.load(tmp_path / "other.json")
+    values = json.loads((tmp_path / "model.json").read_text())
+    for change in ({"weights": [0.0]}, {"names": ["a", *values["names"][1:]]}):
+        (tmp_path / "other.json").write_text(json.dumps(values | change))
+        with pytest.raises(ConfigError, match="was fitted with other features"):
+            RewardModel.load(tmp_path / "other.json")
 
 
 def test_a_person_corrects_the_judge(tmp_path: Path) -> None:

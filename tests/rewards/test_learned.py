@@ -1,5 +1,4 @@
-"""The learned reward: the fit against a closed form, and what it learns from constructed
-episodes."""
+"""The learned reward: the fit by its gradient, and what it learns from constructed episodes."""
 
 import json
 import math
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.learned import LearnedReward, _newton
+from mlx_parallm.rewards.learned import BUCKETS, LearnedReward, _features
 from mlx_parallm.rewards.parts import PARTS
 from mlx_parallm.types import Rollout, Trajectory
 
@@ -48,31 +47,20 @@ def auc(scores, labels):
     return sum((g > b) + (g == b) / 2 for g in good for b in bad) / (len(good) * len(bad))
 
 
-def test_one_yes_or_no_feature_has_a_closed_form():
-    """30 of 40 good where it is 1, 5 of 20 where it is 0: the log-odds, ln 3 and ln 1/3."""
-    rows = np.array([[1.0]] * 40 + [[0.0]] * 20)
-    labels = np.array([1.0] * 30 + [0.0] * 10 + [1.0] * 5 + [0.0] * 15)
-    weights, bias = _newton(rows, labels, l2=1e-9)
-    assert (weights[0], bias) == pytest.approx((math.log(9), math.log(1 / 3)), abs=1e-5)
-
-
-def test_the_penalty_holds_where_the_classes_can_be_told_apart():
-    """Gradient of the penalised loss is zero at the result, by central differences."""
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(60, 4))
-    labels = (rows[:, 0] > 0).astype(float)
-    weights, bias = _newton(rows, labels, l2=1.0)
-
-    def loss(at):
-        logits = rows @ at[:-1] + at[-1]
-        return np.sum(np.log1p(np.exp(-np.where(labels == 1, logits, -logits)))) + 0.5 * np.sum(
-            at[:-1] ** 2
-        )
-
-    at = np.append(weights, bias)
-    for direction in np.eye(5):
-        assert abs(loss(at + 1e-5 * direction) - loss(at - 1e-5 * direction)) / 2e-5 < 1e-5
-    assert np.abs(weights).max() < 10
+@pytest.mark.parametrize("l2", [0.1, 1.0, 8.0])
+def test_the_fit_is_the_least_of_the_penalised_loss(l2):
+    """The loss is convex, so its least is where its gradient is 0: Σ (p - y) x + l2 · w for the
+    weights, Σ (p - y) for the bias."""
+    rows, labels = episodes(80, seed=9)
+    model = LearnedReward.fit(rows, labels, l2=l2)
+    features_N_F = np.stack([_features(row, model.tools) for row in rows])
+    standardised_N_F = (features_N_F - model.mean) / model.scale
+    counted = len(model.mean) - BUCKETS
+    assert standardised_N_F[:, :counted].mean(axis=0) == pytest.approx(np.zeros(counted), abs=1e-12)
+    assert (standardised_N_F[:, counted:] == features_N_F[:, counted:]).all()
+    errors_N = np.array([model.score(row) for row in rows]) - labels
+    assert abs(errors_N.sum()) < 1e-6
+    assert np.abs(errors_N @ standardised_N_F + l2 * np.array(model.weights)).max() < 1e-6
 
 
 def test_held_out_episodes_are_told_apart(tmp_path):
@@ -105,15 +93,21 @@ def test_ten_of_each_label_are_needed():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"format": 2}, {"buckets": 8}, {"weights": [0.0]}, {"other": 1}],
-    ids=lambda change: next(iter(change)),
+    ("change", "fault"),
+    [
+        ({"format": 2}, "format: Input should be 1"),
+        ({"buckets": 8}, "buckets: Input should be 256"),
+        ({"weights": [0.0]}, "its lists should have 265 numbers"),
+        ({"weights": ["x"]}, "weights.0: Input should be a valid number"),
+        ({"bias": math.nan}, "bias: Input should be a finite number"),
+        ({"other": 1}, "other: Extra inputs are not permitted"),
+    ],
 )
-def test_a_file_that_is_something_else(tmp_path, change):
+def test_a_file_that_is_something_else(tmp_path, change, fault):
     file = tmp_path / "reward.json"
     LearnedReward.fit(*episodes(60, seed=5)).save(file)
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ConfigError, match=r"reward\.json cannot be read"):
+    with pytest.raises(ConfigError, match=rf"reward\.json cannot be read as one: {fault}"):
         PARTS["learned"](path=str(file))
 
 

@@ -258,33 +258,21 @@ async def test_a_turn_is_one_request_and_records_the_tokens_that_the_endpoint_na
 
 
 ENVIRONMENTS = """
-from mlx_parallm.environments.base import Environment, EnvironmentSource, Task
 from mlx_parallm.environments.state import BaseEnvironment, State
 
-class Again(Environment):
-    turns = 0
-    async def step(self, text):
-        self.turns += 1
-        return ({'role': 'user', 'content': 'again'},) if self.turns == 1 else None
-
-class TwoTurns(EnvironmentSource):
-    def task(self, index, split='train'):
-        reward = lambda group: [{'reward': float(one.text == 'second')} for one in group]
-        return Task(f'k{index}', ({'role': 'user', 'content': 'hello'},), reward)
-
-    def environment(self, task):
-        return Again()
-
-class AsksItself(BaseEnvironment):
+class TwoTurns(BaseEnvironment):
     def reset(self, *, index=0):
         return State([{'role': 'user', 'content': 'hello'}], metadata={'answer': 'second'})
 
-    def step(self, state):
-        [text] = self.inference.generate([state.prompt])
+    def update_state(self, state, text):
         state.add_turn('', text)
         state.prompt = [*state.prompt, {'role': 'assistant', 'content': text}, {'role': 'user', 'content': 'again'}]
         state.done = state.step_count == 2
         return state
+
+class AsksItself(TwoTurns):
+    def step(self, state):
+        return self.update_state(state, self.inference.generate([state.prompt])[0])
 """
 
 
@@ -293,9 +281,10 @@ async def test_a_second_turn_holds_the_first(tmp_path: Path, kind: str) -> None:
     """Played by the runner of the engine's environments, also where the environment asks by
     itself."""
     (tmp_path / "two_turns.py").write_text(ENVIRONMENTS)
-    rewards = ("builtin:answer_match",) if kind == "AsksItself" else ()
     config = EnvironmentConfig(
-        kind=f"python:{tmp_path}/two_turns.py:{kind}", name="two", rewards=rewards
+        kind=f"python:{tmp_path}/two_turns.py:{kind}",
+        name="two",
+        rewards=("builtin:answer_match",),
     )
     problems = draw_problems(build_sources([config], seed=0), 1)
     endpoint = Endpoint(chat("first"), chat("second"))

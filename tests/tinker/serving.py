@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.engine.starting import start_engine
-from mlx_parallm.faces.tinker import wire
+from mlx_parallm.faces.tinker import wire, wire_pb2
 from mlx_parallm.faces.tinker.part import TinkerPart
 from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.system.turns import Turns
@@ -80,7 +80,7 @@ def request_of(
     **fields: Any,
 ) -> bytes:
     """A ForwardBackwardRequest; a datum is {"tokens", "target_tokens", other inputs}."""
-    request = wire.message("ForwardBackwardRequest")
+    request = wire_pb2.ForwardBackwardRequest()
     request.model_id, request.seq_id, request.loss_fn = model_id, seq_id, loss
     request.forward_only = fields.pop("forward_only", False)
     for key, value in fields.pop("config", {}).items():
@@ -148,7 +148,7 @@ class WireClient:
 
     def output(self, promise: Mapping[str, Any]) -> Any:
         """A ForwardBackwardOutput."""
-        message = wire.message("ForwardBackwardOutput")
+        message = wire_pb2.ForwardBackwardOutput()
         body = self.result(promise)
         assert isinstance(body, bytes), body
         message.ParseFromString(body)
@@ -183,7 +183,7 @@ class WireClient:
 
     def samples(self, promise: Mapping[str, Any]) -> Any:
         """A SampleResponse."""
-        message = wire.message("SampleResponse")
+        message = wire_pb2.SampleResponse()
         body = self.result(promise)
         assert isinstance(body, bytes), body
         message.ParseFromString(body)

@@ -2,14 +2,17 @@
 RequestError."""
 
 import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.faces.tinker import wire
+from mlx_parallm.faces.tinker import wire, wire_pb2
 from mlx_parallm.faces.tinker.data import DatumLimits, read_batch
 from tests.tinker.serving import request_of
 
@@ -39,6 +42,40 @@ def test_a_request_is_read_exactly() -> None:
     assert datum.spans == (wire.Span("", 0, 2), wire.Span("abc-1", 4, 1))
 
 
+def statements(file: Any) -> Iterator[str]:
+    """Yield the lines of a .proto without its comments."""
+    yield from (f'syntax = "{file.syntax}";', f"package {file.package};")
+    for message in file.message_type:
+        entries, within = {entry.name: entry for entry in message.nested_type}, ""
+        yield f"message {message.name} {{"
+        for field in message.field:
+            has_oneof = field.HasField("oneof_index")
+            oneof = message.oneof_decl[field.oneof_index].name if has_oneof else ""
+            if oneof != within:
+                yield from ["}"] * bool(within) + [f"oneof {oneof} {{"] * has_oneof
+                within = oneof
+            kind = type_of(field)
+            if kind in entries:
+                kind = f"map<{', '.join(map(type_of, entries[kind].field))}>"
+            elif field.label == FieldDescriptorProto.LABEL_REPEATED:
+                kind = f"repeated {kind}"
+            yield f"{kind} {field.name} = {field.number};"
+        yield from ["}"] * (1 + bool(within))
+
+
+def type_of(field: Any) -> str:
+    scalar = FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+    return field.type_name.rpartition(".")[2] or scalar
+
+
+def test_the_generated_code_is_what_the_proto_says() -> None:
+    file = FileDescriptorProto()
+    wire_pb2.DESCRIPTOR.CopyToProto(file)
+    lines = map(str.strip, Path(wire.__file__).with_suffix(".proto").read_text().splitlines())
+    expected = [line for line in lines if line and not line.startswith("//")]
+    assert list(statements(file)) == expected, "run scripts/generate_tinker_proto.py"
+
+
 def test_bytes_on_the_wire_are_protobufs() -> None:
     """Field 1 (model_id) and 6 (forward_only) as bytes worked out by hand: tag = number · 8 +
     type."""
@@ -52,7 +89,7 @@ def test_bytes_on_the_wire_are_protobufs() -> None:
 
 
 def sparse(values: Any, rows: Any, columns: Any, shape: Any) -> Any:
-    tensor = wire.message("Tensor")
+    tensor = wire_pb2.Tensor()
     tensor.dtype = wire.FLOAT32
     tensor.shape.extend(shape)
     tensor.sparse_csr.values = np.array(values, "<f4").tobytes()
@@ -82,7 +119,7 @@ def test_sparse_indices_that_do_not_fit_are_refused(tensor: Any) -> None:
 
 
 def test_bfloat16_is_the_upper_half_of_float32() -> None:
-    tensor = wire.message("Tensor")
+    tensor = wire_pb2.Tensor()
     tensor.dtype, tensor.dense = wire.BFLOAT16, np.array([0x3FC0, 0xC000], "<u2").tobytes()
     assert wire.read_tensor(tensor, "x").tolist() == [1.5, -2.0]
 
@@ -94,7 +131,7 @@ def test_an_output_keeps_shapes_apart() -> None:
         np.array([3, 4, 5], np.float32),
         np.ones((2, 2), np.float32),
     ]
-    output = wire.message("ForwardBackwardOutput")
+    output = wire_pb2.ForwardBackwardOutput()
     output.ParseFromString(wire.write_output(arrays, {"loss:sum": 2.5}))
     first, second = output.loss_fn_outputs
     assert np.frombuffer(first.fields["logprobs"].offsets, "<i8").tolist() == [0, 8, 20]
@@ -121,7 +158,7 @@ def test_zstd_bodies_and_bombs() -> None:
 
 def test_sparse_tensors_of_a_request_have_a_bound() -> None:
     """Five matrices of 4096 x 1024 are 20 million cells in a few bytes each."""
-    request = wire.message("ForwardBackwardRequest")
+    request = wire_pb2.ForwardBackwardRequest()
     request.loss_fn = "cross_entropy"
     for _ in range(5):
         datum = request.data.add()

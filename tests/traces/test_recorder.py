@@ -1,6 +1,7 @@
 """One changed line records an agent: the real client and the real engine, whole and streamed,
 branches, hang-ups, feedback, restarts, a full disk."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -279,6 +280,49 @@ def test_a_restart_goes_on_with_the_session(
     # another secret, another number
     assert session.turns["t2"].messages[0]["content"] == "Sum: 0+1 <AWS_2>"
     assert len(session.faults) == 1
+
+
+TOKENS = {"shared": 0, "prompt": [5], "completion": [6, 2], "logprobs": [-0.5, -1.0]} | {
+    "versions": [[3, 0, 2]],
+    "temperature": 1.0,
+    "policy": True,
+    "prompt_version": 3,
+}
+TURN = {"type": "turn", "id": "t1", "parent": None, "at": 1.5, "status": "complete"} | {
+    "model": None,
+    "messages": [QUESTION],
+    "response": {"role": "assistant", "content": "5"},
+    "finish_reason": "stop",
+    "response_id": "r",
+    "key": "k",
+    "tokens": TOKENS,
+}
+
+
+def test_a_turn_of_a_file_is_written_as_it_was_read(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_text(json.dumps(TURN))
+    [turn] = Session.read(tmp_path / "s.jsonl").turns.values()
+    assert turn.tokens is not None and turn.tokens.completion == (6, 2)
+    assert turn.to_json() == TURN
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"status": "half"}, "status: Input should be 'complete' or 'aborted'"),
+        ({"at": "noon"}, "at: Input should be a valid number"),
+        ({"messages": "abc"}, "messages: Input should be a valid"),
+        ({"tokens": TOKENS | {"versions": [[1, 2]]}}, "tokens.versions.0.2: Field required"),
+        ({"tokens": TOKENS | {"policy": "no"}}, "tokens.policy: Input should be a valid boolean"),
+        ({"tokens": TOKENS | {"prompt": "abc"}}, "tokens.prompt: Input should be a valid"),
+    ],
+)
+def test_what_is_wrong_in_a_line_is_named(tmp_path: Path, change: Any, reason: str) -> None:
+    (tmp_path / "s.jsonl").write_text(json.dumps(TURN | change))
+    session = Session.read(tmp_path / "s.jsonl")
+    [fault] = session.faults
+    assert not session.turns and fault.place == "s.jsonl:1"
+    assert reason in fault.reason
 
 
 def test_feedback(server: RunningServer, recorder: SessionRecorder) -> None:

@@ -15,9 +15,10 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.base import EnvironmentSource, Split, Task
+from mlx_parallm.environments.base import EnvironmentSource, Messages, Split, Task
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.base import verifier
 
@@ -32,7 +33,7 @@ class Problem:
     """One question with its one right answer."""
 
     task: str
-    messages: tuple[dict[str, str], ...]
+    messages: Messages
     answer: str
     key: str
     """Identifies the problem; its hash decides the split."""
@@ -116,14 +117,16 @@ def score(problem: Problem, completion: str) -> float:
 
 
 class TasksSource(EnvironmentSource):
+    tasks: Mapping[str, Any] = TASKS
+
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
         """Raises ConfigError: an unknown task, or options (these tasks have none)."""
         super().__init__(config, seed=seed, name=name)
-        if config.name not in TASKS:
-            near = difflib.get_close_matches(config.name, TASKS, n=1, cutoff=0.0)[0]
+        if config.name not in self.tasks:
+            near = difflib.get_close_matches(config.name, self.tasks, n=1, cutoff=0.0)[0]
             raise ConfigError(
                 f"environments: no built-in task {config.name!r}; did you mean {near!r}? There"
-                f" are: {', '.join(TASKS)}"
+                f" are: {', '.join(self.tasks)}"
             )
         if config.options:
             raise ConfigError(
@@ -131,9 +134,12 @@ class TasksSource(EnvironmentSource):
                 f" {', '.join(config.options)})"
             )
 
+    def problem(self, index: int, seed: int, split: Split) -> Problem:
+        """Return problem number `index` of the configured task."""
+        return make_problem(self.config.name, index, seed=seed, split=split)
+
     def task(self, index: int, split: Split = "train") -> Task:
-        seed = HELDOUT_SEED if split == "heldout" else self.seed
-        problem = make_problem(self.config.name, index, seed=seed, split=split)
+        problem = self.problem(index, HELDOUT_SEED if split == "heldout" else self.seed, split)
         return Task(
             key=problem.key,
             messages=self.open_with(problem.messages),

@@ -8,6 +8,7 @@ from string import Formatter
 from typing import Any
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.execution.tool_results import LARGEST_RESULT
 from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
 from mlx_parallm.types import Structure
 
@@ -117,7 +118,17 @@ class Observations:
 
     def text(self, observation: Mapping[str, Any]) -> str:
         """Return what the policy reads: by default the one field that is a text, if the others
-        are empty, else JSON. Raises RolloutRejectedError."""
+        are empty, else JSON. Raises RolloutRejectedError: it cannot be made, or is longer than
+        LARGEST_RESULT."""
+        text = self._text(observation)
+        if len(text) > LARGEST_RESULT:
+            raise RolloutRejectedError(
+                f"openenv: an observation has {len(text):,} characters, at most"
+                f" {LARGEST_RESULT:,} are taken: choose its fields with observation_text"
+            )
+        return text
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
         if self._function is not None:
             with user_code("openenv: observation_text", RolloutRejectedError):
                 return str(self._function(observation))

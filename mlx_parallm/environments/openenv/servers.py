@@ -16,7 +16,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 import weakref
@@ -44,7 +43,9 @@ PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0  # after a failure; doubled each time
 FULL_S = 0.05  # before a server is asked again that is full without a session of ours
 TRUST = 4  # sessions of a server, one of several, before it has played an episode
 FORGET_S = 30.0  # before a server that was full with ours is asked for more than it took
-LAST_WORDS = 300  # characters of what a server that ended has written
+LAST_WORDS = 300  # bytes of what a server that ended has written
+PIECE = 1 << 14  # bytes of its output that are read at once
+TAIL_S = 1.0  # longest wait for its last words: a process that it started may hold its output open
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Server:
     most: int | None = None  # sessions of ours that it took when it was full
     most_until: float = 0.0
     process: subprocess.Popen[bytes] | None = None
-    output: IO[bytes] | None = None
+    output: "Tail | None" = None
 
     def leave(self) -> None:
         self.sessions -= 1
@@ -246,20 +247,38 @@ def _start(server: Server) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server.url = f"http://127.0.0.1:{port}"
-    if server.output is not None:
-        server.output.close()
-    server.output = tempfile.TemporaryFile()  # noqa: SIM115  its life is the server's
     words = [word.replace(PORT, str(port)) for word in server.command]
     try:
         server.process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
-            stdout=server.output,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C in the terminal must not end it before its episodes
         )
     except OSError as error:
         raise EndpointError(f"command {words[0]!r}: {error}") from error
+    assert server.process.stdout is not None, "it is a pipe"
+    server.output = Tail(server.process.stdout)
+
+
+class Tail:
+    """The end of what a process writes. It reads all of it, so that the process never waits."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe, self._end = pipe, b""
+        self._thread = threading.Thread(target=self._read, name="openenv output", daemon=True)
+        self._thread.start()
+
+    def words(self) -> str:
+        """Return the last LAST_WORDS characters in one line, of a process that has ended."""
+        self._thread.join(TAIL_S)
+        return " ".join(self._end[-LAST_WORDS:].decode(errors="replace").split())
+
+    def _read(self) -> None:
+        with self._pipe:
+            while piece := os.read(self._pipe.fileno(), PIECE):
+                self._end = (self._end + piece)[-PIECE:]
 
 
 def _wait_for(server: Server, timeout_s: float) -> None:
@@ -275,9 +294,8 @@ def _wait_for(server: Server, timeout_s: float) -> None:
             why = str(error) or type(error).__name__
         if server.ended:
             code = server.process.returncode if server.process is not None else None
-            raise EndpointError(
-                f"{' '.join(server.command)!r} has ended with {code}: {_last_words(server)}"
-            )
+            words = server.output.words() if server.output is not None else ""
+            raise EndpointError(f"{' '.join(server.command)!r} has ended with {code}: {words}")
         if time.monotonic() > until:
             raise EndpointError(f"{server.url}: no OpenEnv server answers: {why}")
         time.sleep(START_POLL_S)
@@ -299,14 +317,6 @@ def _check_schema(action: Any) -> None:
         raise TypeError("its action's required is no list, or its title no text")
 
 
-def _last_words(server: Server) -> str:
-    if server.output is None:
-        return ""
-    server.output.seek(0, os.SEEK_END)
-    server.output.seek(max(0, server.output.tell() - LAST_WORDS))
-    return " ".join(server.output.read().decode(errors="replace").split())
-
-
 def _stop(servers: Sequence[Server]) -> None:
     for server in servers:
         if server.process is not None and server.process.poll() is None:
@@ -320,5 +330,3 @@ def _stop(servers: Sequence[Server]) -> None:
                 with suppress(ProcessLookupError):
                     os.killpg(server.process.pid, signal.SIGKILL)
                 server.process.wait()
-        if server.output is not None:
-            server.output.close()

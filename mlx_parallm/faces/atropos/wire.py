@@ -41,6 +41,7 @@ from mlx_parallm.execution.prompt_images import ImageReader, data_url_bytes
 from mlx_parallm.rollout_store.checks import LOGPROB_TOLERANCE
 from mlx_parallm.server.protocol.fields import ListOf
 from mlx_parallm.server.protocol.routes import read_npy
+from mlx_parallm.system.validation import faults
 from mlx_parallm.types import PromptExperts, Rollout, RolloutGroup, RoutedExperts, sampled_runs
 
 GIVEN = -100  # the label of a token that is not trained on
@@ -150,7 +151,7 @@ def from_scored_data(
     try:
         wire = ScoredData.model_validate(data)
     except ValidationError as error:
-        raise RolloutRejectedError(first_faults(error)) from error
+        raise RolloutRejectedError(f"not a scored group: {faults(error, 3)}") from error
     _refuse_what_is_not_supported(wire)
     size = len(wire.tokens)
     _require_rows(wire, size)
@@ -434,14 +435,6 @@ def _require_rows(wire: ScoredData, size: int) -> None:
         )
     if len(wire.overrides or []) > size:
         raise RolloutRejectedError(f"{len(wire.overrides or [])} overrides for {size} sequences")
-
-
-def first_faults(error: ValidationError) -> str:
-    faults = [
-        f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}"
-        for entry in error.errors(include_url=False)[:3]
-    ]
-    return "not a scored group: " + "; ".join(faults)
 
 
 def _content_hash(wire: ScoredData) -> str:

@@ -23,6 +23,7 @@ from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.rl_training.evaluation.evaluate import Evaluation, draw_problems
 from mlx_parallm.rl_training.evaluation.evaluate import evaluate as evaluate_problems
 from mlx_parallm.system.loop_thread import LoopThread
+from mlx_parallm.system.validation import faults
 
 SETTINGS = ("greedy", "samples", "temperature", "top_p")
 
@@ -108,7 +109,4 @@ def _settings(problems: int, settings: dict[str, Any]) -> EvaluationConfig:
     try:
         return EvaluationConfig(problems=problems, **settings)
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}".removeprefix(": ") for e in error.errors()
-        )
-        raise ConfigError(f"evaluate: {faults}") from error
+        raise ConfigError(f"evaluate: {faults(error)}") from error

@@ -14,8 +14,8 @@ the model is loaded.
                     their directories
     run_log.py      staleness, the gap between sampler and learner · recorder.py, groups.py: the
                     files of a run
-    wire.py         protobuf messages and tensors · wire_counts.py: how many of them · bodies.py:
-                    JSON bodies
+    wire.py         protobuf messages (wire.proto) and tensors · wire_counts.py: how many of them ·
+                    bodies.py: JSON bodies
 """
 
 from collections.abc import Sequence

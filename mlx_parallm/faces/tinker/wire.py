@@ -1,8 +1,7 @@
-"""The protobuf messages of Tinker's API (package `tinker_public`, proto3), and the tensors in them.
+"""The protobuf messages of Tinker's API, and the tensors in them.
 
-The messages are described here and made by protobuf's message factory: there is no generated
-module, and the `tinker` package is not imported. Field numbers were read from SDK 0.38; unknown
-fields are ignored, as protobuf does.
+`wire.proto` has the messages, and scripts/generate_tinker_proto.py makes `wire_pb2` of it; the
+`tinker` package is not imported. Unknown fields are ignored, as protobuf does.
 """
 
 import math
@@ -13,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.faces.tinker import wire_pb2
 from mlx_parallm.faces.tinker.wire_counts import check_counts
 
 PROTOBUF = "application/x-protobuf"
@@ -28,94 +27,6 @@ MAX_CELLS = 1 << 24  # numbers of all sparse tensors of a request, once they are
 ZSTD_STEP = 1 << 10  # bytes that are decompressed at once: to 32 MiB at most
 LEADING_BYTES = 256
 MODEL_ID_TAG, SEQ_ID_TAG = b"\x0a", b"\x10"  # of a ForwardBackwardRequest: field · 8 + type
-
-# "NUMBER NAME TYPE": a trailing * = repeated; `map` = map<string, TYPE>; names after | share a
-# oneof.
-MESSAGES: Mapping[str, str] = {
-    "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
-    "SparseCsr": "1 values bytes, 2 crow_indices bytes, 3 col_indices bytes",
-    "Tensor": "1 dense bytes |encoding, 2 sparse_csr SparseCsr |encoding, 3 dtype int32, 4 shape"
-    " int64*",
-    "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64*",
-    "SampledSequence": (
-        "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, 4 topk_sampled_logprobs"
-        " TopkLogprobs"
-    ),
-    "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes, 3"
-    " topk_prompt_logprobs TopkLogprobs,"
-    "4 prompt_cache_hit_tokens int32",
-    "ArrayRecord": "1 type_tag string, 2 fields BatchedTensor map, 3 num_datums int64",
-    "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*, 3"
-    " metrics double map",
-    "LossConfigValue": "1 number double |value, 2 text string |value",
-    "SpanOfSequence": "1 sequence_id string, 2 offset int64, 3 length int64",
-    "ProvenanceSpan": "1 prompt_tokens SpanOfSequence |span, 2 sampled_tokens SpanOfSequence |span",
-    "EncodedText": "1 tokens bytes",
-    "Chunk": "1 encoded_text EncodedText |chunk, 2 image bytes |chunk, 3 dmel bytes |chunk",
-    "Datum": "1 model_input Chunk*, 2 loss_fn_inputs Tensor map, 3 model_input_spans"
-    " ProvenanceSpan*,"
-    "4 loss_fn_input_spans ProvenanceSpan*",
-    "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss_fn string,"
-    "5 loss_fn_config double map, 6 forward_only bool, 7 loss_fn_config_v2 LossConfigValue map",
-}
-_TYPES: Mapping[str, Any] = {
-    "double": 1,
-    "int64": 3,
-    "int32": 5,
-    "bool": 8,
-    "string": 9,
-    "bytes": 12,
-    "uint32": 13,
-}
-_MESSAGE_TYPE: Any = 11
-_OPTIONAL: Any = 1
-_REPEATED: Any = 3
-_PACKAGE = "mlx_parallm.faces.tinker"  # of the description here; package names are not on the wire
-
-
-def _described() -> descriptor_pb2.FileDescriptorProto:
-    file = descriptor_pb2.FileDescriptorProto(
-        name="mlx_parallm_tinker.proto", package=_PACKAGE, syntax="proto3"
-    )
-    for name, fields in MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for field in fields.split(","):
-            words, _, oneof = field.partition("|")
-            number, label, kind, *is_map = words.split()
-            entry = message.field.add(name=label, number=int(number), label=_OPTIONAL)
-            if is_map:
-                inner = "".join(part.title() for part in label.split("_")) + "Entry"
-                nested = message.nested_type.add(name=inner)
-                nested.options.map_entry = True
-                nested.field.add(name="key", number=1, label=_OPTIONAL, type=_TYPES["string"])
-                _set_type(nested.field.add(name="value", number=2, label=_OPTIONAL), kind)
-                entry.label, kind = _REPEATED, f"{name}.{inner}"
-            elif kind.endswith("*"):
-                entry.label, kind = _REPEATED, kind.removesuffix("*")
-            _set_type(entry, kind)
-            if oneof:
-                declared_names = [declared.name for declared in message.oneof_decl]
-                if oneof.strip() not in declared_names:
-                    message.oneof_decl.add(name=oneof.strip())
-                    declared_names.append(oneof.strip())
-                entry.oneof_index = declared_names.index(oneof.strip())
-    return file
-
-
-def _set_type(field: Any, kind: str) -> None:
-    if kind in _TYPES:
-        field.type = _TYPES[kind]
-    else:
-        field.type, field.type_name = _MESSAGE_TYPE, f".{_PACKAGE}.{kind}"
-
-
-_POOL = descriptor_pool.DescriptorPool()
-_POOL.Add(_described())
-
-
-def message(name: str) -> Any:
-    """A new, empty message of that name in MESSAGES."""
-    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}"))()
 
 
 @dataclass(frozen=True)
@@ -208,7 +119,7 @@ def leading_number(body: bytes) -> tuple[str, int] | None:
 def read_forward_backward(body: bytes) -> ForwardBackward:
     """Raises RequestError: not such a message, or more datums and other messages than one
     request may hold."""
-    request = message("ForwardBackwardRequest")
+    request = wire_pb2.ForwardBackwardRequest()
     try:
         if not check_counts(body):
             raise DecodeError("no protobuf")
@@ -338,7 +249,7 @@ def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -
     One record holds neighbours of the same width K: in a record only the first dimension may
     differ.
     """
-    output = message("ForwardBackwardOutput")
+    output = wire_pb2.ForwardBackwardOutput()
     output.loss_fn_output_type = "ArrayRecord"
     start = 0
     while start < len(logprobs):
@@ -381,7 +292,7 @@ def write_samples(
     prompt_top_count: int = 0,
 ) -> bytes:
     """A SampleResponse. `prompt_logprobs` [P]: NaN where a token has none."""
-    response = message("SampleResponse")
+    response = wire_pb2.SampleResponse()
     for sample in samples:
         sequence = response.sequences.add(stop_reason=STOP if sample.stopped else LENGTH)
         sequence.tokens = np.array(sample.tokens, "<i4").tobytes()

@@ -42,6 +42,7 @@ from mlx_parallm.rl_training.monitor.trackers import check_installed
 from mlx_parallm.rl_training.run_directory import FINAL
 from mlx_parallm.runs.eval import RESULTS_FILE
 from mlx_parallm.system.files import write_atomically, write_directory
+from mlx_parallm.system.packages import require
 from mlx_parallm.systems.pipeline.hardware import HardwareConfig, parameters_of
 from mlx_parallm.systems.pipeline.requirements import (
     check_disk,
@@ -193,6 +194,8 @@ class Stages:
         Raises ConfigError: something is missing (requirements.py).
         """
         options = self.options
+        if self._learns_a_reward:
+            require("a reward that is fitted to labels", "sklearn")
         if options.deploy is not None and self._in_ollama:
             check_ollama(options.ollama_url, options.deploy.removeprefix(OLLAMA))
         elif options.deploy is not None:

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.files import write_atomically
+from mlx_parallm.system.validation import faults
 from mlx_parallm.systems.prompt_policy.classifier import LIMIT, LISTED, classify_prompt, verb_family
 from mlx_parallm.systems.prompt_policy.mutations import (
     FALLBACK,
@@ -103,15 +105,16 @@ class PromptScore:
     explanation: str
 
 
-@dataclass(frozen=True)
-class RewardModel:
+class RewardModel(BaseModel):
     """A fitted model. `names` [F]; `mean`, `scale`, `weights` [F], `bias`; `spread`: of the
     logit's error."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
     names: tuple[str, ...]
-    mean: np.ndarray
-    scale: np.ndarray
-    weights: np.ndarray
+    mean: tuple[float, ...]
+    scale: tuple[float, ...]
+    weights: tuple[float, ...]
     bias: float
     spread: float
 
@@ -139,8 +142,14 @@ class RewardModel:
         z = (x - mean) / scale
         bias = float(y.mean())
         weights = np.linalg.solve(z.T @ z + ridge * np.eye(len(names)), z.T @ (y - bias))
-        spread = float(np.std(y - bias - z @ weights))
-        return cls(names, mean, scale, weights, bias, spread)
+        return cls(
+            names=names,
+            mean=mean.tolist(),
+            scale=scale.tolist(),
+            weights=weights.tolist(),
+            bias=bias,
+            spread=float(np.std(y - bias - z @ weights)),
+        )
 
     def score(self, prompt: str) -> PromptScore:
         """Score a prompt. `confidence` falls with the distance from the prompts of the fit."""
@@ -176,28 +185,18 @@ class RewardModel:
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, whole or not at all. Raises CheckpointError."""
-        numbers = {
-            "mean": self.mean.tolist(),
-            "scale": self.scale.tolist(),
-            "weights": self.weights.tolist(),
-        }
-        values = {"names": self.names, "bias": self.bias, "spread": self.spread} | numbers
-        write_atomically(Path(path), json.dumps(values, indent=1).encode())
+        write_atomically(Path(path), self.model_dump_json(indent=1).encode())
 
     @classmethod
     def load(cls, path: str | Path) -> "RewardModel":
         """Read what `save` wrote. Raises ConfigError: no such file, another one, or other
         features."""
         try:
-            values: dict[str, Any] = json.loads(Path(path).read_text())
-            names = tuple(values["names"])
-            mean, scale, weights = (
-                np.array(values[key], np.float64) for key in ("mean", "scale", "weights")
-            )
-            model = cls(names, mean, scale, weights, float(values["bias"]), float(values["spread"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is not a reward model: {error}") from error
-        if names != tuple(features("")) or {len(mean), len(scale), len(weights)} != {len(names)}:
+            model = cls.model_validate_json(Path(path).read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} is not a reward model: {faults(error)}") from error
+        sizes = {len(numbers) for numbers in (model.mean, model.scale, model.weights)}
+        if model.names != tuple(features("")) or sizes != {len(model.names)}:
             raise ConfigError(f"{path} was fitted with other features: fit it again")
         return model
 

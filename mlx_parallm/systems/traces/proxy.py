@@ -10,11 +10,12 @@ log that says why and how many there are by now.
 import json
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -32,10 +33,12 @@ from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.sse import event, until_hangup
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.systems.traces.answers import MOST_CHOICES, ChunkReader, optional_text, take_answer
+from mlx_parallm.system.validation import faults
+from mlx_parallm.systems.traces.answers import MOST_CHOICES, ChunkReader, take_answer
 from mlx_parallm.systems.traces.recorder import RecordedCall, SessionRecorder, session_name
 from mlx_parallm.systems.traces.routes import SessionName, add_feedback
-from mlx_parallm.systems.traces.session import ABORTED, COMPLETE
+from mlx_parallm.systems.traces.schema import Json
+from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, TurnStatus
 
 CHAT = "chat/completions"
 TIMEOUT_S = 600.0  # without a byte from the upstream
@@ -167,6 +170,16 @@ class _Relay:
             await recording.end(ABORTED)
 
 
+class _ChatRequest(BaseModel):
+    """The fields of a request that a recorder reads."""
+
+    messages: list[Json]
+    model: str | None = None
+    tools: list[Json] | None = None
+    n: Annotated[int, Field(ge=0, le=MOST_CHOICES)] | None = None
+    temperature: float | None = None
+
+
 class _Recording:
     """Records one call, or gives up: nothing that it reads or writes may fail the call."""
 
@@ -181,23 +194,10 @@ class _Recording:
 
     def begin(self, name: str, body: bytes) -> None:
         with self._giving_up(name):
-            request = _json_object(body)
-            messages = request.get("messages")
-            if not isinstance(messages, list) or not all(
-                isinstance(message, dict) for message in messages
-            ):
-                raise ValueError("the request has no list of messages")
-            tools = request.get("tools") or []
-            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-                raise ValueError("'tools' is no list of objects")
-            choices, temperature = request.get("n") or 1, request.get("temperature")
-            if not isinstance(choices, int) or not 1 <= choices <= MOST_CHOICES:
-                raise ValueError("'n' is no number of choices")
-            if temperature is not None and not isinstance(temperature, int | float):
-                raise ValueError("'temperature' is no number")
-            self._temperature = 1.0 if temperature is None else float(temperature)
-            call = RecordedCall(name, messages, tools, optional_text(request, "model"))
-            self._reader = ChunkReader(call, choices, self._temperature)
+            request = _ChatRequest.model_validate(_json_object(body))
+            self._temperature = 1.0 if request.temperature is None else request.temperature
+            call = RecordedCall(name, request.messages, request.tools or [], request.model)
+            self._reader = ChunkReader(call, request.n or 1, self._temperature)
             self._call = call
 
     async def whole(self, content: bytes) -> None:
@@ -219,7 +219,7 @@ class _Recording:
             if self._reader.ended:
                 await self.end(COMPLETE)
 
-    async def end(self, status: str) -> None:
+    async def end(self, status: TurnStatus) -> None:
         """Write the call, once."""
         call, self._call = self._call, None
         if call is not None:
@@ -234,7 +234,7 @@ class _Recording:
         except UNREADABLE as error:
             self._call = None
             _Recording.given_up += 1
-            reason = str(error)[:200] or type(error).__name__
+            reason = faults(error, 3)[:200] or type(error).__name__
             log.warning(
                 "a call is not recorded", session=session, reason=reason, so_far=_Recording.given_up
             )

@@ -29,6 +29,7 @@ from mlx_parallm.systems.traces.session import (
     SESSIONS,
     Session,
     SessionTurn,
+    TurnStatus,
     TurnTokens,
     chained_key,
     compared_text,
@@ -74,7 +75,7 @@ class RecordedCall:
     tools: Sequence[Json]
     model: str | None = None
     response_id: str | None = None
-    status: str = COMPLETE
+    status: TurnStatus = COMPLETE
     usage: Json | None = None
     choices: dict[int, RecordedChoice] = field(default_factory=dict)
 

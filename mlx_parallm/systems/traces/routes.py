@@ -44,7 +44,7 @@ from mlx_parallm.systems.traces.recorder import (
     session_name,
 )
 from mlx_parallm.systems.traces.schema import Json, Label
-from mlx_parallm.systems.traces.session import ABORTED, COMPLETE
+from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, TurnStatus
 from mlx_parallm.types import MAX_REWARD, Completion, Request, weight_spans
 
 SessionName = Annotated[str, PathParameter(min_length=1, max_length=128)]
@@ -207,7 +207,7 @@ class _CallObserver:
         """Record a call that got no whole answer; does nothing where it did."""
         await self._write(ABORTED)
 
-    async def _write(self, status: str) -> None:
+    async def _write(self, status: TurnStatus) -> None:
         if self._written:
             return
         self._written = True

@@ -32,6 +32,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mlx_parallm.errors import TraceError
+from mlx_parallm.system.validation import faults
 
 SCHEMA_VERSION = "ATIF-v1.8"
 DEEPEST = 100  # levels of foreign JSON: more is no log, and would break what walks through it
@@ -237,11 +238,7 @@ def parse_trace(data: Any) -> Trace:
     try:
         return Trace.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise TraceError(
-            f"not an ATIF trajectory: {where + ': ' if where else ''}{first['msg']}"
-        ) from error
+        raise TraceError(f"not an ATIF trajectory: {faults(error, 1)}") from error
 
 
 def new_trace(

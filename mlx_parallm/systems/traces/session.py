@@ -22,9 +22,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import StrictBool, TypeAdapter
 
 from mlx_parallm.errors import TraceError
+from mlx_parallm.system.validation import faults
 from mlx_parallm.systems.traces.schema import (
     SCHEMA_VERSION,
     Json,
@@ -44,7 +47,9 @@ from mlx_parallm.types import Rollout
 
 SESSION_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 SESSIONS = "sessions"  # the folder of a recorder's directory
-COMPLETE, ABORTED = "complete", "aborted"
+TurnStatus = Literal["complete", "aborted"]
+COMPLETE: TurnStatus = "complete"
+ABORTED: TurnStatus = "aborted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class TurnTokens:
     logprobs: tuple[float, ...]  # [T], before filters and penalties
     versions: tuple[tuple[int, int, int], ...]  # version, start, end: of the completion's tokens
     temperature: float
-    policy: bool  # sampled from the policy that is trained
+    policy: StrictBool = False  # sampled from the policy that is trained
     # [T], where sampling reshaped the distribution
     processed_logprobs: tuple[float, ...] | None = None
     prompt_version: int = -1
@@ -79,31 +84,6 @@ class TurnTokens:
             else {"processed_logprobs": list(self.processed_logprobs)}
         )
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "TurnTokens":
-        processed = data.get("processed_logprobs")
-        for name in ("prompt", "completion", "logprobs", "versions", "processed_logprobs"):
-            if not isinstance(data.get(name, []), list | None):
-                raise TypeError(f"tokens.{name} is no list")
-        if any(
-            not isinstance(span, list) or list(map(type, span)) != [int] * 3
-            for span in data[("versions")]
-        ):
-            raise TypeError("tokens.versions is no list of [version, start, end]")
-        if not isinstance(data.get("policy"), bool | None):
-            raise TypeError("tokens.policy is neither true nor false")
-        return cls(
-            int(data["shared"]),
-            tuple(data["prompt"]),
-            tuple(data["completion"]),
-            tuple(data["logprobs"]),
-            tuple((span[0], span[1], span[2]) for span in data["versions"]),
-            float(data["temperature"]),
-            bool(data.get("policy")),
-            None if processed is None else tuple(processed),
-            int(data.get("prompt_version", -1)),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
@@ -113,7 +93,7 @@ class SessionTurn:
     id: str
     parent: str | None
     at: float  # Unix time
-    status: str
+    status: TurnStatus
     messages: tuple[Json, ...]
     response: Json | None
     key: str = ""
@@ -149,41 +129,8 @@ class SessionTurn:
             values["tokens"] = self.tokens.to_json()
         return values
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "SessionTurn":
-        tools, tokens = data.get("tools"), data.get("tokens")
-        for name, kinds in _TURN_TYPES.items():
-            if not isinstance(data.get(name), kinds):
-                raise TypeError(f"{name} = {str(data.get(name))[:50]!r}")
-        if data["status"] not in (COMPLETE, ABORTED):
-            raise ValueError(f"status = {data['status']!r}: expected {COMPLETE} or {ABORTED}"[:100])
-        return cls(
-            id=data["id"],
-            parent=data["parent"],
-            at=data["at"],
-            status=data["status"],
-            messages=tuple(data["messages"]),
-            response=data["response"],
-            key=data.get("key", ""),
-            model=data.get("model"),
-            tools=None if tools is None else tuple(tools),
-            finish_reason=data.get("finish_reason"),
-            response_id=data.get("response_id"),
-            usage=data.get("usage"),
-            tokens=None if tokens is None else TurnTokens.from_json(tokens),
-            redacted=data.get("redacted", {}),
-        )
 
-
-_TEXT = str | None
-_TURN_TYPES: Mapping[str, Any] = {
-    **dict.fromkeys(("id", "status"), str),
-    **dict.fromkeys(("parent", "key", "model", "finish_reason", "response_id"), _TEXT),
-    **dict.fromkeys(("response", "usage", "tokens", "redacted"), dict | None),
-    "at": int | float,
-    "messages": list,
-    "tools": list | None,
-}
+_TURN = TypeAdapter(SessionTurn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +167,7 @@ class Session:
                 if isinstance(value, ValueError):
                     raise value
                 if value["type"] == "turn":
-                    session.add(SessionTurn.from_json(value))
+                    session.add(_TURN.validate_python(value))
                     for record, field_names in (
                         (value, _TURN_FIELDS),
                         (value.get("tokens") or {}, _TOKEN_FIELDS),
@@ -243,7 +190,7 @@ class Session:
                 AttributeError,
                 OverflowError,
             ) as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {faults(error, 3)}"
                 session.faults.append(SessionFault(f"{path.name}:{number}", reason, value))
         return session
 

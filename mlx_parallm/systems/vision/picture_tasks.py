@@ -8,7 +8,6 @@ numbers that no training picture shows. `builtin:tiny-vision` was pretrained on 
 (`scripts/build_tiny_vision_model.py`, docs/tiny_vision_model.md).
 """
 
-import difflib
 import hashlib
 import random
 from collections.abc import Callable, Mapping
@@ -20,11 +19,9 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.base import EnvironmentSource, Split, Task
-from mlx_parallm.environments.kinds.tasks import HELDOUT_SEED, split_of
+from mlx_parallm.environments.base import Split
+from mlx_parallm.environments.kinds.tasks import Problem, TasksSource, split_of
 from mlx_parallm.environments.row_images import stored
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.base import verifier
 from mlx_parallm.system.packages import require
 
 SIDE = 48  # pixels
@@ -159,36 +156,18 @@ def make_problem(task: str, index: int, *, seed: int, split: Split) -> PicturePr
             return PictureProblem(task, pixels, QUESTIONS[task], answer, key)
 
 
-class PicturesSource(EnvironmentSource):
+class PicturesSource(TasksSource):
+    tasks = TASKS
+
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
         """Raises ConfigError: an unknown task, options (these tasks have none), no Pillow."""
         super().__init__(config, seed=seed, name=name)
-        if config.name not in TASKS:
-            near = difflib.get_close_matches(config.name, TASKS, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"environments: no pictures of {config.name!r}; did you mean {near!r}? There are:"
-                f" {', '.join(TASKS)}"
-            )
-        if config.options:
-            raise ConfigError(
-                f"environments: the pictures {config.name!r} take no options (got"
-                f" {', '.join(config.options)})"
-            )
         require('kind = "pictures"', "PIL")
 
-    def task(self, index: int, split: Split = "train") -> Task:
+    def problem(self, index: int, seed: int, split: Split) -> Problem:
         from PIL import Image
 
-        seed = HELDOUT_SEED if split == "heldout" else self.seed
-        problem = make_problem(self.config.name, index, seed=seed, split=split)
-        image = stored(Image.fromarray(problem.pixels), Path(), "environments: pictures")
-        content: Any = [
-            {"type": "image", "image": image},
-            {"type": "text", "text": problem.question},
-        ]
-        return Task(
-            key=problem.key,
-            messages=self.open_with(({"role": "user", "content": content},)),
-            reward=verifier(lambda text: 1.0 if text.strip() == problem.answer else 0.0),
-            answer=problem.answer,
-        )
+        drawn = make_problem(self.config.name, index, seed=seed, split=split)
+        image = stored(Image.fromarray(drawn.pixels), Path(), "environments: pictures")
+        content = [{"type": "image", "image": image}, {"type": "text", "text": drawn.question}]
+        return Problem(drawn.task, ({"role": "user", "content": content},), drawn.answer, drawn.key)

@@ -345,6 +345,14 @@ async def test_a_server_is_started_and_started_again(tokenizer, warned):
     assert server.process.returncode is not None
 
 
+def test_a_server_may_write_without_end():
+    """Its end is kept for the reason, and what it writes fills neither a pipe nor a disk."""
+    writes = "import sys; sys.stderr.write('x' * (1 << 20)); sys.exit('no licence')"
+    with pytest.raises(ConfigError, match=r"1: x+no licence$") as refused:
+        source(command=[sys.executable, "-c", writes, "{port}"])
+    assert len(str(refused.value)) < 1_000
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -431,6 +439,10 @@ def test_an_observation_as_text():
     assert Observations(None).text({"a": "x", "b": None, "c": ""}) == "x"
     assert Observations(None).text({"a": "x", "b": 0}) == '{"a": "x", "b": 0}'
     assert Observations(None).text({}) == ""
+    assert len(Observations(None).text({"a": "x" * 1_000_000})) == 1_000_000
+    with pytest.raises(RolloutRejectedError, match=r"has 1,000,001 characters, at most 1,000,000"):
+        Observations(None).text({"a": "x" * 1_000_001})
+    assert Observations("{a}").text({"a": 1, "b": "x" * 1_000_001}) == "1"
     assert Observations("{a} of {b[0]}{c}").text({"a": 1, "b": [2], "c": None}) == "1 of 2"
     with pytest.raises(RolloutRejectedError, match="KeyError: 'c'; an observation has: a"):
         Observations("{c}").text({"a": 1})

@@ -156,7 +156,8 @@ def test_episodes_that_their_environment_does_not_end_are_not_the_models_fault()
     )
     [found] = remarks(made, KEY)
     assert found.startswith(
-        "no episode was ended by the environment, all 2 were cut off after 7 turns: step() returned"
+        "no episode was ended by the environment, all 2 were cut off after 7 turns: each answer was"
+        " a call of a tool, or play() asked again"
     )
 
 
