@@ -54,7 +54,7 @@ def table(rows: dict[str, Any]) -> list[str]:
         " | s a step | MLX's arrays, process |",
         "|" + "---|" * 10,
     ]
-    for row in rows.values():
+    for row in sorted(rows.values(), key=lambda row: (row["task"], row["variant"] != "float32")):
         before, after = (_interval(row[key]) for key in ("before", "after"))
         gain = _points(row["gain"])
         right = " → ".join(f"{count:.0f}/{row['problems']}" for count in row["right"])
