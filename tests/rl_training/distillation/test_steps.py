@@ -12,7 +12,6 @@ from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.teaching import AGREES, LOGPROBS
 from tests.losses.test_distillation import log_softmax, oracle
 from tests.rl_training.distillation.making import (
-    BASE,
     base_logits,
     base_logprobs,
     plain_logits,
@@ -20,7 +19,7 @@ from tests.rl_training.distillation.making import (
     several_turns,
     taught_trainer,
 )
-from tests.rl_training.making import assert_same_training, make_trainer, weights
+from tests.rl_training.making import assert_same_training, make_config, make_trainer, weights
 from tests.rl_training.rollouts import make_batch, random_groups
 from tests.rl_training.scoring import StopAfter, on_policy
 
@@ -254,10 +253,6 @@ def test_without_teachers_a_step_says_so() -> None:
 
 
 def test_a_run_without_teachers_is_as_before() -> None:
-    trainer = make_trainer(
-        taught_trainer(BASE).config.model_copy(
-            update={"distillation": type(taught_trainer(BASE).config.distillation)()}
-        )
-    )
+    trainer = make_trainer(make_config())
     metrics = trainer.train_step(make_batch(random_groups(1))).metrics
     assert not [name for name in metrics if name.startswith("teacher")]

@@ -79,7 +79,7 @@ def test_a_stop_while_it_starts_leaves_no_thread_and_no_directory(tmp_path: Path
 
 def test_a_run_that_was_started_keeps_its_directory(tmp_path: Path) -> None:
     started, left = begin(configuration(tmp_path))
-    assert started.parts.trainer.config.total_steps == 1 and not left
+    assert started.config.rl_training.total_steps == 1 and not left
     assert (tmp_path / "run/config.toml").is_file()
 
 
