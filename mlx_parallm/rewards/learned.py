@@ -60,11 +60,13 @@ class LearnedReward(BaseModel):
         but the words are standardised.
 
         Raises ConfigError: fewer than 10 good or 10 bad labels, not one label for each trajectory,
-        or no scikit-learn.
+        a negative l2, or no scikit-learn.
         """
         require("a reward that is fitted to labels", "sklearn")
         from sklearn.linear_model import LogisticRegression
 
+        if not 0 <= l2 < math.inf:
+            raise ConfigError(f"learned reward: l2 = {l2}: expected a number from 0")
         if len(labels) != len(trajectories):
             raise ConfigError(
                 f"learned reward: {len(labels)} labels for {len(trajectories)} trajectories"

@@ -90,6 +90,8 @@ def test_ten_of_each_label_are_needed():
         LearnedReward.fit(rows, [True] * 9 + [False] * 31)
     with pytest.raises(ConfigError, match="39 labels for 40"):
         LearnedReward.fit(rows, [True] * 39)
+    with pytest.raises(ConfigError, match="l2 = -1: expected a number from 0"):
+        LearnedReward.fit(rows, [True] * 20 + [False] * 20, l2=-1)
 
 
 @pytest.mark.parametrize(

@@ -306,11 +306,21 @@ def test_a_turn_of_a_file_is_written_as_it_was_read(tmp_path: Path) -> None:
     assert turn.to_json() == TURN
 
 
+def test_null_of_another_writer_is_the_default(tmp_path: Path) -> None:
+    tokens = TOKENS | {"policy": None}
+    nulls = {"key": None, "redacted": None, "tokens": tokens}
+    (tmp_path / "s.jsonl").write_text(json.dumps(TURN | nulls))
+    [turn] = Session.read(tmp_path / "s.jsonl").turns.values()
+    assert turn.tokens is not None and turn.tokens.policy is False
+    assert (turn.key, turn.redacted) == ("", {})
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"status": "half"}, "status: Input should be 'complete' or 'aborted'"),
-        ({"at": "noon"}, "at: Input should be a valid number"),
+        ({"at": "3"}, "at: Input should be a valid number"),
+        ({"tokens": TOKENS | {"versions": [[1, 0, True]]}}, "tokens.versions.0.2: Input should be"),
         ({"messages": "abc"}, "messages: Input should be a valid"),
         ({"tokens": TOKENS | {"versions": [[1, 2]]}}, "tokens.versions.0.2: Field required"),
         ({"tokens": TOKENS | {"policy": "no"}}, "tokens.policy: Input should be a valid boolean"),

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import StrictBool, TypeAdapter
+from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt, TypeAdapter
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.validation import faults
@@ -52,6 +52,11 @@ COMPLETE: TurnStatus = "complete"
 ABORTED: TurnStatus = "aborted"
 
 
+def _null_is(default: Any) -> BeforeValidator:
+    """Let null in a file of another writer stand for the default."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
 @dataclass(frozen=True, slots=True)
 class TurnTokens:
     """Tokens of one turn. `shared`: how many of the parent's tokens (prompt and answer) the
@@ -61,9 +66,11 @@ class TurnTokens:
     prompt: tuple[int, ...]  # after the shared ones
     completion: tuple[int, ...]  # [T], EOS included
     logprobs: tuple[float, ...]  # [T], before filters and penalties
-    versions: tuple[tuple[int, int, int], ...]  # version, start, end: of the completion's tokens
+    # version, start, end: of the completion's tokens
+    versions: tuple[tuple[StrictInt, StrictInt, StrictInt], ...]
     temperature: float
-    policy: StrictBool = False  # sampled from the policy that is trained
+    # sampled from the policy that is trained
+    policy: Annotated[StrictBool, _null_is(False)] = False
     # [T], where sampling reshaped the distribution
     processed_logprobs: tuple[float, ...] | None = None
     prompt_version: int = -1
@@ -92,18 +99,18 @@ class SessionTurn:
 
     id: str
     parent: str | None
-    at: float  # Unix time
+    at: StrictFloat  # Unix time
     status: TurnStatus
     messages: tuple[Json, ...]
     response: Json | None
-    key: str = ""
+    key: Annotated[str, _null_is("")] = ""
     model: str | None = None
     tools: tuple[Json, ...] | None = None  # None: the parent's
     finish_reason: str | None = None
     response_id: str | None = None
     usage: Json | None = None
     tokens: TurnTokens | None = None
-    redacted: Mapping[str, int] = field(default_factory=dict)
+    redacted: Annotated[Mapping[str, int], _null_is({})] = field(default_factory=dict)
 
     def to_json(self) -> Json:
         values: Json = {
