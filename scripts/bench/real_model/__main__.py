@@ -51,26 +51,36 @@ def main() -> None:
         type=Path,
         help="results of scripts.bench.real_model_learning: merge its finished runs, measure nothing",
     )
+    parser.add_argument(
+        "--cut", type=Path, help="the same of runs that did not end: their sampled answers alone"
+    )
     arguments = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if arguments.learning:
         _merge_learning(results, arguments.learning)
+    elif arguments.cut:
+        for name, row in learning.cut_off(arguments.cut):
+            _keep(results, "cut off", name, row)
     elif not arguments.page:
         if arguments.model is None or not (arguments.model / "config.json").exists():
             parser.error(f"{arguments.model} is not a Hugging Face folder: it has no config.json")
-        model = arguments.model.resolve()
-        if arguments.section in ("answers", None):
-            for name, row in answers.measure(model, arguments.gguf):
-                _keep(results, "answers", name, row)
-        if arguments.section in ("serving", None):
-            for name, row in serving.measure(
-                model, arguments.gguf, arguments.clients, arguments.rounds
-            ):
-                _keep(results, "serving", name, row)
-        if arguments.section in ("training", None):
-            for name, row in training.measure(model, arguments.case, arguments.steps):
-                _keep(results, "training", name, row)
+        _measure(results, arguments, arguments.model.resolve())
     _write(PAGE, page.render(results))
+
+
+def _measure(results: dict[str, Any], arguments: argparse.Namespace, model: Path) -> None:
+    """Measure the sections that were asked for, by default all."""
+    if arguments.section in ("answers", None):
+        for name, row in answers.measure(model, arguments.gguf):
+            _keep(results, "answers", name, row)
+    if arguments.section in ("serving", None):
+        for name, row in serving.measure(
+            model, arguments.gguf, arguments.clients, arguments.rounds
+        ):
+            _keep(results, "serving", name, row)
+    if arguments.section in ("training", None):
+        for name, row in training.measure(model, arguments.case, arguments.steps):
+            _keep(results, "training", name, row)
 
 
 def _merge_learning(results: dict[str, Any], directory: Path) -> None:
