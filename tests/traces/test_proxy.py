@@ -105,6 +105,8 @@ REQUESTS: Any = [
     {"tools": 5},
     {"tools": [5]},
     {"n": "two"},
+    {"n": "2"},
+    {"temperature": "0.7"},
     {"n": -1},
     {"model": {"a": 1}},
     {"messages": [{"role": "user", "content": {"a": [1]}}]},
@@ -187,6 +189,19 @@ def scripted(tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield started(recording_proxy(recorder, f"{url}/v1")), state
     for thread in reversed(threads):
         thread.stop(5.0)
+
+
+@pytest.mark.parametrize("more", [{"tools": False}, {"tools": 0}, {"n": None, "temperature": 1}])
+def test_a_request_that_is_lax_is_recorded(
+    scripted: tuple[str, dict[str, Any]], tmp_path: Path, more: Any
+) -> None:
+    proxy, state = scripted
+    state["answer"] = (200, "application/json", json.dumps(GOOD_ANSWER).encode())
+    body = {"model": "m", "messages": [QUESTION]} | more
+    answer = httpx.post(f"{proxy}/sessions/lax/v1/chat/completions", json=body, timeout=20)
+    assert answer.json() == GOOD_ANSWER
+    [turn] = Session.read(tmp_path / "traces/sessions/lax.jsonl").turns.values()
+    assert turn.messages == (QUESTION,) and not turn.tools
 
 
 def test_whatever_comes_passes_on_as_it_is(scripted: tuple[str, dict[str, Any]]) -> None:

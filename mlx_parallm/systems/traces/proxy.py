@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import httpx
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field, StrictFloat, StrictInt
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -175,9 +175,10 @@ class _ChatRequest(BaseModel):
 
     messages: list[Json]
     model: str | None = None
-    tools: list[Json] | None = None
-    n: Annotated[int, Field(ge=0, le=MOST_CHOICES)] | None = None
-    temperature: float | None = None
+    # false, 0 or "" of a lax client is none, as its upstream may take it
+    tools: Annotated[list[Json] | None, BeforeValidator(lambda value: value or None)] = None
+    n: Annotated[StrictInt, Field(ge=0, le=MOST_CHOICES)] | None = None
+    temperature: StrictFloat | None = None
 
 
 class _Recording:
