@@ -6,6 +6,7 @@ names that `import mlx_parallm` has, and trackers (a dry run let them pass), `--
 `builtin:math`.
 """
 
+import re
 import sys
 import tomllib
 from importlib.machinery import ModuleSpec
@@ -41,6 +42,18 @@ RUNS_MLX = (
 def test_every_extra_of_the_project_is_known() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*packages.EXTRAS, "cpu", "cuda"} == set(project["optional-dependencies"])
+
+
+def test_what_an_extra_brings_is_not_installed_without_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[^\w-]", requirement, maxsplit=1)[0] for requirement in requirements}
+
+    extras = project["optional-dependencies"]
+    backends = extras.pop("cpu") + extras.pop("cuda")
+    brought = {name for requirements in extras.values() for name in names(requirements)}
+    assert names(project["dependencies"]) & (brought | names(backends)) == {"mlx"}
 
 
 def test_what_an_extra_brings_names_that_extra() -> None:
