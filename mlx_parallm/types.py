@@ -423,6 +423,8 @@ class Rollout:
     turn_lengths: tuple[int, ...] = ()
     # names of the stored images whose tokens are in this sequence, in order
     images: tuple[str, ...] = ()
+    # columns that rewards report for this episode, JSON values; nothing learns from them
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object from which `from_json` makes an equal rollout; no float is rounded."""
@@ -447,6 +449,7 @@ class Rollout:
             "turn_rewards": list(self.turn_rewards),
             "turn_lengths": list(self.turn_lengths),
             "images": list(self.images),
+            "extra": dict(self.extra),
         }
 
     @classmethod

@@ -3,7 +3,8 @@ mapping for each.
 
 Because the group is seen at once, absolute, relative and Pareto rewards have the same shape.
 Environments make `Trajectory`s and call `score_group`; the number that is trained on is the score
-named "reward". Beside it "turn_rewards" may say which part of it belongs to which turn.
+named "reward". Beside it "turn_rewards" may say which part of it belongs to which turn, and "extra"
+may hold columns for people to read.
 """
 
 import dataclasses
@@ -16,10 +17,13 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.types import MAX_REWARD, UNSCORED, Rollout, Trajectory
 
 Scores = Sequence[Mapping[str, Any]]
-"""Numbers by name, and the list "turn_rewards" where a reward scores single turns."""
+"""Numbers by name, the list "turn_rewards" where a reward scores single turns, and "extra": JSON
+values by column."""
 GroupReward = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]
 
 TURN_REWARDS = "turn_rewards"
+EXTRA = "extra"
+NO_SCORES = (TURN_REWARDS, EXTRA)
 
 
 async def score_group(
@@ -51,7 +55,7 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
             )
         if "reward" not in scores:
             raise RolloutRejectedError(f'the scores {dict(scores)} have no "reward"')
-        numbers = [(name, value) for name, value in scores.items() if name != TURN_REWARDS]
+        numbers = [(name, value) for name, value in scores.items() if name not in NO_SCORES]
         turns = [(TURN_REWARDS, value) for value in scores.get(TURN_REWARDS, ())]
         for name, value in numbers + turns:
             if not abs(value) <= MAX_REWARD:
@@ -67,7 +71,7 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
 
 def _scored(rollout: Rollout, scores: Mapping[str, Any], by_turn: bool) -> Rollout:
     reported = rollout.turn_rewards
-    values = {name: float(value) for name, value in scores.items() if name != TURN_REWARDS}
+    values = {name: float(value) for name, value in scores.items() if name not in NO_SCORES}
     values["reward"] += math.fsum(reported)
     if not abs(values["reward"]) <= MAX_REWARD:
         raise RolloutRejectedError(f"the reward with that of its turns is {values['reward']:g}")
@@ -88,6 +92,7 @@ def _scored(rollout: Rollout, scores: Mapping[str, Any], by_turn: bool) -> Rollo
         )
         if by_turn
         else (),
+        extra={**rollout.extra, **scores.get(EXTRA, {})},
     )
 
 

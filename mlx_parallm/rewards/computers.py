@@ -101,7 +101,7 @@ class WeightedRewardComputer(RewardComputer):
         names = [name for name in self.weights if name not in self._functions]
         first = group[0]
         scoring = self._by_reference.parts(first.prompt, first.metadata, group, TrainingProgress)
-        parts, _ = threads.ASYNC_FUNCTIONS.run(scoring)
+        parts, *_ = threads.ASYNC_FUNCTIONS.run(scoring)
         return [
             dict.fromkeys(names) if part is None else dict(zip(names, part.values(), strict=True))
             for part in parts

@@ -22,7 +22,7 @@ Functions are called as TRL 1.16 calls them (`GRPOTrainer._calculate_rewards`), 
     tool_client              (not TRL's) the `ToolClient` of [tools], for rewards that call a tool
     trainer_state            global_step and max_steps
     log_metric(name, value)  its mean appears in metrics.jsonl as metrics/<name>/mean
-    log_extra(column, list)  accepted, recorded nowhere
+    log_extra(column, list)  one value for each completion, kept with it for people to read
 
 Parameters that a function does not have are not passed. A score of None means that the function
 does not apply: it is left out of the weighted sum. A list in the place of a score holds the reward
@@ -35,6 +35,7 @@ import asyncio
 import copy
 import functools
 import inspect
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -56,7 +57,7 @@ from mlx_parallm.execution.user_code import (
     user_code,
 )
 from mlx_parallm.rewards import threads
-from mlx_parallm.rewards.base import TURN_REWARDS, UNSCORED, GroupReward
+from mlx_parallm.rewards.base import EXTRA, TURN_REWARDS, UNSCORED, GroupReward
 from mlx_parallm.rewards.methods import Method, Parts, combine
 from mlx_parallm.rewards.parts import BUILT_IN, WEIGHTS
 from mlx_parallm.system.log import get_logger
@@ -275,7 +276,7 @@ class RewardFunctions:
         async def reward(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
             if not self._functions:
                 return [{"reward": 0.0} for _ in trajectories]
-            parts_G, metrics = await self.parts(prompt, row, trajectories, state)
+            parts_G, metrics, extra_G = await self.parts(prompt, row, trajectories, state)
             rewards = combine(self._method, [parts or {} for parts in parts_G], weights)
             turns_G = [self._turn_rewards(parts or {}) for parts in parts_G]
             scored = [value for value in rewards if value is not None]
@@ -295,8 +296,11 @@ class RewardFunctions:
                 }
                 | ({"reward": mean, UNSCORED: 1.0} if value is None else {"reward": value})
                 | ({} if turns is None or value is None else {TURN_REWARDS: turns})
+                | ({EXTRA: extra} if extra else {})
                 | metrics
-                for parts, value, turns in zip(parts_G, rewards, turns_G, strict=True)
+                for parts, value, turns, extra in zip(
+                    parts_G, rewards, turns_G, extra_G, strict=True
+                )
             ]
 
         return reward
@@ -329,18 +333,28 @@ class RewardFunctions:
         row: Mapping[str, Any],
         trajectories: Sequence[Trajectory],
         state: Callable[[], TrainingProgress],
-    ) -> tuple[list[Parts | None], dict[str, float]]:
+    ) -> tuple[list[Parts | None], dict[str, float], list[dict[str, Any]]]:
         """Return each trajectory's score by every function (None: one of them returned UNSCORED),
-        and the metrics.
+        the metrics, and each trajectory's extra columns.
 
         Raises RolloutRejectedError: a function that raised, or did not return a number for each.
         """
         metrics: defaultdict[str, list[float]] = defaultdict(list)
+        extra_G: list[dict[str, Any]] = [{} for _ in trajectories]
 
         def log_metric(name: str, value: float) -> None:
             metrics[name].append(_number(value, f"log_metric({name!r})"))
 
-        progress = {"trainer_state": state(), "log_metric": log_metric, "log_extra": _log_extra}
+        def log_extra(column: str, values: Iterable[Any]) -> None:
+            numbered = list(values)
+            if len(numbered) != len(extra_G):
+                raise RolloutRejectedError(
+                    f"log_extra({column!r}): {len(numbered)} values for {len(extra_G)} completions"
+                )
+            for extra, value in zip(extra_G, numbered, strict=True):
+                extra[str(column)] = _as_json(value)
+
+        progress = {"trainer_state": state(), "log_metric": log_metric, "log_extra": log_extra}
         if self._tool_client is not None:
             progress["tool_client"] = self._tool_client
         arguments = _arguments(prompt, row, trajectories) | progress
@@ -354,9 +368,14 @@ class RewardFunctions:
                 if not isinstance(s, str)
             }
             parts_G.append(numbers if len(numbers) == len(column) else None)
-        return parts_G, {
-            f"metrics/{name}": math.fsum(values) / len(values) for name, values in metrics.items()
-        }
+        return (
+            parts_G,
+            {
+                f"metrics/{name}": math.fsum(values) / len(values)
+                for name, values in metrics.items()
+            },
+            extra_G,
+        )
 
 
 # ---------------------------------------------------------------------- one call
@@ -468,13 +487,16 @@ def _number(value: Any, what: str) -> float:
     return number
 
 
-@functools.cache
-def _warn_once(column: str) -> None:
-    log.warning("log_extra records nothing", column=column)
+def _as_json(value: Any) -> Any:
+    """Return a JSON value: arrays as lists, what JSON does not know as its text."""
 
+    def other(unknown: Any) -> Any:
+        return unknown.tolist() if hasattr(unknown, "tolist") else str(unknown)
 
-def _log_extra(column: str, values: Sequence[Any]) -> None:
-    _warn_once(column)
+    try:
+        return json.loads(json.dumps(value, default=other))
+    except (TypeError, ValueError):  # keys that are no texts, or a list in itself
+        return str(value)
 
 
 # ---------------------------------------------------------------------- loading

@@ -31,8 +31,8 @@ _COMPRESSION_LEVEL = 1
 def encode_group(group: RolloutGroup) -> bytes:
     """Packs a group. `decode_group` gives it back equal, each float to the last bit.
 
-    Raises RolloutRejectedError when `metadata` or `scores` hold something that JSON does not know,
-    or an integer does not fit 64 bits.
+    Raises RolloutRejectedError when `metadata`, `scores` or `extra` hold something that JSON does
+    not know, or an integer does not fit 64 bits.
     """
     columns, of_prompts = _ColumnWriter(), _of_prompts(group)
     for experts in of_prompts:
@@ -148,6 +148,8 @@ def _rollout_header(rollout: Rollout, of_prompts: Mapping[RoutedExperts, int]) -
         header["turn_lengths"] = list(rollout.turn_lengths)
     if rollout.images:
         header["images"] = list(rollout.images)
+    if rollout.extra:
+        header["extra"] = dict(rollout.extra)
     if rollout.earlier:
         header["earlier"] = [_rollout_header(segment, of_prompts) for segment in rollout.earlier]
     return header
@@ -180,6 +182,7 @@ def _rollout(
         turn_rewards=tuple(entry.get("turn_rewards", ())),
         turn_lengths=tuple(entry.get("turn_lengths", ())),
         images=tuple(entry.get("images", ())),
+        extra=entry.get("extra", {}),
     )
 
 

@@ -466,6 +466,7 @@ class _Texts:
         texts = decode([prompt[1], *(part for _, part in turns)])
         return {
             "zero_advantage": rollout.zero_advantage,
+            "extra": dict(rollout.extra),
             "images": [*dict.fromkeys(chain(*(segment.images for segment in rollout.segments)))],
             "conversation": [
                 {"role": role, "text": text} for role, text in zip(roles, texts, strict=True)

@@ -1,5 +1,6 @@
 """Print what `rollouts.py` returns: one function for each of its values."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
@@ -69,6 +70,10 @@ def draw_group(values: Json) -> Iterator[RenderableType]:
         yield Text(f"\n#{rollout['number']}", style="bold").append(_facts(rollout, ended=True))
         rows = [("parts", _parts(rollout)), ("error", rollout["error"])]
         rows += [("images", ", ".join(rollout["images"]))]
+        rows += [
+            (column, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+            for column, value in rollout["extra"].items()
+        ]
         rows += [("", rollout["why"].removeprefix(values["why"]).removeprefix("; "))]
         rows += [(turn["role"], turn["text"]) for turn in rollout["conversation"][one_prompt:]]
         yield from (_labelled(label, text) for label, text in rows if text)

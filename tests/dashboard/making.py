@@ -77,7 +77,7 @@ def make_run(
     for step in range(1, steps + 1):
         right, wrong = (
             answer(f"Sum: {step}+2", str(step + 2), reward=1.0),
-            answer(f"Sum: {step}+2", HOSTILE),
+            answer(f"Sum: {step}+2", HOSTILE, extra={"parsed": HOSTILE, "odd": [step]}),
         )
         store.add(
             RolloutGroup(f"sums-{step}", "sums", (right, wrong), metadata={"answer": "3"}),

@@ -165,6 +165,8 @@ def test_hostile_text_is_text(url: str, open_page: Open) -> None:
     assert '<img src=x onerror="document.title=' in shown and "</script><script>" in shown
     assert "␇␀⟨U+202E⟩gnp.exe" in shown, "control characters and a change of direction are visible"
     assert page.locator("main img, main script").count() == 0 and "pwned" not in page.title()
+    page.locator(".answer").nth(1).locator("summary", has_text="parsed, odd").click()
+    assert page.locator(".answer details pre").last.inner_text() == "odd: [1]"
     page.goto(f"{url}#/search?text=%3Cimg")
     page.wait_for_selector("mark")
     assert page.locator("mark").first.inner_text() == "<img"

@@ -144,8 +144,32 @@ async def test_log_metric_is_kept_beside_the_scores(functions):
         "def f(completions, log_metric, log_extra):\n    log_metric('size', 1)\n   "
         " log_metric('size', 4)\n"
     )
-    [got] = await scores(functions(text + "    log_extra('x', completions)\n    return [1]"), "a")
+    [got] = await scores(functions(text + "    return [1]"), "a")
     assert got == {"rewards/f": 1.0, "reward": 1.0, "metrics/size": 2.5}
+
+
+async def test_log_extra_is_kept_with_each_completion(functions):
+    text = (
+        "import numpy as np\ndef f(completions, log_extra):\n"
+        "    log_extra('parsed', [c.upper() for c in completions])\n"
+        "    log_extra('odd', [np.float32(0.5), {'ends': {1, 2}.__class__}])\n"
+        "    return [1, 0]\n"
+        "async def g(completions, log_extra):\n"
+        "    log_extra('by g', (n for n, _ in enumerate(completions)))\n"
+        "    return [None, None]\n"
+    )
+    group = await score_group(
+        functions(text, "f", "g").for_row(PLAIN, ROW, TrainingProgress),
+        [trajectory("a"), trajectory("b")],
+    )
+    assert [rollout.extra for rollout in group] == [
+        {"parsed": "A", "odd": 0.5, "by g": 0},
+        {"parsed": "B", "odd": {"ends": "<class 'set'>"}, "by g": 1},
+    ]
+    assert [rollout.scores for rollout in group] == [
+        {"rewards/f": 1.0, "reward": 1.0},
+        {"rewards/f": 0.0, "reward": 0.0},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -163,13 +187,16 @@ async def test_log_metric_is_kept_beside_the_scores(functions):
         ("return 'ab'", "^f returned str, not a list of numbers$"),
         ("log_metric('x', 'y'); return [1, 1]", r"^log_metric\('x'\): 'y' is not a finite number$"),
         ("return trainer_state.epoch", "AttributeError: .*epoch"),
+        ("log_extra('x', [1]); return [1, 1]", r"log_extra\('x'\): 1 values for 2 completions$"),
     ],
 )
 @pytest.mark.parametrize("kind", ["def", "async def"])
 async def test_what_cannot_be_trained_on_is_refused_by_name(functions, kind, body, message):
     with pytest.raises(RolloutRejectedError, match=message):
         await scores(
-            functions(f"{kind} f(completions, log_metric, trainer_state):\n    {body}"), "a", "b"
+            functions(f"{kind} f(completions, log_metric, log_extra, trainer_state):\n    {body}"),
+            "a",
+            "b",
         )
 
 

@@ -33,7 +33,7 @@ async def score(name, trajectories, options=None, prompt="asked", **row):
     made = RewardFunctions(
         [f"builtin:{name}"], (), columns=tuple(row), key="rewards", options={name: options or {}}
     )
-    parts, _ = await made.parts(prompt, row, trajectories, TrainingProgress)
+    parts, *_ = await made.parts(prompt, row, trajectories, TrainingProgress)
     return [entry[name] for entry in parts]
 
 

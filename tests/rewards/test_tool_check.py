@@ -39,7 +39,7 @@ async def scores(options: dict[str, Any], row: dict[str, Any], *texts: str) -> l
     with ToolClient(functions=[solve, correct, describe]) as client:
         functions = judged_by(**options)
         functions.use_tools(client)
-        parts, _ = await functions.parts("2+3?", row, rollouts(*texts), TrainingProgress)
+        parts, *_ = await functions.parts("2+3?", row, rollouts(*texts), TrainingProgress)
         return [each["tool"] for each in parts if each is not None]
 
 
@@ -66,7 +66,7 @@ async def test_a_judge_that_is_away_teaches_nothing() -> None:
     functions = judged_by("nap")
     with ToolClient(functions=[nap], function_timeout_s=0.1) as client:
         functions.use_tools(client)
-        parts, _ = await functions.parts("?", {}, rollouts("a"), TrainingProgress)
+        parts, *_ = await functions.parts("?", {}, rollouts("a"), TrainingProgress)
     assert parts == [{"tool": None}]
 
 
@@ -95,7 +95,7 @@ async def test_a_function_of_the_users_gets_the_client(tmp_path: Any) -> None:
     )
     with ToolClient(functions=[solve]) as client:
         functions.use_tools(client)
-        parts, _ = await functions.parts(
+        parts, *_ = await functions.parts(
             "?", {"question": "2+3"}, rollouts("5", "6"), TrainingProgress
         )
     assert parts == [{"right": 1.0}, {"right": 0.0}]

@@ -73,6 +73,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         processed_logprobs=draw(st.none() | st.just(column(finite))),
         error=draw(st.none() | st.text(max_size=5)),
         zero_advantage=draw(st.booleans()),
+        extra=draw(st.dictionaries(st.text(max_size=4), json_values, max_size=2)),
     )
 
 

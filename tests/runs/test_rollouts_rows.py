@@ -43,7 +43,9 @@ def run(tmp_path: Path) -> Path:
     old = tuple(answered("Spell", "abc", scores={"reward": reward}) for reward in (-1.0, 0.75))
     tools = tuple(
         answered(
-            "What time?", '<tool_call>{"name": "clock"}</tool_call>', "noon", text, scores=scores
+            *("What time?", '<tool_call>{"name": "clock"}</tool_call>', "noon", text),
+            scores=scores,
+            extra={"parsed": text.upper(), "hour": [12.5]},
         )
         for text, scores in (("12", {"reward": 0.9}), ("late", {"reward": 0.1}))
     )
@@ -165,6 +167,7 @@ def test_a_group_as_a_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> No
         "noon",
     ] in lines
     assert ["model", "late"] in lines
+    assert ["parsed", "LATE"] in lines and ["hour", "[12.5]"] in lines
     assert "#0  reward 0.9 · advantage +0.800 · version 3" in text and "ended by stop" in text
     assert "expected answer: 3" in text
     [values] = rows(capsys, run, "--show", "tools-3")

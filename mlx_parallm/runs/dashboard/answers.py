@@ -171,13 +171,15 @@ class ShownTurn(TypedDict):
 
 
 class ShownAnswer(ListedAnswer):
-    """`segments`: the number of tokens of each. `images`: names of those in its prompts."""
+    """`segments`: the number of tokens of each. `images`: names of those in its prompts. `extra`:
+    columns that rewards reported for it."""
 
     id: str
     temperature: float
     prompt: str | None
     zero_advantage: bool
     images: list[str]
+    extra: dict[str, Any]
     conversation: list[ShownTurn]
     segments: list[int]
 

@@ -145,7 +145,7 @@ class RewardEngine:
         RolloutRejectedError."""
         inner = trace_of(trace)
         row = inner.get("columns", {})
-        parts, _ = asyncio.run(
+        parts, *_ = asyncio.run(
             self._functions.parts(opening_of(inner), row, [trajectory_of(inner)], TrainingProgress)
         )
         return dict(parts[0] or dict.fromkeys(self._functions.names))
@@ -207,7 +207,7 @@ async def _label_all(
 ) -> tuple[int, int]:
     labelled, by = 0, f"verifier:{','.join(functions.names)}"
     for trace in traces:
-        parts, _ = await functions.parts(
+        parts, *_ = await functions.parts(
             opening_of(trace), trace.get("columns", {}), [trajectory_of(trace)], TrainingProgress
         )
         scores = {part: value for part, value in (parts[0] or {}).items() if value is not None}

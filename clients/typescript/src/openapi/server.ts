@@ -780,7 +780,10 @@ export interface components {
             kl_beta: number;
             temperature: number;
         };
-        /** @description `segments`: the number of tokens of each. `images`: names of those in its prompts. */
+        /**
+         * @description `segments`: the number of tokens of each. `images`: names of those in its prompts. `extra`:
+         *     columns that rewards reported for it.
+         */
         ShownAnswer: {
             number: number;
             reward: number | null;
@@ -799,6 +802,9 @@ export interface components {
             prompt: string | null;
             zero_advantage: boolean;
             images: string[];
+            extra: {
+                [key: string]: unknown;
+            };
             conversation: components["schemas"]["ShownTurn"][];
             segments: number[];
         };

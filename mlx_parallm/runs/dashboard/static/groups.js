@@ -186,6 +186,7 @@ export function Group({ run, info, words, id, query, go }) {
         <span class="quiet">advantage <b>${advantage(rollout.advantage)}</b></span>
         <a class="tokens-link" href=${writePlace("tokens", [group.group_id, rollout.number])}>tokens</a></header>
       ${Object.keys(rollout.parts).length > 0 && html`<p class="quiet parts">${Object.entries(rollout.parts).map(([name, score]) => html`<span>${name} <b>${short(score)}</b></span> `)}</p>`}
+      ${Object.keys(rollout.extra).length > 0 && html`<details class="quiet"><summary>${Object.keys(rollout.extra).map(visible).join(", ")}</summary>${Object.entries(rollout.extra).map(([column, value]) => html`<${Text} text=${`${column}: ${typeof value === "string" ? value : JSON.stringify(value)}`} />`)}</details>`}
       ${several ? rollout.conversation.slice(1).map(({ role, text }) => html`<div class=${`turn ${role}`}><span class="role">${role}</span><${Text} text=${text} /></div>`)
         : html`<${Text} text=${rollout.completion} />`}
       <footer class="quiet">${rollout.tokens} tokens · ended by ${rollout.stop_reason ?? "?"} · version ${rollout.version ?? "?"}${rollout.error ? html` · <b>${visible(rollout.error)}</b>` : ""}</footer>
