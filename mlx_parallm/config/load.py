@@ -91,6 +91,16 @@ class CoreConfig(Section):
         """The entries of [[evaluation.environments]], else of [[environments]]."""
         return self.evaluation.environments or self.environments
 
+    @property
+    def reward_models(self) -> tuple[str, ...]:
+        """The reward models that score answers in this process: paths, each once."""
+        entries = (*self.environments, *self.evaluation.environments)
+        parts = [part for entry in entries for part in entry.reward_options.items()]
+        paths = [
+            options.get("path") for name, options in parts if name.split("#")[0] == "reward_model"
+        ]
+        return tuple(dict.fromkeys(str(path) for path in paths if path))
+
     def section(self, kind: type[SectionT]) -> SectionT:
         """Return the section of this class: the way in which a leaf reads its settings."""
         return next(section for _, section in self if isinstance(section, kind))

@@ -56,7 +56,7 @@ class RunInfo:
     model: str
     base_url: str  # of the server, without /v1; empty: there is none
     total_steps: int
-    example_prompt: str
+    example_prompt: str  # empty: what the model writes means nothing, it learns to judge
     start_step: int = 0
     model_name: str = "default"
     needs_key: bool = False

@@ -5,11 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
-from mlx_parallm.models.scoring.reward_model import RewardScorer, TrainedRewardModel
+from mlx_parallm.models.loading import load_model
+from mlx_parallm.models.scoring.card import find_reward_model
+from mlx_parallm.models.scoring.reward_model import (
+    RewardScorer,
+    TrainedRewardModel,
+    shared_scorer,
+)
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import RewardFunctions
@@ -46,6 +55,27 @@ def test_a_part_gives_the_models_scores(model: Path) -> None:
     binary = reward_model(path=str(model), threshold=middle)
     ones = asyncio.run(binary([QUESTION] * 3, [answered(text) for text in texts]))
     assert ones == [float(score >= middle) for score in expected]
+
+
+def test_it_shares_the_arrays_of_the_policys_base(
+    tmp_path: Path, tiny_tokenizer: Tokenizer
+) -> None:
+    model = tmp_path / "run"
+    save(model / "final", tiny_tokenizer, make_config(tmp_path))
+    base = load_model(ModelConfig(base_path="builtin:tiny"))
+    mx.eval(base.model.parameters())
+    size = sum(array.nbytes for _, array in tree_flatten(base.model.parameters()))
+    before = mx.get_active_memory()
+    scorer = shared_scorer(str(find_reward_model(model)), base)
+    scorer.wait()
+    assert mx.get_active_memory() - before < size / 2
+    part = reward_model(path=str(model))
+    [score] = asyncio.run(part([QUESTION], [answered("3")]))
+    assert scorer is shared_scorer(str(find_reward_model(model))), "the part has taken this one"
+    direct = TrainedRewardModel.load(model)
+    assert score == pytest.approx(
+        direct.score([direct.tokens([*QUESTION, *answered("3")])])[0], abs=2e-6
+    )
 
 
 def test_a_trajectory_is_read_whole(model: Path) -> None:

@@ -90,6 +90,13 @@ class RewardModelCard:
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ConfigError(f"{file} cannot be read as a reward model's card: {error}") from error
 
+    def is_of(self, base: str) -> bool:
+        """Return whether a model, loaded as its checkpoint has it, has the arrays of this one's
+        base. `base`: a hub id or a directory."""
+        name = str(local_path(base).absolute()) if is_directory(base) else base
+        as_it_is = self.revision is None and self.dtype == "auto" and not self.quantized
+        return self.adapter and as_it_is and name == self.base
+
     def model_config(self, directory: Path) -> ModelConfig:
         """The configuration that loads its base; of a whole model that is `directory` itself."""
         return ModelConfig.model_validate(

@@ -14,8 +14,8 @@ import atexit
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import mlx.core as mx
@@ -51,9 +51,10 @@ from mlx_parallm.models.value_head import (
     attach_value_head,
     value_head_of,
 )
-from mlx_parallm.system.files import is_directory, local_path
 
 TOKEN_BUDGET = 8192  # tokens computed together, padding included
+_SHARED: dict[str, "RewardScorer"] = {}
+_SHARED_LOCK = Lock()
 
 
 class TrainedRewardModel:
@@ -90,7 +91,7 @@ class TrainedRewardModel:
         directory = find_reward_model(path)
         card = RewardModelCard.read(directory)
         config = card.model_config(directory)
-        if loaded is None or not card.adapter or not _is_base(loaded, card):
+        if loaded is None or not card.is_of(loaded.name):
             loaded, model = _load_policy(config, quantize=card.quantized and card.adapter)
         else:
             model = copy.deepcopy(loaded.model)
@@ -229,10 +230,13 @@ class RewardScorer:
         self._thread.close()
 
 
-@cache
-def shared_scorer(path: str) -> RewardScorer:
-    """Return this process's scorer of a reward model; the first call begins to load it."""
-    return RewardScorer(path)
+def shared_scorer(path: str, base: LoadedModel | None = None) -> RewardScorer:
+    """Return this process's scorer of a reward model; the first call begins to load it, and shares
+    the arrays of `base` where it can."""
+    with _SHARED_LOCK:
+        if path not in _SHARED:
+            _SHARED[path] = RewardScorer(path, lambda: base)
+        return _SHARED[path]
 
 
 def _name_of(directory: Path) -> str:
@@ -252,13 +256,6 @@ def _batches(lengths: Sequence[int]) -> list[list[int]]:
         else:
             batches.append([row])
     return batches
-
-
-def _is_base(loaded: LoadedModel, card: RewardModelCard) -> bool:
-    """Whether a loaded model is the card's base, as far as its name says."""
-    name = str(local_path(loaded.name).absolute()) if is_directory(loaded.name) else loaded.name
-    as_it_is = card.revision is None and card.dtype == "auto" and not card.quantized
-    return as_it_is and name == card.base
 
 
 def _load_policy(config: ModelConfig, *, quantize: bool) -> tuple[LoadedModel, nn.Module]:

@@ -181,7 +181,7 @@ class TrainingDisplay:
         if not info.start_step:  # the first step of a resume may be the rest of one
             self._pace.append((0, self._clock()))
         self._log("training", run=info.run_name, model=info.model, steps=info.total_steps)
-        if info.base_url:
+        if info.base_url and info.example_prompt:
             # a field of the log would have its quotes escaped
             self._log(f"talk to the model: {curl_line(info)}")
         for page in self._pages:
@@ -368,12 +368,15 @@ class TrainingDisplay:
         )
         if not info.base_url:  # nobody can ask
             return Group(title, rows)
-        talk = Text(curl_line(info, self._console.width), style="cyan")
+        talk = [
+            Text("talk to it while it learns:", style="dim"),
+            Text(curl_line(info, self._console.width), style="cyan"),
+        ]
         watch = [
             Text("watch it: ", style="dim").append(page, style="not dim cyan")
             for page in self._pages
         ]
-        return Group(title, rows, Text("talk to it while it learns:", style="dim"), talk, *watch)
+        return Group(title, rows, *(talk if info.example_prompt else ()), *watch)
 
     def _progress(self, info: RunInfo, step: int) -> RenderableType:
         width = max(8, min(CURVE_WIDTH - 8, self._console.width - 40))

@@ -19,10 +19,18 @@ from mlx_parallm.models.experts.routing import blocks_of_experts, replays_expert
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.images.support import ImageHook, tower_sizes
 from mlx_parallm.models.loading import check_model
-from mlx_parallm.models.lora import are_experts, inject_lora, linear_shape, trainer_lora_layers
+from mlx_parallm.models.lora import (
+    ADAPTER_FILE,
+    are_experts,
+    inject_lora,
+    linear_shape,
+    trainer_lora_layers,
+)
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
 from mlx_parallm.models.quantize import quantizable
+from mlx_parallm.models.scoring.card import RewardModelCard, find_reward_model
 from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
+from mlx_parallm.models.value_head import VALUE_HEAD_FILE
 from mlx_parallm.rl_training.step.states_8bit import SMALLEST
 from mlx_parallm.types import NARROW_IDS
 
@@ -42,6 +50,7 @@ class LoadOptions:
         value_head: a head of values is trained beside it.
         router_replay: "off" where no engine samples what is trained on.
         teachers: other models in this process.
+        reward_models: paths of those in this process.
         image_hooks: as in `models.images.support`.
     """
 
@@ -52,6 +61,7 @@ class LoadOptions:
     max_staleness: int
     kv_bits: int | None
     teachers: Sequence[TeacherConfig]
+    reward_models: Sequence[str]
     image_hooks: Sequence[ImageHook]
 
 
@@ -74,6 +84,7 @@ class ModelShape:
     by_tokens: bool = False  # keys and values can lie by tokens
     widened: str = ""  # the checkpoint's dtype, where the weights take more than they would in it
     teachers: int = 0  # bytes of other models in this process that score its tokens
+    reward_models: int = 0  # bytes of those that score answers in this process
     products: int = 0  # numbers of AdaLoRA's B, saved with and without E
     adapted: int = 0  # numbers of the layers that have an adapter
     rounded: int = 0  # qat_bits: numbers of the others, which the trainer holds quantised
@@ -158,6 +169,9 @@ class ModelShape:
                 _teacher_weights(each, options.model, options.image_hooks)
                 for each in options.teachers
             ),
+            reward_models=sum(
+                _reward_model_weights(each, options) for each in options.reward_models
+            ),
             products=lora.use_adalora
             * sum(array.size for name, array in arrays if name.endswith(".lora_b")),
             adapted=adapted,
@@ -223,19 +237,37 @@ def _teacher_weights(teacher: TeacherConfig, model: ModelConfig, hooks: Sequence
     if teacher.kind != "model":
         return 0
     own_model = model.model_copy(update={"base_path": teacher.path, "revision": teacher.revision})
+    return _loaded_weights(own_model, teacher.quantize, hooks)
+
+
+def _reward_model_weights(path: str, options: LoadOptions) -> int:
+    """Bytes of a reward model: of its base only where the policy does not lend it its own. Raises
+    ConfigError: there is none; ModelError: no such base."""
+    directory = find_reward_model(path)
+    card = RewardModelCard.read(directory)
+    if not card.adapter:
+        return _loaded_weights(card.model_config(directory), False, options.image_hooks)
+    added = sum((directory / name).stat().st_size for name in (ADAPTER_FILE, VALUE_HEAD_FILE))
+    plain = options.model.is_plain and not options.lora.quantize_base
+    if plain and card.is_of(options.model.base_path):
+        return added
+    base = _loaded_weights(card.model_config(directory), card.quantized, options.image_hooks)
+    return base + added
+
+
+def _loaded_weights(model: ModelConfig, quantize: bool, hooks: Sequence[ImageHook]) -> int:
     options = LoadOptions(
-        own_model,
-        LoraConfig(quantize_base=teacher.quantize),
+        model,
+        LoraConfig(quantize_base=quantize),
         value_head=False,
         router_replay="off",
         max_staleness=0,
         kv_bits=None,
         teachers=(),
+        reward_models=(),
         image_hooks=hooks,
     )
-    return ModelShape.of(
-        check_model(own_model, train=False, quantize=teacher.quantize), options
-    ).weights
+    return ModelShape.of(check_model(model, train=False, quantize=quantize), options).weights
 
 
 def _dtypes(dtype_name: str, model_config: Mapping[str, Any]) -> tuple[mx.Dtype, str]:

@@ -130,6 +130,7 @@ class PlannedRun:
             max_staleness=training.max_staleness,
             kv_bits=config.server.kv_bits,
             teachers=training.distillation.teachers,
+            reward_models=config.reward_models,
             image_hooks=config.image_hooks(),
         )
         return cls(config, ModelShape.of(model_config, options))
@@ -199,6 +200,7 @@ class PlannedRun:
             "weights": self.shape.weights,
             **({"tower": self.shape.tower} if self.shape.tower else {}),
             **({"teachers": teachers} if teachers else {}),
+            **({"reward models": self.shape.reward_models} if self.shape.reward_models else {}),
             **({"recorded experts": routes} if routes else {}),
             "optimizer and gradients": self.shape.trained * kept + int(states),
             **engine,

@@ -24,7 +24,9 @@ def run_info(started: StartedRun) -> RunInfo:
         model=config.model.base_path,
         base_url=serving.url,
         total_steps=training.total_steps,
-        example_prompt=started.data.example_prompt
+        example_prompt=""
+        if training.algorithm == REWARD_MODEL
+        else started.data.example_prompt
         if started.data is not None
         else _example_prompt(started.prepared.environments),
         start_step=started.first_step,

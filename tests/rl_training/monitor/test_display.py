@@ -297,6 +297,17 @@ def test_trained_tokens_are_counted_against_training_time():
     assert trained_tokens_per_s({"tokens": 300, "time_train_s": 0.0}) is None
 
 
+def test_nobody_is_sent_to_a_model_that_learns_to_judge():
+    display, console = on_a_terminal(pages=["http://127.0.0.1:8000/dashboard"])
+    with capture_logs() as logs:
+        display.start(dataclasses.replace(INFO, example_prompt=""))
+        display.update(step(1))
+        text = picture(display, console)
+        display.stop()
+    assert not any("talk to" in entry["event"] for entry in logs)
+    assert "watch it:" in text and "talk to it" not in text
+
+
 def test_without_a_terminal_each_step_is_one_line():
     now = [0.0]
     display = TrainingDisplay(Console(file=io.StringIO()), clock=lambda: now[0])

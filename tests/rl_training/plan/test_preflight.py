@@ -18,12 +18,14 @@ from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.layouts.tree_rows import TreeAttention, merge_rows
 from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
+from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.plan import model_shape, preflight
 from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.system.hardware import GIB
+from tests.models.test_reward_model import make_config, save
 from tests.tiny_models import QWEN3 as TINY_QWEN3
 from tests.tiny_models import VOCAB_SIZE, lora_config, save_checkpoint
 
@@ -459,6 +461,37 @@ def test_the_memory_of_teachers_is_counted(tmp_path: Path) -> None:
     assert whole == parts(old)["teachers"] + 16 * 8 * VOCAB_SIZE * 4 * 2
     smaller = parts(large | {"quantize": True})["teachers"]
     assert scores < smaller < sum(arrays) / 2 + scores
+
+
+def test_the_memory_of_reward_models_is_counted(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    """Adapter and head, and the base where the policy has another one or loads it otherwise."""
+    save(tmp_path / "run" / "final", tiny_tokenizer, make_config(tmp_path))
+    whole = make_config(tmp_path, lora={"enabled": False})
+    save(tmp_path / "whole" / "final", tiny_tokenizer, whole)
+    loaded = load_model(ModelConfig(base_path="builtin:tiny"))
+    base = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
+    added = sum(
+        (tmp_path / "run" / "final" / name).stat().st_size
+        for name in ("adapters.safetensors", "value_head.safetensors")
+    )
+
+    def counted(*runs: str, **model: Any) -> int:
+        paths = [{"path": str(tmp_path / run)} for run in runs]
+        environment = {
+            "kind": "dataset",
+            "data": "rows.jsonl",
+            "rewards": ["builtin:exact_match"] + ["builtin:reward_model"] * len(runs),
+            "reward_options": dict(zip(("reward_model", "reward_model#2"), paths, strict=False)),
+        }
+        config = parse_config({"model": model, "environments": [environment]})
+        planned = PlannedRun.of(config, read_config(resolve_model_path("builtin:tiny")))
+        return planned.memory.parts.get("reward models", 0)
+
+    assert counted() == 0
+    assert counted("run") == added
+    assert counted("run", "run") == added, "it is loaded once"
+    assert counted("run", dtype="float32") == base + added, "another setting of the weights"
+    assert counted("run", "whole") == base + added
 
 
 def test_rounding_in_training_is_counted() -> None:
