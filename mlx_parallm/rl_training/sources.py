@@ -60,7 +60,8 @@ class SourceContext:
 
     `players`: play groups of the in-process environments in other processes, beside this one.
     `current_step`, `policy_version`: asked from any thread at any time. `on_reward`: sources that
-    want to know that a reward came by id add a function here. `on_times`: takes the times of a
+    want to know that a reward came by id add a function here. `group_sizes`: a source that makes
+    groups by itself adds their size. `on_times`: takes the times of a
     group (`monitor.spans`), on any thread. `experts`: (layers, experts a token, experts) that the
     trainer repeats, once there is one. `images`: reads images for the model; None: it sees none.
     """
@@ -73,6 +74,7 @@ class SourceContext:
     current_step: Callable[[], int]
     policy_version: Callable[[], int]
     on_reward: list[Callable[[], None]] = field(default_factory=list)
+    group_sizes: list[int] = field(default_factory=list)
     on_times: Callable[[str, tuple[float, float]], None] | None = None
     players: Callable[[], Sequence[MakePlayer]] = tuple
     experts: Callable[[], tuple[int, int, int] | None] = lambda: None
@@ -169,6 +171,7 @@ class InProcessEnvironments(RolloutSource):
     def __init__(self, context: SourceContext) -> None:
         self._context = context
         self._manager: RolloutManager | None = None
+        context.group_sizes.extend(source.config.group_size for source in context.environments)
 
     @classmethod
     def of(cls, context: SourceContext) -> "InProcessEnvironments | None":

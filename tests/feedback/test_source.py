@@ -92,6 +92,7 @@ def chat(
     context = SourceContext(config, tmp_path, store, VOCAB_SIZE, [], lambda: 0, lambda: 0)
     source = feedback_source(context)
     assert source is not None
+    assert context.group_sizes == [1], "others know that this run has rollouts"
     with running_server(tiny_engine.client, tiny_tokenizer, routers=[source.router]) as server:
         yield Chat(server, source, store)
     source.stop()

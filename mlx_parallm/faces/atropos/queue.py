@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -54,8 +54,8 @@ class AtroposSettings:
     wandb_project: str | None
     temperature: float  # of groups that do not name theirs
     missing_logprobs: MissingLogprobs
-    # of the in-process environments that fill the same batches
-    other_group_sizes: tuple[int, ...] = ()
+    # of the other sources that fill the same batches, which may still be added
+    other_group_sizes: Sequence[int] = ()
     # (layers, experts a token, experts) that the trainer repeats; None: it repeats none
     experts: Callable[[], tuple[int, int, int] | None] = lambda: None
     images: ImageReader | None = None  # None: the policy sees none

@@ -41,7 +41,7 @@ class EmbeddedQueue(RolloutSource):
             wandb_project=atropos.wandb_project,
             temperature=training.temperature,
             missing_logprobs=atropos.missing_logprobs,
-            other_group_sizes=tuple(source.config.group_size for source in context.environments),
+            other_group_sizes=context.group_sizes,
             experts=context.experts,
             images=context.images,
         )

@@ -23,7 +23,7 @@ from mlx_parallm.types import Request, Rollout, RolloutGroup
 ENVIRONMENT = "feedback"
 NOT_THE_POLICY = "another model than the policy answered"
 SECRET = "a secret or name was replaced in the chat: its tokens would show it"
-CUT_OFF = "the answer was cut off, or nothing was sampled"
+BROKEN_OFF = "the answer was broken off before its end, or nothing was sampled"
 IMAGES = "the chat has images"
 TOKENS = "the prompt came as tokens, in which no secrets are looked for"
 CONTINUED = "the answer goes on with a message of the client's"
@@ -133,7 +133,7 @@ class ChatObserver:
         identity = answer_id(str(self._call.response_id), index)
         choice = self._call.choices[index]
         after, words, had_secret = self._reader.after(reading, choice.message)
-        rollout = self._rollouts.get(index, CUT_OFF)
+        rollout = self._rollouts.get(index, BROKEN_OFF)
         reason: str | None = None
         if isinstance(rollout, str):
             reason = rollout
@@ -144,7 +144,7 @@ class ChatObserver:
         elif self._continues:
             reason = CONTINUED
         elif rollout.stop_reason not in ("stop", "length") or 1 not in rollout.mask:
-            reason = CUT_OFF
+            reason = BROKEN_OFF
         payload = None
         if reason is None and isinstance(rollout, Rollout):
             payload = encode_group(

@@ -94,6 +94,7 @@ class FeedbackSource(RolloutSource):
     def __init__(self, context: SourceContext) -> None:
         config, section = context.config, context.config.section(FeedbackConfig)
         self._context, self._section = context, section
+        context.group_sizes.append(1)
         self._by_sign = config.rl_training.algorithm == ONLINE_KTO
         self._decay = None if self._by_sign else section.baseline_decay
         self._store = FeedbackStore(

@@ -244,6 +244,14 @@ class TestHealth:
         queue.submit(scored_data())
         assert queue.health() is None
 
+    def test_a_source_that_comes_later_makes_the_rollouts(self, store, clock):
+        sizes: list[int] = []
+        queue = make_queue(store, clock, other_group_sizes=sizes)
+        clock.now += SILENT_AFTER_S + 1
+        assert "nothing makes rollouts" in queue.health()
+        sizes.append(1)
+        assert queue.health() is None
+
     def test_an_environment_went_silent(self, queue, clock):
         env_id = register(queue).env_id
         clock.now += SILENT_AFTER_S + 1
