@@ -103,6 +103,7 @@ def test_what_the_wire_can_carry_survives_it(group: RolloutGroup) -> None:
                 stop_reason=None,
                 processed_logprobs=None,
                 error=None,
+                extra={},
             )
             for rollout in group.rollouts
         ),
