@@ -58,8 +58,7 @@ from mlx_parallm.models.loading import (
     vocabulary_size,
 )
 from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, load_adapter
-from mlx_parallm.models.scoring.card import find_reward_model
-from mlx_parallm.models.scoring.reward_model import RewardScorer, shared_scorer
+from mlx_parallm.models.scoring.reward_model import RewardScorer
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.commands import RunCommands
@@ -502,7 +501,7 @@ class Serving:
             adapter_roots: beside server.adapter_roots.
             record_experts: see `start_engine`; `record_prompt_experts` too.
         """
-        self._load_scorers(loaded)
+        self._load_scorer(loaded)
         training = self.config.rl_training
         engine = start_engine(
             self.config.server,
@@ -529,17 +528,13 @@ class Serving:
         reader = None if loaded.images is None else loaded.images.reader
         self.state.ready(clients_engine, self.tokenizer(), loader, reader)
 
-    def _load_scorers(self, loaded: LoadedModel) -> None:
-        """Wait for the server's reward model and those of rewards, which share the base's arrays
-        where both are loaded alike. Raises ConfigError, ModelError, AdapterError: one does not fit
-        its base."""
-        plain = self.config.model.is_plain and not self.config.rl_training.lora.quantize_base
-        base = loaded if plain else None
-        for path in self.config.reward_models:
-            shared_scorer(str(find_reward_model(path)), base).wait()
-        if self._scorer is not None:
-            self._base.set_result(base)
-            self._scorer.wait()
+    def _load_scorer(self, loaded: LoadedModel) -> None:
+        """Wait for the reward model, which shares the base's arrays where both are loaded alike.
+        Raises ConfigError, ModelError, AdapterError: it does not fit its base."""
+        if self._scorer is None:
+            return
+        self._base.set_result(loaded if self.config.base_is_plain else None)
+        self._scorer.wait()
 
     def observe_publish(self, report: PublishReport) -> None:
         """Count a publish of weights in /metrics."""

@@ -92,6 +92,14 @@ class CoreConfig(Section):
         return self.evaluation.environments or self.environments
 
     @property
+    def base_is_plain(self) -> bool:
+        """Whether the base's weights are loaded as its checkpoint has them today, so that a reward
+        model on the same base can share them."""
+        model = self.model
+        quantizes = self.rl_training.lora.quantize_base
+        return model.revision is None and model.dtype == "auto" and not quantizes
+
+    @property
     def reward_models(self) -> tuple[str, ...]:
         """The reward models that score answers in this process: paths, each once."""
         entries = (*self.environments, *self.evaluation.environments)

@@ -166,11 +166,6 @@ class ModelConfig(Section):
     """Directory of quantize_base's 4-bit copies; "auto" = $XDG_CACHE_HOME/mlx_parallm/quantized;
     "off" keeps none."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the weights are loaded as the checkpoint has them today."""
-        return self.revision is None and self.dtype == "auto"
-
     def quantized_cache_directory(self) -> Path | None:
         """Return the directory of 4-bit copies, or None for no copies. $XDG_CACHE_HOME defaults
         to ~/.cache."""

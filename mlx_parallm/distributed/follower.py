@@ -24,6 +24,7 @@ from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.models.loading import check_model, resolve_model_path
+from mlx_parallm.models.scoring.reward_model import load_shared_scorers
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.options import make_algorithm, training_options
@@ -168,6 +169,8 @@ class Follower:
     def _publish(self, version: int) -> None:
         agree(self._ranks, self._trainer, compared="weights.", part=self._ranks.next_part())
         if self._weights is None:
+            base = self._loaded if self._config.base_is_plain else None
+            load_shared_scorers(self._config.reward_models, base)
             self._weights = open_serving(
                 self._serving, self._loaded, self._trainer.policy, version=version, keep_versions=1
             )

@@ -12,7 +12,7 @@ reads. The card names the base, and holds a checksum of what its tokenizer makes
 
 import atexit
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Lock
@@ -237,6 +237,13 @@ def shared_scorer(path: str, base: LoadedModel | None = None) -> RewardScorer:
         if path not in _SHARED:
             _SHARED[path] = RewardScorer(path, lambda: base)
         return _SHARED[path]
+
+
+def load_shared_scorers(paths: Iterable[str], base: LoadedModel | None) -> None:
+    """Load this process's scorers of reward models, before the tree of `base` is wrapped. Raises
+    ConfigError, ModelError, AdapterError: one does not fit its base."""
+    for path in paths:
+        shared_scorer(str(find_reward_model(path)), base).wait()
 
 
 def _name_of(directory: Path) -> str:

@@ -50,7 +50,7 @@ class LoadOptions:
         value_head: a head of values is trained beside it.
         router_replay: "off" where no engine samples what is trained on.
         teachers: other models in this process.
-        reward_models: paths of those in this process.
+        reward_models: paths of those in this process; they share a base that is plain.
         image_hooks: as in `models.images.support`.
     """
 
@@ -62,6 +62,7 @@ class LoadOptions:
     kv_bits: int | None
     teachers: Sequence[TeacherConfig]
     reward_models: Sequence[str]
+    base_is_plain: bool
     image_hooks: Sequence[ImageHook]
 
 
@@ -248,8 +249,7 @@ def _reward_model_weights(path: str, options: LoadOptions) -> int:
     if not card.adapter:
         return _loaded_weights(card.model_config(directory), False, options.image_hooks)
     added = sum((directory / name).stat().st_size for name in (ADAPTER_FILE, VALUE_HEAD_FILE))
-    plain = options.model.is_plain and not options.lora.quantize_base
-    if plain and card.is_of(options.model.base_path):
+    if options.base_is_plain and card.is_of(options.model.base_path):
         return added
     base = _loaded_weights(card.model_config(directory), card.quantized, options.image_hooks)
     return base + added
@@ -265,6 +265,7 @@ def _loaded_weights(model: ModelConfig, quantize: bool, hooks: Sequence[ImageHoo
         kv_bits=None,
         teachers=(),
         reward_models=(),
+        base_is_plain=False,
         image_hooks=hooks,
     )
     return ModelShape.of(check_model(model, train=False, quantize=quantize), options).weights

@@ -131,6 +131,7 @@ class PlannedRun:
             kv_bits=config.server.kv_bits,
             teachers=training.distillation.teachers,
             reward_models=config.reward_models,
+            base_is_plain=config.base_is_plain,
             image_hooks=config.image_hooks(),
         )
         return cls(config, ModelShape.of(model_config, options))

@@ -16,6 +16,7 @@ from mlx_parallm.config.data import DATA_ALGORITHMS, REWARD_MODEL
 from mlx_parallm.config.load import Config
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.scoring.card import CARD_FILE, RewardModelCard
+from mlx_parallm.models.scoring.reward_model import load_shared_scorers
 from mlx_parallm.rl_training.checkpoint import CheckpointVersions
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
@@ -408,14 +409,15 @@ def _publish(
     """Let the server and the other ranks answer with the policy."""
     numbers, older = VersionNumbers(opened.store), files.served()
     versions = files.versions(numbers, served_known=bool(older))
-    policy, checkpoint = trainer.policy, prepared.checkpoint
+    policy, checkpoint, config = trainer.policy, prepared.checkpoint, prepared.config
+    load_shared_scorers(config.reward_models, loaded if config.base_is_plain else None)
     with policy.serving(older, checkpoint) if older and checkpoint else nullcontext():
         weights = open_serving(
             prepared.serving,
             loaded,
             policy,
             version=versions.newest[0],
-            keep_versions=prepared.config.server.keep_versions,
+            keep_versions=config.server.keep_versions,
             archive=CheckpointVersions(opened.path),
             adapter_roots=(opened.path.parent,),
         )
