@@ -248,15 +248,17 @@ class Checkpointer:
         check_files(checkpoint)
         self._policy.load(checkpoint)
         self._optimizer.restore(read_tensors(checkpoint / OPTIMIZER_FILE))
-        try:
-            restore_random_state(state.random_state)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(
-                f"{checkpoint / STATE_FILE} is damaged: random_state: {error!r}"
-            ) from error
+        restore_random_state(state.random_state, checkpoint)
         for name, learner in self._learners.items():
             learner.load(checkpoint / LEARNERS / name, state.step)
-        metrics.cut(state.step)  # first, for it may find a damaged line
+        lines = metrics.cut(state.step, one_a_step=True)  # first, for it may find a damaged line
+        if lines < state.step:
+            log.warning(
+                "lines of metrics are missing: the curves begin later, or have a hole",
+                file=str(metrics.path),
+                lines=lines,
+                steps=state.step,
+            )
         store.restore(
             state.step, keep_drops_of=state.in_progress.step if state.in_progress else None
         )
@@ -397,14 +399,20 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """The counterpart of `random_state`; also of this thread."""
-    [(high, low)] = state["mlx"]
-    mx.random.seed(high << 32 | low)  # MLX's key of a 64-bit seed is its two halves
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+def restore_random_state(state: Mapping[str, Any], checkpoint: Path) -> None:
+    """The counterpart of `random_state`; also of this thread. Raises CheckpointError: those of
+    `checkpoint` are damaged."""
+    try:
+        [(high, low)] = state["mlx"]
+        mx.random.seed(high << 32 | low)  # MLX's key of a 64-bit seed is its two halves
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, np.array(keys, np.uint32), *rest))
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"{checkpoint / STATE_FILE} is damaged: random_state: {error!r}"
+        ) from error
 
 
 class CheckpointVersions:

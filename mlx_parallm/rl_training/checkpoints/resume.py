@@ -19,6 +19,7 @@ from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import find_adapter_file, load_adapter
 from mlx_parallm.rl_training.checkpoint import find_checkpoint
+from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, LATEST, STORE_FILE
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.redaction import REDACTED
@@ -41,11 +42,26 @@ def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | N
         directory = Path(resume).expanduser().resolve()
         if not (directory / STORE_FILE).is_file():
             raise
+        _check_never_saved(directory)
         return placed(config, directory), None, True
     if checkpoint is None:
+        _check_never_saved(training.checkpoint_dir / str(training.run_name))
         return config, None, True
     check_resume(config, checkpoint.parent, checkpoint.parent / CONFIG_FILE)
     return placed(config, checkpoint.parent), checkpoint, False
+
+
+def _check_never_saved(run: Path) -> None:
+    """Raises CheckpointError: the run has saved checkpoints, and they are gone. Starting over would
+    remove its metrics."""
+    if not (run / LATEST).is_symlink():
+        return
+    there = sorted(path.parent.name for path in run.glob(f"*/{STATE_FILE}"))
+    raise CheckpointError(
+        f"--resume {run}: its checkpoints are gone ({LATEST} is {(run / LATEST).readlink()}; there:"
+        f" {', '.join(there) or 'none'}): put one back, name one that is there, or start another"
+        " rl_training.run_name"
+    )
 
 
 def placed(config: Config, run: Path) -> Config:

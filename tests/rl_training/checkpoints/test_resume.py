@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.config.load import Config, load_config, parse_config
-from mlx_parallm.errors import AdapterError, ConfigError
+from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
 from mlx_parallm.rl_training.checkpoints.resume import (
@@ -16,6 +16,7 @@ from mlx_parallm.rl_training.checkpoints.resume import (
     check_resume,
     initial_adapter,
     refuse_redacted,
+    what_to_resume,
 )
 from tests.tiny_models import lora_config, make_model
 
@@ -204,3 +205,16 @@ def test_the_last_run_was_of_another_model(tmp_path: Path) -> None:
 def test_full_weights_take_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trains all weights"):
         adapter_of(starting_config(tmp_path, f"{tmp_path}/checkpoints/x", lora={"enabled": False}))
+
+
+@pytest.mark.parametrize("resume", ["auto", "{}/run"])
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(resume: str, tmp_path: Path) -> None:
+    """It did, and removed the lines of all its steps from metrics.jsonl."""
+    run = config(tmp_path, f"rl_training.checkpoint_dir={tmp_path}", "rl_training.run_name=run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/rollouts.sqlite").touch()
+    resume = resume.format(tmp_path)
+    assert what_to_resume(run, resume)[1:] == (None, True), "it was killed before its first one"
+    (tmp_path / "run/latest").symlink_to("step_000040")
+    with pytest.raises(CheckpointError, match=r"gone \(latest is step_000040; there: none\)"):
+        what_to_resume(run, resume)
