@@ -49,7 +49,7 @@ from mlx_parallm.rl_training.run_directory import (
 )
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy, read_tensors
-from mlx_parallm.system.files import GB, free_bytes, point, remove_leftovers, write_directory
+from mlx_parallm.system.files import free_bytes, in_gb, point, remove_leftovers, write_directory
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 LEARNERS = "learners"  # a directory of it for each learner beside the policy
@@ -195,8 +195,8 @@ class Checkpointer:
         if (free := free_bytes(self.run_directory)) < needed:
             kept = ", ".join(old.name for old in checkpoints(self.run_directory)) or "none"
             raise CheckpointError(
-                f"{path} needs {needed / GB:.2f} GB and {free / GB:.2f} GB are free: it was not"
-                " begun. Free some space"
+                f"{path} needs {in_gb(needed)} and {in_gb(free)} are free: it was not begun. Free"
+                " some space"
                 f" and go on with --resume {self.run_directory} (checkpoints there: {kept})"
             )
 

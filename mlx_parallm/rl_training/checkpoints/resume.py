@@ -20,11 +20,15 @@ from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import find_adapter_file, load_adapter
 from mlx_parallm.rl_training.checkpoint import find_checkpoint
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE
+from mlx_parallm.rl_training.publish.versions import Notes
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, LATEST, STORE_FILE
+from mlx_parallm.system.files import sampled_digest
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.redaction import REDACTED
 
 log = get_logger("train")
+
+BASE_NOTE = "base_model"  # in the store of rollouts
 
 
 def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | None, bool]:
@@ -70,6 +74,20 @@ def placed(config: Config, run: Path) -> Config:
         update={"checkpoint_dir": run.parent, "run_name": run.name}
     )
     return config.model_copy(update={"rl_training": training})
+
+
+def note_base(notes: Notes, model: Path) -> None:
+    """Note which weights the run trains from, and warn of a resume that finds others there: what
+    was learned was learned on the first ones. `model`: the local folder of the base."""
+    files = sorted(model.glob("*.safetensors"))
+    now, before = sampled_digest(files), notes.recall(BASE_NOTE)
+    if before is None:
+        notes.remember(BASE_NOTE, now)
+    elif before != now:
+        log.warning(
+            "the base model has changed since the run began: what it learned may not fit it",
+            path=str(model),
+        )
 
 
 def initial_adapter(

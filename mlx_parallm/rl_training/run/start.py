@@ -17,7 +17,7 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.scoring.card import CARD_FILE, RewardModelCard
 from mlx_parallm.rl_training.checkpoint import CheckpointVersions
-from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
+from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, note_base
 from mlx_parallm.rl_training.checkpoints.trainer_state import RecordedChange, TrainerState
 from mlx_parallm.rl_training.commands import (
     RunCommands,
@@ -186,6 +186,7 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     rollbacks = RollbackService()
     _listen(prepared, opened, sources, rollbacks, commands)
     loaded = serving.load(quantize=quantize)
+    note_base(opened.store, serving.model_path)
     options = training_options(training)
     trainer = build_trainer(
         loaded,

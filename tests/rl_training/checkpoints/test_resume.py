@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from structlog.testing import capture_logs
 
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
@@ -15,9 +16,12 @@ from mlx_parallm.rl_training.checkpoints.resume import (
     MAY_CHANGE,
     check_resume,
     initial_adapter,
+    note_base,
     refuse_redacted,
     what_to_resume,
 )
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.system.log import configure_logging
 from tests.tiny_models import lora_config, make_model
 
 ROWS = '[[environments]]\nkind = "tasks"\nname = "sort"\n'
@@ -218,3 +222,23 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(resume: str, tmp_p
     (tmp_path / "run/latest").symlink_to("step_000040")
     with pytest.raises(CheckpointError, match=r"gone \(latest is step_000040; there: none\)"):
         what_to_resume(run, resume)
+
+
+def test_another_base_under_the_same_name_is_told(tmp_path: Path) -> None:
+    """Weights that were changed in place went unseen: the adapter went on, on another model."""
+    model, store = tmp_path / "model", RolloutStore(tmp_path / "rollouts.sqlite")
+    model.mkdir()
+    weights = bytearray(300_000)
+    (model / "model.safetensors").write_bytes(weights)
+    configure_logging(level="info")
+    with capture_logs() as logged:
+        note_base(store, model)
+        note_base(store, model)
+    assert logged == []
+    weights[150_000:160_000] = bytes([1]) * 10_000
+    (model / "model.safetensors").write_bytes(weights)
+    with capture_logs() as logged:
+        note_base(store, model)
+    configure_logging(level="error")
+    assert [(line["log_level"], line["path"]) for line in logged] == [("warning", str(model))]
+    store.close()
