@@ -19,7 +19,8 @@ from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import find_adapter_file, load_adapter
 from mlx_parallm.rl_training.checkpoint import find_checkpoint
-from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE
+from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
+from mlx_parallm.rl_training.commands import restored_settings
 from mlx_parallm.rl_training.publish.versions import Notes
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, LATEST, STORE_FILE
 from mlx_parallm.system.files import sampled_digest
@@ -51,7 +52,9 @@ def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | N
     if checkpoint is None:
         _check_never_saved(training.checkpoint_dir / str(training.run_name))
         return config, None, True
-    check_resume(config, checkpoint.parent, checkpoint.parent / CONFIG_FILE)
+    changes = TrainerState.read(checkpoint).changes
+    kept = restored_settings(training.changeable(), changes)
+    check_resume(config, checkpoint.parent, checkpoint.parent / CONFIG_FILE, kept=kept)
     return placed(config, checkpoint.parent), checkpoint, False
 
 
@@ -213,9 +216,12 @@ file elsewhere."""
 log = get_logger("train")
 
 
-def check_resume(config: Config, run: Path, saved_file: Path) -> None:
-    """Compares with the configuration that the run was saved with. Raises ConfigError: which
-    keys may not change."""
+def check_resume(
+    config: Config, run: Path, saved_file: Path, *, kept: Mapping[str, float] | None = None
+) -> None:
+    """Compare with the configuration that the run was saved with. `kept`: settings that were
+    changed while it went on, and that it goes on with (`commands.restored_settings`). Raises
+    ConfigError: which keys may not change."""
     if not saved_file.is_file():
         return
     try:
@@ -223,7 +229,9 @@ def check_resume(config: Config, run: Path, saved_file: Path) -> None:
     except ConfigError as error:
         log.warning("what changed since the run was saved is not known", reason=str(error))
         return
-    before, now = dict(_leaves(saved.redacted())), dict(_leaves(config.redacted()))
+    before = dict(_leaves(saved.redacted()))
+    goes_on = config.with_training(kept) if kept else config
+    now = dict(_leaves(goes_on.redacted()))
     changed = [key for key in before | now if before.get(key) != now.get(key)]
     refused = [key for key in changed if not _may_change(key, before.get(key), now.get(key))]
     if refused:

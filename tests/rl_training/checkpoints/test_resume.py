@@ -20,6 +20,7 @@ from mlx_parallm.rl_training.checkpoints.resume import (
     refuse_redacted,
     what_to_resume,
 )
+from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.log import configure_logging
 from tests.tiny_models import lora_config, make_model
@@ -242,3 +243,32 @@ def test_another_base_under_the_same_name_is_told(tmp_path: Path) -> None:
     configure_logging(level="error")
     assert [(line["log_level"], line["path"]) for line in logged] == [("warning", str(model))]
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("rl_training.learning_rate=1e-4", {}),
+        ("rl_training.learning_rate=7e-4", {"rl_training.learning_rate": "0.0003 → 0.0007"}),
+    ],
+)
+def test_a_setting_that_was_changed_live_is_not_told_as_changed_back(
+    setting: str, told: dict[str, str], tmp_path: Path
+) -> None:
+    """The run went on with the 3e-4 of the dashboard, and the log said 0.0003 → 0.0001."""
+    place = (f"rl_training.checkpoint_dir={tmp_path}", "rl_training.run_name=run")
+    checkpoint = tmp_path / "run/step_000004"
+    checkpoint.mkdir(parents=True)
+    saved = config(tmp_path, "rl_training.learning_rate=3e-4", *place)
+    (tmp_path / "run/config.toml").write_text(saved.to_toml())
+    changes = [{"step": 3, "settings": {"learning_rate": [1e-4, 3e-4]}}]
+    state = TrainerState(step=4, policy_version=4, versions=[[4, 4]], changes=changes)
+    (checkpoint / STATE_FILE).write_text(state.to_text())
+    configure_logging(level="info")
+    with capture_logs() as logged:
+        what_to_resume(config(tmp_path, setting, *place), "auto")
+    configure_logging(level="error")
+    lines = [line for line in logged if line["event"] == "changed on resume"]
+    assert [{key: line[key] for key in line if "." in key} for line in lines] == (
+        [told] * bool(told)
+    )
