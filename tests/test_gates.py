@@ -46,6 +46,9 @@ VARIABLE_ATTRIBUTES: dict[
     "config.leaves:imported": "hooks and commands are imported when they are called",
     "distributed.ranks:_watched": "socket options that not every system has",
     "environments.state_source:check_environment": "which methods a user's class overrides",
+    "environments.textarena.numbers:_Numpy.__getattr__": "a stand-in for a module",
+    "environments.textarena.numbers:_NumpyRandom.__getattr__": "a stand-in for a module",
+    "environments.textarena.numbers:_Python.__getattr__": "a stand-in for a module",
     "execution.sandbox.sandbox_launcher:call": "system calls and limits by name, from a table",
     "execution.sandbox.sandbox_launcher:set_limits": "system calls and limits by name, from a"
     " table",

@@ -313,6 +313,8 @@ def load_config(
     if isinstance(data.get("rl_training"), dict):
         data["rl_training"] = without_unread(data["rl_training"], overrides or [], saved=saved)
     if saved:
+        if not data:  # its defaults would be another run's settings
+            raise ConfigError(f"{where}: it is empty: give --config")
         for entry in _environments(data):
             entry.pop("min_share", None)  # 0.1 had it
         if isinstance(data.get("rl_training"), dict):

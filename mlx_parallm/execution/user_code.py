@@ -37,6 +37,18 @@ process could load."""
 PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
+_STATES = (
+    "write a BaseEnvironment instead (from mlx_parallm.primitives import BaseEnvironment, State):"
+    " its update_state does what step(text) did"
+)
+REMOVED = {
+    "mlx_parallm.environments.base.Environment": f"{_STATES} (docs/your_environment.md)",
+    "mlx_parallm.environments.base.SingleTurn": "leave it out: an EnvironmentSource plays one turn;"
+    f" for several {_STATES} (docs/your_environment.md)",
+    "rl_primitives": "import from mlx_parallm.primitives instead (docs/library.md)",
+}
+"""Names that user code may still import → what to write instead."""
+
 T = TypeVar("T")
 
 
@@ -238,12 +250,27 @@ def _fault(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
-    message = f"{type(error).__name__}: {text}".removesuffix(": ")
+    message = f"{type(error).__name__}: {text}{_instead(error)}".removesuffix(": ")
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)
     ]
     # The deepest line of the user's files, not of a library that they call.
     return f"{frames[-1].filename}, line {frames[-1].lineno}: {message}" if frames else message
+
+
+def _instead(error: BaseException) -> str:
+    """Return what to write instead of a name that is not, or no longer, in this package."""
+    name = ""
+    if isinstance(error, ImportError):
+        wanted = re.match(r"cannot import name '(\w+)'", str(error))
+        name = f"{error.name}.{wanted[1]}" if wanted else error.name or ""
+    elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        name = f"{error.obj.__name__}.{error.name}"
+    for removed, instead in REMOVED.items():
+        if f"{name}.".startswith(f"{removed}."):
+            return f": {instead}"
+    ours = name.startswith("mlx_parallm.")
+    return ": docs/stability.md lists what is there to import" if ours else ""
 
 
 def _is_theirs(filename: str) -> bool:

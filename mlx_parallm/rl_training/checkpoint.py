@@ -49,7 +49,7 @@ from mlx_parallm.rl_training.run_directory import (
 )
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy, read_tensors
-from mlx_parallm.system.files import GB, free_bytes, point, remove_leftovers, write_directory
+from mlx_parallm.system.files import free_bytes, in_gb, point, remove_leftovers, write_directory
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 LEARNERS = "learners"  # a directory of it for each learner beside the policy
@@ -195,8 +195,8 @@ class Checkpointer:
         if (free := free_bytes(self.run_directory)) < needed:
             kept = ", ".join(old.name for old in checkpoints(self.run_directory)) or "none"
             raise CheckpointError(
-                f"{path} needs {needed / GB:.2f} GB and {free / GB:.2f} GB are free: it was not"
-                " begun. Free some space"
+                f"{path} needs {in_gb(needed)} and {in_gb(free)} are free: it was not begun. Free"
+                " some space"
                 f" and go on with --resume {self.run_directory} (checkpoints there: {kept})"
             )
 
@@ -248,15 +248,17 @@ class Checkpointer:
         check_files(checkpoint)
         self._policy.load(checkpoint)
         self._optimizer.restore(read_tensors(checkpoint / OPTIMIZER_FILE))
-        try:
-            restore_random_state(state.random_state)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(
-                f"{checkpoint / STATE_FILE} is damaged: random_state: {error!r}"
-            ) from error
+        restore_random_state(state.random_state, checkpoint)
         for name, learner in self._learners.items():
             learner.load(checkpoint / LEARNERS / name, state.step)
-        metrics.cut(state.step)  # first, for it may find a damaged line
+        lines = metrics.cut(state.step, one_a_step=True)  # first, for it may find a damaged line
+        if lines < state.step:
+            log.warning(
+                "lines of metrics are missing: the curves begin later, or have a hole",
+                file=str(metrics.path),
+                lines=lines,
+                steps=state.step,
+            )
         store.restore(
             state.step, keep_drops_of=state.in_progress.step if state.in_progress else None
         )
@@ -397,14 +399,20 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """The counterpart of `random_state`; also of this thread."""
-    [(high, low)] = state["mlx"]
-    mx.random.seed(high << 32 | low)  # MLX's key of a 64-bit seed is its two halves
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+def restore_random_state(state: Mapping[str, Any], checkpoint: Path) -> None:
+    """The counterpart of `random_state`; also of this thread. Raises CheckpointError: those of
+    `checkpoint` are damaged."""
+    try:
+        [(high, low)] = state["mlx"]
+        mx.random.seed(high << 32 | low)  # MLX's key of a 64-bit seed is its two halves
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, np.array(keys, np.uint32), *rest))
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"{checkpoint / STATE_FILE} is damaged: random_state: {error!r}"
+        ) from error
 
 
 class CheckpointVersions:

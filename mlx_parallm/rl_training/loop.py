@@ -16,7 +16,7 @@ reported to `events.RunEvents`.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -222,7 +222,9 @@ class TrainingLoop:
         if done is None or self._parts.rollbacks is None:
             return False
         self._rolled_back_to = done.to
-        self._rollbacks.append(asdict(done))
+        self._rollbacks.append(
+            {"step": done.step, "to": done.to, "to_step": done.to_step, "version": done.version}
+        )
         self._parts.buffer.choose_again()
         if self._parts.checkpointer is not None:
             self._parts.checkpointer.set_aside(self._state(None).checkpoint_name)

@@ -11,8 +11,10 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.system.files import flush_to_disk, write_atomically
@@ -182,23 +184,41 @@ class MetricsFile:
                 file.flush()
                 flush_to_disk(file.fileno())
         except OSError as error:
-            if self.path.exists():
+            with suppress(OSError):  # half a line that stays is no line for a reader
                 os.truncate(self.path, before)
             raise CheckpointError(
                 f"{self.path} cannot be written: {error.strerror or error}"
             ) from error
 
-    def cut(self, step: int) -> None:
-        """Remove the lines of later steps, and a last line that a kill left unfinished."""
-        if self.path.exists():
-            kept = "".join(json.dumps(line) + "\n" for line in self.read() if line["step"] <= step)
-            write_atomically(self.path, kept.encode())
+    def cut(self, step: int, *, one_a_step: bool = False) -> int:
+        """Remove the lines of later steps, and a last line that a kill left unfinished; return the
+        number of lines that stay. `one_a_step`: each is of a later step than the one before.
+
+        Raises CheckpointError: a damaged line, or the file cannot be written.
+        """
+        if not self.path.exists():
+            return 0
+        kept = [line for line in self.read() if line["step"] <= step]
+        for before, line in pairwise(kept if one_a_step else ()):
+            if line["step"] <= before["step"]:
+                raise CheckpointError(
+                    f"{self.path}: a line of step {line['step']} stands behind one of step"
+                    f" {before['step']}: remove the lines that are of no use"
+                )
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        try:
+            write_atomically(self.path, text.encode())
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be written: {error.strerror or error}"
+            ) from error
+        return len(kept)
 
     def last(self, count: int) -> list[dict[str, Any]]:
         """Return the newest lines in their order, without an unfinished one."""
         if not self.path.exists():
             return []
-        with self.path.open("rb") as file:
+        with self._open() as file:
             return [self._line(text) for text in deque(file, maxlen=count) if text.endswith(b"\n")]
 
     def after(self, position: int, most: int = -1) -> tuple[list[dict[str, Any]], int]:
@@ -206,7 +226,7 @@ class MetricsFile:
         `most`: only those in so many bytes (-1: all). Raises CheckpointError: a damaged line."""
         if not self.path.exists():
             return [], 0
-        with self.path.open("rb") as file:
+        with self._open() as file:
             file.seek(position)
             complete, newline, _ = file.read(most).rpartition(b"\n")
         return [self._line(text) for text in complete.splitlines()], position + len(complete) + len(
@@ -215,10 +235,11 @@ class MetricsFile:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the lines, without an unfinished last one. Raises CheckpointError: a damaged
-        line before the last."""
+        line before the last, or the file cannot be read."""
         if not self.path.exists():
             return
-        lines = self.path.read_bytes().splitlines()
+        with self._open() as file:
+            lines = file.read().splitlines()
         for number, text in enumerate(lines, 1):
             try:
                 yield self._line(text, f", line {number}")
@@ -226,12 +247,21 @@ class MetricsFile:
                 if number < len(lines):
                     raise
 
+    def _open(self) -> BinaryIO:
+        """Open the file for reading. Raises CheckpointError."""
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read: {error.strerror or error}"
+            ) from error
+
     def _line(self, text: bytes, where: str = "") -> dict[str, Any]:
         try:
             line = json.loads(text)
         except ValueError as error:  # not UTF-8, too
             raise CheckpointError(f"{self.path}{where}: not JSON: {error}") from error
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        if not isinstance(line, dict) or type(line.get("step")) is not int:  # true is no step
             raise CheckpointError(f"{self.path}{where}: not an object with a step: {text[:80]!r}")
         return line
 

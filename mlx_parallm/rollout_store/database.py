@@ -179,6 +179,11 @@ class Database:
                 f"{self.path}: schema {version} is {other} mlx_parallm's; this one reads"
                 f" {schema.version}"
             )
+        if not version and not read_only and _has_tables(connection):
+            raise StoreError(
+                f"{self.path}: it holds other tables and no {schema.name} database: move the file"
+                " away to start a new one"
+            )
         if read_only:
             if not version:
                 raise StoreError(f"{self.path}: there is no {schema.name} database in it")
@@ -216,6 +221,10 @@ class Database:
         return StoreError(
             f"{self.path}: the {self._schema.name} database cannot be {doing}: {text}{advice}"
         )
+
+
+def _has_tables(connection: sqlite3.Connection) -> bool:
+    return bool(connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall())
 
 
 def delete_groups(connection: sqlite3.Connection, group_ids: Iterable[str]) -> None:

@@ -173,7 +173,7 @@ class _Player:
             else:
                 self._trainer.optimizer.reload()
             self._trainer.restore(state.trainer)
-            restore_random_state(state.random_state)
+            restore_random_state(state.random_state, checkpoint)
         self._store = store
         self._buffer = build_buffer(_Stored(store), versions, self._trainer, options)
 

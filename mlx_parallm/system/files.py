@@ -13,7 +13,7 @@ import hashlib
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -22,6 +22,7 @@ from mlx_parallm.errors import CheckpointError
 
 GB = 10**9
 RESERVE_GB = 1.0
+BLOCK, SAMPLES = 4096, 64  # bytes of a block, blocks of a file, of `sampled_digest`
 RESERVE_SHARE = 0.05  # of a small disk
 TEMPORARY = ".tmp-"  # in the names of unfinished files; the next save removes leftovers
 LONGEST_ID = 7  # digits of a process id; longer numbers in a name are dates
@@ -158,6 +159,20 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def sampled_digest(files: Iterable[Path]) -> str:
+    """Return a digest of the sizes of files and of SAMPLES blocks of each: other weights have
+    another one, and nobody waits for it. Raises OSError."""
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with file.open("rb") as stream:
+            for number in range(SAMPLES):
+                stream.seek(max(0, size - BLOCK) * number // (SAMPLES - 1))
+                digest.update(stream.read(BLOCK))
+    return digest.hexdigest()
+
+
 def remove_leftovers(directory: Path) -> None:
     """Remove the unfinished files of a killed process, and restore a directory that it was
     replacing."""
@@ -182,6 +197,11 @@ def remove_of_the_dead(directory: Path, prefix: str) -> None:
             and (int(owner) == os.getpid() or not psutil.pid_exists(int(owner)))
         ):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def in_gb(count: int) -> str:
+    """Return a number of bytes for people: 1.30 GB, 4.20 MB."""
+    return f"{count / GB:.2f} GB" if count >= GB / 10 else f"{count / 1e6:.2f} MB"
 
 
 def free_bytes(directory: Path) -> int:
@@ -213,8 +233,8 @@ def shortage(directory: Path, reserve: int) -> str | None:
     if free >= reserve:
         return None
     return (
-        f"{free / GB:.2f} GB are free on the disk of {directory}, less than the {reserve / GB:.2f}"
-        " GB that stay free"
+        f"{in_gb(free)} are free on the disk of {directory}, less than the {in_gb(reserve)}"
+        " that stay free"
         " (rollouts.min_free_gb): free some space"
     )
 

@@ -3,6 +3,7 @@ files."""
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import jsonschema
 import pytest
 
 from mlx_parallm import cli
+from mlx_parallm.config.load import parse_config
+from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.runs.dashboard import routes
 from mlx_parallm.system.redaction import Redactor
@@ -267,3 +270,32 @@ def test_an_old_run_opens() -> None:
         ]
         assert http.get("/dashboard/api/metrics?run=0").json()["steps"]
         assert http.get("/dashboard/api/groups?run=0&limit=1").json()["groups"]
+
+
+@pytest.mark.parametrize(
+    ("order", "param"),
+    [
+        ({"action": "change", "settings": {"learning_rate": True}}, "settings.learning_rate"),
+        ({"action": "change", "settings": {"learning_rate": "1e-3"}}, "settings.learning_rate"),
+        ({"action": "change", "settings": {}}, "settings"),
+        ({"action": "change"}, "settings"),
+        ({"action": "checkpoint", "settings": {"learning_rate": 1e-3}}, "settings"),
+        ({"action": "change", "settings": {"learning_rate": 1e-3}, "text": "why"}, "text"),
+        ({"action": "note", "text": "  "}, "text"),
+    ],
+)
+def test_an_order_that_says_something_else_is_refused(
+    order: dict[str, Any], param: str, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    """A learning rate of true became 1.0; settings beside another action were passed over."""
+    commands = RunCommands(
+        tmp_path, threading.Event(), parse_config({"rl_training": {}}), step=lambda: 3
+    )
+    added = routes.dashboard(tmp_path, Redactor([]), commands)
+    with (
+        running_server(FakeEngine(), tiny_tokenizer, routers=[added]) as server,
+        server.http() as http,
+    ):
+        answer = http.post("/dashboard/api/control", json=order)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert not (tmp_path / "marks.jsonl").exists()

@@ -1,15 +1,18 @@
 """The user's own code: found, checked before anything is built from it, and its faults told in
 one line."""
 
+import importlib
 from pathlib import Path
 
 import pytest
 
+from mlx_parallm import primitives
 from mlx_parallm.config.load import load_config
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.execution import user_code as user_code_module
 from mlx_parallm.execution.user_code import (
+    REMOVED,
     absolute,
     is_async,
     load,
@@ -114,6 +117,45 @@ def test_a_fault_names_the_line_of_the_users_file(tmp_path: Path) -> None:
         function()
     with pytest.raises(ParallmError, match=r"^our own$"), user_code("f"):
         raise ParallmError("our own")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "instead"),
+    [
+        (
+            "from mlx_parallm.environments.base import Environment, Task",
+            1,
+            "write a BaseEnvironment instead",
+        ),
+        (
+            "from mlx_parallm.environments.base import (\n    SingleTurn,\n)",
+            1,
+            "leave it out: an EnvironmentSource plays one turn",
+        ),
+        (
+            "import mlx_parallm.environments.base as base\n\nclass Mine(base.Environment): ...",
+            3,
+            "write a BaseEnvironment instead",
+        ),
+        ("from rl_primitives.environment import State", 1, "from mlx_parallm.primitives instead"),
+        ("from mlx_parallm.types import Rolout", 1, "docs/stability.md lists"),
+    ],
+)
+def test_a_name_that_is_gone_is_told_with_what_to_write(
+    text: str, line: int, instead: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=rf"mine\.py, line {line}: .*: .*{instead}") as error:
+        load(f"python:{file}:Mine", "environments: kind")
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_hint_calls_gone_is_gone() -> None:
+    for name in REMOVED:
+        module, _, attribute = name.rpartition(".")
+        assert not hasattr(importlib.import_module(module), attribute) if module else True
+    for name in ("BaseEnvironment", "State"):
+        assert name in primitives.__all__
 
 
 def test_relative_files_lie_beside_the_configuration_or_in_the_working_directory(

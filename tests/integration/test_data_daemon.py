@@ -49,8 +49,11 @@ def test_dpo_learns_what_depends_on_the_prompt_and_serves_it(tmp_path: Path) -> 
     assert lines[-1]["heldout_score"] == lines[-1]["eval/rewards/accuracies"] >= WANTED
     assert lines[-1]["policy_version"] == 12
     assert (run / "final" / "adapters.safetensors").is_file()
-    train_here(config, *sets(tmp_path), "rl_training.total_steps=13", resume=str(run))
+    train_here(config, *sets(tmp_path), "rl_training.total_steps=13", resume=str(run / "final"))
     assert [line["step"] for line in metrics(run)] == list(range(1, 14))
+    spans = [json.loads(line) for line in (run / "spans.jsonl").read_text().splitlines()]
+    trained = [span["step"] for span in spans if span["name"] == "rl.train"]
+    assert trained == list(range(1, 14)), "final has no step in its name: all were cut"
 
 
 def test_a_bad_row_ends_it_at_once_and_leaves_nothing(tmp_path: Path) -> None:

@@ -44,7 +44,9 @@ def test_damage_before_the_last_line_is_told(tmp_path: Path) -> None:
         list(file.read())
 
 
-@pytest.mark.parametrize("line", [b'{"x": "\xff"}', b"[1]", b'{"loss": 1}', b'{"step": "1"}'])
+@pytest.mark.parametrize(
+    "line", [b'{"x": "\xff"}', b"[1]", b'{"loss": 1}', b'{"step": "1"}', b'{"step": true}']
+)
 def test_a_line_that_is_no_step_is_told(line: bytes, tmp_path: Path) -> None:
     """A byte that is not UTF-8 was a traceback."""
     file = MetricsFile(tmp_path / "metrics.jsonl")
@@ -67,3 +69,34 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert file.path.read_text() == '{"step": 1}\n'
+
+
+def test_what_is_no_file_is_told(tmp_path: Path) -> None:
+    """A directory of that name was a traceback."""
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.path.mkdir()
+    for use in (
+        lambda: list(file.read()),
+        lambda: file.last(3),
+        lambda: file.after(0),
+        lambda: file.cut(3),
+        lambda: file.append({"step": 1}),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"metrics.jsonl cannot be (read|written): Is a d"
+        ):
+            use()
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 2), (1, 3, 2), (-1, 4, -1)])
+def test_a_step_that_comes_twice_is_told_before_anything_is_cut(
+    steps: tuple[int, ...], tmp_path: Path
+) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (*steps, 9):
+        file.append({"step": step})
+    before = file.path.read_bytes()
+    with pytest.raises(CheckpointError, match="stands behind one of step"):
+        file.cut(5, one_a_step=True)
+    assert file.path.read_bytes() == before
+    assert file.cut(5) == 3, "marks of people may share a step"

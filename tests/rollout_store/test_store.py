@@ -238,6 +238,11 @@ def test_what_is_no_database_or_another_versions_is_refused(tmp_path, schema, wo
     connection.close()
     with pytest.raises(StoreError, match=f"schema {schema} is {words}"):
         RolloutStore(tmp_path / "new.sqlite")
+    connection = sqlite3.connect(tmp_path / "other.sqlite")
+    connection.execute("CREATE TABLE notes (text)")
+    connection.close()
+    with pytest.raises(StoreError, match="holds other tables and no rollout database"):
+        RolloutStore(tmp_path / "other.sqlite")  # its groups were lost without a word
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be opened"):
         RolloutStore(tmp_path / "file" / "rollouts.sqlite")

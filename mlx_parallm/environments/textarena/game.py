@@ -1,26 +1,24 @@
 """One game of TextArena: whose turn it is, what that player reads, and the result of each player.
 
-TextArena draws from Python's and numpy's global random numbers, prints nothing that we need, and
-fetches word lists of nltk when a module of it is imported. Here each game has random numbers of its
-own, so games that are played at the same time repeat from their seeds and leave the process's
-numbers alone; nothing is fetched (a game whose word list is missing is refused with the reason).
+TextArena prints nothing that we need, and fetches word lists of nltk when a module of it is
+imported. Here each game has random numbers of its own (`numbers.py`), and nothing is fetched: a
+game whose word list is missing is refused with the reason.
 """
 
-import random
+import importlib
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
+from mlx_parallm.environments.textarena.numbers import Numbers, drawing_from, give_numbers
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import did_you_mean, user_code
 from mlx_parallm.system.packages import require
 
 MOST_PLAYERS = 15  # of any game of TextArena 0.7
 GAME = -1  # the sender of what the game itself says
-_ONE_AT_A_TIME = threading.RLock()  # global random numbers are swapped meanwhile
+_ONE_AT_A_TIME = threading.RLock()  # nltk.download is swapped meanwhile
 
 
 class Game:
@@ -45,9 +43,9 @@ class Game:
         self.details: dict[int, dict[str, Any]] = {}
         self.turns = dict.fromkeys(range(players), 0)
         self._whole = whole
-        self._random = _random_state(seed)
+        self._numbers = Numbers(seed)
         with self._apart("make"):
-            self._env = _textarena().make(id, **make)
+            self._env = _made(id, make)
             self._env.reset(num_players=players, seed=seed)
             self._base = _base_of(self._env)
 
@@ -106,17 +104,22 @@ class Game:
     @contextmanager
     def _apart(self, what: str) -> Iterator[None]:
         """Run the game's code with its own random numbers. Raises RolloutRejectedError."""
-        with _ONE_AT_A_TIME, user_code(f"textarena: {self.id}: {what}", RolloutRejectedError):
-            outside, download = (random.getstate(), np.random.get_state()), _no_download()
-            random.setstate(self._random[0])
-            np.random.set_state(self._random[1])
-            try:
-                yield
-            finally:
-                self._random = (random.getstate(), np.random.get_state())
-                random.setstate(outside[0])
-                np.random.set_state(outside[1])
-                download()
+        with (
+            _ONE_AT_A_TIME,
+            user_code(f"textarena: {self.id}: {what}", RolloutRejectedError),
+            _no_download(),
+            drawing_from(self._numbers),
+        ):
+            yield
+
+
+def _made(id: str, make: Mapping[str, Any]) -> Any:
+    """Return a new game. Its modules draw from this thread's `Numbers` from the first one on."""
+    entry = _textarena().envs.registration.ENV_REGISTRY[id].entry_point
+    module = entry.partition(":")[0] if isinstance(entry, str) else entry.__module__
+    importlib.import_module(module)
+    give_numbers(module)
+    return _textarena().make(id, **make)
 
 
 def check_game(id: str, make: Mapping[str, Any], players: int | None) -> int:
@@ -168,14 +171,18 @@ def _base_of(env: Any) -> Any:
     return env
 
 
-def _random_state(seed: int) -> tuple[Any, Any]:
-    return random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
-
-
-def _no_download() -> Any:
-    """Let nltk fetch nothing until the result is called."""
+@contextmanager
+def _no_download() -> Iterator[None]:
+    """Let nltk fetch nothing that this thread asks for."""
     import nltk
 
-    download = nltk.download
-    nltk.download = lambda *names, **options: True
-    return lambda: setattr(nltk, "download", download)
+    download, here = nltk.download, threading.get_ident()
+
+    def nothing(*names: Any, **options: Any) -> Any:
+        return True if threading.get_ident() == here else download(*names, **options)
+
+    nltk.download = nothing
+    try:
+        yield
+    finally:
+        nltk.download = download

@@ -756,9 +756,9 @@ class _OpenRun:
             callbacks.subscribe(self.run.prepared.events, schedule(), stop=self._stop)
             self.run.train(started)
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float | None]:
         started = self._start()
-        return started.evaluate() if started is not None else {}
+        return dict(started.evaluate()) if started is not None else {}
 
     def _start(self) -> StartedRun | None:
         if self._started is None:

@@ -19,11 +19,17 @@ from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import find_adapter_file, load_adapter
 from mlx_parallm.rl_training.checkpoint import find_checkpoint
+from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
+from mlx_parallm.rl_training.commands import restored_settings
+from mlx_parallm.rl_training.publish.versions import Notes
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, LATEST, STORE_FILE
+from mlx_parallm.system.files import sampled_digest
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.redaction import REDACTED
 
 log = get_logger("train")
+
+BASE_NOTE = "base_model"  # in the store of rollouts
 
 
 def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | None, bool]:
@@ -41,11 +47,28 @@ def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | N
         directory = Path(resume).expanduser().resolve()
         if not (directory / STORE_FILE).is_file():
             raise
+        _check_never_saved(directory)
         return placed(config, directory), None, True
     if checkpoint is None:
+        _check_never_saved(training.checkpoint_dir / str(training.run_name))
         return config, None, True
-    check_resume(config, checkpoint.parent, checkpoint.parent / CONFIG_FILE)
+    changes = TrainerState.read(checkpoint).changes
+    kept = restored_settings(training.changeable(), changes)
+    check_resume(config, checkpoint.parent, checkpoint.parent / CONFIG_FILE, kept=kept)
     return placed(config, checkpoint.parent), checkpoint, False
+
+
+def _check_never_saved(run: Path) -> None:
+    """Raises CheckpointError: the run has saved checkpoints, and they are gone. Starting over would
+    remove its metrics."""
+    if not (run / LATEST).is_symlink():
+        return
+    there = sorted(path.parent.name for path in run.glob(f"*/{STATE_FILE}"))
+    raise CheckpointError(
+        f"--resume {run}: its checkpoints are gone ({LATEST} is {(run / LATEST).readlink()}; there:"
+        f" {', '.join(there) or 'none'}): put one back, name one that is there, or start another"
+        " rl_training.run_name"
+    )
 
 
 def placed(config: Config, run: Path) -> Config:
@@ -54,6 +77,20 @@ def placed(config: Config, run: Path) -> Config:
         update={"checkpoint_dir": run.parent, "run_name": run.name}
     )
     return config.model_copy(update={"rl_training": training})
+
+
+def note_base(notes: Notes, model: Path) -> None:
+    """Note which weights the run trains from, and warn of a resume that finds others there: what
+    was learned was learned on the first ones. `model`: the local folder of the base."""
+    files = sorted(model.glob("*.safetensors"))
+    now, before = sampled_digest(files), notes.recall(BASE_NOTE)
+    if before is None:
+        notes.remember(BASE_NOTE, now)
+    elif before != now:
+        log.warning(
+            "the base model has changed since the run began: what it learned may not fit it",
+            path=str(model),
+        )
 
 
 def initial_adapter(
@@ -179,9 +216,12 @@ file elsewhere."""
 log = get_logger("train")
 
 
-def check_resume(config: Config, run: Path, saved_file: Path) -> None:
-    """Compares with the configuration that the run was saved with. Raises ConfigError: which
-    keys may not change."""
+def check_resume(
+    config: Config, run: Path, saved_file: Path, *, kept: Mapping[str, float] | None = None
+) -> None:
+    """Compare with the configuration that the run was saved with. `kept`: settings that were
+    changed while it went on, and that it goes on with (`commands.restored_settings`). Raises
+    ConfigError: which keys may not change."""
     if not saved_file.is_file():
         return
     try:
@@ -189,7 +229,9 @@ def check_resume(config: Config, run: Path, saved_file: Path) -> None:
     except ConfigError as error:
         log.warning("what changed since the run was saved is not known", reason=str(error))
         return
-    before, now = dict(_leaves(saved.redacted())), dict(_leaves(config.redacted()))
+    before = dict(_leaves(saved.redacted()))
+    goes_on = config.with_training(kept) if kept else config
+    now = dict(_leaves(goes_on.redacted()))
     changed = [key for key in before | now if before.get(key) != now.get(key)]
     refused = [key for key in changed if not _may_change(key, before.get(key), now.get(key))]
     if refused:

@@ -2,17 +2,65 @@
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
+from mlx_parallm.config.training import CHANGEABLE
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 
 STATE_FILE = "trainer_state.json"
 SCHEMA_VERSION = 1
 Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class RecordedRollback(TypedDict):
+    """`publish.rollback.Rollback`, as a checkpoint keeps it."""
+
+    step: Count
+    to: str
+    to_step: Count
+    version: Count
+
+
+def _changeable(key: str) -> str:
+    if key not in CHANGEABLE:
+        raise ValueError(f"only {', '.join(CHANGEABLE)} can change")
+    return key
+
+
+class RecordedChange(TypedDict):
+    """Settings that people changed after `step` finished steps: {key: [before, now]}."""
+
+    step: Count
+    settings: dict[
+        Annotated[str, AfterValidator(_changeable)],
+        Annotated[list[float], Field(min_length=2, max_length=2)],
+    ]
+
+
+def _rising(versions: list[list[int]]) -> list[list[int]]:
+    if any(later[0] <= earlier[0] for earlier, later in pairwise(versions)):
+        raise ValueError("policy versions count upwards")
+    return versions
+
+
+# VersionSteps.state(): (version, steps) of each
+Versions = Annotated[
+    list[Annotated[list[int], Field(min_length=2, max_length=2)]],
+    Field(min_length=1),
+    AfterValidator(_rising),
+]
+
+
+def _counts_mini_batches(position: dict[str, Any]) -> dict[str, Any]:
+    if not all(isinstance(position.get(key), int) for key in ("updates", "skipped")):
+        raise ValueError("its updates and skipped are no counts")
+    return position
 
 
 @dataclass(frozen=True)
@@ -22,7 +70,7 @@ class StepInProgress:
 
     step: Count
     group_ids: tuple[str, ...]
-    position: dict[str, Any]
+    position: Annotated[dict[str, Any], AfterValidator(_counts_mini_batches)]
     statistics: dict[str, Any]
     time_rollout_s: float = 0.0
     time_train_s: float = 0.0
@@ -41,7 +89,7 @@ class TrainerState:
 
     step: Count
     policy_version: Annotated[int, Field(ge=-1, lt=2**53)]
-    versions: list[list[int]]  # VersionSteps.state()
+    versions: Versions
     unpublished: bool = False
     in_progress: StepInProgress | None = None
     optimizer_updates: Count = 0
@@ -49,10 +97,9 @@ class TrainerState:
     sources: dict[str, Any] = field(default_factory=dict)
     random_state: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None  # the last line
-    # rollback.Rollback of each, oldest first
-    rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    # {"step", "settings": {key: [before, now]}}
-    changes: list[dict[str, Any]] = field(default_factory=list)
+    # oldest first
+    rollbacks: list[RecordedRollback] = field(default_factory=list)
+    changes: list[RecordedChange] = field(default_factory=list)
     trainer: dict[str, Any] = field(default_factory=dict)  # Trainer.state()
     score: float | None = None  # checkpoint.score
     schema_version: int = SCHEMA_VERSION

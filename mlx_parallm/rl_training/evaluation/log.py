@@ -6,12 +6,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
 from mlx_parallm.config.evaluation import PREFIX
+from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.metrics import MetricsFile
 
 EVALUATIONS_FILE = "evaluations.jsonl"
 
 Line = dict[str, Any]
+
+
+class _Part(TypedDict):
+    """`Evaluation.to_json()`, as far as readers rely on it."""
+
+    numbers: dict[str, float | None]
+    problems: list[dict[str, Any]]
+    examples: list[dict[str, Any]]
+
+
+class _Made(TypedDict):
+    """A line of an evaluation that was made."""
+
+    step: int
+    version: int
+    seconds: float
+    score: float | None
+    environments: dict[str, _Part]
+
+
+_MADE = TypeAdapter(_Made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +53,8 @@ class EvaluationLog:
     Evaluation.to_json()}}`, or `{"step", "skipped": why}`. It is on the disk before the metrics
     line with its numbers.
 
+    Raises CheckpointError: the file is damaged.
+
     Args:
         metric: the key of `flat` that checkpoints are compared by; None: they are compared
             otherwise.
@@ -38,8 +65,21 @@ class EvaluationLog:
         self, run: Path, metric: str | None = None, hide: Callable[[Line], Line] = dict
     ) -> None:
         self._file, self._metric, self._hide = MetricsFile(run / EVALUATIONS_FILE), metric, hide
-        self.lines: list[Line] = list(self._file.read())
+        self.lines: list[Line] = [self._checked(line) for line in self._file.read()]
         self.running: int | None = None  # the step that is being evaluated
+
+    def _checked(self, line: Line) -> Line:
+        try:
+            if "skipped" not in line:
+                _MADE.validate_python(line, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise CheckpointError(
+                f"{self._file.path}: the evaluation of step {line['step']} is damaged: {where}:"
+                f" {first['msg']}"
+            ) from error
+        return line
 
     def cut(self, step: int) -> None:
         """Remove the lines of later steps: the run continues from `step`."""
@@ -79,9 +119,9 @@ class EvaluationLog:
     def best(self) -> BestEvaluation | None:
         """Return the evaluation with the highest score, of equal ones the first."""
         scored = [
-            BestEvaluation(line["step"], line["version"], flat(line)[self._metric])
+            BestEvaluation(line["step"], line["version"], score)
             for line in self.done()
-            if self._metric is not None and self._metric in flat(line)
+            if (score := flat(line).get(self._metric or "")) is not None  # no answer was scored
         ]
         return max(scored, key=lambda each: each.score, default=None)
 
@@ -90,7 +130,7 @@ class EvaluationLog:
         return step == self.running
 
 
-def flat(line: Line) -> dict[str, float]:
+def flat(line: Line) -> dict[str, float | None]:
     """Return an evaluation as keys of metrics.jsonl: eval/step, eval/score, eval/NAME/accuracy,
     …"""
     numbers = {f"{PREFIX}{key}": line[key] for key in ("step", "version", "seconds", "score")}

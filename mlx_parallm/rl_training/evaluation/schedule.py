@@ -151,7 +151,7 @@ class Evaluations:
         self._running: _Running | None = None
         self._thread: LoopThread | None = None
         self._postponed = False
-        self._unreported: dict[str, float] = {}
+        self._unreported: dict[str, float | None] = {}
         evaluated, training = sources
         if separate := set(evaluated) - set(training):
             inference = InferenceModule.over(client, tokenizer, policy, weights=weights)
@@ -181,7 +181,7 @@ class Evaluations:
         if self._training_waits:
             self._wait()
 
-    def measure(self, step: int) -> dict[str, float]:
+    def measure(self, step: int) -> dict[str, float | None]:
         """Return the numbers for the metrics line of `step`, which was trained and published;
         start what is due."""
         last, skipped = step == self._last, self._log.skipped
@@ -204,7 +204,7 @@ class Evaluations:
             line["step"] == step for line in self._log.done()[-1:]
         )
 
-    def now(self, step: int) -> dict[str, float]:
+    def now(self, step: int) -> dict[str, float | None]:
         """Evaluate the served weights, those after `step`, and return the numbers; empty without
         held-out problems."""
         self._wait()
@@ -301,7 +301,7 @@ class Evaluations:
         if (running := self._running) is not None:
             running.last_answer = time.monotonic()
 
-    def _collect(self) -> dict[str, float]:
+    def _collect(self) -> dict[str, float | None]:
         """Record a result that has arrived, emit its events, and return it as keys of a metrics
         line."""
         running = self._running

@@ -18,12 +18,15 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from mlx_parallm.errors import RequestError
+from mlx_parallm.errors import CheckpointError, RequestError
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.system.files import write_atomically
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.terminal import beginning_of, end_of
 from mlx_parallm.types import BETWEEN, ChatTokenizer, Rollout, RolloutGroup
+
+log = get_logger("train")
 
 SAMPLES_FILE = "samples.jsonl"
 SAMPLES_PAGE = "samples.html"
@@ -112,12 +115,20 @@ class SampleLog:
 
     def __init__(self, path: Path, decode: Decode, *, every: int, step: int = 0) -> None:
         self._file, self._decode, self._every = MetricsFile(path), decode, every
-        self._file.cut(step)
         self._page = path.with_name(SAMPLES_PAGE)
-        old = self._file.last(3 * STEPS_ON_PAGE) if every else []
-        self._shown = deque(
-            [Sample(**(OLD_DEFAULTS | line)) for line in old], maxlen=3 * STEPS_ON_PAGE
-        )
+        self._shown = deque(self._earlier(step), maxlen=3 * STEPS_ON_PAGE)
+
+    def _earlier(self, step: int) -> list[Sample]:
+        """Cut the file to `step` steps; return the samples that the page shows of them. A damaged
+        file is set aside: a run goes on without it."""
+        try:
+            self._file.cut(step)
+            old = self._file.last(3 * STEPS_ON_PAGE) if self._every else []
+            return [Sample(**(OLD_DEFAULTS | line)) for line in old]
+        except (CheckpointError, TypeError) as error:
+            log.warning("samples of earlier steps are set aside", reason=str(error))
+            self._file.path.replace(self._file.path.with_suffix(".damaged"))
+            return []
 
     def write(self, batch: TrainBatch) -> list[Sample]:
         """Write and return the samples of this step; empty where none are due. Raises

@@ -18,8 +18,8 @@ from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.scoring.card import CARD_FILE, RewardModelCard
 from mlx_parallm.models.scoring.reward_model import load_shared_scorers
 from mlx_parallm.rl_training.checkpoint import CheckpointVersions
-from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
+from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, note_base
+from mlx_parallm.rl_training.checkpoints.trainer_state import RecordedChange, TrainerState
 from mlx_parallm.rl_training.commands import (
     RunCommands,
     overridden_settings,
@@ -47,7 +47,7 @@ from mlx_parallm.rl_training.run.assembly import (
 )
 from mlx_parallm.rl_training.run.prepare import PreparedRun
 from mlx_parallm.rl_training.run.serving import open_serving
-from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory, moment
+from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory
 from mlx_parallm.rl_training.sources import POLICY, SourceContext, Sources
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import drained
@@ -132,7 +132,7 @@ class StartedRun:
         prepared.closing.callback(evaluations.stop)
         return evaluations
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Mapping[str, float | None]:
         """Measure the weights as they are now on what is held out, as keys of a metrics line; not
         while they train."""
         if self.heldout is not None:
@@ -187,6 +187,7 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     rollbacks = RollbackService()
     _listen(prepared, opened, sources, rollbacks, commands)
     loaded = serving.load(quantize=quantize)
+    note_base(opened.store, serving.model_path)
     options = training_options(training)
     trainer = build_trainer(
         loaded,
@@ -293,7 +294,7 @@ def _open_directory(prepared: PreparedRun, *, keeps_groups: bool) -> OpenDirecto
     disk = DiskUse(directory, store, config.rollouts, keep=training.keep_checkpoints)
     disk.check()
     closing.callback(prepared.serving.close)  # before the store, which requests write to
-    step, _ = moment(checkpoint) if checkpoint else (0, 0)
+    step = TrainerState.read(checkpoint).step if checkpoint else 0  # the name may be `final`
     most_bytes = round(config.logging.tokens_gb * GB / 16)
     return OpenDirectory(
         directory, store, disk, SpanLog(directory.path, step=step, most_bytes=most_bytes)
@@ -454,6 +455,6 @@ def _with_changes(
     if state is None:
         return None, {}
     if overridden := overridden_settings(now, state.changes):
-        change = {"step": state.step, "settings": overridden}
+        change: RecordedChange = {"step": state.step, "settings": overridden}
         state = replace(state, changes=[*state.changes, change])
     return state, restored_settings(now, state.changes)

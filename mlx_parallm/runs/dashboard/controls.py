@@ -10,12 +10,12 @@ server.cors_origins, either way.
 import asyncio
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mlx_parallm.errors import RefusedError, RequestError
 from mlx_parallm.rl_training.commands import RunCommands
@@ -41,11 +41,30 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 class ControlBody(Body):
+    """`text` belongs to a note, `settings` to a change; neither is passed over elsewhere."""
+
     action: Literal["pause", "resume", "checkpoint", "stop", "note", "change"]
     text: Annotated[str, Field(max_length=LONGEST_NOTE)] = ""
-    settings: ObjectOf[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+    # strict: true is no number, nor is a text
+    settings: ObjectOf[str, Annotated[float, Field(strict=True, allow_inf_nan=False)]] = Field(
         default_factory=dict
     )
+
+    @model_validator(mode="after")
+    def _one_order(self) -> Self:
+        for field, value, action in (
+            ("text", self.text, "note"),
+            ("settings", self.settings, "change"),
+        ):
+            if value and self.action != action:
+                raise RequestError(
+                    f"{field!r} is for action = {action!r}, not for {self.action!r}", param=field
+                )
+        if self.action == "note" and not self.text.strip():
+            raise RequestError("an empty note", param="text")
+        if self.action == "change" and not self.settings:
+            raise RequestError("a change without settings", param="settings")
+        return self
 
 
 def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
@@ -86,15 +105,13 @@ def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
             await asyncio.to_thread(order.mark, body.action, f"{body.action}d")
             return JSONResponse({"status": "done"})
         if body.action == "note":
-            if not body.text.strip():
-                raise RequestError("an empty note", param="text")
             await asyncio.to_thread(order.mark, "note", body.text.strip())
             return JSONResponse({"status": "done"})
         if body.action == "stop":
             await asyncio.to_thread(order.stop)
             return JSONResponse({"status": "done"})
         return await _answer(
-            order.checkpoint() if body.action == ("checkpoint") else order.change(body.settings)
+            order.checkpoint() if body.action == "checkpoint" else order.change(body.settings)
         )
 
     return router

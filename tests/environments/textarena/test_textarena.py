@@ -19,6 +19,7 @@ from tests.environments.scripted_client import ScriptedClient
 
 textarena = pytest.importorskip("textarena")
 from mlx_parallm.environments.textarena.game import Game  # noqa: E402
+from mlx_parallm.environments.textarena.numbers import Numbers, drawing_from  # noqa: E402
 
 TURN = "<|im_start|>assistant\n"
 
@@ -116,6 +117,45 @@ def test_games_have_random_numbers_of_their_own():
     assert [a for a, _ in mixed] == alone
     assert [b for _, b in mixed] != alone
     assert (random.random(), np.random.random()) == expected
+
+
+def test_a_game_and_another_thread_do_not_disturb_each_other():
+    """Global numbers were swapped while a game took its turn: a reward function on its own thread
+    drew the game's, and a checkpoint could hold them."""
+    alone = draws(deal("Bandit-v0", 5), 200)
+    random.seed(1), np.random.seed(1)
+    expected = [(random.random(), np.random.random()) for _ in range(20_000)]
+    random.seed(1), np.random.seed(1)
+    found, begun = [], threading.Event()
+
+    def draw():
+        for number in range(20_000):
+            found.append((random.random(), np.random.random()))
+            if number == 10:
+                begun.set()
+
+    drawing = threading.Thread(target=draw)
+    drawing.start()
+    begun.wait()
+    game = deal("Bandit-v0", 5)
+    mixed = draws(game, 200)
+    drawing.join()
+    assert found == expected
+    assert mixed == alone
+
+
+def test_a_step_that_seeds_and_classes_are_the_modules():
+    """`random.seed` of a game begins its own numbers; `random.Random` is the class itself."""
+    import textarena.envs.Bandit.env as bandit
+
+    deal("Bandit-v0", 5)
+    state = random.getstate()
+    with drawing_from(Numbers(3)):
+        bandit.random.seed(7)
+        assert bandit.random.random() == random.Random(7).random()
+    assert random.getstate() == state and bandit.random.Random is random.Random
+    random.seed(7)
+    assert bandit.random.random() == random.Random(7).random(), "outside a game: the process's"
 
 
 def test_nothing_is_downloaded(monkeypatch):

@@ -185,6 +185,21 @@ def edited(**values: Any) -> Callable[[Path], None]:
         ({"in_progress": {"step": 3}}, "in_progress.group_ids: .*required"),
         ({"random_state": {"mlx": 3}}, "damaged: random_state: "),
         ({"random_state": {}}, "damaged: random_state: "),
+        (
+            {"random_state": {"mlx": [[0, 1]], "numpy": ["MT19937", [1, 2], 0, 0, 0.0]}},
+            "IndexError",
+        ),
+        ({"versions": []}, "versions: "),
+        ({"versions": [[1]]}, "versions.0: "),
+        ({"versions": [[2, 1], [1, 2]]}, "versions: .*count upwards"),
+        ({"changes": [{"step": 1}]}, "changes.0.settings: "),
+        ({"changes": [{"step": 1, "settings": {"learning_rate": 5}}]}, "changes.0.settings"),
+        ({"changes": [{"step": 1, "settings": {"seed": [1, 2]}}]}, "only learning_rate, "),
+        ({"rollbacks": [{"step": 1}]}, "rollbacks.0.to: "),
+        (
+            {"in_progress": {"step": 3, "group_ids": [], "position": {}, "statistics": {}}},
+            "in_progress.position: ",
+        ),
         ({"more": 1}, "unknown keys more"),
     ],
 )
@@ -210,6 +225,21 @@ def test_metrics_that_cannot_be_read_change_nothing(sound: Path, tmp_path: Path)
             tmp_path / "run" / "step_000002", store, metrics
         )
     assert store.restored == []
+
+
+def test_missing_lines_of_metrics_are_told(sound: Path, tmp_path: Path) -> None:
+    """A metrics.jsonl that was lost began again at the checkpoint, without a word."""
+    shutil.copytree(sound, tmp_path / "run", symlinks=True)
+    metrics = MetricsFile(tmp_path / "run" / "metrics.jsonl")
+    metrics.append({"step": 2})
+    configure_logging(level="info")
+    with capture_logs() as logged:
+        make_checkpointer(tmp_path / "run", make_trainer(make_config())).resume(
+            tmp_path / "run" / "step_000002", NoStore(), metrics
+        )
+    configure_logging(level="error")
+    (warning,) = [line for line in logged if line["log_level"] == "warning"]
+    assert (warning["lines"], warning["steps"]) == (1, 2)
 
 
 def test_a_checkpoint_without_checksums_is_resumed(sound: Path, tmp_path: Path) -> None:
@@ -585,7 +615,7 @@ def test_a_small_file_system_that_is_full(tmp_path: Path) -> None:
         saved = []
         with pytest.raises(
             CheckpointError,
-            match=r"needs 0.00 GB and 0.00 GB are free: it was not begun.*step_000001",
+            match=r"needs 0\.\d\d MB and 0\.\d\d MB are free: it was not begun.*step_000001",
         ):
             for step in range(1, 9):
                 saved.append(checkpointer.save(state_at(step)).name)

@@ -6,17 +6,23 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from structlog.testing import capture_logs
 
 from mlx_parallm.config.load import Config, load_config, parse_config
-from mlx_parallm.errors import AdapterError, ConfigError
+from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
 from mlx_parallm.rl_training.checkpoints.resume import (
     MAY_CHANGE,
     check_resume,
     initial_adapter,
+    note_base,
     refuse_redacted,
+    what_to_resume,
 )
+from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.system.log import configure_logging
 from tests.tiny_models import lora_config, make_model
 
 ROWS = '[[environments]]\nkind = "tasks"\nname = "sort"\n'
@@ -204,3 +210,65 @@ def test_the_last_run_was_of_another_model(tmp_path: Path) -> None:
 def test_full_weights_take_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trains all weights"):
         adapter_of(starting_config(tmp_path, f"{tmp_path}/checkpoints/x", lora={"enabled": False}))
+
+
+@pytest.mark.parametrize("resume", ["auto", "{}/run"])
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(resume: str, tmp_path: Path) -> None:
+    """It did, and removed the lines of all its steps from metrics.jsonl."""
+    run = config(tmp_path, f"rl_training.checkpoint_dir={tmp_path}", "rl_training.run_name=run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/rollouts.sqlite").touch()
+    resume = resume.format(tmp_path)
+    assert what_to_resume(run, resume)[1:] == (None, True), "it was killed before its first one"
+    (tmp_path / "run/latest").symlink_to("step_000040")
+    with pytest.raises(CheckpointError, match=r"gone \(latest is step_000040; there: none\)"):
+        what_to_resume(run, resume)
+
+
+def test_another_base_under_the_same_name_is_told(tmp_path: Path) -> None:
+    """Weights that were changed in place went unseen: the adapter went on, on another model."""
+    model, store = tmp_path / "model", RolloutStore(tmp_path / "rollouts.sqlite")
+    model.mkdir()
+    weights = bytearray(300_000)
+    (model / "model.safetensors").write_bytes(weights)
+    configure_logging(level="info")
+    with capture_logs() as logged:
+        note_base(store, model)
+        note_base(store, model)
+    assert logged == []
+    weights[150_000:160_000] = bytes([1]) * 10_000
+    (model / "model.safetensors").write_bytes(weights)
+    with capture_logs() as logged:
+        note_base(store, model)
+    configure_logging(level="error")
+    assert [(line["log_level"], line["path"]) for line in logged] == [("warning", str(model))]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("rl_training.learning_rate=1e-4", {}),
+        ("rl_training.learning_rate=7e-4", {"rl_training.learning_rate": "0.0003 → 0.0007"}),
+    ],
+)
+def test_a_setting_that_was_changed_live_is_not_told_as_changed_back(
+    setting: str, told: dict[str, str], tmp_path: Path
+) -> None:
+    """The run went on with the 3e-4 of the dashboard, and the log said 0.0003 → 0.0001."""
+    place = (f"rl_training.checkpoint_dir={tmp_path}", "rl_training.run_name=run")
+    checkpoint = tmp_path / "run/step_000004"
+    checkpoint.mkdir(parents=True)
+    saved = config(tmp_path, "rl_training.learning_rate=3e-4", *place)
+    (tmp_path / "run/config.toml").write_text(saved.to_toml())
+    changes = [{"step": 3, "settings": {"learning_rate": [1e-4, 3e-4]}}]
+    state = TrainerState(step=4, policy_version=4, versions=[[4, 4]], changes=changes)
+    (checkpoint / STATE_FILE).write_text(state.to_text())
+    configure_logging(level="info")
+    with capture_logs() as logged:
+        what_to_resume(config(tmp_path, setting, *place), "auto")
+    configure_logging(level="error")
+    lines = [line for line in logged if line["event"] == "changed on resume"]
+    assert [{key: line[key] for key in line if "." in key} for line in lines] == (
+        [told] * bool(told)
+    )

@@ -1,12 +1,13 @@
 """Weights whose evaluation falls go back to the best ones."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlx_parallm.config.load import parse_config
-from mlx_parallm.errors import ConfigError, RefusedError
+from mlx_parallm.errors import CheckpointError, ConfigError, RefusedError
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog
 from mlx_parallm.rl_training.evaluation.schedule import FallGuard
 from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents, Warned
@@ -14,7 +15,7 @@ from tests.integration.in_process import train_here
 from tests.integration.processes import metrics, write_config
 
 
-def line(step: int, version: int, score: float) -> dict[str, Any]:
+def line(step: int, version: int, score: float | None) -> dict[str, Any]:
     return {
         "step": step,
         "version": version,
@@ -50,6 +51,34 @@ def test_only_a_fall_beyond_the_bound_goes_back_to_the_first_best(tmp_path: Path
     log.add(low := line(9, 10, 0.39))
     events.emit(EvaluationFinished(low))
     assert targets == [1]
+
+
+def test_an_evaluation_without_a_scored_answer_is_no_fall(tmp_path: Path) -> None:
+    """The next one was compared with its null: a traceback."""
+    log, events, targets, _ = guarded(tmp_path, 0.1)
+    for entry in (line(0, 1, 0.5), line(3, 4, None), line(6, 7, 0.45), line(9, 10, 0.2)):
+        log.add(entry)
+        events.emit(EvaluationFinished(entry))
+    assert targets == [1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "where"),
+    [
+        ({"step": 4}, "version: "),
+        (line(4, 5, 0.5) | {"score": "0.5"}, "score: "),
+        (line(4, 5, 0.5) | {"environments": 5}, "environments: "),
+        (line(4, 5, 0.5) | {"environments": {"sum": {}}}, "environments.sum.numbers: "),
+    ],
+)
+def test_a_line_that_is_no_evaluation_is_told(
+    damage: dict[str, Any], where: str, tmp_path: Path
+) -> None:
+    """It was a traceback, after the resume had replaced config.toml."""
+    text = json.dumps(line(2, 3, 0.5)) + "\n" + json.dumps(damage) + "\n"
+    (tmp_path / "evaluations.jsonl").write_text(text + '{"step": 6, "skipped": "why"}\n')
+    with pytest.raises(CheckpointError, match=f"evaluation of step 4 is damaged: {where}"):
+        EvaluationLog(tmp_path)
 
 
 def test_a_refused_rollback_is_a_warning(tmp_path: Path) -> None:

@@ -240,3 +240,15 @@ def test_without_a_chat_template_the_text_is_left_alone() -> None:
     )
     tokenizer.has_chat_template = False
     assert without_template(tokenizer, {})("assistant: a <|im_end|>") == "assistant: a <|im_end|>"
+
+
+@pytest.mark.parametrize("text", ['rubbish\n{"step": 1}\n', '{"step": 1}\n', None])
+def test_damaged_samples_are_set_aside(text: str | None, tmp_path: Path) -> None:
+    """They ended a resume, after it had replaced config.toml."""
+    path = tmp_path / "samples.jsonl"
+    path.mkdir() if text is None else path.write_text(text)
+    log = SampleLog(path, letters, every=1, step=4)
+    log.write(make_batch([group("a", [0.5, 0.2])], step=5))
+    assert {line["step"] for line in MetricsFile(path).read()} == {5}
+    aside = tmp_path / "samples.damaged"
+    assert aside.is_dir() if text is None else aside.read_text() == text
