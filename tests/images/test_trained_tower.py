@@ -227,6 +227,28 @@ def test_gradients_are_those_of_one_graph(levels: int, blocks: int, full: bool) 
             assert off <= 1e-4 * mx.linalg.norm(expected[name]).item() + 1e-7, name
 
 
+@pytest.mark.parametrize("trained", [(), ("eye",)])
+def test_a_forward_has_the_features_of_its_own_images_alone(trained: tuple[str, ...]) -> None:
+    _, trainer = built(SeeingEncoder(trained))
+    assert trainer.images is not None
+    table, rows = admit_images(trainer.policy.model), []
+    learn = trainer.model.loss_and_gradients
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        results = learn(*args, **kwargs)
+        rows.append(0 if table.features is None else len(table.features))
+        if trained:
+            assert trainer.model.feature_slopes is not None
+            assert trainer.model.feature_slopes.shape == (rows[-1], WIDTH)
+        return results
+
+    trainer.model.loss_and_gradients = noted  # type: ignore[method-assign]
+    gradients_of(trainer, 16)
+    cat, dog = PICTURES["cat"].tokens, PICTURES["dog"].tokens
+    assert sorted(rows) == [cat, dog, cat + dog], "three micro-batches"
+    assert (table.features is None) is not trained and table.rows is None
+
+
 def test_a_gradient_is_a_finite_difference() -> None:
     encoder = SeeingEncoder(("eye",))
     _, trainer = built(encoder, lora={"enabled": False})
