@@ -14,7 +14,6 @@ over the language part then find the gradient by the features, as by a parameter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,12 +21,12 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.images.embedding import FeatureGradient, ImageTable
-from mlx_parallm.models.images.encoder import ImageParts, of_part
+from mlx_parallm.models.images.encoder import ImageParts, TowerOutputs, of_part, same_arrays
 from mlx_parallm.models.images.positions import Grid, image_positions
 from mlx_parallm.models.images.spans import image_numbers
 from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.rl_training.step.batch import TrainSequence
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import PromptImage, Rollout
 
 
 class StepImages:
@@ -48,6 +47,7 @@ class StepImages:
         self._trained = [i for i, name in enumerate(slots.names) if of_part(name, modules)]
         self._features: dict[str, mx.array] = {}  # by `_weights`, where they are trained
         self._weights: list[mx.array] = []
+        self._outputs = TowerOutputs(parts.encoder)
         self._shown: list[str] = []  # images of the newest forward, as the table has them
         self._slopes: dict[str, mx.array] = {}  # by features, of forwards since `begin_gradients`
         self._show_nothing()
@@ -170,12 +170,12 @@ class StepImages:
             for module in self._parts.encoder.modules.values()
             for _, array in tree_flatten(module.parameters())
         ]
-        same = len(weights) == len(self._weights)
-        if not same or any(a is not b for a, b in zip(weights, self._weights, strict=True)):
+        if not same_arrays(weights, self._weights):
             self._features, self._weights = {}, weights
 
     def _encode(self, name: str) -> None:
-        self._features[name] = self._parts.encoder.encode(self._parts.reader.stored(name))
+        image = self._parts.reader.stored(name)
+        self._features[name] = self._parts.encoder.encode(image, self._outputs.of(image))
         mx.eval(self._features[name])
         self.encoded += 1
 
@@ -201,10 +201,13 @@ class StepImages:
         trained = self._trained
         for name in sorted(self._slopes):
             image = self._parts.reader.stored(name)
+            output = self._outputs.of(image)
 
-            def features(*arrays: mx.array, image: Any = image) -> list[mx.array]:
+            def features(
+                *arrays: mx.array, image: PromptImage = image, output: mx.array | None = output
+            ) -> list[mx.array]:
                 with self._slots.bound(arrays, trained):
-                    return [self._parts.encoder.encode(image)]
+                    return [self._parts.encoder.encode(image, output)]
 
             cotangent = self._slopes.pop(name).astype(self._features[name].dtype)
             new = mx.vjp(features, self._slots.read(trained), [cotangent])[1]

@@ -93,11 +93,16 @@ class SquareEncoder(TowerEncoder):
         self._scale = np.array(factor / np.array(deviation), np.float32)
         self._shift = np.array(np.array(mean) / np.array(deviation), np.float32)
 
-    def encode(self, image: PromptImage) -> mx.array:
+    def tower_output(self, image: PromptImage) -> mx.array:
+        """[1, patches, D of the tower], before the pooling."""
         square = mx.array(image.arrays["pixels"].transpose(1, 2, 0)[None])
         pixels = square.astype(mx.float32) * mx.array(self._scale) - mx.array(self._shift)
-        hidden, _, _ = self._model.vision_tower(pixels.astype(self._dtype))
-        projected = self._model.multi_modal_projector(hidden)[0]
+        output: mx.array = self._model.vision_tower(pixels.astype(self._dtype))[0]
+        return output
+
+    def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
+        output = self.tower_output(image) if output is None else output
+        projected = self._model.multi_modal_projector(output)[0]
         features = projected.astype(mx.float32) / self._factor
         if len(features) != image.tokens:
             raise ValueError(f"{len(features)} features for {image.tokens} tokens of an image")

@@ -95,7 +95,8 @@ class TileEncoder(TowerEncoder):
         self._scale = np.array(factor / np.array(deviation), np.float32)
         self._shift = np.array(np.array(mean) / np.array(deviation), np.float32)
 
-    def encode(self, image: PromptImage) -> mx.array:
+    def tower_output(self, image: PromptImage) -> mx.array:
+        """[tiles, patches, D of the tower]."""
         tiles = mx.array(image.arrays["tiles"].transpose(0, 2, 3, 1))
         pixels = tiles.astype(mx.float32) * mx.array(self._scale) - mx.array(self._shift)
         tower = self._model.vision_model
@@ -104,8 +105,12 @@ class TileEncoder(TowerEncoder):
         places = self._places(rows)[:, None] * tower.embeddings.num_patches_per_side
         places = (places + self._places(columns)[None]).flatten()
         hidden = mx.flatten(hidden, 1, 2) + tower.embeddings.position_embedding(mx.array(places))
-        hidden = tower.post_layernorm(tower.encoder(hidden)[0])
-        features: mx.array = self._model.connector(hidden).flatten(0, 1)
+        output: mx.array = tower.post_layernorm(tower.encoder(hidden)[0])
+        return output
+
+    def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
+        output = self.tower_output(image) if output is None else output
+        features: mx.array = self._model.connector(output).flatten(0, 1)
         if len(features) != image.tokens:
             raise ValueError(f"{len(features)} features for {image.tokens} tokens of an image")
         return features

@@ -72,13 +72,17 @@ class TowerEncoder:
         paths = [path for name, part in self.modules.items() for path in _paths(name, part)]
         return tuple(path for path in paths if path.rstrip(".0123456789") in CONNECTORS)
 
+    @property
+    def frozen_tower(self) -> bool:
+        return bool(self.trained) and set(self.trained) <= set(self.connector)
+
     def hold_inputs_alone(self) -> None:
         """Let a gradient through the tower hold no more than each block's input."""
         hold_blocks_inputs_alone(self.modules.values())
 
     def over(self, tree: nn.Module) -> Self:
         other = copy.copy(self)
-        other._own, other._tree = _shallow(self._own), tree
+        other._own, other._tree = shallow(self._own), tree
         return other
 
 
@@ -86,7 +90,7 @@ def _paths(name: str, module: nn.Module) -> list[str]:
     return [f"{name}.{path}" if path else name for path, _ in module.named_modules()]
 
 
-def _shallow(module: Any) -> Any:
+def shallow(module: Any) -> Any:
     """Return a module of the same parts, whose parts can be replaced."""
     kind: Any = type(module)
     same = kind.__new__(kind)
