@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from transformers import AutoConfig
 
 from mlx_parallm.errors import ModelError
@@ -121,21 +121,42 @@ def hold_blocks_inputs_alone(modules: Iterable[nn.Module]) -> None:
 
 @cache
 def _computed_again(kind: Any) -> Any:
-    """Return a block's class whose gradient computes its forward again."""
+    """Return a block's class whose gradient computes its forward again, when the gradient behind
+    the block is there. `mx.checkpoint` may do it for all blocks before, and holds what it makes."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arrays = self.trainable_parameters()
+        arrays = dict(tree_flatten(self.trainable_parameters()))
+        inputs = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+        # whole numbers stay beside: a block that reads some on the host would have the forward
+        # evaluated while it is traced, and all of it held
+        floats = {name: value for name, value in inputs.items() if _is_floating(value)}
 
-        def forward(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            self.update(parameters)
+        def forward(*primals: mx.array) -> Any:
+            values = inputs | dict(zip(floats, primals[len(arrays) :], strict=True))
+            positional = [values[str(place)] for place in range(len(args))]
+            self.update(tree_unflatten([*zip(arrays, primals, strict=False)]))
             try:
-                return kind.__call__(self, *args, **kwargs)
+                return kind.__call__(self, *positional, **{name: values[name] for name in kwargs})
             finally:
-                self.update(arrays)
+                self.update(tree_unflatten([*arrays.items()]))
 
-        return mx.checkpoint(forward)(arrays, *args, **kwargs)
+        block: Any = mx.custom_function(forward)
+
+        @block.vjp
+        def back(primals: Any, cotangent: mx.array, _: mx.array) -> Any:
+            later = mx.depends([*primals], [cotangent])
+            new = mx.vjp(lambda *p: [forward(*p)], later, [cotangent])[1]
+            own, before = new[: len(arrays)], new[len(arrays) :]
+            # the block before has to wait for them: else all blocks' would be computed at the end
+            return (*own, *(mx.depends(before, own) if own and before else before))
+
+        return block(*arrays.values(), *floats.values())
 
     return type(f"{kind.__name__}ComputedAgain", (kind,), {"__call__": call})
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
 
 
 def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
