@@ -146,9 +146,9 @@ def _computed_again(kind: Any) -> Any:
         def back(primals: Any, cotangent: mx.array, _: mx.array) -> Any:
             later = mx.depends([*primals], [cotangent])
             new = mx.vjp(lambda *p: [forward(*p)], later, [cotangent])[1]
-            own, before = new[: len(arrays)], new[len(arrays) :]
+            weights, others = new[: len(arrays)], new[len(arrays) :]
             # the block before has to wait for them: else all blocks' would be computed at the end
-            return (*own, *(mx.depends(before, own) if own and before else before))
+            return (*weights, *(mx.depends(others, weights) if weights and others else others))
 
         return block(*arrays.values(), *floats.values())
 
