@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.execution.prompt_images import ImageReader
+from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.types import PromptImage
 
 
@@ -84,6 +85,9 @@ class ImageSupport(Protocol):
     def trained_sizes(self, rank: int | None) -> list[int]:
         """Return how many numbers each array has that a training of the part that sees trains, by
         adapters of this rank, or (None) as they are. Empty: it stays as it is."""
+
+    def tower_shape(self) -> TowerShape:
+        """Return the tower's dimensions, without `trained`."""
 
     def encoder(self, loaded: Any) -> ImageEncoder:
         """Load the tower of a `LoadedModel`. Raises ModelError."""

@@ -36,6 +36,8 @@ class SquareProcessor:
     def __init__(self, path: Path, config: Any) -> None:
         self.token_id: int = config.image_token_index
         self.tokens: int = config.mm_tokens_per_image
+        vision = config.vision_config
+        self._patches: int = (vision.image_size // vision.patch_size) ** 2
         self._square: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
         if self._square.do_pan_and_scan:
             raise ModelError(
@@ -48,6 +50,9 @@ class SquareProcessor:
         """How 0 … 255 become numbers: the factor, and the mean and deviation of each colour."""
         square = self._square
         return square.rescale_factor, [*square.image_mean], [*square.image_std]
+
+    def patches(self) -> tuple[int, int, int, int]:
+        return self._patches // self.tokens, self._patches, self._patches, self._patches
 
     def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
         """`low` changes nothing: all pictures take as many tokens."""

@@ -6,6 +6,7 @@ normalisation, which the encoder does: a quarter of the memory.
 """
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class TileProcessor:
     def __init__(self, path: Path, patch: int, scale: int, token_id: int) -> None:
         self.token_id = token_id
         self._tiles: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
-        self._side = patch * scale
+        self._patch, self._side = patch, patch * scale
 
     @property
     def pixels(self) -> tuple[float, list[float], list[float]]:
@@ -45,6 +46,12 @@ class TileProcessor:
         factor = tiles.rescale_factor if tiles.do_rescale else 1.0
         mean, deviation = [*tiles.image_mean], [*tiles.image_std]
         return (factor, mean, deviation) if tiles.do_normalize else (factor, [0.0] * 3, [1.0] * 3)
+
+    def patches(self) -> tuple[int, int, int, int]:
+        tile, whole = self._tiles.max_image_size["longest_edge"], self._tiles.size["longest_edge"]
+        span = (tile // self._patch) ** 2
+        tiles = math.ceil(whole / tile) ** 2 + 1 if self._tiles.do_image_splitting else 1
+        return (self._side // self._patch) ** 2, tiles * span, tiles * span, span
 
     def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
         cut = self._tiles(

@@ -140,6 +140,17 @@ class ViewProcessor:
         self.token_id = token_id
         self.settings = settings
 
+    def patches(self) -> tuple[int, int, int, int]:
+        settings = self.settings
+        per_token = settings.downsample_factor**2
+        whole = settings.max_image_tokens * per_token
+        tile = (settings.tile_size // settings.encoder_patch_size) ** 2
+        if not settings.do_image_splitting:
+            return per_token, whole, whole, whole
+        view = max(tile, whole)
+        most = max(whole, settings.max_tiles * tile + whole * settings.use_thumbnail)
+        return per_token, most, view, view
+
     def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
         """`low`: the whole picture alone."""
         settings = self.settings

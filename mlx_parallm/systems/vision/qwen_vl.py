@@ -37,6 +37,7 @@ class PatchProcessor:
 
     def __init__(self, path: Path, config: Any) -> None:
         self._patches: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
+        self._side: int = config.vision_config.patch_size
         self._merge: int = config.vision_config.spatial_merge_size
         self.token_id: int = config.image_token_id
 
@@ -45,6 +46,10 @@ class PatchProcessor:
         """How 0 … 255 become numbers: the factor, and the mean and deviation of each colour."""
         patches = self._patches
         return patches.rescale_factor, [*patches.image_mean], [*patches.image_std]
+
+    def patches(self) -> tuple[int, int, int, int]:
+        most = self._patches.size["longest_edge"] // self._side**2
+        return self._merge**2, most, most, most
 
     def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
         size = dict(self._patches.size)
