@@ -18,7 +18,7 @@ from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.errors import RequestError
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.images.embedding import ImageTable
-from mlx_parallm.models.images.encoder import ImageEncoder, of_part
+from mlx_parallm.models.images.encoder import ImageEncoder, TowerOutputs, of_part
 from mlx_parallm.models.images.positions import image_positions
 from mlx_parallm.models.images.spans import TEXT, image_numbers
 from mlx_parallm.types import PromptImage
@@ -70,6 +70,7 @@ class ImageFeatures:
         self.encoded = 0  # images, since the start
         self._encoder, self._activate = encoder, activate
         self._parts = tuple(encoder.modules)
+        self._outputs = TowerOutputs(encoder)
         self._kept: OrderedDict[FeatureKey, mx.array] = OrderedDict()
         self._base_serial = 0
 
@@ -112,7 +113,8 @@ class ImageFeatures:
                     continue
                 if (features := self._kept.pop(key, None)) is None:
                     self._activate([adapter])
-                    features = self._encoder.encode(image)
+                    output = self._outputs.of(image, self._tower_serial(adapter))
+                    features = self._encoder.encode(image, output)
                     new.append(features)
                     self.encoded += 1
                 needed[key] = features
@@ -130,6 +132,13 @@ class ImageFeatures:
         adapted = any(of_part(path, self._parts) for path in layers)
         serial = adapter.weights.serial if adapter is not None and adapted else 0
         return base, serial, self._base_serial if self._encoder.trained else 0
+
+    def _tower_serial(self, adapter: AdapterSlot | None) -> int:
+        """Return the serial of an adapter that changes the tower itself; 0: it does not."""
+        layers = {} if adapter is None else adapter.weights.layers
+        trained = self._encoder.trained
+        changes = any(of_part(p, self._parts) and not of_part(p, trained) for p in layers)
+        return adapter.weights.serial if adapter is not None and changes else 0
 
     def inputs(
         self,
@@ -234,3 +243,4 @@ class ImageFeatures:
 
     def clear(self) -> None:
         self._kept.clear()
+        self._outputs.clear()

@@ -100,7 +100,7 @@ class BlockwiseModel:
     `fallback`: why the model is differentiated as one graph; `unshared`, `unpacked`, `unmerged`:
     why prompts are not shared, sequences not packed, and rows no tree; else "". Gradients are lists
     in the order of `slots.names`. Every array that leaves a method is evaluated.
-    `feature_slopes`: the gradient by `features`, added up since it was last set to None. Those of
+    `feature_slopes`: the gradient by `features` of the newest `loss_and_gradients`. Those of
     `FeatureGradient.parts` are 0 here.
     """
 
@@ -254,7 +254,7 @@ class BlockwiseModel:
         gradients: list[mx.array | None] = (
             list(sums) if sums is not None else [None] * len(self.slots)
         )
-        gradients += [] if self._features is None else [self.feature_slopes]
+        gradients += [] if self._features is None else [None]
         with routed(self._routing(batch, counts=self.expert_load is not None)):
             if self._stack is None:
                 loss, extras = self._whole(batch, objective, gradients)

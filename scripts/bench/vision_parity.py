@@ -281,7 +281,8 @@ class Ours:
                     lambda logprobs, *_: (-logprobs.sum() / trained, ()),
                     gradients,
                 )
-        for slot, gradient in trainer.images.pull_back(trainer.model.feature_slopes):
+                trainer.images.add_slopes(trainer.model.feature_slopes)
+        for slot, gradient in trainer.images.pull_back():
             gradients[slot] = gradients[slot] + gradient
         return {n: np.array(g) for n, g in zip(trainer.policy.slots.names, gradients, strict=True)}
 

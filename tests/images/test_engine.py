@@ -31,7 +31,7 @@ class Encoder:
     """Features are random numbers of the digest. `broken`: digests that it cannot read."""
 
     modules: Mapping[str, nn.Module] = MappingProxyType({})
-    trained = ()
+    trained, frozen_tower = (), False
     token_id = IMAGE
     rope_axes: np.ndarray | None = None
     levels = 0
@@ -46,7 +46,10 @@ class Encoder:
     def over(self, tree: nn.Module) -> Self:
         return self
 
-    def encode(self, image: PromptImage) -> mx.array:
+    def tower_output(self, image: PromptImage) -> mx.array:
+        raise AssertionError("nothing is trained")
+
+    def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
         if image.digest in self.broken:
             raise ValueError("the tower cannot read it")
         self.encoded.append(image.digest)
@@ -324,7 +327,7 @@ class WideEncoder(Encoder):
 
     levels = 1
 
-    def encode(self, image: PromptImage) -> mx.array:
+    def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
         first = super().encode(image)
         return mx.concatenate([first, 0.5 * first[::-1]], axis=-1)
 

@@ -54,14 +54,17 @@ class Encoder:
     """Features are random numbers of the digest."""
 
     modules: Mapping[str, nn.Module] = MappingProxyType({})
-    trained = ()
+    trained, frozen_tower = (), False
     token_id, cache_bytes = IMAGE, 1 << 20
     rope_axes, levels, bidirectional = None, 0, True
 
     def over(self, tree: nn.Module) -> Self:
         return self
 
-    def encode(self, image: PromptImage) -> mx.array:
+    def tower_output(self, image: PromptImage) -> mx.array:
+        raise AssertionError("nothing is trained")
+
+    def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
         return mx.random.normal((image.tokens, WIDTH), key=mx.random.key(int(image.digest[:8], 16)))
 
 

@@ -17,8 +17,9 @@ from structlog.testing import capture_logs
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.images import ImageFeatures
+from mlx_parallm.engine.images import ImageFeatures, image_ids
 from mlx_parallm.errors import AdapterError, CheckpointError
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.images.encoder import ImageParts, put_into_tree
 from mlx_parallm.models.images.positions import chunked_axes, image_positions
@@ -48,8 +49,8 @@ class Eye(nn.Module):
         self.norm = nn.LayerNorm(16)
         self.second = nn.Linear(16, width)
 
-    def __call__(self, pixels: mx.array) -> mx.array:
-        return self.second(self.norm(mx.tanh(self.first(pixels))))
+    def before(self, pixels: mx.array) -> mx.array:
+        return self.norm(mx.tanh(self.first(pixels)))
 
 
 class SeeingEncoder:
@@ -69,6 +70,7 @@ class SeeingEncoder:
         eye.freeze()
         mx.eval(eye.parameters())
         self.eye, self.tree = eye, None
+        self.passes = [0]  # of the tower's first layers
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
@@ -79,8 +81,18 @@ class SeeingEncoder:
         other.tree = tree
         return other
 
-    def encode(self, image: PromptImage) -> mx.array:
-        features: mx.array = self.tree.eye(mx.array(image.arrays["pixels"]))
+    @property
+    def frozen_tower(self) -> bool:
+        return self.trained == ("eye.second",)
+
+    def tower_output(self, image: PromptImage) -> mx.array:
+        self.passes[0] += 1
+        return self.tree.eye.before(mx.array(image.arrays["pixels"]))
+
+    def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
+        features: mx.array = self.tree.eye.second(
+            self.tower_output(image) if output is None else output
+        )
         return features
 
 
@@ -227,6 +239,28 @@ def test_gradients_are_those_of_one_graph(levels: int, blocks: int, full: bool) 
             assert off <= 1e-4 * mx.linalg.norm(expected[name]).item() + 1e-7, name
 
 
+@pytest.mark.parametrize("trained", [(), ("eye",)])
+def test_a_forward_has_the_features_of_its_own_images_alone(trained: tuple[str, ...]) -> None:
+    _, trainer = built(SeeingEncoder(trained))
+    assert trainer.images is not None
+    table, rows = admit_images(trainer.policy.model), []
+    learn = trainer.model.loss_and_gradients
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        results = learn(*args, **kwargs)
+        rows.append(0 if table.features is None else len(table.features))
+        if trained:
+            assert trainer.model.feature_slopes is not None
+            assert trainer.model.feature_slopes.shape == (rows[-1], WIDTH)
+        return results
+
+    trainer.model.loss_and_gradients = noted  # type: ignore[method-assign]
+    gradients_of(trainer, 16)
+    cat, dog = PICTURES["cat"].tokens, PICTURES["dog"].tokens
+    assert sorted(rows) == [cat, dog, cat + dog], "three micro-batches"
+    assert (table.features is None) is not trained and table.rows is None
+
+
 def test_a_gradient_is_a_finite_difference() -> None:
     encoder = SeeingEncoder(("eye",))
     _, trainer = built(encoder, lora={"enabled": False})
@@ -258,10 +292,10 @@ def test_what_is_not_named_stays_as_it_is(full: bool) -> None:
         assert {"eye.first.weight", "eye.norm.weight"} <= saved, "a checkpoint has all of it"
 
 
-@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize(("part", "turns"), [("eye", False), ("eye", True), ("eye.second", False)])
 @pytest.mark.parametrize("full", [False, True])
-def test_engine_and_trainer_agree_after_each_publish(full: bool, turns: bool) -> None:
-    encoder = SeeingEncoder(("eye",), turns=turns)
+def test_engine_and_trainer_agree_after_each_publish(full: bool, part: str, turns: bool) -> None:
+    encoder = SeeingEncoder((part,), turns=turns)
     loaded, trainer = built(encoder, lora={"enabled": False} if full else LORA)
     policy, model = trainer.policy, loaded.model
     weights = SharedWeights(model, policy=None if full else "policy", keep_versions=2)
@@ -307,6 +341,68 @@ def test_engine_and_trainer_agree_after_each_publish(full: bool, turns: bool) ->
         assert features.encoded == 2 + 3 * 2
     else:
         assert features.encoded == 3 * 2
+    if part == "eye.second":
+        assert encoder.passes == [2 * 2], "engine and trainer, two images"
+
+
+def test_a_frozen_tower_runs_once_an_image_while_its_connector_learns() -> None:
+    encoders = [SeeingEncoder(("eye.second",)) for _ in range(2)]
+    encoders[1].cache_bytes = 1  # keeps nothing
+    learned = []
+    for encoder in encoders:
+        _, trainer = built(encoder, lora={"enabled": False})
+        steps = [gradients_of(trainer, tokens) for tokens in (1 << 14, 16)]
+        for _ in range(2):
+            trainer.apply(0.05)
+            steps.append(gradients_of(trainer, 16))
+        learned.append(steps)
+    assert encoders[0].passes == [2]
+    assert encoders[1].passes == [2 * (3 * 1 + 4)], "for each set of weights, and for each gradient"
+    for ours, expected in zip(*learned, strict=True):
+        for name, gradient in ours.items():
+            off = mx.linalg.norm(gradient - expected[name]).item()
+            assert off <= 1e-6 * mx.linalg.norm(expected[name]).item() + 1e-9, name
+    assert any(name.startswith("eye.second.") for name in learned[0][0])
+
+
+def test_other_weights_of_a_frozen_tower_see_for_themselves() -> None:
+    encoder = SeeingEncoder(("eye.second",))
+    _, trainer = built(encoder)
+    row = ROWS[0].rollout
+    [before] = trainer.logprobs([row])
+    arrays = dict(tree_flatten(built(SeeingEncoder(()))[0].model.parameters()))
+    arrays["eye.first.weight"] = 2 * arrays["eye.first.weight"]
+    trainer.policy.use_reference(arrays)
+    with trainer.policy.reference():
+        [other] = trainer.logprobs([row])
+    [after] = trainer.logprobs([row])
+    assert np.abs(other - before).max() > 1e-3 and np.array_equal(after, before)
+    assert encoder.passes == [3]
+
+
+def test_an_adapter_of_the_tower_itself_does_not_see_what_is_kept() -> None:
+    encoder = SeeingEncoder(("eye.second",))
+    loaded, _ = built(encoder)
+    weights = SharedWeights(loaded.model, keep_versions=1)
+    lora = prepare_for_serving(loaded.model)
+    features = ImageFeatures(encoder.over(loaded.model), admit_images(loaded.model), lora.activate)
+    shapes = {"eye.first": (PIXELS, 16), "eye.second": (16, WIDTH)}
+    for path, (inputs, outputs) in shapes.items():
+        pair = mx.random.normal((inputs, 2)), mx.random.normal((2, outputs))
+        weights.add_adapter(path, {path: LoraPair(*pair, 0.5)})
+    tokens = image_ids((1, *[IMAGE] * 4), (PICTURES["cat"],), IMAGE)
+    seen = {}
+    for name in (None, *shapes, None):
+        slot = None if name is None else weights.find(name)
+        [new] = features.prepare([(tokens, (PICTURES["cat"],), slot)]) or [seen[None]]
+        seen[name] = new
+    assert encoder.passes == [2], "the base's, and the first adapter's"
+    eye, image = loaded.model.eye, mx.array(PICTURES["cat"].arrays["pixels"])
+    for name in shapes:
+        lora.activate([weights.find(name)])
+        expected = eye.second(eye.before(image))
+        assert mx.allclose(seen[name], expected, atol=1e-5).item()
+        assert not mx.allclose(seen[name], seen[None], atol=1e-2).item()
 
 
 def test_full_weights_are_loaded_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -35,12 +35,16 @@ def rows() -> list[dict[str, object]]:
     ]
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_engine_and_trainer_see_alike_after_each_update(full: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("train", "full"), [("tower", False), ("tower", True), ("connector", True)]
+)
+def test_engine_and_trainer_see_alike_after_each_update(
+    train: str, full: bool, tmp_path: Path
+) -> None:
     checkpoint = save_qwen_vl(tmp_path / "model") if full else save_smolvlm(tmp_path / "model")
     shown = [{"prompt": "Which?", "images": [data_url(noise(40, 20))]}]
     config = write_run(tmp_path, checkpoint, GRPO, shown, blocks=1)
-    settings = [TOWER, "rl_training.total_steps=3", "rl_training.kl_beta=0.01"]
+    settings = [f'vision.train="{train}"', "rl_training.total_steps=3", "rl_training.kl_beta=0.01"]
     train_here(config, *settings, *([FULL, "rl_training.learning_rate=1e-3"] if full else []))
     for line in metrics(tmp_path / "run"):
         assert line["logprob_diff_max"] <= 1e-4 and line["grad_norm"] > 0

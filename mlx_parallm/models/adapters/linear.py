@@ -105,6 +105,12 @@ class LoRALinear(nn.Module):
         self.lora_a = mx.random.uniform(-bound, bound, (*experts, inputs, rank))
         self.lora_b = mx.zeros((*experts, rank, outputs))
 
+    @property
+    def weight(self) -> mx.array:
+        """W, for architectures that read their layers' type from it (LFM2-VL's tower)."""
+        weight: mx.array = self.linear.weight
+        return weight
+
     def __call__(self, x: mx.array) -> mx.array:
         if self._rounding is not None:
             return self._rounding(self, x)

@@ -34,6 +34,7 @@ class ImageTable:
     Attributes:
         vocabulary: the first id that means a feature.
         width: D of an embedding.
+        rows: [N'] int32, the row of `features` that the id vocabulary + i means; None: row i.
         held: `features` under this name, where a training binds them as a parameter.
         rope: holds positions of images; None: their tokens have places like others.
         spans: holds which image a token is of; None: tokens of images see as those of texts do.
@@ -42,6 +43,7 @@ class ImageTable:
 
     def __init__(self, vocabulary: int, width: int) -> None:
         self.vocabulary, self.width = vocabulary, width
+        self.rows: mx.array | None = None
         self.held: dict[str, mx.array | None] = {FEATURES: None}
         self.rope: RopePositions | None = None
         self.spans: ImageSpans | None = None
@@ -100,6 +102,11 @@ class ImageTable:
             if self.spans is not None:
                 self.spans.use(None)
 
+    def of_ids(self, ids: mx.array, features: mx.array) -> mx.array:
+        """Return the rows of some columns of `features` that ids mean; for a text's, any."""
+        places = mx.where(ids < self.vocabulary, 0, ids - self.vocabulary)
+        return features[places if self.rows is None else self.rows[places]]
+
     def with_level(self, level: int, hidden: mx.array) -> mx.array:
         """Return what leaves a block, with the features that are added there."""
         ids, features = self._shown, self.features
@@ -108,7 +115,7 @@ class ImageTable:
         is_text = ids < self.vocabulary
         start = (1 + level) * self.width
         columns = features[:, start : start + self.width]
-        rows = columns[mx.where(is_text, 0, ids - self.vocabulary)].astype(hidden.dtype)
+        rows = self.of_ids(ids, columns).astype(hidden.dtype)
         return hidden + mx.where(is_text[..., None], mx.zeros_like(rows), rows)
 
 
@@ -142,7 +149,7 @@ class _ReadsImages:
             return embedded
         is_text = ids < size
         text = embed(mx.where(is_text, ids, 0))
-        rows = features[mx.where(is_text, 0, ids - size)]
+        rows = self._images.of_ids(ids, features)
         shown = rows[..., : text.shape[-1]].astype(text.dtype)
         return mx.where(is_text[..., None], text, shown)
 

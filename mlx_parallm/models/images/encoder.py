@@ -4,6 +4,8 @@ Its modules lie in the model's tree beside the language part (`put_into_tree`), 
 they have there from then on. So whatever publishes, saves, adapts or restores weights knows them.
 """
 
+import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +14,11 @@ from typing import Any, Protocol, Self
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.execution.prompt_images import ImageReader
+from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.types import PromptImage
 
 
@@ -55,9 +59,17 @@ class ImageEncoder(Protocol):
     def bidirectional(self) -> bool:
         """Whether tokens of an image see each other in both directions (`spans.py`)."""
 
-    def encode(self, image: PromptImage) -> mx.array:
+    @property
+    def frozen_tower(self) -> bool:
+        """Whether a training trains what stands behind the tower, and not the tower."""
+
+    def tower_output(self, image: PromptImage) -> mx.array:
+        """Return what the modules before those of the connector make of an image, not evaluated."""
+
+    def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
         """Return an image's features [image.tokens, (1 + levels) · D], not evaluated; the first D
-        stand for the embedding of its tokens. Raises ValueError: their number is another one."""
+        stand for the embedding of its tokens. `output`: its `tower_output`, where there is one.
+        Raises ValueError: their number is another one."""
 
 
 class ImageSupport(Protocol):
@@ -73,6 +85,9 @@ class ImageSupport(Protocol):
     def trained_sizes(self, rank: int | None) -> list[int]:
         """Return how many numbers each array has that a training of the part that sees trains, by
         adapters of this rank, or (None) as they are. Empty: it stays as it is."""
+
+    def tower_shape(self) -> TowerShape:
+        """Return the tower's dimensions, without `trained`."""
 
     def encoder(self, loaded: Any) -> ImageEncoder:
         """Load the tower of a `LoadedModel`. Raises ModelError."""
@@ -102,6 +117,57 @@ def text_alone(model: nn.Module, encoder: ImageEncoder | None) -> Iterator[None]
 def of_part(path: str, parts: Iterable[str]) -> bool:
     """Whether the module or array at `path` is one of these parts, or in one."""
     return any(path == part or path.startswith(f"{part}.") for part in parts)
+
+
+class TowerOutputs:
+    """Outputs of a frozen tower by image, kept for later weights of the connector: least recently
+    used first, at most `encoder.cache_bytes`. One for each encoder over a tree; one thread."""
+
+    def __init__(self, encoder: ImageEncoder) -> None:
+        self._encoder = encoder
+        self._kept: OrderedDict[tuple[str, int], mx.array] = OrderedDict()
+        self._weights: list[mx.array] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(output.nbytes for output in self._kept.values())
+
+    def of(self, image: PromptImage, adapter: int = 0) -> mx.array | None:
+        """Return the tower's output for an image by the weights that are in the tree now; None:
+        it has to be computed with the features. It may not be evaluated.
+
+        Args:
+            adapter: serial of the active adapter, where it changes the tower itself.
+        """
+        if not self._encoder.frozen_tower:
+            return None
+        self._forget_other_weights()
+        key = (image.digest, adapter)
+        if (output := self._kept.pop(key, None)) is None:
+            output = self._encoder.tower_output(image)
+        self._kept[key] = output
+        while self.nbytes > self._encoder.cache_bytes:
+            self._kept.popitem(last=False)
+        return output
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def _forget_other_weights(self) -> None:
+        weights = [
+            array
+            for name, module in self._encoder.modules.items()
+            for path, array in tree_flatten(module.parameters())
+            if not of_part(f"{name}.{path}", self._encoder.trained)
+        ]
+        if not same_arrays(weights, self._weights):
+            self._kept.clear()
+            self._weights = weights
+
+
+def same_arrays(arrays: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
+    """Whether these are the same objects."""
+    return len(arrays) == len(others) and all(map(operator.is_, arrays, others))
 
 
 @dataclass(frozen=True)

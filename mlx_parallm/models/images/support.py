@@ -8,6 +8,7 @@ from typing import Any
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError, ParallmError
 from mlx_parallm.models.images.encoder import ImageParts, ImageSupport, put_into_tree
+from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.models.loading import LoadedModel, read_config, resolve_model_path
 from mlx_parallm.system.log import get_logger
 
@@ -27,18 +28,21 @@ def image_support(hooks: Iterable[ImageHook], path: Path) -> ImageSupport | None
 
 def tower_sizes(
     hooks: Iterable[ImageHook], model: ModelConfig, width: int, rank: int | None
-) -> tuple[int, list[int]]:
-    """Return what the part that sees takes in memory, where a number takes `width` bytes, and how
-    many numbers each of its trained arrays has; 0: there is none, or the checkpoint is not on this
-    machine yet. `rank`: of an adapter; None: it is trained as it is."""
+) -> tuple[int, list[int], TowerShape | None]:
+    """Return what the part that sees takes in memory, where a number takes `width` bytes, how many
+    numbers each of its trained arrays has, and its tower's dimensions; 0, none, None: there is
+    none, or the checkpoint is not on this machine yet. `rank`: of an adapter; None: it is trained
+    as it is."""
     try:
         path = resolve_model_path(model.base_path, model.revision, fetch=False, dtype=model.dtype)
         support = image_support(hooks, path)
     except ParallmError:
-        return 0, []  # whoever loads it says what is wrong
+        return 0, [], None  # whoever loads it says what is wrong
     if support is None:
-        return 0, []
-    return support.tower_bytes(width), support.trained_sizes(rank)
+        return 0, [], None
+    sizes = support.trained_sizes(rank)
+    shape = replace(support.tower_shape(), trained=sum(sizes))
+    return support.tower_bytes(width), sizes, shape
 
 
 def with_images(

@@ -89,9 +89,10 @@ class Probe:
     times: list[float] = field(default_factory=list)
     seen: Lengths = Lengths(0, 0)  # noqa: RUF009  frozen
     several_turns: bool = False
+    image_token: int | None = None
 
     def add(self, batch: TrainBatch) -> None:
-        self.seen = self.seen.with_batch(batch)
+        self.seen = self.seen.with_batch(batch, self.image_token)
         self.several_turns |= any(
             has_several_turns(rollout) for group in batch.groups for rollout in group.rollouts
         )
@@ -160,6 +161,7 @@ class DryRun:
         """Show what the run needs by formula, start it, show samples, run the probe, and show
         the forecast."""
         planned = PlannedRun.of(self._user_config, read_config(self._serving.model_path))
+        self._probe.image_token = planned.image_token
         self._console.print(
             Rule(Text(f"dry run · {self._user_config.model.base_path}"), align="left")
         )
@@ -429,7 +431,7 @@ def longest_to_expect(run: PlannedRun, seen: Lengths, *, several_turns: bool) ->
         entry.kind in SEVERAL_TURNS or entry.tools for entry in config.environments
     ):
         completion = config.rl_training.atropos.max_token_length - seen.prompt
-    return Lengths(seen.prompt, max(seen.completion, completion))
+    return replace(seen, completion=max(seen.completion, completion), batch=None)
 
 
 def at_most(measured: int, by_formula: Sequence[MemoryEstimate]) -> int:

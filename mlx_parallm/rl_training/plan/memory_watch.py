@@ -64,7 +64,7 @@ class MemoryWatch:
 
     def add(self, event: StepFinished) -> None:
         """The lengths and the peak of one step."""
-        self._seen = self._seen.with_batch(event.batch)
+        self._seen = self._seen.with_batch(event.batch, self._run.image_token)
         self._peak = max(self._peak, measured_bytes([event.line]) - self._others)
 
     @property

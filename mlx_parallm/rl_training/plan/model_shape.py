@@ -18,6 +18,7 @@ from mlx_parallm.models.cpu_kernels import UNPACKED_EXPERTS, on_cpu
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.images.support import ImageHook, tower_sizes
+from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import (
     ADAPTER_FILE,
@@ -92,6 +93,7 @@ class ModelShape:
     small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
     routes: int = 0  # bytes of a sampled token's recorded experts, where they are repeated
     tower: int = 0  # bytes of the part that sees
+    eye: TowerShape | None = None  # of the tower, where it is
     unpacked: int = 0  # numbers of a block's experts that are unpacked for the moment
 
     @classmethod
@@ -129,7 +131,7 @@ class ModelShape:
             others = sum(modules[path].weight.size for path in rounded if path not in layers)
             arrays = tree_flatten(model.trainable_parameters())
             count = sum(array.size for _, array in arrays)
-        tower, seeing = (
+        tower, seeing, eye = (
             tower_sizes(
                 options.image_hooks,
                 options.model,
@@ -137,7 +139,7 @@ class ModelShape:
                 lora.rank if lora.enabled else None,
             )
             if "vision_config" in model_config
-            else (0, [])
+            else (0, [], None)
         )
         count += sum(seeing)
         sizes = [*(array.size for _, array in arrays), *seeing]
@@ -181,6 +183,7 @@ class ModelShape:
             routes=routes,
             unpacked=unpacked,
             tower=tower,
+            eye=eye,
         )
 
     @property

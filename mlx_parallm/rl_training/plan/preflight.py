@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from mlx_parallm.config.data import DATA_ALGORITHMS, IN_PAIRS, USES_REFERENCE
 from mlx_parallm.config.load import Config
@@ -47,6 +47,8 @@ wait to be freed."""
 UNPACKED_AHEAD = 12
 """Slices of unpacked 4-bit weights that MLX holds on a CPU: those in work, and those of
 operations that wait."""
+USUAL_IMAGE = 1024
+"""Tokens of the largest image where the part that sees is trained and no row was seen yet."""
 LEAST_SAVING = 0.01
 """Of what is needed: a setting that saves less is not named."""
 ROUNDED_COPIES = 1.5
@@ -58,27 +60,36 @@ SAMPLING_COPIES = 6
 @dataclass(frozen=True)
 class Lengths:
     """Tokens of the longest prompt and of the longest completion; `batch`: of all sequences of
-    the largest batch, each padded. None: each sequence may be as long as the longest."""
+    the largest batch, each padded. None: each sequence may be as long as the longest. `image`: of
+    the largest image; `images`: of all images of a sequence."""
 
     prompt: int
     completion: int
     batch: int | None = None
+    image: int = 0
+    images: int = 0
 
     def within(self, limit: "Lengths") -> "Lengths":
         """These, no longer together than the limit."""
         whole = limit.prompt + limit.completion
         prompt = min(self.prompt, whole - 1)
-        return Lengths(prompt, min(self.completion, whole - prompt))
+        completion = min(self.completion, whole - prompt)
+        images = min(self.images, prompt)
+        return Lengths(prompt, completion, image=min(self.image, images), images=images)
 
-    def with_batch(self, batch: TrainBatch) -> "Lengths":
-        """The longest of these and of a batch's."""
-        sequences = [
-            (len(r.tokens), r.sampled_tokens) for group in batch.groups for r in group.rollouts
-        ]
+    def with_batch(self, batch: TrainBatch, image_token: int | None = None) -> "Lengths":
+        """The longest of these and of a batch's. `image_token`: stands for a feature of an image,
+        where the model reads some; those of one sequence count as equally large."""
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        sequences = [(len(rollout.tokens), rollout.sampled_tokens) for rollout in rollouts]
         if not batch.groups:  # rows of a file
-            sequences = [
-                (len(row.rollout.tokens), sum(row.rollout.mask)) for row in batch.sequences
-            ]
+            rollouts = [row.rollout for row in batch.sequences]
+            sequences = [(len(rollout.tokens), sum(rollout.mask)) for rollout in rollouts]
+        shown = [
+            (rollout.tokens.count(image_token), len(rollout.images))
+            for rollout in rollouts
+            if rollout.images and image_token is not None
+        ]
         prompts = [whole - completion for whole, completion in sequences]
         completions = [completion for _, completion in sequences]
         padded = sum(padded_length(max(whole - 1, 1)) for whole, _ in sequences)
@@ -86,6 +97,8 @@ class Lengths:
             max([self.prompt, *prompts]),
             max([self.completion, *completions]),
             max(self.batch or 0, padded),
+            max([self.image, *(-(-tokens // count) for tokens, count in shown)]),
+            max([self.images, *(tokens for tokens, _ in shown)]),
         )
 
 
@@ -150,7 +163,14 @@ class PlannedRun:
         completion = min(
             max((entry.max_tokens for entry in config.environments), default=whole), whole - 1
         )
-        return Lengths(whole - completion, completion)
+        eye, prompt = self.shape.eye, whole - completion
+        image = 0 if eye is None or eye.train == "none" else min(prompt, USUAL_IMAGE)
+        return Lengths(prompt, completion, image=image, images=image)
+
+    @property
+    def image_token(self) -> int | None:
+        """The token that stands for a feature of an image; None: the model reads none."""
+        return None if self.shape.eye is None else self.shape.eye.token_id
 
     @cached_property
     def memory(self) -> MemoryEstimate:
@@ -193,10 +213,12 @@ class PlannedRun:
             decoding = self._rows * self.shape.vocab * FLOAT * SAMPLING_COPIES
             engine = {
                 "keys and values": self._kv_bytes(),
-                "generating": int(prefill + decoding),
+                "generating": int(prefill + decoding) + self._image_bytes("engine"),
             }
         teachers = self._teacher_bytes()
         routes = self._route_bytes()
+        images = self._image_bytes("features")
+        seeing = max(0, self._image_bytes("passes") - int(activations + logits))
         parts = {
             "weights": self.shape.weights,
             **({"tower": self.shape.tower} if self.shape.tower else {}),
@@ -209,6 +231,7 @@ class PlannedRun:
             "training: activations": int(activations),
             "training: logits": int(logits),
             "training: masks": self._mask_bytes(),
+            **({"training: images": images + seeing} if images else {}),
             **({"unpacked experts": FLOAT * self.shape.unpacked} if self.shape.unpacked else {}),
             "training: update": max(0, int(updating - activations - logits)),
         }
@@ -430,6 +453,27 @@ class PlannedRun:
         return ids * rollouts + ids * wide * FLOAT // 2 * min(
             training.batch_size, training.atropos.rollout_batch_size
         )
+
+    def _image_bytes(self, of: Literal["engine", "features", "passes"]) -> int:
+        """Bytes of images, of the largest that `longest` has: the server's forward through the
+        tower and the features that it keeps; the features of a step with, where they are trained,
+        their gradient in float32; the passes through the tower, which come before and after those
+        over the language part."""
+        eye, longest, width = self.shape.eye, self.longest, self.shape.activation
+        if eye is None or not longest.image:
+            return 0
+        forward = eye.forward_bytes(longest.image, width, scores=on_cpu())
+        if of == "passes":
+            return max(forward, eye.backward_bytes(longest.image, width))
+        training = self.config.rl_training
+        rows = training.atropos.rollout_batch_size
+        if self.config.data.path is not None:
+            rows = training.batch_size
+        group = min((entry.group_size for entry in self.config.environments), default=1)
+        numbers = -(-rows // group) * longest.images * eye.features
+        if of == "engine":
+            return forward + int(numbers * width)
+        return int(numbers * width) + (numbers * FLOAT if eye.train != "none" else 0)
 
     def _rounding(self) -> dict[str, int]:
         """Bytes of `lora.qat_bits`: layers without an adapter once more, quantised; of the others a

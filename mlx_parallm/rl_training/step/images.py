@@ -12,9 +12,8 @@ over the language part then find the gradient by the features, as by a parameter
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,35 +21,36 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.images.embedding import FeatureGradient, ImageTable
-from mlx_parallm.models.images.encoder import ImageParts, of_part
+from mlx_parallm.models.images.encoder import ImageParts, TowerOutputs, of_part, same_arrays
 from mlx_parallm.models.images.positions import Grid, image_positions
 from mlx_parallm.models.images.spans import image_numbers
 from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.rl_training.step.batch import TrainSequence
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import PromptImage, Rollout
 
 
 class StepImages:
     """
     Args:
         parts: the encoder over the trained tree, and the reader.
-        table: of the trained tree. From here on it has the features of the newest sequences.
+        table: of the trained tree. It has the features of a forward's images, while it is `seen`.
         slots: of the trained tree.
     """
 
     def __init__(self, parts: ImageParts, table: ImageTable, slots: ParameterSlots) -> None:
         self.encoded = 0  # images, since the start
         self._parts, self._table, self._slots = parts, table, slots
-        self._places: dict[str, tuple[int, int]] = {}  # name → first row of the table, rows
-        self._grids: dict[int, Grid] = {}  # first row of the table → grid
+        self._places: dict[str, tuple[int, int]] = {}  # name → first id from the vocabulary on, ids
+        self._grids: dict[int, Grid] = {}  # first id from the vocabulary on → grid
         modules = parts.encoder.modules
         # of the trained weights that make features
         self._trained = [i for i, name in enumerate(slots.names) if of_part(name, modules)]
-        self._computed: dict[str, mx.array] = {}  # features by `_weights`, where they are trained
+        self._features: dict[str, mx.array] = {}  # by `_weights`, where they are trained
         self._weights: list[mx.array] = []
-        self._seen: set[str] = set()  # images of forwards since `begin_gradients`
-        if self._trained:
-            table.features = self._zeros(1)
+        self._outputs = TowerOutputs(parts.encoder)
+        self._shown: list[str] = []  # images of the newest forward, as the table has them
+        self._slopes: dict[str, mx.array] = {}  # by features, of forwards since `begin_gradients`
+        self._show_nothing()
 
     @property
     def gradient(self) -> FeatureGradient | None:
@@ -62,12 +62,9 @@ class StepImages:
     def begin_step(self) -> None:
         """Forget the features of earlier steps where they take more than `encoder.cache_bytes`, or
         are trained."""
-        features = self._table.features
-        if self._trained:
-            self._table.features, self._places, self._grids = self._zeros(1), {}, {}
-            self._computed = {}
-        elif features is not None and features.nbytes > self._parts.encoder.cache_bytes:
-            self._table.features, self._places, self._grids = None, {}, {}
+        held = sum(features.nbytes for features in self._features.values())
+        if self._trained or held > self._parts.encoder.cache_bytes:
+            self._places, self._grids, self._features = {}, {}, {}
 
     def admit(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
         """Return the sequences with ids of features in the places of image tokens that were not
@@ -94,11 +91,18 @@ class StepImages:
             max(each.rollout.tokens, default=0) >= first for each in sequences
         )
 
-    def seen(self, inputs: np.ndarray) -> AbstractContextManager[None]:
-        """Let a forward over rows [B, T] of admitted sequences have their images' positions, and
-        features that are trained, and see them whole."""
-        if self._trained:
-            self._compute(inputs)
+    @contextmanager
+    def seen(self, inputs: np.ndarray) -> Iterator[None]:
+        """Let a forward over rows [B, T] of admitted sequences have the features of their images
+        and the images' positions, and see them whole."""
+        self._show(inputs)
+        try:
+            with self._placed(inputs):
+                yield
+        finally:
+            self._show_nothing()
+
+    def _placed(self, inputs: np.ndarray) -> AbstractContextManager[None]:
         table, features = self._table, inputs - self._table.vocabulary
         if (table.rope is None and table.spans is None) or not (features >= 0).any():
             return nullcontext()
@@ -117,70 +121,95 @@ class StepImages:
         return table.at(positions, ids=mx.array(inputs), numbers=numbers)
 
     def _place(self, names: Iterable[str]) -> None:
-        """Give images their rows of the table, and frozen features to the rows."""
-        features = self._table.features if self._places else None
-        rows, parts = sum(count for _, count in self._places.values()), [features]
+        """Give images ids of their own, and frozen features their values."""
+        ids = sum(count for _, count in self._places.values())
         for name in names:
             image = self._parts.reader.stored(name)
             if not self._trained:
-                parts.append(self._parts.encoder.encode(image))
-                mx.eval(parts[-1])
-                self.encoded += 1
-            self._places[name] = (rows, image.tokens)
+                self._encode(name)
+            self._places[name] = (ids, image.tokens)
             if image.grid is not None:
-                self._grids[rows] = image.grid
-            rows += image.tokens
-        if not self._trained:
-            self._table.features = mx.concatenate([part for part in parts if part is not None])
-            mx.eval(self._table.features)
+                self._grids[ids] = image.grid
+            ids += image.tokens
 
-    def _compute(self, inputs: np.ndarray) -> None:
-        """Let the table have the features of the images in these rows, by the weights that are in
-        the tree now."""
+    def _show(self, inputs: np.ndarray) -> None:
+        """Let the table have the features of the images in these rows and no others: trained ones
+        are those of the weights that are in the tree now."""
+        table = self._table
+        if self._trained:
+            self._forget_other_weights()
+        used = np.unique(inputs[inputs >= table.vocabulary]) - table.vocabulary
+        if not len(used):
+            return
+        names, places = zip(*self._places.items(), strict=True)
+        firsts = [first for first, _ in places]
+        images = np.unique(np.searchsorted(firsts, used, side="right") - 1)
+        rows = np.zeros(sum(count for _, count in places), np.int32)
+        parts, shown = [], 0
+        for index in images.tolist():
+            self._shown.append(name := names[index])
+            first, count = places[index]
+            if name not in self._features:
+                self._encode(name)
+            parts.append(self._features[name])
+            rows[first : first + count] = np.arange(shown, shown + count)
+            shown += count
+        table.features = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        table.rows = mx.array(rows)
+        mx.eval(table.features)
+
+    def _show_nothing(self) -> None:
+        table = self._table
+        # a gradient by features needs some
+        table.features = mx.zeros((1, (1 + table.levels) * table.width)) if self._trained else None
+        table.rows, self._shown = None, []
+
+    def _forget_other_weights(self) -> None:
         weights = [
             array
             for module in self._parts.encoder.modules.values()
             for _, array in tree_flatten(module.parameters())
         ]
-        same = len(weights) == len(self._weights)
-        if not same or any(a is not b for a, b in zip(weights, self._weights, strict=True)):
-            self._computed, self._weights = {}, weights
-        used = np.unique(inputs[inputs >= self._table.vocabulary]) - self._table.vocabulary
-        rows = []
-        for name, (first, count) in self._places.items():
-            if ((used >= first) & (used < first + count)).any():
-                self._seen.add(name)
-                if name not in self._computed:
-                    image = self._parts.reader.stored(name)
-                    self._computed[name] = self._parts.encoder.encode(image)
-                    mx.eval(self._computed[name])
-                    self.encoded += 1
-            features = self._computed.get(name)
-            rows.append(self._zeros(count) if features is None else features)
-        self._table.features = mx.concatenate(rows) if rows else self._zeros(1)
-        mx.eval(self._table.features)
+        if not same_arrays(weights, self._weights):
+            self._features, self._weights = {}, weights
 
-    def _zeros(self, rows: int) -> mx.array:
-        return mx.zeros((rows, (1 + self._table.levels) * self._table.width))
+    def _encode(self, name: str) -> None:
+        image = self._parts.reader.stored(name)
+        self._features[name] = self._parts.encoder.encode(image, self._outputs.of(image))
+        mx.eval(self._features[name])
+        self.encoded += 1
 
     def begin_gradients(self) -> None:
         """Let `pull_back` be about the forwards from here on."""
-        self._seen = set()
+        self._slopes = {}
 
-    def pull_back(self, slopes: mx.array) -> Iterator[tuple[int, mx.array]]:
+    def add_slopes(self, slopes: mx.array | None) -> None:
+        """Note the gradient by the table's rows, of the forward that is seen now."""
+        if slopes is None:
+            return
+        start = 0
+        for name in self._shown:
+            stop = start + self._places[name][1]
+            new, before = slopes[start:stop], self._slopes.get(name)
+            self._slopes[name] = new if before is None else before + new
+            start = stop
+        mx.eval(self._slopes)
+
+    def pull_back(self) -> Iterator[tuple[int, mx.array]]:
         """Yield slots and gradients, float32, of what makes features, one image after the other;
-        not evaluated. `slopes`: by the rows of the table, of the forwards since
-        `begin_gradients`."""
+        not evaluated."""
         trained = self._trained
-        for name in sorted(self._seen):
-            first, count = self._places[name]
+        for name in sorted(self._slopes):
             image = self._parts.reader.stored(name)
+            output = self._outputs.of(image)
 
-            def features(*arrays: mx.array, image: Any = image) -> list[mx.array]:
+            def features(
+                *arrays: mx.array, image: PromptImage = image, output: mx.array | None = output
+            ) -> list[mx.array]:
                 with self._slots.bound(arrays, trained):
-                    return [self._parts.encoder.encode(image)]
+                    return [self._parts.encoder.encode(image, output)]
 
-            cotangent = slopes[first : first + count].astype(self._computed[name].dtype)
+            cotangent = self._slopes.pop(name).astype(self._features[name].dtype)
             new = mx.vjp(features, self._slots.read(trained), [cotangent])[1]
             yield from zip(trained, (array.astype(mx.float32) for array in new), strict=True)
 

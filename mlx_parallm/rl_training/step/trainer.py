@@ -237,10 +237,7 @@ class Trainer:
 
     def settings(self) -> dict[str, float]:
         """Return the values that `change` may replace, by their keys of [rl_training]."""
-        return {
-            "learning_rate": self.options.learning_rates.peak,
-            "kl_beta": self.options.kl_beta,
-        }
+        return {"learning_rate": self.options.learning_rates.peak, "kl_beta": self.options.kl_beta}
 
     # ------------------------------------------------------------------ state
 
@@ -489,7 +486,6 @@ class Trainer:
         parts: list[tuple[Any, ...]] = []
         scores: list[tuple[np.ndarray, mx.array, mx.array]] = []
         stopped = False
-        self.model.feature_slopes = None
         if self.images is not None:
             self.images.begin_gradients()
         for micro_batch in self._micro_batches(mini_batch):
@@ -508,6 +504,7 @@ class Trainer:
                 value, (*extras, logprobs, entropy), self.gradients = self.model.loss_and_gradients(
                     tokens, loss.objective(micro_batch), self.gradients, fuse=loss.fuse
                 )
+                self._note_slopes()
             parts.append((value, *extras))
             scores.append((micro_batch.columns, logprobs, entropy))
             self._budget.observe(
@@ -535,12 +532,16 @@ class Trainer:
         }
         return Sums({"loss": math.fsum(losses)} | totals, mismatch(np.stack(mismatches)))
 
+    def _note_slopes(self) -> None:
+        """Keep the gradient by the features of the micro-batch that is seen now."""
+        if self.images is not None:
+            self.images.add_slopes(self.model.feature_slopes)
+
     def _learn_to_see(self) -> None:
         """Add the gradients of what makes features of images, where it is trained."""
-        slopes, self.model.feature_slopes = self.model.feature_slopes, None
-        if slopes is None or self.images is None or self.gradients is None:
+        if self.images is None or self.gradients is None:
             return
-        for slot, gradient in self.images.pull_back(slopes):
+        for slot, gradient in self.images.pull_back():
             self.gradients[slot] = self.gradients[slot] + gradient
             mx.eval(self.gradients[slot])
             self._between_blocks()

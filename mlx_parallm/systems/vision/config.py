@@ -32,7 +32,9 @@ class VisionConfig(Section):
     timeout_s: float = Field(10.0, gt=0)
     """Time for fetching one image."""
     feature_cache_bytes: int = Field(512 << 20, ge=0)
-    """Memory for features of images that later prompts may have again."""
+    """Memory for features of images that later prompts may have again, and with `train =
+    "connector"` once more, in the server and in the trainer each, for what the tower makes of
+    images."""
 
     @model_validator(mode="after")
     def _sees(self) -> Self:

@@ -36,6 +36,8 @@ class SquareProcessor:
     def __init__(self, path: Path, config: Any) -> None:
         self.token_id: int = config.image_token_index
         self.tokens: int = config.mm_tokens_per_image
+        vision = config.vision_config
+        self._patches: int = (vision.image_size // vision.patch_size) ** 2
         self._square: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
         if self._square.do_pan_and_scan:
             raise ModelError(
@@ -48,6 +50,9 @@ class SquareProcessor:
         """How 0 … 255 become numbers: the factor, and the mean and deviation of each colour."""
         square = self._square
         return square.rescale_factor, [*square.image_mean], [*square.image_std]
+
+    def patches(self) -> tuple[int, int, int, int]:
+        return self._patches // self.tokens, self._patches, self._patches, self._patches
 
     def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
         """`low` changes nothing: all pictures take as many tokens."""
@@ -93,11 +98,16 @@ class SquareEncoder(TowerEncoder):
         self._scale = np.array(factor / np.array(deviation), np.float32)
         self._shift = np.array(np.array(mean) / np.array(deviation), np.float32)
 
-    def encode(self, image: PromptImage) -> mx.array:
+    def tower_output(self, image: PromptImage) -> mx.array:
+        """[1, patches, D of the tower], before the pooling."""
         square = mx.array(image.arrays["pixels"].transpose(1, 2, 0)[None])
         pixels = square.astype(mx.float32) * mx.array(self._scale) - mx.array(self._shift)
-        hidden, _, _ = self._model.vision_tower(pixels.astype(self._dtype))
-        projected = self._model.multi_modal_projector(hidden)[0]
+        output: mx.array = self._model.vision_tower(pixels.astype(self._dtype))[0]
+        return output
+
+    def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
+        output = self.tower_output(image) if output is None else output
+        projected = self._model.multi_modal_projector(output)[0]
         features = projected.astype(mx.float32) / self._factor
         if len(features) != image.tokens:
             raise ValueError(f"{len(features)} features for {image.tokens} tokens of an image")

@@ -6,6 +6,7 @@ normalisation, which the encoder does: a quarter of the memory.
 """
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class TileProcessor:
     def __init__(self, path: Path, patch: int, scale: int, token_id: int) -> None:
         self.token_id = token_id
         self._tiles: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
-        self._side = patch * scale
+        self._patch, self._side = patch, patch * scale
 
     @property
     def pixels(self) -> tuple[float, list[float], list[float]]:
@@ -45,6 +46,12 @@ class TileProcessor:
         factor = tiles.rescale_factor if tiles.do_rescale else 1.0
         mean, deviation = [*tiles.image_mean], [*tiles.image_std]
         return (factor, mean, deviation) if tiles.do_normalize else (factor, [0.0] * 3, [1.0] * 3)
+
+    def patches(self) -> tuple[int, int, int, int]:
+        tile, whole = self._tiles.max_image_size["longest_edge"], self._tiles.size["longest_edge"]
+        span = (tile // self._patch) ** 2
+        tiles = math.ceil(whole / tile) ** 2 + 1 if self._tiles.do_image_splitting else 1
+        return (self._side // self._patch) ** 2, tiles * span, tiles * span, span
 
     def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
         cut = self._tiles(
@@ -95,7 +102,8 @@ class TileEncoder(TowerEncoder):
         self._scale = np.array(factor / np.array(deviation), np.float32)
         self._shift = np.array(np.array(mean) / np.array(deviation), np.float32)
 
-    def encode(self, image: PromptImage) -> mx.array:
+    def tower_output(self, image: PromptImage) -> mx.array:
+        """[tiles, patches, D of the tower]."""
         tiles = mx.array(image.arrays["tiles"].transpose(0, 2, 3, 1))
         pixels = tiles.astype(mx.float32) * mx.array(self._scale) - mx.array(self._shift)
         tower = self._model.vision_model
@@ -104,8 +112,12 @@ class TileEncoder(TowerEncoder):
         places = self._places(rows)[:, None] * tower.embeddings.num_patches_per_side
         places = (places + self._places(columns)[None]).flatten()
         hidden = mx.flatten(hidden, 1, 2) + tower.embeddings.position_embedding(mx.array(places))
-        hidden = tower.post_layernorm(tower.encoder(hidden)[0])
-        features: mx.array = self._model.connector(hidden).flatten(0, 1)
+        output: mx.array = tower.post_layernorm(tower.encoder(hidden)[0])
+        return output
+
+    def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
+        output = self.tower_output(image) if output is None else output
+        features: mx.array = self._model.connector(output).flatten(0, 1)
         if len(features) != image.tokens:
             raise ValueError(f"{len(features)} features for {image.tokens} tokens of an image")
         return features

@@ -140,6 +140,17 @@ class ViewProcessor:
         self.token_id = token_id
         self.settings = settings
 
+    def patches(self) -> tuple[int, int, int, int]:
+        settings = self.settings
+        per_token = settings.downsample_factor**2
+        whole = settings.max_image_tokens * per_token
+        tile = (settings.tile_size // settings.encoder_patch_size) ** 2
+        if not settings.do_image_splitting:
+            return per_token, whole, whole, whole
+        view = max(tile, whole)
+        most = max(whole, settings.max_tiles * tile + whole * settings.use_thumbnail)
+        return per_token, most, view, view
+
     def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
         """`low`: the whole picture alone."""
         settings = self.settings
@@ -209,16 +220,27 @@ class ViewEncoder(TowerEncoder):
         self._scale = np.array(factor / deviation, np.float32)
         self._shift = np.array(mean / deviation, np.float32)
 
-    def encode(self, image: PromptImage) -> mx.array:
-        model, parts, start = self._model, [], 0
+    def tower_output(self, image: PromptImage) -> mx.array:
+        """[patches of all views, D of the tower]."""
+        parts, start = [], 0
         for rows, columns in image.arrays["shapes"].tolist():
             stop = start + rows * columns
             patches = mx.array(image.arrays["patches"][start:stop])
             colours = patches.reshape(len(patches), -1, 3).astype(mx.float32)
             pixels = colours * mx.array(self._scale) - mx.array(self._shift)
             pixels = pixels.reshape(1, *patches.shape).astype(self._dtype)
-            *_, hidden = model.vision_tower(pixels, spatial_shapes=mx.array([[rows, columns]]))
-            square = model.pixel_unshuffle(hidden.reshape(1, rows, columns, -1))
+            shape = mx.array([[rows, columns]])
+            *_, hidden = self._model.vision_tower(pixels, spatial_shapes=shape)
+            parts.append(hidden.reshape(rows * columns, -1))
+            start = stop
+        return mx.concatenate(parts)
+
+    def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
+        output = self.tower_output(image) if output is None else output
+        model, parts, start = self._model, [], 0
+        for rows, columns in image.arrays["shapes"].tolist():
+            stop = start + rows * columns
+            square = model.pixel_unshuffle(output[start:stop].reshape(1, rows, columns, -1))
             projected = model.multi_modal_projector(square)
             parts.append(projected.reshape(-1, projected.shape[-1]))
             start = stop

@@ -7,8 +7,9 @@ normalisation, which the encoder does.
 """
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoImageProcessor
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.images.positions import chunked_axes, interleaved_axes
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.systems.vision.tower import TowerEncoder, load_tower
+from mlx_parallm.systems.vision.tower import TowerEncoder, load_tower, shallow
 from mlx_parallm.types import PromptImage
 
 IMAGE = "<|image_pad|>"
@@ -36,6 +37,7 @@ class PatchProcessor:
 
     def __init__(self, path: Path, config: Any) -> None:
         self._patches: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
+        self._side: int = config.vision_config.patch_size
         self._merge: int = config.vision_config.spatial_merge_size
         self.token_id: int = config.image_token_id
 
@@ -44,6 +46,10 @@ class PatchProcessor:
         """How 0 … 255 become numbers: the factor, and the mean and deviation of each colour."""
         patches = self._patches
         return patches.rescale_factor, [*patches.image_mean], [*patches.image_std]
+
+    def patches(self) -> tuple[int, int, int, int]:
+        most = self._patches.size["longest_edge"] // self._side**2
+        return self._merge**2, most, most, most
 
     def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
         size = dict(self._patches.size)
@@ -60,7 +66,9 @@ class PatchProcessor:
 
 
 class PatchEncoder(TowerEncoder):
-    """The tower, which ends with the projector."""
+    """The tower and its mergers: one at its end, and one behind each block whose hidden state
+    becomes features of a level (DeepStack). mlx-vlm's tower calls them in its forward, and computes
+    nothing more from what they return; so they wait (`_Gathered`) until it is done."""
 
     bidirectional = False
 
@@ -72,22 +80,49 @@ class PatchEncoder(TowerEncoder):
         self.rope_axes: np.ndarray = rope_axes(config)
         self.levels = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
         self._model, self._dtype = model, dtype
+        self._patches = config.vision_config.spatial_merge_size**2  # of a token
         factor, mean, deviation = patches.pixels
         self._scale = np.array(factor / np.array(deviation), np.float32)[:, None]
         self._shift = np.array(np.array(mean) / np.array(deviation), np.float32)[:, None]
 
-    def encode(self, image: PromptImage) -> mx.array:
+    def tower_output(self, image: PromptImage) -> mx.array:
+        """[tokens, (1 + levels) · patches of a token · D of the tower]."""
         patches = mx.array(image.arrays["patches"])
         colours = patches.reshape(len(patches), 3, -1).astype(mx.float32)
         pixels = (colours * mx.array(self._scale) - mx.array(self._shift)).reshape(patches.shape)
         grid = mx.array(image.arrays["grid"].astype(np.int32))
-        output = self._model.vision_tower(pixels.astype(self._dtype), grid)
-        features: mx.array = output
+        tower, gathered = shallow(self._model.vision_tower), _Gathered(self._patches)
+        tower["merger"] = gathered
+        if self.levels:
+            tower["deepstack_merger_list"] = [gathered] * self.levels
+        output = tower(pixels.astype(self._dtype), grid)
         if isinstance(output, tuple):
-            features = mx.concatenate([output[0], *output[1]], axis=-1)
+            output = mx.concatenate([output[0], *output[1]], axis=-1)
+        return cast("mx.array", output)
+
+    def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
+        output = self.tower_output(image) if output is None else output
+        tower = self._model.vision_tower
+        mergers = [tower.merger, *(tower.deepstack_merger_list if self.levels else ())]
+        rows = len(output) * self._patches
+        parts = [
+            merger(part.reshape(rows, -1))
+            for merger, part in zip(mergers, mx.split(output, len(mergers), axis=-1), strict=True)
+        ]
+        features = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
         if len(features) != image.tokens:
             raise ValueError(f"{len(features)} features for {image.tokens} tokens of an image")
         return features
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """In a merger's place: the patches of each token side by side, [N, D] → [N / patches, …]."""
+
+    patches: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x.reshape(len(x) // self.patches, -1)
 
 
 def rope_axes(config: Any) -> np.ndarray:

@@ -15,16 +15,18 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from PIL import Image
 from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
 
 from mlx_parallm.config.server import cache_directory
 from mlx_parallm.environments.row_images import IMAGES, stored
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.execution.prompt_images import PARTS, STORED, ImageSource
 from mlx_parallm.models.formats import weight_files
+from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.pictures import PictureError, as_rgb, open_picture
 from mlx_parallm.systems.vision.sources import bounded, fetched_bytes, file_bytes, inline_bytes
@@ -44,6 +46,10 @@ class Processor(Protocol):
 
     placeholder: str
     token_id: int
+
+    def patches(self) -> tuple[int, int, int, int]:
+        """Return how many patches a token has, the largest picture has, are at most computed
+        together, and at most see each other."""
 
     def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
         """Take a picture in RGB. `low`: with as few tokens as the family can."""
@@ -157,6 +163,9 @@ class FamilySupport:
         train = self._settings.train
         return [] if train == "none" else trained_sizes(self._path, train, rank)
 
+    def tower_shape(self) -> TowerShape:
+        return tower_shape(self._path, self._processor, self._settings.train)
+
     def encoder(self, loaded: Any) -> Any:
         """Load the tower. Raises ModelError."""
         bytes_kept = self._settings.feature_cache_bytes
@@ -198,6 +207,38 @@ def trained_sizes(path: Path, train: str, rank: int | None) -> list[int]:
         elif len(shape) == 2 and name.endswith(".weight") and "embed" not in name:
             sizes += [rank * shape[0], rank * shape[1] * PACKED_NUMBERS.get(dtype, 1)]
     return sizes
+
+
+def tower_shape(
+    path: Path, processor: Processor, train: Literal["none", "connector", "tower"]
+) -> TowerShape:
+    """Return a tower's dimensions, by a checkpoint's configuration and its processor."""
+    config: Any = AutoConfig.from_pretrained(path)
+    vision: dict[str, Any] = config.vision_config.to_dict()
+
+    def first_of(*names: str) -> Any:
+        return next((value for name in names if (value := vision.get(name))), 0)
+
+    per_token, most, together, span = processor.patches()
+    hidden = first_of(
+        "embed_dim", "hidden_size"
+    )  # of Qwen2-VL's tower the second is the language's
+    levels = len(first_of("deepstack_visual_indexes") or ())
+    return TowerShape(
+        processor.token_id,
+        train,
+        blocks=first_of("depth", "num_hidden_layers"),
+        hidden=hidden,
+        intermediate=first_of("intermediate_size") or int(first_of("mlp_ratio") * hidden),
+        heads=first_of("num_heads", "num_attention_heads"),
+        pixels=3 * first_of("patch_size") ** 2 * (first_of("temporal_patch_size") or 1),
+        per_token=per_token,
+        most=most,
+        together=together,
+        span=span,
+        levels=levels,
+        features=(1 + levels) * config.text_config.hidden_size,
+    )
 
 
 def _arrays(path: Path) -> list[tuple[str, str, list[int]]]:

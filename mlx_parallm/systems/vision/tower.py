@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from transformers import AutoConfig
 
 from mlx_parallm.errors import ModelError
@@ -72,13 +72,17 @@ class TowerEncoder:
         paths = [path for name, part in self.modules.items() for path in _paths(name, part)]
         return tuple(path for path in paths if path.rstrip(".0123456789") in CONNECTORS)
 
+    @property
+    def frozen_tower(self) -> bool:
+        return bool(self.trained) and set(self.trained) <= set(self.connector)
+
     def hold_inputs_alone(self) -> None:
         """Let a gradient through the tower hold no more than each block's input."""
         hold_blocks_inputs_alone(self.modules.values())
 
     def over(self, tree: nn.Module) -> Self:
         other = copy.copy(self)
-        other._own, other._tree = _shallow(self._own), tree
+        other._own, other._tree = shallow(self._own), tree
         return other
 
 
@@ -86,7 +90,7 @@ def _paths(name: str, module: nn.Module) -> list[str]:
     return [f"{name}.{path}" if path else name for path, _ in module.named_modules()]
 
 
-def _shallow(module: Any) -> Any:
+def shallow(module: Any) -> Any:
     """Return a module of the same parts, whose parts can be replaced."""
     kind: Any = type(module)
     same = kind.__new__(kind)
@@ -117,21 +121,42 @@ def hold_blocks_inputs_alone(modules: Iterable[nn.Module]) -> None:
 
 @cache
 def _computed_again(kind: Any) -> Any:
-    """Return a block's class whose gradient computes its forward again."""
+    """Return a block's class whose gradient computes its forward again, when the gradient behind
+    the block is there. `mx.checkpoint` may do it for all blocks before, and holds what it makes."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arrays = self.trainable_parameters()
+        arrays = dict(tree_flatten(self.trainable_parameters()))
+        inputs = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+        # whole numbers stay beside: a block that reads some on the host would have the forward
+        # evaluated while it is traced, and all of it held
+        floats = {name: value for name, value in inputs.items() if _is_floating(value)}
 
-        def forward(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            self.update(parameters)
+        def forward(*primals: mx.array) -> Any:
+            values = inputs | dict(zip(floats, primals[len(arrays) :], strict=True))
+            positional = [values[str(place)] for place in range(len(args))]
+            self.update(tree_unflatten([*zip(arrays, primals, strict=False)]))
             try:
-                return kind.__call__(self, *args, **kwargs)
+                return kind.__call__(self, *positional, **{name: values[name] for name in kwargs})
             finally:
-                self.update(arrays)
+                self.update(tree_unflatten([*arrays.items()]))
 
-        return mx.checkpoint(forward)(arrays, *args, **kwargs)
+        block: Any = mx.custom_function(forward)
+
+        @block.vjp
+        def back(primals: Any, cotangent: mx.array, _: mx.array) -> Any:
+            later = mx.depends([*primals], [cotangent])
+            new = mx.vjp(lambda *p: [forward(*p)], later, [cotangent])[1]
+            weights, others = new[: len(arrays)], new[len(arrays) :]
+            # the block before has to wait for them: else all blocks' would be computed at the end
+            return (*weights, *(mx.depends(others, weights) if weights and others else others))
+
+        return block(*arrays.values(), *floats.values())
 
     return type(f"{kind.__name__}ComputedAgain", (kind,), {"__call__": call})
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating)
 
 
 def load_tower(loaded: LoadedModel) -> tuple[Any, Any, mx.Dtype]:
