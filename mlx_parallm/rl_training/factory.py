@@ -99,13 +99,18 @@ def build_trainer(
         algorithm,
         between_blocks=between_blocks,
         ranks=ranks,
-        images=step_images(loaded, policy.model, policy.slots),
+        images=step_images(loaded, policy.model, policy.slots, between_blocks),
     )
 
 
-def step_images(loaded: LoadedModel, tree: nn.Module, slots: ParameterSlots) -> StepImages | None:
+def step_images(
+    loaded: LoadedModel,
+    tree: nn.Module,
+    slots: ParameterSlots,
+    between_blocks: Callable[[], None] = lambda: None,
+) -> StepImages | None:
     """Return what gives images of sequences to a tree of a loaded model, whose trained arrays are
-    in `slots`; None: the model reads none."""
+    in `slots`; None: the model reads none. `between_blocks`: as in `Trainer`."""
     if loaded.images is None:
         return None
     encoder = loaded.images.encoder.over(tree)
@@ -115,7 +120,7 @@ def step_images(loaded: LoadedModel, tree: nn.Module, slots: ParameterSlots) -> 
         encoder.levels,
         bidirectional=encoder.bidirectional,
     )
-    return StepImages(replace(loaded.images, encoder=encoder), table, slots)
+    return StepImages(replace(loaded.images, encoder=encoder), table, slots, between_blocks)
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,12 @@ def test_a_pass_through_a_tower_takes_what_is_said(family: str, tmp_path: Path) 
     policy = build_policy(loaded, training_options(training).policy, make_algorithm(training))
     image = loaded.images.reader.image_of(noise(600, 600, 1))  # type: ignore[union-attr]
     reader: Any = SimpleNamespace(stored=lambda name: image)
+    turns: list[int] = []
     images = step_images(
         replace(loaded, images=replace(loaded.images, reader=reader)),  # type: ignore[type-var]
         policy.model,
         policy.slots,
+        between_blocks=lambda: turns.append(1),
     )
     assert images is not None
     encoder, table = images._parts.encoder, images._table
@@ -72,10 +74,15 @@ def test_a_pass_through_a_tower_takes_what_is_said(family: str, tmp_path: Path) 
         images.begin_gradients()
         with images.seen(table.vocabulary + np.arange(image.tokens)[None]):
             images.add_slopes(mx.ones((image.tokens, shape.features)))
-        made = [gradient for _, gradient in images.pull_back()]
+        slots, made = zip(*images.pull_back(), strict=True)
         mx.eval(made)
+        names = [policy.slots.names[slot].split(".") for slot in slots]
+        blocks = [int(n) for name in names for n in name if n.isdigit() and "blocks" in name]
+        blocks += [int(n) for name in names for n in name if n.isdigit() and "layers" in name]
+        assert blocks == sorted(blocks, reverse=True) and len(set(blocks)) == shape.blocks
 
     learn()  # the features
+    assert turns == [1], "after the forward"
     assert shape.backward_bytes(image.tokens, 4) == pytest.approx(peak(learn), rel=0.35)
 
 

@@ -145,7 +145,7 @@ class OtherModel:
             between_blocks=context.between_blocks,
         )
         self._budget = MicroBatchBudget(step.token_budget, step.max_eval_ms)
-        self._images = step_images(loaded, loaded.model, self._model.slots)
+        self._images = step_images(loaded, loaded.model, self._model.slots, context.between_blocks)
 
     @property
     def reads_images(self) -> bool:

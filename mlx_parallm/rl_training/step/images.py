@@ -11,7 +11,7 @@ over the language part then find the gradient by the features, as by a parameter
 `pull_back` takes it through the tower, once an image for each mini-batch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -35,16 +35,26 @@ class StepImages:
         parts: the encoder over the trained tree, and the reader.
         table: of the trained tree. It has the features of a forward's images, while it is `seen`.
         slots: of the trained tree.
+        between_blocks: as in `BlockwiseModel`; called after each pass through the tower.
     """
 
-    def __init__(self, parts: ImageParts, table: ImageTable, slots: ParameterSlots) -> None:
+    def __init__(
+        self,
+        parts: ImageParts,
+        table: ImageTable,
+        slots: ParameterSlots,
+        between_blocks: Callable[[], None] = lambda: None,
+    ) -> None:
         self.encoded = 0  # images, since the start
         self._parts, self._table, self._slots = parts, table, slots
         self._places: dict[str, tuple[int, int]] = {}  # name → first id from the vocabulary on, ids
         self._grids: dict[int, Grid] = {}  # first id from the vocabulary on → grid
         modules = parts.encoder.modules
-        # of the trained weights that make features
-        self._trained = [i for i, name in enumerate(slots.names) if of_part(name, modules)]
+        # of the trained weights that make features, the last blocks' first: so a gradient that is
+        # evaluated after another takes one block
+        seeing = [i for i, name in enumerate(slots.names) if of_part(name, modules)]
+        self._trained = sorted(seeing, key=lambda i: _block(slots.names[i]), reverse=True)
+        self._between_blocks = between_blocks
         self._features: dict[str, mx.array] = {}  # by `_weights`, where they are trained
         self._weights: list[mx.array] = []
         self._outputs = TowerOutputs(parts.encoder)
@@ -177,6 +187,7 @@ class StepImages:
         image = self._parts.reader.stored(name)
         self._features[name] = self._parts.encoder.encode(image, self._outputs.of(image))
         mx.eval(self._features[name])
+        self._between_blocks()
         self.encoded += 1
 
     def begin_gradients(self) -> None:
@@ -197,7 +208,8 @@ class StepImages:
 
     def pull_back(self) -> Iterator[tuple[int, mx.array]]:
         """Yield slots and gradients, float32, of what makes features, one image after the other;
-        not evaluated."""
+        not evaluated. Blocks come from the last to the first: whoever evaluates each gradient alone
+        has a place for a turn after each block."""
         trained = self._trained
         for name in sorted(self._slopes):
             image = self._parts.reader.stored(name)
@@ -234,3 +246,8 @@ class StepImages:
         for place, number in zip(places, ids, strict=True):
             tokens[place] = number
         return replace(rollout, tokens=tuple(tokens), images=())
+
+
+def _block(name: str) -> int:
+    """Return the number of the block that an array is in; -1: it is in none."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
