@@ -43,6 +43,10 @@ WIDEST_CURVE = 80
 UNKNOWN = "–"
 
 
+Settings = Mapping[str, Any]
+"""A resolved configuration, flat."""
+
+
 @dataclass(frozen=True)
 class ComparedRun:
     """`settings`: the resolved configuration, flat; None where it cannot be read, which `fault`
@@ -50,7 +54,7 @@ class ComparedRun:
 
     letter: str
     run: Run
-    settings: Mapping[str, Any] | None
+    settings: Settings | None
     fault: str
     lines: Sequence[Metrics]
     evaluations: Sequence[Metrics]
@@ -88,13 +92,16 @@ def compared(runs: Sequence[Run]) -> list[ComparedRun]:
     return [_read(chr(ord("A") + number), run) for number, run in enumerate(runs)]
 
 
-def _read(letter: str, run: Run) -> ComparedRun:
-    settings, fault = None, ""
+def settings_of(run: Run) -> tuple[Settings | None, str]:
+    """Return the resolved configuration, flat, and ""; or None and why it cannot be read."""
     try:
-        settings = dict(_flat(run.load_config().redacted()))
+        return dict(_flat(run.load_config().redacted())), ""
     except ConfigError as error:
-        fault = str(error)
-    return ComparedRun(letter, run, settings, fault, run.metrics, run.evaluations)
+        return None, str(error)
+
+
+def _read(letter: str, run: Run) -> ComparedRun:
+    return ComparedRun(letter, run, *settings_of(run), run.metrics, run.evaluations)
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -114,9 +121,9 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def differing(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+def differing(runs: Sequence[Settings | None]) -> dict[str, list[str]]:
     """Return the settings whose values are not the same in all runs that have a configuration."""
-    readable = [run.settings for run in runs if run.settings is not None]
+    readable = [settings for settings in runs if settings is not None]
     keys = dict.fromkeys(key for settings in readable for key in settings if key not in OF_THE_RUN)
     different = [
         key
@@ -128,7 +135,7 @@ def differing(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     )
     different = [key for key in different if not key.startswith(lacking)]
     return {
-        key: [UNKNOWN if run.settings is None else _shown(run.settings, key) for run in runs]
+        key: [UNKNOWN if settings is None else _shown(settings, key) for settings in runs]
         for key in different
     }
 
@@ -169,7 +176,7 @@ def _table(runs: Sequence[ComparedRun]) -> Table:
     table.add_column("", overflow="fold")
     for run in runs:
         table.add_column(run.letter, overflow="fold")
-    settings = differing(runs)
+    settings = differing([run.settings for run in runs])
     several_readable = sum(run.settings is not None for run in runs) > 1
     _section(
         table,

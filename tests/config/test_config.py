@@ -158,3 +158,26 @@ def test_evaluations_are_short_where_chats_come_first(tmp_path: Path) -> None:
         file.write_text(f"[rl_training]\n{text}\n")
         assert load_config(file, defaults=metal).rl_training.max_eval_ms == expected
     assert RLTrainingConfig(serve_priority="chat").max_eval_ms == 100
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "rl_training.learning_rate=true",
+        "rl_training.kl_beta=false",
+        "rl_training.max_grad_norm=true",
+        "rl_training.keep_checkpoints=true",
+        "rollouts.keep=true",
+        "environments.0.group_size=true",
+        "server.port=true",
+    ],
+)
+def test_true_is_no_number(setting: str) -> None:
+    """A learning rate of `true` was 1.0."""
+    with pytest.raises(ConfigError, match=r"a number is wanted, not true or false"):
+        load_config("quickstart", [setting])
+
+
+def test_where_true_is_an_alternative_it_stays() -> None:
+    assert load_config("quickstart", ["rl_training.keep_best=false"]).rl_training.keep_best is False
+    assert load_config("quickstart", ["server.open_objects=true"]).server.open_objects is True

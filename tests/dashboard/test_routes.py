@@ -259,6 +259,33 @@ def test_settings_that_differ(tmp_path: Path) -> None:
     }
 
 
+def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, steps=2, name=name) for name in ("a", "b")]
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        (runs[1] / name).write_text('rubbish\n{"step": 2}\n')
+    with served(runs) as url, httpx.Client(base_url=url, timeout=20) as http:
+        shown = http.get("/dashboard/api/runs").json()["runs"]
+        assert [(each["name"], each["steps"]) for each in shown] == [("a", 2), ("b", 0)]
+        assert http.get("/dashboard/api/compare").json()["faults"] == ["", ""]
+        assert http.get("/dashboard/api/metrics?run=0").json()["steps"] == [1, 2]
+        damaged = http.get("/dashboard/api/metrics?run=1")
+        assert damaged.status_code == 500 and "not JSON" in damaged.json()["error"]["message"]
+
+
+def test_where_nothing_is_trained_there_is_nothing_to_control(tmp_path: Path) -> None:
+    """`mlx_parallm dashboard` said that its model is still loading."""
+    with (
+        served([make_run(tmp_path, steps=1)]) as url,
+        httpx.Client(base_url=url, timeout=20) as http,
+    ):
+        for answer in (
+            http.get("/dashboard/api/control"),
+            http.post("/dashboard/api/control", json={"action": "stop"}),
+        ):
+            assert answer.status_code == 409
+            assert "does not train the run" in answer.json()["error"]["message"]
+
+
 def test_an_old_run_opens() -> None:
     root = Path(__file__).resolve().parents[1] / "data"
     with (

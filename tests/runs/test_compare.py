@@ -120,7 +120,7 @@ def test_settings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     b = make_run(tmp_path / "b", settings="total_steps = 9", rest=SUMS + "group_size = 3\n")
     runs = read_runs([a, b])
-    assert differing(runs) == {
+    assert differing([run.settings for run in runs]) == {
         "model.base_path": ["x", "builtin:tiny"],
         "rl_training.total_steps": ["4", "9"],
         "environments.sum.group_size": ["8", "3"],

@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import TypeAdapter, ValidationError
+
 from mlx_parallm.config.training import LoggingConfig
+from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
 from mlx_parallm.rl_training.monitor.samples import Sample
 from mlx_parallm.system.files import write_atomically
@@ -28,6 +31,8 @@ PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio
 IDS_FILE = "trackers.json"
 WAITING_LINES = 1000  # for a tracker that lags behind; later ones are dropped, with a warning
 CLOSE_SECONDS = 30.0
+
+_IDS = TypeAdapter(dict[str, str])
 
 log = get_logger("trackers")
 
@@ -269,9 +274,16 @@ MAKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 
 
 def _kept_id(directory: Path, name: str) -> str:
-    """Return the tracker's id of this run: made at the first start, read at every later one."""
+    """Return the tracker's id of this run: made at the first start, read at every later one. Raises
+    CheckpointError: the file of ids is damaged."""
     file = directory / IDS_FILE
-    ids: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        ids = _IDS.validate_json(file.read_bytes(), strict=True) if file.is_file() else {}
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{file} is damaged: {error.errors()[0]['msg']}: without it a new run of the tracker"
+            " begins"
+        ) from error
     if name not in ids:
         ids[name] = uuid.uuid4().hex[:8]
         write_atomically(file, json.dumps(ids).encode())

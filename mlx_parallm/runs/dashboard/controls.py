@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 
@@ -72,14 +72,17 @@ def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
     router = json_router("dashboard")
 
     def commands() -> RunCommands:
+        """Raises RefusedError, before a route asks for the engine."""
         if run is None:
             raise RefusedError(
                 "this process does not train the run: there is nothing to control", 409
             )
         return run
 
+    Trained = Annotated[RunCommands, Depends(commands)]
+
     @router.get("/dashboard/api/control", responses={200: {"model": ControlState}})
-    async def state(context: Context) -> Response:
+    async def state(order: Trained, context: Context) -> Response:
         """The state that commands change: whether clients have paused the engine, settings,
         checkpoints to go back to."""
         names = [path.name for path in await asyncio.to_thread(Run(directory).checkpoints)][
@@ -88,18 +91,19 @@ def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
         return JSONResponse(
             {
                 "paused": context.clients_paused,
-                "settings": commands().settings(),
-                "fixed": commands().fixed(),
+                "settings": order.settings(),
+                "fixed": order.fixed(),
                 "checkpoints": names[::-1],
             }
         )
 
     @router.post("/dashboard/api/control", responses=_ANSWERS)
-    async def control(body: ControlBody, request: Request, context: Context) -> Response:
+    async def control(
+        body: ControlBody, request: Request, order: Trained, context: Context
+    ) -> Response:
         """Pause or resume the engine, save a checkpoint, stop with one, note something, change
         settings."""
         _check_origin(request, context)
-        order = commands()
         if body.action in ("pause", "resume"):
             await _pause(context, body.action == "pause")
             await asyncio.to_thread(order.mark, body.action, f"{body.action}d")

@@ -27,7 +27,7 @@ from mlx_parallm.environments.row_images import IMAGES
 from mlx_parallm.errors import CheckpointError, ParallmError, RequestError, StoreError
 from mlx_parallm.execution.prompt_images import STORED
 from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per_s
-from mlx_parallm.runs.compare import differing, read_runs
+from mlx_parallm.runs.compare import differing, settings_of
 from mlx_parallm.runs.dashboard.bounded import cut, sendable
 from mlx_parallm.runs.dashboard.evaluations import EvaluationsView
 from mlx_parallm.runs.explain import explain
@@ -243,9 +243,10 @@ class RunView:
         return (self.path / CHATS_FILE).is_file()
 
     def summary(self) -> dict[str, Any]:
-        with self._numbers_lock:
-            self._read()
-            last = dict(self._columns.last)
+        """Return what the list of runs shows. A damaged run is in it, as far as it can be read: the
+        routes of its numbers say where the damage is."""
+        self.read()
+        last = dict(self._columns.last)
         run = self._run.fresh()
         config = run.config
         # they decide step by step
@@ -498,8 +499,9 @@ class RunView:
 def differing_settings(views: Sequence[RunView]) -> dict[str, Any]:
     """Return each setting whose value is not the same in all runs, with a value for each run.
     Secrets are not in it."""
-    runs = read_runs([view.path for view in views])
-    return {"settings": sendable(differing(runs)), "faults": [run.fault for run in runs]}
+    runs = [settings_of(Run(view.path)) for view in views]
+    settings = differing([each for each, _ in runs])
+    return {"settings": sendable(settings), "faults": [fault for _, fault in runs]}
 
 
 # ---------------------------------------------------------------------- rows to groups

@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mlx_parallm.config.training import LoggingConfig
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.rl_training.monitor import trackers as module
 from mlx_parallm.rl_training.monitor.samples import Sample
 from mlx_parallm.rl_training.monitor.trackers import (
@@ -159,3 +159,15 @@ def test_trackio_has_every_key_and_a_resume_goes_on(
     assert [step for _, step, _ in rows] == [1, 2]
     assert len({name for name, _, _ in rows}) == 1
     assert set(json.loads(rows[0][2])) == {"loss", "gave_up", "reward_by_environment/sort"}
+
+
+@pytest.mark.parametrize("text", ["{broken", '{"wandb": 5}', "[]"])
+def test_a_damaged_file_of_ids_is_named(text: str, tmp_path: Path) -> None:
+    """The warning had the parser's words alone."""
+    (tmp_path / "trackers.json").write_text(text)
+    with pytest.raises(
+        CheckpointError, match=r"trackers\.json is damaged: .*new run of the tracker"
+    ):
+        module._kept_id(tmp_path, "wandb")
+    (tmp_path / "trackers.json").unlink()
+    assert module._kept_id(tmp_path, "wandb") == module._kept_id(tmp_path, "wandb")
