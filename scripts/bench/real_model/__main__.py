@@ -51,16 +51,10 @@ def main() -> None:
         type=Path,
         help="results of scripts.bench.real_model_learning: merge its finished runs, measure nothing",
     )
-    parser.add_argument(
-        "--cut", type=Path, help="the same of runs that did not end: their sampled answers alone"
-    )
     arguments = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if arguments.learning:
         _merge_learning(results, arguments.learning)
-    elif arguments.cut:
-        for name, row in learning.cut_off(arguments.cut):
-            _keep(results, "cut off", name, row)
     elif not arguments.page:
         if arguments.model is None or not (arguments.model / "config.json").exists():
             parser.error(f"{arguments.model} is not a Hugging Face folder: it has no config.json")

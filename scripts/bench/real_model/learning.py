@@ -1,9 +1,6 @@
 """Finished runs of scripts/bench/real_model_learning.py, as rows of the page and as curves."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import (
@@ -67,52 +64,6 @@ def table(rows: dict[str, Any]) -> list[str]:
             f"| {row['task'].replace('_', ' ')} | {row['variant']} | {row['seed']} | {before} |"
             f" {after} | **{gain}** | {right} | {len(row['curve'])}, {row['answers']:,} |"
             f" {row['step_s']:g} | {row['memory_gb']:g} GB, {row['resident_gb']:g} GB |"
-        )
-    return lines
-
-
-def cut_off(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a row for each run of a directory of results that did not end."""
-    for file in sorted(directory.glob("runs/*/checkpoints/*/metrics.jsonl")):
-        variant_name, _, _ = file.parents[2].name.rpartition("-2")  # without its time
-        task, variant = variant_name.split("-", 1)
-        variant, _, seed = variant.rpartition("-")
-        if (directory / f"{task}-{variant}-{seed}.json").exists():
-            continue
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        row = {
-            "task": task,
-            "variant": variant,
-            "seed": int(seed),
-            "curve": [round(line["reward_mean"], 4) for line in lines],
-            "step_s": round(
-                median(line["time_rollout_s"] + line["time_train_s"] for line in lines), 1
-            ),
-            "memory_gb": round(max(line["memory_gb"] for line in lines), 2),
-        }
-        yield name_of(row), row
-
-
-def cut_table(cut: dict[str, Any], finished: dict[str, Any]) -> list[str]:
-    """Return the lines of the table of runs that did not end, beside float32's at the same
-    steps."""
-    lines = [
-        "| task | variant | steps | mean reward of the last 5 of them | float32 at the same steps, each seed | s a step"
-        " | MLX's arrays |",
-        "|" + "---|" * 7,
-    ]
-    for row in cut.values():
-        plain = [
-            other["curve"]
-            for other in finished.values()
-            if (other["task"], other["variant"]) == (row["task"], "float32")
-        ]
-        count = min(map(len, (row["curve"], *plain)))
-        mine, *others = (fmean(curve[count - 5 : count]) for curve in (row["curve"], *plain))
-        lines.append(
-            f"| {row['task'].replace('_', ' ')} | {row['variant']} | {count} | {mine:.2f} |"
-            f" {', '.join(f'{other:.2f}' for other in others)} | {row['step_s']:g} |"
-            f" {row['memory_gb']:g} GB |"
         )
     return lines
 
