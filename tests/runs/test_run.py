@@ -42,6 +42,8 @@ def test_an_empty_directory_has_no_parts(tmp_path: Path) -> None:
 def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
     for part in ("metrics", "evaluations", "marks", "spans", "log"):
         line = {"step": 1, "name": "rl.train", "event": "paused"}
+        if part == "evaluations":
+            line |= {"version": 1, "seconds": 0.5, "score": None, "environments": {}}
         Run(tmp_path).file(part).write_text(json.dumps(line) + "\n" + HALF)
     run = Run(tmp_path)
     parts = (

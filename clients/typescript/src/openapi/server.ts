@@ -473,6 +473,7 @@ export interface components {
                 [key: string]: unknown;
             };
         };
+        /** @description `text` belongs to a note, `settings` to a change; neither is passed over elsewhere. */
         ControlBody: {
             /** @enum {string} */
             action: "pause" | "resume" | "checkpoint" | "stop" | "note" | "change";
