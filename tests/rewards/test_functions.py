@@ -593,6 +593,18 @@ async def test_scores_that_cannot_be_trained_on_are_refused(scores, message):
         await score_group(lambda _: scores, [trajectory("a"), trajectory("b")])
 
 
+async def test_a_number_called_extra_is_a_score() -> None:
+    rollouts = await score_group(
+        lambda _: [{"reward": 1.0, "extra": 0.5}, {"reward": 0.0, "extra": {"read": "b"}}],
+        [trajectory("a"), trajectory("b")],
+    )
+    assert [rollout.scores for rollout in rollouts] == [
+        {"reward": 1.0, "extra": 0.5},
+        {"reward": 0.0},
+    ]
+    assert [rollout.extra for rollout in rollouts] == [{}, {"read": "b"}]
+
+
 async def test_a_reward_may_be_async_and_leave_a_response_out():
     async def judge(responses):
         return [{"reward": 1.0}, {"reward": 1.0, UNSCORED: 1.0}]
