@@ -23,7 +23,6 @@ GroupReward = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]
 
 TURN_REWARDS = "turn_rewards"
 EXTRA = "extra"
-NO_SCORES = (TURN_REWARDS, EXTRA)
 
 
 async def score_group(
@@ -55,7 +54,7 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
             )
         if "reward" not in scores:
             raise RolloutRejectedError(f'the scores {dict(scores)} have no "reward"')
-        numbers = [(name, value) for name, value in scores.items() if name not in NO_SCORES]
+        numbers = list(_numbers(scores).items())
         turns = [(TURN_REWARDS, value) for value in scores.get(TURN_REWARDS, ())]
         for name, value in numbers + turns:
             if not abs(value) <= MAX_REWARD:
@@ -69,9 +68,21 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
     return tuple(_scored(trajectory.rollout, scores, by_turn) for trajectory, scores in pairs)
 
 
+def _columns(scores: Mapping[str, Any]) -> Mapping[str, Any]:
+    columns = scores.get(EXTRA)
+    return columns if isinstance(columns, Mapping) else {}
+
+
+def _numbers(scores: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scores; a number that a reward calls "extra" is one."""
+    is_columns = isinstance(scores.get(EXTRA), Mapping)
+    no_scores = {TURN_REWARDS, EXTRA} if is_columns else {TURN_REWARDS}
+    return {name: value for name, value in scores.items() if name not in no_scores}
+
+
 def _scored(rollout: Rollout, scores: Mapping[str, Any], by_turn: bool) -> Rollout:
     reported = rollout.turn_rewards
-    values = {name: float(value) for name, value in scores.items() if name not in NO_SCORES}
+    values = {name: float(value) for name, value in _numbers(scores).items()}
     values["reward"] += math.fsum(reported)
     if not abs(values["reward"]) <= MAX_REWARD:
         raise RolloutRejectedError(f"the reward with that of its turns is {values['reward']:g}")
@@ -92,7 +103,7 @@ def _scored(rollout: Rollout, scores: Mapping[str, Any], by_turn: bool) -> Rollo
         )
         if by_turn
         else (),
-        extra={**rollout.extra, **scores.get(EXTRA, {})},
+        extra={**rollout.extra, **_columns(scores)},
     )
 
 

@@ -66,6 +66,7 @@ from mlx_parallm.types import MAX_REWARD, Trajectory
 log = get_logger("rewards")
 
 BUILTIN = "builtin:"
+DEEPEST = 32  # levels of lists and objects in a value of log_extra
 NOT_A_COLUMN = ("prompt", "completion", "completion_ids")  # TRL does not pass these on
 ARGUMENTS = (
     "prompts",
@@ -488,15 +489,31 @@ def _number(value: Any, what: str) -> float:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a JSON value: arrays as lists, what JSON does not know as its text."""
+    """Return a JSON value: arrays as lists, what JSON does not know as its text, and so are numbers
+    that are not finite and what lies deeper than DEEPEST. Raises nothing: people read it, no
+    training depends on it."""
 
     def other(unknown: Any) -> Any:
-        return unknown.tolist() if hasattr(unknown, "tolist") else str(unknown)
+        return unknown.tolist() if hasattr(unknown, "tolist") else _text_of(unknown)
 
     try:
-        return json.loads(json.dumps(value, default=other))
-    except (TypeError, ValueError):  # keys that are no texts, or a list in itself
+        kept = json.loads(json.dumps(value, default=other), parse_constant=str)
+        return kept if _is_flat(kept, DEEPEST) else _text_of(value)
+    except (TypeError, ValueError, RecursionError):  # keys that are no texts, or a list in itself
+        return _text_of(value)
+
+
+def _is_flat(value: Any, levels: int) -> bool:
+    """Whether lists and objects lie at most so many levels deep in each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels >= 0 and all(_is_flat(each, levels - 1) for each in inner)
+
+
+def _text_of(value: Any) -> str:
+    try:
         return str(value)
+    except (ValueError, RecursionError) as error:  # thousands of digits; deep
+        return f"<{type(value).__name__} without a text: {type(error).__name__}>"
 
 
 # ---------------------------------------------------------------------- loading

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import AdapterError, ConfigError, ModelError, RequestError
 from mlx_parallm.models.loading import LoadedModel, load_model
 from mlx_parallm.models.scoring.card import (
@@ -112,6 +114,22 @@ def test_the_score_is_the_heads_at_the_last_token(
     weight = np.array(tree.value_head.weight[0]).astype(np.float64)
     expected = (weight * last / np.sqrt((last**2).mean() + 1e-6)).mean() + 0.25
     assert model.score([tokens])[0] == pytest.approx(expected, abs=3e-6)
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_a_base_on_this_machine_is_named_by_its_whole_path(
+    kind: str, tmp_path: Path, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward model is used from another directory than it was trained in."""
+    base = tmp_path / "base.gguf"
+    base.mkdir() if kind == "directory" else base.write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    model, data = ModelConfig(base_path=base.name), make_config(tmp_path).data
+    card = RewardModelCard.of_run(model, data, tiny_tokenizer, lora=True, quantized=False)
+    assert card.base == str(base)
+    assert card.is_of(base.name) and card.is_of(str(base))
+    assert replace(card, base=base.name).is_of(str(base)), "an older card"
+    assert not card.is_of("other")
 
 
 def test_no_reward_model_there(tmp_path: Path) -> None:

@@ -172,6 +172,28 @@ async def test_log_extra_is_kept_with_each_completion(functions):
     ]
 
 
+async def test_numbers_and_lists_without_a_text_stop_no_run(functions):
+    text = (
+        "def nested(levels):\n    return [nested(levels - 1)] if levels else 1\n"
+        "def endless():\n    top = inner = []\n    for _ in range(99999):\n"
+        "        inner.append([])\n        inner = inner[0]\n    return top\n"
+        "def f(completions, log_extra):\n"
+        "    log_extra('numbers', [[float('nan'), float('-inf'), 1.5]])\n"
+        "    log_extra('huge', [10**5000])\n"
+        "    log_extra('nested', [nested(32)])\n"
+        "    log_extra('deep', [nested(33)])\n"
+        "    log_extra('endless', [endless()])\n"
+        "    return [1]\n"
+    )
+    made = functions(text).for_row(PLAIN, ROW, TrainingProgress)
+    [rollout] = await score_group(made, [trajectory("a")])
+    assert rollout.extra["numbers"] == ["NaN", "-Infinity", 1.5]
+    assert rollout.extra["huge"] == "<int without a text: ValueError>"
+    assert isinstance(rollout.extra["nested"], list)
+    assert rollout.extra["deep"] == "[" * 33 + "1" + "]" * 33
+    assert rollout.extra["endless"] == "<list without a text: RecursionError>"
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -569,6 +591,18 @@ async def test_a_reward_sees_the_whole_group():
 async def test_scores_that_cannot_be_trained_on_are_refused(scores, message):
     with pytest.raises(RolloutRejectedError, match=message):
         await score_group(lambda _: scores, [trajectory("a"), trajectory("b")])
+
+
+async def test_a_number_called_extra_is_a_score() -> None:
+    rollouts = await score_group(
+        lambda _: [{"reward": 1.0, "extra": 0.5}, {"reward": 0.0, "extra": {"read": "b"}}],
+        [trajectory("a"), trajectory("b")],
+    )
+    assert [rollout.scores for rollout in rollouts] == [
+        {"reward": 1.0, "extra": 0.5},
+        {"reward": 0.0},
+    ]
+    assert [rollout.extra for rollout in rollouts] == [{}, {"read": "b"}]
 
 
 async def test_a_reward_may_be_async_and_leave_a_response_out():

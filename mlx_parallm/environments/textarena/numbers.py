@@ -10,7 +10,7 @@ nothing that others draw depends on the games.
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -49,6 +49,13 @@ def give_numbers(module: str) -> None:
             for key, value in list(names.items()):
                 if (stand_in := _STAND_INS.get(id(value))) is not None:
                     names[key] = stand_in
+                elif (stand_in := _STAND_INS.get(id(getattr(value, "__self__", None)))) is not None:
+                    names[key] = _by_name(stand_in, value.__name__)
+
+
+def _by_name(stand_in: ModuleType, name: str) -> Callable[..., Any]:
+    """Return a function for one that a game has imported by its name."""
+    return lambda *values, **options: getattr(stand_in, name)(*values, **options)
 
 
 def _now() -> Numbers | None:
@@ -82,8 +89,12 @@ class _Numpy(ModuleType):
         return _STAND_INS[id(np.random)] if name == "random" else getattr(np, name)
 
 
+_PYTHON, _NUMPY_RANDOM = _Python("random"), _NumpyRandom("numpy.random")
+# by the id of a module, and of the object whose methods its functions are
 _STAND_INS: dict[int, ModuleType] = {
-    id(random): _Python("random"),
-    id(np.random): _NumpyRandom("numpy.random"),
+    id(random): _PYTHON,
+    id(random.random.__self__): _PYTHON,
+    id(np.random): _NUMPY_RANDOM,
+    id(np.random.rand.__self__): _NUMPY_RANDOM,
     id(np): _Numpy("numpy"),
 }

@@ -17,7 +17,7 @@ from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 from mlx_parallm.models.scoring.conversation import EndToken
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.models.value_head import VALUE_HEAD_FILE
-from mlx_parallm.system.files import is_directory, local_path
+from mlx_parallm.system.files import is_directory, is_file, local_path
 
 CARD_FILE = "reward_model.json"
 FORMAT = 1
@@ -61,9 +61,8 @@ class RewardModelCard:
         quantized: bool,
     ) -> "RewardModelCard":
         """Describe what a run with this configuration trains."""
-        is_local = is_directory(model.base_path)
         return cls(
-            base=str(local_path(model.base_path).absolute()) if is_local else model.base_path,
+            base=_base_name(model.base_path),
             tokenizer=tokenizer_print(tokenizer),
             revision=model.revision,
             adapter=lora,
@@ -92,10 +91,9 @@ class RewardModelCard:
 
     def is_of(self, base: str) -> bool:
         """Return whether a model, loaded as its checkpoint has it, has the arrays of this one's
-        base. `base`: a hub id or a directory."""
-        name = str(local_path(base).absolute()) if is_directory(base) else base
+        base. `base`: a hub id, a directory or a GGUF file."""
         as_it_is = self.revision is None and self.dtype == "auto" and not self.quantized
-        return self.adapter and as_it_is and name == self.base
+        return self.adapter and as_it_is and _base_name(base) == _base_name(self.base)
 
     def model_config(self, directory: Path) -> ModelConfig:
         """The configuration that loads its base; of a whole model that is `directory` itself."""
@@ -107,6 +105,12 @@ class RewardModelCard:
                 "chat_template": self.chat_template,
             }
         )
+
+
+def _base_name(base: str) -> str:
+    """Return what names a base in every directory: what is on this machine by its whole path."""
+    is_local = is_directory(base) or is_file(base)
+    return str(local_path(base).absolute()) if is_local else base
 
 
 def tokenizer_print(tokenizer: Tokenizer) -> str:

@@ -87,6 +87,7 @@ class ModelShape:
     widened: str = ""  # the checkpoint's dtype, where the weights take more than they would in it
     teachers: int = 0  # bytes of other models in this process that score its tokens
     reward_models: int = 0  # bytes of those that score answers in this process
+    lends_base: bool = False  # one of them has the base's arrays
     products: int = 0  # numbers of AdaLoRA's B, saved with and without E
     adapted: int = 0  # numbers of the layers that have an adapter
     rounded: int = 0  # qat_bits: numbers of the others, which the trainer holds quantised
@@ -175,6 +176,7 @@ class ModelShape:
             reward_models=sum(
                 _reward_model_weights(each, options) for each in options.reward_models
             ),
+            lends_base=any(_borrows_base(each, options) for each in options.reward_models),
             products=lora.use_adalora
             * sum(array.size for name, array in arrays if name.endswith(".lora_b")),
             adapted=adapted,
@@ -252,10 +254,15 @@ def _reward_model_weights(path: str, options: LoadOptions) -> int:
     if not card.adapter:
         return _loaded_weights(card.model_config(directory), False, options.image_hooks)
     added = sum((directory / name).stat().st_size for name in (ADAPTER_FILE, VALUE_HEAD_FILE))
-    if options.base_is_plain and card.is_of(options.model.base_path):
+    if _borrows_base(path, options):
         return added
     base = _loaded_weights(card.model_config(directory), card.quantized, options.image_hooks)
     return base + added
+
+
+def _borrows_base(path: str, options: LoadOptions) -> bool:
+    card = RewardModelCard.read(find_reward_model(path))
+    return options.base_is_plain and card.is_of(options.model.base_path)
 
 
 def _loaded_weights(model: ModelConfig, quantize: bool, hooks: Sequence[ImageHook]) -> int:

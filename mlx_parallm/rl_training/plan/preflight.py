@@ -223,7 +223,7 @@ class PlannedRun:
             "weights": self.shape.weights,
             **({"tower": self.shape.tower} if self.shape.tower else {}),
             **({"teachers": teachers} if teachers else {}),
-            **({"reward models": self.shape.reward_models} if self.shape.reward_models else {}),
+            **({"reward models": judges} if (judges := self._reward_model_bytes()) else {}),
             **({"recorded experts": routes} if routes else {}),
             "optimizer and gradients": self.shape.trained * kept + int(states),
             **engine,
@@ -474,6 +474,14 @@ class PlannedRun:
         if of == "engine":
             return forward + int(numbers * width)
         return int(numbers * width) + (numbers * FLOAT if eye.train != "none" else 0)
+
+    def _reward_model_bytes(self) -> int:
+        """Bytes of reward models. The base that one shares stays for it where all weights are
+        trained, unless it stays as the KL's reference."""
+        training = self.config.rl_training
+        stays = training.lora.enabled or (self._needs_reference and training.reference != "ema")
+        left = self.shape.weights if self.shape.lends_base and not stays else 0
+        return self.shape.reward_models + left
 
     def _rounding(self) -> dict[str, int]:
         """Bytes of `lora.qat_bits`: layers without an adapter once more, quantised; of the others a

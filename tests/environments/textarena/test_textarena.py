@@ -3,7 +3,9 @@ scripted: it sees whose turn it is from its prompt."""
 
 import random
 import re
+import sys
 import threading
+import types
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +21,11 @@ from tests.environments.scripted_client import ScriptedClient
 
 textarena = pytest.importorskip("textarena")
 from mlx_parallm.environments.textarena.game import Game  # noqa: E402
-from mlx_parallm.environments.textarena.numbers import Numbers, drawing_from  # noqa: E402
+from mlx_parallm.environments.textarena.numbers import (  # noqa: E402
+    Numbers,
+    drawing_from,
+    give_numbers,
+)
 
 TURN = "<|im_start|>assistant\n"
 
@@ -156,6 +162,21 @@ def test_a_step_that_seeds_and_classes_are_the_modules():
     assert random.getstate() == state and bandit.random.Random is random.Random
     random.seed(7)
     assert bandit.random.random() == random.Random(7).random(), "outside a game: the process's"
+
+
+def test_functions_imported_by_name_draw_the_games_numbers(monkeypatch):
+    module = types.ModuleType("own_games")
+    exec("from random import randint\nfrom numpy.random import randint as other", vars(module))
+    monkeypatch.setitem(sys.modules, "own_games", module)
+    give_numbers("own_games")
+    with drawing_from(Numbers(3)):
+        drawn = module.randint(0, 10**9), module.other(0, 10**9)
+    expected = random.Random(3).randint(0, 10**9), np.random.RandomState(3).randint(0, 10**9)
+    assert drawn == expected
+    random.seed(7), np.random.seed(7)
+    outside = random.randint(0, 10**9), np.random.randint(0, 10**9)
+    random.seed(7), np.random.seed(7)
+    assert (module.randint(0, 10**9), module.other(0, 10**9)) == outside
 
 
 def test_nothing_is_downloaded(monkeypatch):

@@ -475,7 +475,7 @@ def test_the_memory_of_reward_models_is_counted(tmp_path: Path, tiny_tokenizer: 
         for name in ("adapters.safetensors", "value_head.safetensors")
     )
 
-    def counted(*runs: str, **model: Any) -> int:
+    def counted(*runs: str, training: Any = (), **model: Any) -> int:
         paths = [{"path": str(tmp_path / run)} for run in runs]
         environment = {
             "kind": "dataset",
@@ -483,8 +483,10 @@ def test_the_memory_of_reward_models_is_counted(tmp_path: Path, tiny_tokenizer: 
             "rewards": ["builtin:exact_match"] + ["builtin:reward_model"] * len(runs),
             "reward_options": dict(zip(("reward_model", "reward_model#2"), paths, strict=False)),
         }
-        config = parse_config({"model": model, "environments": [environment]})
-        planned = PlannedRun.of(config, read_config(resolve_model_path("builtin:tiny")))
+        values = {"model": model, "environments": [environment], "rl_training": dict(training)}
+        planned = PlannedRun.of(
+            parse_config(values), read_config(resolve_model_path("builtin:tiny"))
+        )
         return planned.memory.parts.get("reward models", 0)
 
     assert counted() == 0
@@ -492,6 +494,9 @@ def test_the_memory_of_reward_models_is_counted(tmp_path: Path, tiny_tokenizer: 
     assert counted("run", "run") == added, "it is loaded once"
     assert counted("run", dtype="float32") == base + added, "another setting of the weights"
     assert counted("run", "whole") == base + added
+    all_weights = {"lora": {"enabled": False}}
+    assert counted("run", "run", training=all_weights) == base + added, "the policy leaves it"
+    assert counted("run", training=all_weights | {"kl_beta": 0.1}) == added, "the KL keeps it"
 
 
 def test_rounding_in_training_is_counted() -> None:
