@@ -49,6 +49,7 @@ VARIABLE_ATTRIBUTES: dict[
     "environments.textarena.numbers:_Numpy.__getattr__": "a stand-in for a module",
     "environments.textarena.numbers:_NumpyRandom.__getattr__": "a stand-in for a module",
     "environments.textarena.numbers:_Python.__getattr__": "a stand-in for a module",
+    "environments.textarena.numbers:_by_name": "a function of a stand-in for a module",
     "execution.sandbox.sandbox_launcher:call": "system calls and limits by name, from a table",
     "execution.sandbox.sandbox_launcher:set_limits": "system calls and limits by name, from a"
     " table",

@@ -49,8 +49,13 @@ def give_numbers(module: str) -> None:
             for key, value in list(names.items()):
                 if (stand_in := _STAND_INS.get(id(value))) is not None:
                     names[key] = stand_in
-                elif (stand_in := _STAND_INS.get(id(getattr(value, "__self__", None)))) is not None:
+                elif (stand_in := _STAND_INS.get(id(_owner(value)))) is not None:
                     names[key] = _by_name(stand_in, value.__name__)
+
+
+def _owner(function: Any) -> Any:
+    """Return the object whose method a function is."""
+    return getattr(function, "__self__", None)
 
 
 def _by_name(stand_in: ModuleType, name: str) -> Callable[..., Any]:
@@ -93,8 +98,8 @@ _PYTHON, _NUMPY_RANDOM = _Python("random"), _NumpyRandom("numpy.random")
 # by the id of a module, and of the object whose methods its functions are
 _STAND_INS: dict[int, ModuleType] = {
     id(random): _PYTHON,
-    id(random.random.__self__): _PYTHON,
+    id(_owner(random.random)): _PYTHON,
     id(np.random): _NUMPY_RANDOM,
-    id(np.random.rand.__self__): _NUMPY_RANDOM,
+    id(_owner(np.random.rand)): _NUMPY_RANDOM,
     id(np): _Numpy("numpy"),
 }
