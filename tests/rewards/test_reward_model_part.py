@@ -17,9 +17,11 @@ from mlx_parallm.models.scoring.card import find_reward_model
 from mlx_parallm.models.scoring.reward_model import (
     RewardScorer,
     TrainedRewardModel,
+    load_shared_scorers,
     shared_scorer,
 )
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.models.value_head import VALUE_HEAD_FILE
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.rewards.reward_model import reward_model
@@ -76,6 +78,26 @@ def test_it_shares_the_arrays_of_the_policys_base(
     assert score == pytest.approx(
         direct.score([direct.tokens([*QUESTION, *answered("3")])])[0], abs=2e-6
     )
+
+
+def test_a_later_run_scores_with_the_files_as_they_are_then(
+    tmp_path: Path, tiny_tokenizer: Tokenizer
+) -> None:
+    save(tmp_path / "final", tiny_tokenizer, make_config(tmp_path))
+    part, scores = reward_model(path=str(tmp_path)), []
+    load_shared_scorers([str(tmp_path)], None)
+    first = shared_scorer(str(find_reward_model(tmp_path)))
+    load_shared_scorers([str(tmp_path)], None)
+    assert shared_scorer(str(find_reward_model(tmp_path))) is first
+    for _ in range(2):
+        load_shared_scorers([str(tmp_path)], None)
+        scores += asyncio.run(part([QUESTION], [answered("3")]))
+        file = str(tmp_path / "final" / VALUE_HEAD_FILE)
+        arrays = dict(mx.load(file).items())
+        arrays["value_head.bias"] = arrays["value_head.bias"] + 1
+        mx.eval(arrays)
+        mx.save_safetensors(file, arrays)
+    assert scores[1] == pytest.approx(scores[0] + 1, abs=1e-5)
 
 
 def test_a_trajectory_is_read_whole(model: Path) -> None:

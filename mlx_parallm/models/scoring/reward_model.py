@@ -51,9 +51,11 @@ from mlx_parallm.models.value_head import (
     attach_value_head,
     value_head_of,
 )
+from mlx_parallm.system.files import sampled_digest
 
 TOKEN_BUDGET = 8192  # tokens computed together, padding included
 _SHARED: dict[str, "RewardScorer"] = {}
+_LOADED_AS: dict[str, str] = {}  # by the paths of `load_shared_scorers`: what the files were
 _SHARED_LOCK = Lock()
 
 
@@ -240,10 +242,18 @@ def shared_scorer(path: str, base: LoadedModel | None = None) -> RewardScorer:
 
 
 def load_shared_scorers(paths: Iterable[str], base: LoadedModel | None) -> None:
-    """Load this process's scorers of reward models, before the tree of `base` is wrapped. Raises
-    ConfigError, ModelError, AdapterError: one does not fit its base."""
-    for path in paths:
-        shared_scorer(str(find_reward_model(path)), base).wait()
+    """Load this process's scorers of reward models, before the tree of `base` is wrapped; one whose
+    files have changed since an earlier run, again. Raises ConfigError, ModelError, AdapterError:
+    one does not fit its base."""
+    for directory in map(find_reward_model, paths):
+        path, files = str(directory), sorted(each for each in directory.iterdir() if each.is_file())
+        now = sampled_digest(files)
+        with _SHARED_LOCK:
+            old = _SHARED.pop(path, None) if _LOADED_AS.get(path, now) != now else None
+            _LOADED_AS[path] = now
+        if old is not None:
+            old.close()
+        shared_scorer(path, base).wait()
 
 
 def _name_of(directory: Path) -> str:
