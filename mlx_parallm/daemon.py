@@ -192,10 +192,8 @@ def run_training(config: Config, *, resume: str | None) -> int:
         )
     with RunLog(config.redactor()) as run_log:
         stop = _begin(config.logging.level, run_log.redactor, run_log)
-        # else the engine has little to do
-        samples = config.rl_training.algorithm not in DATA_ALGORITHMS
         with contextlib.closing(join()) as ranks, kept_awake():
-            share_blas_between(COMPUTING_THREADS if samples else 1, usable_cores() // ranks.here)
+            _share_cores(config, usable_cores() // ranks.here)
             if ranks.rank > 0:
                 with mlx_thread():
                     follow(
@@ -236,6 +234,13 @@ def training_run(
     return TrainingRun(prepared)
 
 
+def _share_cores(config: Config, cores: int) -> None:
+    """Give the engine and the trainer a share each; the trainer of data has all of them, since the
+    engine has little to do."""
+    samples = config.rl_training.algorithm not in DATA_ALGORITHMS
+    share_blas_between(COMPUTING_THREADS if samples else 1, cores)
+
+
 def run_dry_run(config: Config) -> int:
     """A start and a few steps in a directory that is thrown away: shows samples and what the run
     will need."""
@@ -244,7 +249,7 @@ def run_dry_run(config: Config) -> int:
     check_installed(config.logging)  # the probe has no trackers
     # what is printed is the dry run's own
     stop = _begin("warning", config.redactor())
-    share_blas_between(COMPUTING_THREADS, usable_cores())
+    _share_cores(config, usable_cores())
     with tempfile.TemporaryDirectory(prefix="mlx_parallm_dry_run_") as scratch:
         run = DryRun(config, training_run, scratch=Path(scratch), stop=stop, console=Console())
         try:
