@@ -193,7 +193,7 @@ def run_training(config: Config, *, resume: str | None) -> int:
     with RunLog(config.redactor()) as run_log:
         stop = _begin(config.logging.level, run_log.redactor, run_log)
         with contextlib.closing(join()) as ranks, kept_awake():
-            _share_cores(config, usable_cores() // ranks.here)
+            _share_cores(config.rl_training.algorithm, usable_cores() // ranks.here)
             if ranks.rank > 0:
                 with mlx_thread():
                     follow(
@@ -234,11 +234,10 @@ def training_run(
     return TrainingRun(prepared)
 
 
-def _share_cores(config: Config, cores: int) -> None:
+def _share_cores(algorithm: str, cores: int) -> None:
     """Give the engine and the trainer a share each; the trainer of data has all of them, since the
     engine has little to do."""
-    samples = config.rl_training.algorithm not in DATA_ALGORITHMS
-    share_blas_between(COMPUTING_THREADS if samples else 1, cores)
+    share_blas_between(1 if algorithm in DATA_ALGORITHMS else COMPUTING_THREADS, cores)
 
 
 def run_dry_run(config: Config) -> int:
@@ -249,7 +248,7 @@ def run_dry_run(config: Config) -> int:
     check_installed(config.logging)  # the probe has no trackers
     # what is printed is the dry run's own
     stop = _begin("warning", config.redactor())
-    _share_cores(config, usable_cores())
+    _share_cores(config.rl_training.algorithm, usable_cores())
     with tempfile.TemporaryDirectory(prefix="mlx_parallm_dry_run_") as scratch:
         run = DryRun(config, training_run, scratch=Path(scratch), stop=stop, console=Console())
         try:
