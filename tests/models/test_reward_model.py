@@ -152,6 +152,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, tiny_tokenizer: Tokenizer)
     with pytest.raises(ConfigError, match=f"{VALUE_HEAD_FILE} is missing"):
         TrainedRewardModel.load(headless)
 
+    bare = damaged("bare")
+    (bare / "adapters.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"adapters\.safetensors is missing"):
+        find_reward_model(bare)
+
     foreign = damaged("foreign")
     card = json.loads((foreign / CARD_FILE).read_text())
     (foreign / CARD_FILE).write_text(json.dumps(card | {"tokenizer": "0" * 64}))

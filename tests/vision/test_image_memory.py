@@ -50,11 +50,13 @@ def test_a_pass_through_a_tower_takes_what_is_said(family: str, tmp_path: Path) 
     training = config.rl_training
     loaded = with_images(load_model(config.model), image_support(config.image_hooks(), path))
     policy = build_policy(loaded, training_options(training).policy, make_algorithm(training))
-    image = loaded.images.reader.image_of(noise(600, 600, 1))  # type: ignore[union-attr]
+    assert loaded.images is not None
+    own_reader: Any = loaded.images.reader
+    image = own_reader.image_of(noise(600, 600, 1))
     reader: Any = SimpleNamespace(stored=lambda name: image)
     turns: list[int] = []
     images = step_images(
-        replace(loaded, images=replace(loaded.images, reader=reader)),  # type: ignore[type-var]
+        replace(loaded, images=replace(loaded.images, reader=reader)),
         policy.model,
         policy.slots,
         between_blocks=lambda: turns.append(1),
@@ -93,7 +95,8 @@ def test_every_tower_takes_adapters(family: str, tmp_path: Path) -> None:
     training = config.rl_training
     loaded = with_images(load_model(config.model), image_support(config.image_hooks(), path))
     assert loaded.images is not None
-    image = loaded.images.reader.image_of(noise(60, 60, 1))  # type: ignore[attr-defined]
+    reader: Any = loaded.images.reader
+    image = reader.image_of(noise(60, 60, 1))
     before = loaded.images.encoder.encode(image)
     policy = build_policy(loaded, training_options(training).policy, make_algorithm(training))
     assert any("vision" in name for name in policy.slots.names)

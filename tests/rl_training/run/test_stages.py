@@ -14,9 +14,13 @@ from rich.console import Console
 from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.models.loading import LoadedModel
+from mlx_parallm.models.scoring.reward_model import TrainedRewardModel
 from mlx_parallm.models.threads import in_mlx_thread
+from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.run import prepare, start
 from mlx_parallm.rl_training.run.prepare import PreparedRun
+from tests.models.test_reward_model import make_config, save
 
 
 def configuration(directory: Path) -> Config:
@@ -81,6 +85,32 @@ def test_a_run_that_was_started_keeps_its_directory(tmp_path: Path) -> None:
     started, left = begin(configuration(tmp_path))
     assert started.config.rl_training.total_steps == 1 and not left
     assert (tmp_path / "run/config.toml").is_file()
+
+
+def test_a_start_lends_the_base_to_the_models_of_its_rewards(
+    tmp_path: Path, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "judge" / "final", tiny_tokenizer, make_config(tmp_path))
+    judge, lent = str(tmp_path / "judge"), []
+    load = TrainedRewardModel.load
+
+    def noted(path: Path, *, loaded: LoadedModel | None) -> TrainedRewardModel:
+        lent.append((path, loaded and loaded.name))
+        return load(path, loaded=loaded)
+
+    monkeypatch.setattr(TrainedRewardModel, "load", noted)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Sum: 1+2"}\n{"prompt": "Sum: 2+2"}\n')
+    environment = {
+        "kind": "dataset",
+        "data": str(tmp_path / "rows.jsonl"),
+        "heldout_fraction": 0,
+        "rewards": ["builtin:reward_model"],
+        "reward_options": {"reward_model": {"path": judge}},
+        "max_tokens": 4,
+    }
+    plain = configuration(tmp_path / "runs").model_dump()
+    begin(parse_config(plain | {"environments": [environment]}))
+    assert lent == [(tmp_path / "judge" / "final", "builtin:tiny")], "loaded before any rollout"
 
 
 def test_a_run_without_a_port_ends_its_tools(
