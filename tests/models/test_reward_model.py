@@ -154,8 +154,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, tiny_tokenizer: Tokenizer)
 
     bare = damaged("bare")
     (bare / "adapters.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"adapters\.safetensors is missing"):
-        find_reward_model(bare)
+    with pytest.raises(AdapterError, match="no adapter at"):
+        TrainedRewardModel.load(bare)
 
     foreign = damaged("foreign")
     card = json.loads((foreign / CARD_FILE).read_text())

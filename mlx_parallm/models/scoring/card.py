@@ -14,7 +14,6 @@ from mlx_parallm.config.data import DataConfig
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
-from mlx_parallm.models.lora import ADAPTER_FILE
 from mlx_parallm.models.scoring.conversation import EndToken
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.models.value_head import VALUE_HEAD_FILE
@@ -135,10 +134,8 @@ def find_reward_model(path: str | Path) -> Path:
             f'{path} is no reward model: {what}. A run with rl_training.algorithm = "reward_model"'
             " leaves one in its directory and in each of its checkpoints"
         )
-    needed = (VALUE_HEAD_FILE, *([ADAPTER_FILE] if RewardModelCard.read(directory).adapter else []))
-    for name in needed:
-        if not (directory / name).is_file():
-            raise ConfigError(f"{directory} is no whole reward model: {name} is missing")
+    if not (directory / VALUE_HEAD_FILE).is_file():
+        raise ConfigError(f"{directory} is no whole reward model: {VALUE_HEAD_FILE} is missing")
     return directory
 
 

@@ -21,8 +21,8 @@ from mlx_parallm.models.images.support import ImageHook, tower_sizes
 from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import (
-    ADAPTER_FILE,
     are_experts,
+    find_adapter_file,
     inject_lora,
     linear_shape,
     trainer_lora_layers,
@@ -248,12 +248,13 @@ def _teacher_weights(teacher: TeacherConfig, model: ModelConfig, hooks: Sequence
 
 def _reward_model_weights(path: str, options: LoadOptions) -> int:
     """Bytes of a reward model: of its base only where the policy does not lend it its own. Raises
-    ConfigError: there is none; ModelError: no such base."""
+    ConfigError: there is none; AdapterError: it has no adapter file; ModelError: no such base."""
     directory = find_reward_model(path)
     card = RewardModelCard.read(directory)
     if not card.adapter:
         return _loaded_weights(card.model_config(directory), False, options.image_hooks)
-    added = sum((directory / name).stat().st_size for name in (ADAPTER_FILE, VALUE_HEAD_FILE))
+    files = (find_adapter_file(directory), directory / VALUE_HEAD_FILE)
+    added = sum(file.stat().st_size for file in files)
     if _borrows_base(path, options):
         return added
     base = _loaded_weights(card.model_config(directory), card.quantized, options.image_hooks)

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.layouts.tree_rows import TreeAttention, merge_rows
@@ -497,6 +498,12 @@ def test_the_memory_of_reward_models_is_counted(tmp_path: Path, tiny_tokenizer: 
     all_weights = {"lora": {"enabled": False}}
     assert counted("run", "run", training=all_weights) == base + added, "the policy leaves it"
     assert counted("run", training=all_weights | {"kl_beta": 0.1}) == added, "the KL keeps it"
+    file = tmp_path / "run" / "final" / "adapters.safetensors"
+    file.rename(file.with_name("adapter_model.safetensors"))
+    assert counted("run") == added, "in PEFT's file, as RewardTrainer saves it"
+    file.with_name("adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterError, match="no adapter at"):
+        counted("run")
 
 
 def test_rounding_in_training_is_counted() -> None:
