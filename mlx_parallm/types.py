@@ -17,7 +17,8 @@ import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from math import isnan
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,8 +36,14 @@ WIDEST_ID = (1 << 15) - 1
 """The highest id of an expert: a trainer counts them in 16 bits, and -1 means none."""
 
 UNSCORED = "unscored"
-"""A score of this name marks a trajectory that nothing could score: it gets no advantage. Its
-"reward" should be the mean of the others, so that the group's mean stays what they make it."""
+"""A score of this name marks a trajectory that nothing could score. It gets no advantage and
+counts in no number of its group; its "reward" is a placeholder that nobody reads."""
+
+
+def has_score(reward: float | None) -> TypeGuard[float]:
+    """Whether a reward is a number. None and NaN stand for an answer that nothing scored."""
+    return reward is not None and not isnan(reward)
+
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Pooling = Literal["mean", "last"]
@@ -470,6 +477,11 @@ class Rollout:
         return self.scores["reward"]
 
     @property
+    def is_scored(self) -> bool:
+        """Whether `reward` is a score: nothing marks it `UNSCORED`, and it is a number."""
+        return UNSCORED not in self.scores and has_score(self.reward)
+
+    @property
     def segments(self) -> tuple["Rollout", ...]:
         """All sequences of the episode, oldest first; this one is the last."""
         return (*self.earlier, self)
@@ -588,6 +600,11 @@ class RolloutGroup:
     advantages: tuple[float, ...] | tuple[tuple[float, ...], ...] | None = None
     index: int | None = None  # position in the in-process source's fixed order (deterministic mode)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def scored(self) -> tuple[Rollout, ...]:
+        """The rollouts that have a score. All numbers of the group are theirs."""
+        return tuple(rollout for rollout in self.rollouts if rollout.is_scored)
 
     @property
     def sampled_versions(self) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class MCPServer:
     max_concurrent: int = MAX_CONCURRENT  # calls at a time
     # starts in a row that may fail; then there is one a minute, and calls fail at once
     restarts: int = RESTARTS
-    cache: bool = True  # of the tools that the server marks read-only
+    cache: bool = True  # of the tools whose answers cannot change by themselves: `is_cached`
     tools: Sequence[str] = ()  # only these; none named: all
 
     def __post_init__(self) -> None:
@@ -74,6 +74,7 @@ class MCPConnection:
         self.server, self.starts = server, 0
         self.definitions: dict[str, dict[str, Any]] = {}
         self._read_only: set[str] = set()
+        self._constant: set[str] = set()
         self._failed_starts, self._why, self._retry_at = 0, "", 0.0
         self._answered = 0  # calls, since the last start
         self._slots = asyncio.Semaphore(server.max_concurrent)
@@ -86,8 +87,14 @@ class MCPConnection:
         self._stage = ""  # of a start
         self._printed = PrintedOutput()
 
+    def is_read_only(self, name: str) -> bool:
+        """Whether a call changes nothing, as the server says."""
+        return name in self._read_only
+
     def is_cached(self, name: str) -> bool:
-        return self.server.cache and name in self._read_only
+        """Whether an answer is kept for equal calls: the server marks the tool read-only and
+        idempotent, and not of an open world. Read-only alone is not constant: a clock is."""
+        return self.server.cache and name in self._constant
 
     async def ensure(self) -> Any:
         """Return the session; start the server where there is none. All who wait share one start,
@@ -244,8 +251,12 @@ class MCPConnection:
             }
             for tool in chosen
         }
-        self._read_only = {
-            tool.name for tool in chosen if tool.annotations and tool.annotations.read_only_hint
+        hints = {tool.name: tool.annotations for tool in chosen if tool.annotations}
+        self._read_only = {name for name, hint in hints.items() if hint.read_only_hint}
+        self._constant = {
+            name
+            for name in self._read_only
+            if hints[name].idempotent_hint and not hints[name].open_world_hint
         }
 
     async def call(

@@ -18,8 +18,8 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -65,8 +65,10 @@ class ToolClient:
             )
         self._cache: OrderedDict[tuple[str, str], ToolResult] = OrderedDict()
         self._cached_characters = 0
-        # of read-only tools
-        self._under_way: dict[tuple[str, str, float | None], asyncio.Task[ToolResult]] = {}
+        # of tools whose answers are kept; since nothing was changed for the `_changes`-th time
+        self._under_way: dict[tuple[Any, ...], asyncio.Task[ToolResult]] = {}
+        self._changes = 0  # begins and ends of calls that may have changed something
+        self._changing = 0  # such calls that are under way
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self._resolving: asyncio.Task[dict[str, MCPConnection]] | None = None
@@ -120,6 +122,27 @@ class ToolClient:
     async def acall(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
         """Do the same for the code of another loop. Cancelling it cancels the call."""
         return await self._loop.arun(self._call(name, dict(arguments or {})))
+
+    def forget(self) -> None:
+        """Drop every answer that is kept: something outside, a reset, has changed what tools see."""
+        self._loop.run(self._forget())
+
+    async def _forget(self) -> None:
+        self._changes += 1
+        self._cache.clear()
+        self._cached_characters = 0
+
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """Hold while a call may change what others read: what they read before is dropped, and what
+        they read meanwhile is not kept."""
+        await self._forget()
+        self._changing += 1
+        try:
+            yield
+        finally:
+            self._changing -= 1
+            await self._forget()
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the start: "calls", "errors", "timeouts", "restarts",
@@ -191,20 +214,22 @@ class ToolClient:
             return kept
         began, shared = time.perf_counter(), False
         if name in self._functions:
-            result = bounded(
-                name,
-                await self._call_function(name, arguments, timeout_s or self._function_timeout_s),
-            )
+            seconds = timeout_s or self._function_timeout_s
+            async with self._change():
+                result = bounded(name, await self._call_function(name, arguments, seconds))
         else:
             try:
                 connection = (await self._tools_of_servers()).get(name)
                 if connection is None:
                     result = no_such_tool(name, [*self._functions, *(self._served or {})])
                 elif cached and connection.is_cached(name):
-                    shared = (*key, timeout_s) in self._under_way
+                    shared = (*key, timeout_s, self._changes) in self._under_way
                     result = await self._shared_call(connection, key, arguments, timeout_s)
-                else:
+                elif connection.is_read_only(name):
                     result = bounded(name, await connection.call(name, arguments, timeout_s))
+                else:
+                    async with self._change():
+                        result = bounded(name, await connection.call(name, arguments, timeout_s))
             except ConfigError as error:
                 result = ToolResult(str(error), error="server")
         hit = shared and result.error is None
@@ -219,16 +244,20 @@ class ToolClient:
         arguments: Mapping[str, Any],
         timeout_s: float | None,
     ) -> ToolResult:
-        """Call a read-only tool, and keep its result. Who asks the same meanwhile waits for the
-        same call: the episodes of a group often do."""
+        """Call a tool whose answers are kept, and keep its result where nothing can have changed
+        it meanwhile. Who asks the same waits for the same call: the episodes of a group often do.
+        A server that was started anew may have another state."""
+        changes, starts = self._changes, connection.starts
 
         async def call() -> ToolResult:
             result = bounded(key[0], await connection.call(key[0], arguments, timeout_s))
-            if result.error is None:
+            if connection.starts != starts:
+                await self._forget()
+            elif result.error is None and self._changes == changes and not self._changing:
                 self._keep(key, replace(result, cached=True))
             return result
 
-        call_key = (*key, timeout_s)
+        call_key = (*key, timeout_s, changes)
         task = self._under_way.get(call_key)
         if task is None:
             task = self._under_way[call_key] = asyncio.create_task(call())

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from mlx_parallm.types import UNSCORED, Rollout, RolloutGroup
+from mlx_parallm.types import Rollout, RolloutGroup, has_score
 
 STD_EPSILON = 1e-8
 LARGEST_SUMMED = 1e100  # squares and sums of larger rewards leave float64
@@ -28,9 +28,10 @@ Estimator = Callable[[Sequence[float]], tuple[float, ...] | None]
 
 
 def group_advantages(
-    rewards: Sequence[float], kind: AdvantageKind = "std", *, epsilon: float = STD_EPSILON
+    rewards: Sequence[float | None], kind: AdvantageKind = "std", *, epsilon: float = STD_EPSILON
 ) -> tuple[float, ...] | None:
-    """One advantage for each reward of a group:
+    """One advantage for each reward of a group. None or NaN stands for an answer without a score:
+    its advantage is 0, and it is in no mean, deviation or number.
 
     std          (r - mean) / (std + epsilon), population std (GRPO, arXiv:2402.03300)
     std_sample   the same with the sample's std, divided by G - 1 (as TRL, verl)
@@ -47,6 +48,17 @@ def group_advantages(
     """
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is no kind of advantage; there are {', '.join(KINDS)}")
+    scored = [reward for reward in rewards if has_score(reward)]
+    values = _group_advantages(scored, kind, epsilon) if scored else None
+    if values is None or len(scored) == len(rewards):
+        return values
+    of_scored = iter(values)
+    return tuple(next(of_scored) if has_score(reward) else 0.0 for reward in rewards)
+
+
+def _group_advantages(
+    rewards: Sequence[float], kind: AdvantageKind, epsilon: float
+) -> tuple[float, ...] | None:
     if kind == "none":
         return tuple(rewards) if any(rewards) else None
     largest = max(abs(reward) for reward in rewards)
@@ -140,7 +152,7 @@ class Shaping:
     counts in the group's mean, and as a sequence of loss 0 in the means over sequences: a batch has
     as many sequences and updates with it as without (TRL).
     `leave_out_marked`: rollouts marked `zero_advantage` are left out too, where the algorithm would
-    learn from an advantage of 0.
+    learn from an advantage of 0. What nothing has scored is left out always.
     `turn_gamma`: each turn gets an advantage of its own, of rewards discounted by this factor;
     None: an episode has one advantage.
     """
@@ -162,15 +174,16 @@ class Shaping:
 
     def leaves_out(self, rollout: Rollout) -> bool:
         truncated = self.mask_truncated and rollout.stop_reason == "length"
-        return truncated or (self.leave_out_marked and rollout.zero_advantage)
+        marked = self.leave_out_marked and rollout.zero_advantage
+        return truncated or marked or not rollout.is_scored
 
     def credits_turns(self, group: RolloutGroup) -> bool:
-        """Whether each turn of a group gets an advantage of its own: all its rollouts have rewards
-        of their turns, and nobody else has made their advantages."""
+        """Whether each turn of a group gets an advantage of its own: all its scored rollouts have
+        rewards of their turns, and nobody else has made their advantages."""
         return (
             self.turn_gamma is not None
             and group.advantages is None
-            and all(rollout.turn_rewards for rollout in group.rollouts)
+            and all(rollout.turn_rewards for rollout in group.scored)
         )
 
 
@@ -182,7 +195,7 @@ def token_advantages(
 ) -> tuple[tuple[float, ...], ...] | None:
     """Advantages [G][T] of every token of a group: the environment's own where it brings them, else
     `estimate`'s. Zero for a rollout marked `zero_advantage` or left out, whose reward still counts
-    in the group's mean.
+    in the group's mean; one without a score is zero and counts nowhere.
 
     T is the length of the rollout; where turns get advantages of their own, that of all its
     segments, end to end (`by_segment` cuts a row).
@@ -196,11 +209,12 @@ def token_advantages(
     if shaping.credits_turns(group):
         return _turn_rows(group, estimate, shaping, silent)
     values: Sequence[float | tuple[float, ...]] | None = group.advantages
-    if (
-        values is None
-        and (values := estimate([shaping.reward(rollout) for rollout in group.rollouts])) is None
-    ):
-        return None
+    if values is None:
+        of_scored = estimate([shaping.reward(rollout) for rollout in group.scored])
+        if of_scored is None:
+            return None
+        rest = iter(of_scored)
+        values = [next(rest) if rollout.is_scored else 0.0 for rollout in group.rollouts]
     rows = tuple(
         (0.0,) * len(rollout.tokens)
         if is_silent
@@ -273,10 +287,8 @@ def _turn_rows(
 ) -> tuple[tuple[float, ...], ...] | None:
     gamma = shaping.turn_gamma
     assert gamma is not None
-    # what nothing could score is compared with nobody, and is silent
-    scored = [rollout for rollout in group.rollouts if UNSCORED not in rollout.scores]
     returns = []
-    for rollout in scored:
+    for rollout in group.scored:  # the others are compared with nobody, and are silent
         *before, last = rollout.turn_rewards
         rest = shaping.reward(rollout) - math.fsum(rollout.turn_rewards)
         returns.append(turn_returns([*before, last + rest], gamma))
@@ -284,7 +296,7 @@ def _turn_rows(
     if advantages is None:
         return None
     of_scored = iter(advantages)
-    turns_G = [() if UNSCORED in rollout.scores else next(of_scored) for rollout in group.rollouts]
+    turns_G = [next(of_scored) if rollout.is_scored else () for rollout in group.rollouts]
     return tuple(
         (0.0,) * sum(len(segment.tokens) for segment in rollout.segments)
         if is_silent or not turns

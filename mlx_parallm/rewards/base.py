@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.types import MAX_REWARD, UNSCORED, Rollout, Trajectory
+from mlx_parallm.types import MAX_REWARD, UNSCORED, Rollout, Trajectory, has_score
 
 Scores = Sequence[Mapping[str, Any]]
 """Numbers by name, the list "turn_rewards" where a reward scores single turns, and "extra": JSON
@@ -38,7 +38,9 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
     """Return the rollouts of the group with their scores filled in.
 
     The rewards that the environment reported for single turns are added to "reward". Where one
-    rollout has rewards of its turns, all of them get them: 0 for turns that nobody scored.
+    rollout has rewards of its turns, all of them get them: 0 for turns that nobody scored. A
+    "reward" of None or NaN, or a score `UNSCORED`, marks a trajectory that nothing scored: it
+    counts nowhere.
 
     Raises RolloutRejectedError: the number of scores is not that of trajectories, there is no
     "reward", a score is beyond ±MAX_REWARD, or "turn_rewards" are not one for each turn.
@@ -54,6 +56,8 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
             )
         if "reward" not in scores:
             raise RolloutRejectedError(f'the scores {dict(scores)} have no "reward"')
+    scores_G = list(map(_marked, scores_G))
+    for scores in scores_G:
         numbers = list(_numbers(scores).items())
         turns = [(TURN_REWARDS, value) for value in scores.get(TURN_REWARDS, ())]
         for name, value in numbers + turns:
@@ -66,6 +70,16 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
         trajectory.rollout.turn_rewards or TURN_REWARDS in scores for trajectory, scores in pairs
     )
     return tuple(_scored(trajectory.rollout, scores, by_turn) for trajectory, scores in pairs)
+
+
+def _marked(scores: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the scores; where "reward" is None or NaN, or nothing scored the trajectory, as those
+    of one without a score."""
+    reward = scores["reward"]
+    if UNSCORED not in scores and has_score(reward):
+        return scores
+    kept = {name: value for name, value in scores.items() if name != TURN_REWARDS}
+    return {**kept, "reward": reward if has_score(reward) else 0.0, UNSCORED: 1.0}
 
 
 def _columns(scores: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,7 +97,8 @@ def _numbers(scores: Mapping[str, Any]) -> dict[str, Any]:
 def _scored(rollout: Rollout, scores: Mapping[str, Any], by_turn: bool) -> Rollout:
     reported = rollout.turn_rewards
     values = {name: float(value) for name, value in _numbers(scores).items()}
-    values["reward"] += math.fsum(reported)
+    if UNSCORED not in scores:
+        values["reward"] += math.fsum(reported)
     if not abs(values["reward"]) <= MAX_REWARD:
         raise RolloutRejectedError(f"the reward with that of its turns is {values['reward']:g}")
     turns = sum(len(segment.turns) for segment in rollout.segments)

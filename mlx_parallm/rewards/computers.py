@@ -85,26 +85,29 @@ class WeightedRewardComputer(RewardComputer):
         groups: dict[str | int, list[int]] = {}
         for position, trajectory in enumerate(trajectories):
             groups.setdefault(getattr(trajectory, "group_id", "") or position, []).append(position)
-        referenced: dict[int, Parts] = {}
+        referenced: dict[int, Parts | None] = {}
         if self._by_reference.names:
             for positions in groups.values():
-                scores = self._score_group([trajectories[position] for position in positions])
-                referenced |= dict(zip(positions, scores, strict=True))
-        return [
-            {name: _value(function, name, trajectory) for name, function in self._functions.items()}
-            | dict(referenced.get(position, {}))
-            for position, trajectory in enumerate(trajectories)
-        ]
+                of_group = self._score_group([trajectories[position] for position in positions])
+                referenced |= dict(zip(positions, of_group, strict=True))
+        rows: list[Parts] = []
+        for position, trajectory in enumerate(trajectories):
+            if (scores := referenced.get(position, {})) is None:
+                rows.append({})
+                continue
+            own = {name: _value(f, name, trajectory) for name, f in self._functions.items()}
+            rows.append(own | dict(scores))
+        return rows
 
-    def _score_group(self, group: Sequence[Trajectory]) -> list[Parts]:
-        """Return the scores of the references for one group, under their names in this computer."""
+    def _score_group(self, group: Sequence[Trajectory]) -> list[Parts | None]:
+        """Return the scores of the references for one group, under their names in this computer;
+        None for a trajectory that one of them left unscored."""
         names = [name for name in self.weights if name not in self._functions]
         first = group[0]
         scoring = self._by_reference.parts(first.prompt, first.metadata, group, TrainingProgress)
         parts, *_ = threads.ASYNC_FUNCTIONS.run(scoring)
         return [
-            dict.fromkeys(names) if part is None else dict(zip(names, part.values(), strict=True))
-            for part in parts
+            None if part is None else dict(zip(names, part.values(), strict=True)) for part in parts
         ]
 
 

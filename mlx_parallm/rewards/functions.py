@@ -437,9 +437,19 @@ async def _call(function: RewardFunction, arguments: Mapping[str, Any], size: in
     return [
         value
         if value is None or (isinstance(value, str) and value == UNSCORED)
+        else None
+        if _is_nan(value)
         else score(value, f"{function.name}, completion {number}")
         for number, value in enumerate(values)
     ]
+
+
+def _is_nan(value: Any) -> bool:
+    """Whether a value is one number, of any library, that is NaN: no score, as in TRL."""
+    try:
+        return not isinstance(value, str) and math.isnan(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
 
 
 def _turn_scores(value: Sequence[Any], what: str) -> TurnScores:

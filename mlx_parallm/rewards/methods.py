@@ -19,7 +19,7 @@ import numpy as np
 
 from mlx_parallm.config.environment import Method
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.types import MAX_REWARD, Trajectory
+from mlx_parallm.types import MAX_REWARD, Trajectory, has_score
 
 METHODS: tuple[Method, ...] = get_args(Method)
 
@@ -28,9 +28,12 @@ Objective = Callable[[Trajectory], float | None]
 
 
 def average_ranks(values_N: Sequence[float]) -> list[float]:
-    """Ranks from 1 (the smallest) to N; equal values share the mean of theirs."""
+    """Ranks from 1 (the smallest) to N; equal values share the mean of theirs. NaN, which is no
+    score, stays NaN, and N counts the others."""
     if not values_N:
         return []
+    if any(map(math.isnan, values_N)):
+        return _of_numbers(average_ranks, values_N)
     _, which, counts = np.unique(
         np.asarray(values_N, np.float64), return_inverse=True, return_counts=True
     )
@@ -39,11 +42,21 @@ def average_ranks(values_N: Sequence[float]) -> list[float]:
 
 
 def standardize(values_N: Sequence[float]) -> list[float]:
-    """(value - mean) / population standard deviation; zeros where all are equal."""
+    """(value - mean) / population standard deviation; zeros where all are equal. NaN, which is no
+    score, stays NaN, and is in neither."""
+    if any(map(math.isnan, values_N)):
+        return _of_numbers(standardize, values_N)
     if not values_N or min(values_N) == max(values_N):
         return [0.0] * len(values_N)
     values = np.asarray(values_N, np.float64)
     return [float(value) for value in (values - values.mean()) / values.std()]
+
+
+def _of_numbers(
+    function: Callable[[Sequence[float]], list[float]], values_N: Sequence[float]
+) -> list[float]:
+    results = iter(function([value for value in values_N if not math.isnan(value)]))
+    return [value if math.isnan(value) else next(results) for value in values_N]
 
 
 def pareto_ranks(objectives_N_K: Sequence[Sequence[float]]) -> list[int]:
@@ -53,11 +66,13 @@ def pareto_ranks(objectives_N_K: Sequence[Sequence[float]]) -> list[int]:
     A point dominates another if it is at least as good in all objectives and better in one; so
     equal points lie on one front. Front n is what nothing dominates once the fronts before it are
     taken away (non-dominated sorting, Deb et al. 2002, NSGA-II). O(N² K) memory; a front costs
-    O(N²).
+    O(N²). A point with NaN is on no front: -1.
     """
     if not objectives_N_K:
         return []
-    points = np.asarray(objectives_N_K, np.float64)
+    every = np.asarray(objectives_N_K, np.float64)
+    whole = ~np.isnan(every).reshape(len(every), -1).any(axis=-1)
+    points = every[whole]
     at_least = (points[:, None, :] >= points[None, :, :]).all(axis=-1)  # [N, N]
     dominates = at_least & ~at_least.T
     ranks = np.full(len(points), -1)
@@ -66,14 +81,17 @@ def pareto_ranks(objectives_N_K: Sequence[Sequence[float]]) -> list[int]:
         dominated = (dominates & left[:, None]).any(axis=0)
         ranks[left & ~dominated] = rank
         rank += 1
-    return [int(rank) for rank in ranks]
+    all_ranks = np.full(len(every), -1)
+    all_ranks[whole] = ranks
+    return [int(rank) for rank in all_ranks]
 
 
 def pareto_rewards(objectives_N_K: Sequence[Sequence[float]]) -> list[float]:
-    """1 - front / number of fronts: 1 on the first, so 1 for all where there is one front."""
+    """1 - front / number of fronts: 1 on the first, so 1 for all where there is one front. NaN for
+    a point with NaN."""
     ranks = pareto_ranks(objectives_N_K)
     fronts = max(ranks, default=0) + 1
-    return [1 - rank / fronts for rank in ranks]
+    return [math.nan if rank < 0 else 1 - rank / fronts for rank in ranks]
 
 
 def objectives_of(parts_N: Sequence[Parts], weights: Mapping[str, float]) -> dict[int, list[float]]:
@@ -148,34 +166,31 @@ class RewardComputer(ABC):
 
     @abstractmethod
     def compute_parts(self, trajectories: Sequence[Trajectory]) -> list[Parts]:
-        """Return the parts of each trajectory by their names, unweighted; None where a part does
-        not apply."""
+        """Return the parts of each trajectory by their names, unweighted; None (or NaN) where
+        a part does not apply; no part at all for a trajectory that nothing may score."""
 
     def compute_rewards(
         self, trajectories: Sequence[Trajectory], method: Method | None = None
-    ) -> list[float]:
-        """Return one number for each trajectory. One to which no part applies gets the mean of
-        those it is compared with. `relative` and `pareto` compare the trajectories of one prompt
+    ) -> list[float | None]:
+        """Return one number for each trajectory; None for one to which no part applies, which is
+        compared with nobody. `relative` and `pareto` compare the trajectories of one prompt
         (`group_id`); those that are alone in their group are compared with each other.
 
-        Raises ConfigError: an unknown method. RolloutRejectedError: a part beyond ±MAX_REWARD, or
-        none that applies.
+        Raises ConfigError: an unknown method. RolloutRejectedError: a part beyond ±MAX_REWARD.
         """
         method = method or self.default_method
         if method not in METHODS:
             raise ConfigError(f"no reward method {method!r}: choose one of {', '.join(METHODS)}")
-        rewards = [0.0] * len(trajectories)
+        rewards: list[float | None] = [None] * len(trajectories)
         parts = self._checked_parts(trajectories)
         for together in compared_together(trajectories):
             scores = combine(method, [parts[n] for n in together], self.weights)
-            applicable = [score for score in scores if score is not None]
-            if not applicable:
-                raise RolloutRejectedError(
-                    f"{type(self).__name__}: no part applies to any trajectory of a group"
-                )
             for n, score in zip(together, scores, strict=True):
-                rewards[n] = fmean(applicable) if score is None else score
-        return standardize(rewards) if self.normalize else rewards
+                rewards[n] = score
+        if not self.normalize:
+            return rewards
+        normalized = standardize([math.nan if reward is None else reward for reward in rewards])
+        return [None if math.isnan(reward) else reward for reward in normalized]
 
     def compute_objective_statistics(
         self, trajectories: Sequence[Trajectory]
@@ -191,7 +206,10 @@ class RewardComputer(ABC):
         return statistics
 
     def _checked_parts(self, trajectories: Sequence[Trajectory]) -> list[Parts]:
-        parts = self.compute_parts(trajectories)
+        parts: list[Parts] = [
+            {name: value if has_score(value) else None for name, value in scores.items()}
+            for scores in self.compute_parts(trajectories)
+        ]
         for scores in parts:
             for name, value in scores.items():
                 if value is not None and not abs(value) <= MAX_REWARD:

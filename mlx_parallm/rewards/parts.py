@@ -25,7 +25,7 @@ from mlx_parallm.rewards.part_tools import Completions, Scores, by_column, texts
 from mlx_parallm.rewards.reward_model import reward_model
 from mlx_parallm.rewards.tool_check import tool
 from mlx_parallm.system.packages import require
-from mlx_parallm.types import Trajectory
+from mlx_parallm.types import Trajectory, has_score
 
 Part = Callable[..., Any]
 
@@ -282,8 +282,11 @@ class SVRLRewardComputer(RewardComputer):
                 f"SVRLRewardComputer: the trajectory's metadata has no {', '.join(missing)}:"
                 " is this SVRL?"
             )
+        task = self._evaluate(trajectory)
+        if not has_score(task):
+            return {}  # nothing judged the answer: its cost alone is no score
         return {
-            "task": self._evaluate(trajectory),
+            "task": task,
             "cost": metadata["spent"] / metadata["budget"],
             "efficiency": max(
                 0.0, (metadata["max_steps"] - trajectory.step_count) / metadata[("max_steps")]

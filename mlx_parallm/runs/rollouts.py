@@ -73,7 +73,8 @@ class _Answer:
 
     @property
     def reward(self) -> float:
-        return self.rollout.reward
+        """NaN: nothing scored it."""
+        return self.rollout.reward if self.rollout.is_scored else math.nan
 
 
 class Answers:
@@ -280,7 +281,7 @@ class Answers:
             "id": f"{record.group_id}#{answer.number}",
             **_record_values(record),
             "number": answer.number,
-            "reward": None if math.isnan(rollout.reward) else rollout.reward,
+            "reward": rollout.reward if rollout.is_scored else None,
             "parts": {name: score for name, score in rollout.scores.items() if name != "reward"},
             "advantage": advantages[answer.number] if advantages else None,
             "why": self._why(record) + self._left_out(rollout),

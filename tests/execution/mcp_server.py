@@ -13,7 +13,7 @@ server = MCPServer("tests")
 calls = 0
 
 
-@server.tool(annotations=ToolAnnotations(read_only_hint=True))
+@server.tool(annotations=ToolAnnotations(read_only_hint=True, idempotent_hint=True))
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
@@ -25,6 +25,26 @@ def count() -> int:
     global calls
     calls += 1
     return calls
+
+
+@server.tool(annotations=ToolAnnotations(read_only_hint=True))
+def clock() -> int:
+    """Count the calls of this tool, as a clock that is only read."""
+    return count()
+
+
+@server.tool(annotations=ToolAnnotations(read_only_hint=True, idempotent_hint=True))
+def counted() -> int:
+    """Return how often `count` was called."""
+    return calls
+
+
+@server.tool(
+    annotations=ToolAnnotations(read_only_hint=True, idempotent_hint=True, open_world_hint=True)
+)
+def news() -> int:
+    """Count the calls of this tool, as a page that others write."""
+    return count()
 
 
 @server.tool()

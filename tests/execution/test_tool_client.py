@@ -66,7 +66,34 @@ def test_wrong_arguments_of_a_server(client: ToolClient) -> None:
     assert result.error in ("tool", "arguments") and "add" in result.text
 
 
-def test_read_only_tools_are_cached_and_others_are_not() -> None:
+def test_an_answer_is_kept_only_where_nothing_else_can_have_changed_it() -> None:
+    def look() -> str:
+        return "a function may change anything"
+
+    with ToolClient([stdio()], [look]) as client:
+        for moving in ("clock", "news"):  # read-only, and another answer each time
+            assert not any(client.call(moving).cached for _ in range(2))
+        for change in ("count", "look"):
+            before = client.call("counted").text
+            assert client.call("counted").cached
+            client.call(change)
+            after = client.call("counted")
+            assert not after.cached and int(after.text) == int(before) + (change == "count")
+        assert client.call("counted").cached
+        client.forget()
+        assert not client.call("counted").cached
+        asyncio.run(_overlapping(client))
+        assert not client.call("counted").cached
+        client.call("end")
+        assert client.call("counted").text == "0" and not client.call("count").cached
+
+
+async def _overlapping(client: ToolClient) -> None:
+    """Read while a tool that may change something runs: what is read is not kept."""
+    await asyncio.gather(client.acall("sleep", {"seconds": 0.05}), client.acall("counted"))
+
+
+def test_constant_tools_are_cached_and_others_are_not() -> None:
     with ToolClient([stdio()]) as client:
         first, second = client.call("add", {"a": 1, "b": 2}), client.call("add", {"b": 2, "a": 1})
         assert (first.cached, second.cached, second.text) == (False, True, "3")

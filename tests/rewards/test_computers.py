@@ -108,15 +108,12 @@ def test_normalized_rewards_have_mean_0_and_deviation_1_whatever_the_method():
         assert sum(value**2 for value in rewards) / 30 == pytest.approx(1)
 
 
-def test_what_no_part_scores_gets_the_mean_of_the_others():
+def test_what_no_part_scores_has_no_reward():
     computer = WeightedRewardComputer([lambda t: None if t.text == "?" else len(t.text)], ["size"])
-    assert computer.compute_rewards([trajectory("a"), trajectory("?"), trajectory("abc")]) == [
-        1.0,
-        2.0,
-        3.0,
-    ]
-    with pytest.raises(RolloutRejectedError, match="no part applies"):
-        computer.compute_rewards([trajectory("?")])
+    played = [trajectory("a"), trajectory("?"), trajectory("abc")]
+    assert computer.compute_rewards(played) == [1.0, None, 3.0]
+    assert computer.compute_rewards([trajectory("?")]) == [None]
+    assert SVRLRewardComputer(lambda _: None).compute_rewards([svrl("42")]) == [None]
 
 
 def svrl(given, *, spent=0.0, steps=1, **more):
@@ -198,8 +195,8 @@ def test_a_part_that_fails_is_named():
         WeightedRewardComputer([lambda t: t.metadata["mood"]], ["clever"]).compute_rewards(
             [trajectory()]
         )
-    with pytest.raises(RolloutRejectedError, match="odd is nan"):
-        WeightedRewardComputer([lambda t: float("nan")], ["odd"]).compute_rewards([trajectory()])
+    with pytest.raises(RolloutRejectedError, match="odd is inf"):
+        WeightedRewardComputer([lambda t: float("inf")], ["odd"]).compute_rewards([trajectory()])
 
 
 def test_computers_by_their_kinds():

@@ -199,7 +199,7 @@ async def test_numbers_and_lists_without_a_text_stop_no_run(functions):
     [
         ("raise ValueError('two\\nlines')", r"^f: .*score\d+\.py, line 2: ValueError: two lines$"),
         ("return [1.0]", "^f returned 1 scores for 2 completions$"),
-        ("return [1.0, float('nan')]", "^f, completion 1: nan is not a finite number$"),
+        ("return [1.0, float('-inf')]", "^f, completion 1: -inf is not a finite number$"),
         ("return [1.0, 'good']", "^f, completion 1: 'good' is not a finite number$"),
         ("return [1.0, [2]]", r"^f, completion 1: \[2\] is not a finite number$"),
         ("return [1.0, -1e155]", r"^f, completion 1: -1e\+155 is beyond ±1e\+09$"),
@@ -580,7 +580,7 @@ async def test_a_reward_sees_the_whole_group():
     [
         ([{"reward": 1.0}], "1 scores for 2"),
         ([{"reward": 1.0}, {"score": 1.0}], 'no "reward"'),
-        ([{"reward": 1.0}, {"reward": float("nan")}], "nan"),
+        ([{"reward": 1.0}, {"reward": float("-inf")}], "inf"),
         ([{"reward": 1.0}, {"reward": 1.0, "part": float("inf")}], "'part' is inf"),
         (
             [{"reward": 1.0}, {"reward": 1e308}],

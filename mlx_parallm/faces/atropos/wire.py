@@ -42,7 +42,15 @@ from mlx_parallm.rollout_store.checks import LOGPROB_TOLERANCE
 from mlx_parallm.server.protocol.fields import ListOf
 from mlx_parallm.server.protocol.routes import read_npy
 from mlx_parallm.system.validation import faults
-from mlx_parallm.types import PromptExperts, Rollout, RolloutGroup, RoutedExperts, sampled_runs
+from mlx_parallm.types import (
+    UNSCORED,
+    PromptExperts,
+    Rollout,
+    RolloutGroup,
+    RoutedExperts,
+    has_score,
+    sampled_runs,
+)
 
 GIVEN = -100  # the label of a token that is not trained on
 # what atroposlib's DummyManagedServer invents for servers without token ids
@@ -63,7 +71,7 @@ class ScoredData(BaseModel):
 
     tokens: Integers
     masks: Integers
-    scores: ListOf[float]
+    scores: ListOf[float | None]
     advantages: Numbers | None = None
     ref_logprobs: Numbers | None = None
     messages: ListOf[ListOf[dict[str, Any]]] | None = None
@@ -143,7 +151,8 @@ def from_scored_data(
     that can have sampled it. `temperature` is used where the group names none; precedence
     overrides[i] > generation_params > group_overrides > `temperature`, and a value <= 0 counts as 1
     (both as in Atropos' own trainer). A group without `group_id` gets one from its content, so that
-    a group that is sent twice is known the second time. `images` stores the group's; None: the
+    a group that is sent twice is known the second time. A score of null or NaN is none: that
+    sequence counts nowhere. `images` stores the group's; None: the
     policy sees none.
 
     Raises RolloutRejectedError with the reason in words.
@@ -157,6 +166,8 @@ def from_scored_data(
     _require_rows(wire, size)
     names = _stored_images(wire, images)
     overrides = wire.overrides or []
+    if not any(map(has_score, wire.scores)):
+        raise RolloutRejectedError("no sequence of the group has a score")
     rollouts = tuple(
         _rollout(
             wire,
@@ -232,7 +243,7 @@ def _joined(sequences: tuple[Rollout, ...], episodes: list[int]) -> tuple[Rollou
     for sequence, episode in zip(sequences, episodes, strict=True):
         segments.setdefault(episode, []).append(sequence)
     for episode, parts in segments.items():
-        if len({part.reward for part in parts}) > 1:
+        if len({(part.is_scored, part.reward) for part in parts}) > 1:
             raise RolloutRejectedError(
                 f"the sequences of episode {episode} have different scores; an episode has one"
             )
@@ -285,14 +296,15 @@ def _rollout(
             f"sequence {number}: {len(turn_rewards)} turn_rewards for {turns} turns"
         )
     experts, prompt_experts = _experts(wire, number, mask)
+    score = wire.scores[number]
     return Rollout(
         tokens=tuple(tokens),
         mask=tuple(mask),
         logprobs=None if values is None else _sampled_logprobs(number, values, mask),
         policy_versions=_versions(wire, number, mask, policy_version),
         temperature=_temperature(wire, override, temperature),
-        scores={"reward": wire.scores[number]},
-        zero_advantage=bool(override.get("set_advantage_to_zero")),
+        scores={"reward": score} if has_score(score) else {"reward": 0.0, UNSCORED: 1.0},
+        zero_advantage=bool(override.get("set_advantage_to_zero")) or not has_score(score),
         turn_rewards=turn_rewards,
         routed_experts=experts,
         prompt_experts=prompt_experts,

@@ -55,7 +55,7 @@ from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionStep
 from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
 from mlx_parallm.rl_training.run_directory import RunDirectory, checkpoint_at
 from mlx_parallm.system.files import write_atomically
-from mlx_parallm.types import Rollout, RolloutGroup, Trajectory
+from mlx_parallm.types import UNSCORED, Rollout, RolloutGroup, Trajectory
 
 # beside config.toml: which of these classes, and its AlgorithmConfig
 ALGORITHM_FILE = "algorithm.json"
@@ -63,19 +63,19 @@ REFILLS = 2  # for groups without variance; after them the iteration has the gro
 
 
 class ComputesRewards(Protocol):
-    """An object with this method, which returns a number for each trajectory;
-    `rewards/computers.py` has some."""
+    """An object with this method, which returns a number for each trajectory, None or NaN for one
+    that it cannot score; `rewards/computers.py` has some."""
 
     def compute_rewards(
         self, trajectories: Sequence[Trajectory], method: Any = ...
-    ) -> Sequence[float]: ...
+    ) -> Sequence[float | None]: ...
 
 
 @dataclass(frozen=True)
 class TrainingMetrics:
-    """The metrics of one iteration; None: unknown, or the algorithm has none. Rewards and
-    lengths (sampled tokens) are of all trajectories that the iteration collected, also of groups
-    without variance, which are not trained on."""
+    """The metrics of one iteration; None: unknown, or the algorithm has none. Rewards (of those
+    that have one) and lengths (sampled tokens) are of all trajectories that the iteration
+    collected, also of groups without variance, which are not trained on."""
 
     iteration: int
     loss: float | None
@@ -102,7 +102,7 @@ class TrainingMetrics:
 
     @classmethod
     def of(cls, line: Mapping[str, Any], rollouts: Sequence[Rollout]) -> "TrainingMetrics":
-        rewards = [rollout.reward for rollout in rollouts] or [math.nan]
+        rewards = [rollout.reward for rollout in rollouts if rollout.is_scored] or [math.nan]
         lengths = [rollout.sampled_tokens for rollout in rollouts] or [0]
         return cls(
             iteration=line["step"],
@@ -430,23 +430,24 @@ class BaseAlgorithm(ABC):
         options = {} if method is None else {"method": method}
         rewards = self.reward_computer.compute_rewards(list(trajectories), **options)
         try:
-            scores = [{"reward": float(reward)} for reward in rewards]
+            numbers = [math.nan if reward is None else float(reward) for reward in rewards]
         except (TypeError, ValueError) as error:
             expected = f"expected a list of {len(trajectories)} numbers"
             raise RolloutRejectedError(
                 f"compute_rewards returned {rewards!r}: {expected}"
             ) from error
+        unscored = {"reward": 0.0, UNSCORED: 1.0}
+        scores = [unscored if math.isnan(reward) else {"reward": reward} for reward in numbers]
         rollouts = scored(trajectories, scores)
         self._collected += rollouts
         return rollouts
 
     def _filtered(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Give no advantage to rollouts below the percentile; they count in their group's mean."""
-        if not self.config.filter_percentile:
+        rewards = [rollout.reward for rollout in rollouts if rollout.is_scored]
+        if not self.config.filter_percentile or not rewards:
             return list(rollouts)
-        least = np.percentile(
-            [rollout.reward for rollout in rollouts], self.config.filter_percentile
-        )
+        least = float(np.percentile(rewards, self.config.filter_percentile))
         return [replace(r, zero_advantage=r.zero_advantage or r.reward < least) for r in rollouts]
 
     def _after_step(self, line: dict[str, Any]) -> None:

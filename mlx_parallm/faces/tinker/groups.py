@@ -202,14 +202,16 @@ def _shifted(column: np.ndarray, sampled: np.ndarray) -> np.ndarray:
 
 
 def inferred_rewards(advantages: Sequence[float]) -> list[float]:
-    """Each advantage of a group less the lowest one; NaN: unknown.
+    """Each advantage of a group less the lowest one; NaN: unknown, and in nothing that is said of
+    the others.
 
     Worked: rewards 1, 0, 0, 1 minus their mean are 0.5, -0.5, -0.5, 0.5 → 1, 0, 0, 1. Rewards 3 and
     2 divided by their standard deviation are 1, -1 → 2, 0.
     """
-    if len(advantages) < 2 or any(math.isnan(value) for value in advantages):
+    known = [value for value in advantages if not math.isnan(value)]
+    if len(known) < 2:
         return [UNKNOWN] * len(advantages)
-    lowest = min(advantages)
+    lowest = min(known)
     return [value - lowest for value in advantages]
 
 
@@ -256,13 +258,12 @@ class StepGroups:
         """Return the numbers of the step's line. `inferred_reward` is the mean over the groups
         whose answers differ in it."""
         group_rewards = [
-            [rollout.reward for rollout in group.rollouts] for group in self.batch.groups
+            [rollout.reward for rollout in group.scored] for group in self.batch.groups
         ]
-        spread = [reward for rewards in group_rewards if max(rewards) > 0 for reward in rewards]
-        statistics, some = (
-            self.batch.statistics,
-            any(not math.isnan(reward) for row in group_rewards for reward in row),
-        )
+        spread = [
+            reward for rewards in group_rewards if max(rewards, default=0) > 0 for reward in rewards
+        ]
+        statistics, some = self.batch.statistics, any(group_rewards)
         return {
             "judged_by": "inferred_reward" if some else "loss",
             "inferred_reward": math.fsum(spread) / len(spread) if spread else None,

@@ -8,7 +8,6 @@ DatasetCompletions    the dataset's answer in the place of some groups (GKD's `l
 """
 
 import json
-import math
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -109,7 +108,7 @@ class TeacherPrompt:
             "environment": group.environment,
             "asked": group.metadata[ASKED],
             "answers": [self._text(rollout) for rollout in group.rollouts],
-            "rewards": [rollout.reward for rollout in group.rollouts],
+            "rewards": [one.reward if one.is_scored else None for one in group.rollouts],
             "metadata": dict(group.metadata),
         }
 
@@ -135,8 +134,7 @@ class TeacherPrompt:
         if name is None:
             return match[0][0]  # a brace
         if name == SOLVED:
-            scored = [one for one in group.rollouts if not math.isnan(one.reward)]
-            best = max(scored, key=lambda rollout: rollout.reward, default=None)
+            best = max(group.scored, key=lambda rollout: rollout.reward, default=None)
             if best is None or best.reward < self._config.solved_from:
                 raise NoPromptError(
                     f"no answer of the group has a reward of {self._config.solved_from:g}"

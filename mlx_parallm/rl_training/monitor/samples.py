@@ -61,7 +61,7 @@ class Shown:
 
     heading: str
     label: str  # "best", "greedy", …
-    reward: float
+    reward: float | None  # None: nothing scored it
     notes: tuple[str, ...]  # environment, stop reason, error …
     prompt: str
     completion: str
@@ -77,7 +77,7 @@ class Sample:
     which: Literal["first", "best", "worst"]
     environment: str
     group_id: str
-    reward: float
+    reward: float | None  # None: nothing scored it
     stop_reason: str | None
     tokens: int  # sampled
     turns: int
@@ -165,19 +165,17 @@ def choose_samples(step: int, groups: Sequence[RolloutGroup], decode: Decode) ->
     def reward(pair: tuple[RolloutGroup, Rollout]) -> float:
         return pair[1].reward
 
-    others = [*pairs[1:], pairs[0]]
+    others = [pair for pair in (*pairs[1:], pairs[0]) if pair[1].is_scored]
     chosen: list[tuple[Literal["first", "best", "worst"], tuple[RolloutGroup, Rollout]]]
-    chosen = [
-        ("first", pairs[0]),
-        ("best", max(others, key=reward)),
-        ("worst", min(others, key=reward)),
-    ]
+    chosen = [("first", pairs[0])]
+    if others:
+        chosen += [("best", max(others, key=reward)), ("worst", min(others, key=reward))]
     return [_sample(step, which, group, rollout, decode) for which, (group, rollout) in chosen]
 
 
 def merged(samples: Sequence[Sample]) -> list[tuple[str, Sample]]:
     """Return each answer to a problem once, with all its names: ("first, best", sample)."""
-    by_answer: dict[tuple[str, str, float], tuple[list[str], Sample]] = {}
+    by_answer: dict[tuple[str, str, float | None], tuple[list[str], Sample]] = {}
     for sample in samples:
         which, _ = by_answer.setdefault(
             (sample.group_id, sample.completion, sample.reward), ([], sample)
@@ -194,9 +192,13 @@ def samples_table(samples: Sequence[Sample], readable: Readable = str) -> Table:
     for name in ("prompt", "completion"):
         table.add_column(name, overflow="fold")
     for which, sample in merged(samples):
-        words = (which, f"{sample.reward:.3g}", *shortened(sample, readable))
+        words = (which, number_of(sample.reward), *shortened(sample, readable))
         table.add_row(*(Text(word) for word in words))
     return table
+
+
+def number_of(reward: float | None) -> str:
+    return "–" if reward is None else f"{reward:.3g}"
 
 
 def shortened(sample: Sample, readable: Readable = str) -> tuple[str, str]:
@@ -281,7 +283,7 @@ def _sample(
         which=which,
         environment=group.environment,
         group_id=group.group_id,
-        reward=rollout.reward,
+        reward=rollout.reward if rollout.is_scored else None,
         stop_reason=rollout.stop_reason,
         tokens=rollout.sampled_tokens,
         turns=sum(sampled for segment in rollout.segments for sampled, _ in groupby(segment.mask)),
@@ -311,7 +313,7 @@ def _article(one: Shown) -> str:
     small = [*one.notes, *(f"{name} {value:.3g}" for name, value in parts.items())]
     notes = "".join(f"<small>{escape(note)}</small>" for note in small)
     texts = "".join(f"<pre>{escape(_cut(text))}</pre>" for text in (one.prompt, one.completion))
-    return f"<article><p><b>{one.reward:.3g}</b> {escape(one.label)}{notes}</p>{texts}</article>\n"
+    return f"<article><p><b>{number_of(one.reward)}</b> {escape(one.label)}{notes}</p>{texts}</article>\n"
 
 
 def _cut(text: str) -> str:

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from mlx_parallm.config.training import LoggingConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
-from mlx_parallm.rl_training.monitor.samples import Sample
+from mlx_parallm.rl_training.monitor.samples import Sample, number_of
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.packages import require
@@ -181,7 +181,8 @@ class _TensorBoard:
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         texts = [
-            f"**{s.which}** · reward {s.reward:g}\n\n```\n{s.prompt}\n```\n```\n{s.completion}\n```"
+            f"**{s.which}** · reward {number_of(s.reward)}\n\n"
+            f"```\n{s.prompt}\n```\n```\n{s.completion}\n```"
             for s in samples
         ]
         self._writer.add_text("samples", "\n\n".join(texts), step)

@@ -566,7 +566,8 @@ def show_group(result: GroupResult, prompt: Sequence[int], tokenizer: Tokenizer)
         text = Text(answer if len(answer) <= LONGEST_ANSWER else answer[:LONGEST_ANSWER] + " …")
         if parts := _parts(rollout.scores):
             text.append(f"\n{parts}", style="dim")
-        reward = f"{rollout.scores['reward']:.3g}" if "reward" in rollout.scores else "–"
+        is_scored = "reward" in rollout.scores and rollout.is_scored
+        reward = f"{rollout.reward:.3g}" if is_scored else "–"
         table.add_row(str(number), reward, str(rollout.sampled_tokens), ended, text)
     expected = (
         []
@@ -593,7 +594,7 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
         lines.append(
             f"{counts} in the reward, the others 1: {config_key}.reward_weights changes that"
         )
-    rewards = {rollout.reward for rollout in rollouts}
+    rewards = {rollout.reward for rollout in result.group.scored}
     if len(rewards) == 1:
         lines.append(
             f"every completion of this group scores {rewards.pop():g}: nothing can be learnt"

@@ -14,7 +14,7 @@ from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.rl_training.step.full_marks import FullMarksCollector
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.types import UNSCORED, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,6 +64,9 @@ class BatchStatistics:
 
     groups: int = 0
     sequences: int = 0
+    unscored_fraction: float = (
+        0.0  # of the sequences: nothing scored them, no reward below has them
+    )
     reward_mean: float | None = None
     reward_std: float | None = None  # population, over sequences
     # mean over groups of the sample standard deviation, divided by n - 1
@@ -171,7 +174,8 @@ class StatisticsCollector:
 
     def __init__(self, turn_credit: bool = False) -> None:
         self._turn_credit, self._with_episode_credit = turn_credit, 0
-        self._rewards: list[float] = []
+        self._sequences = 0
+        self._rewards: list[float] = []  # of the sequences that have one
         self._by_environment: dict[str, _Environment] = defaultdict(_Environment)
         self._parts: dict[str, list[float]] = defaultdict(list)
         self._lengths: list[int] = []
@@ -245,20 +249,21 @@ class StatisticsCollector:
         self._groups += 1
         self._without_logprobs += any(rollout.logprobs is None for rollout in group.rollouts)
         self._extra_segments += sum(len(rollout.earlier) for rollout in group.rollouts)
-        by_turn = group.advantages or all(rollout.turn_rewards for rollout in group.rollouts)
+        by_turn = group.advantages or all(rollout.turn_rewards for rollout in group.scored)
         if self._turn_credit and not by_turn:
             self._with_episode_credit += len(group.rollouts)
         self._out_of_room += group.metadata.get("out_of_room", 0)
         self._never_done += group.metadata.get("never_done", 0)
         self._never_done_turns += group.metadata.get("never_done_turns", 0)
-        rewards = [rollout.reward for rollout in group.rollouts]
+        rewards = [rollout.reward for rollout in group.scored]
+        self._sequences += len(group.rollouts)
         self._rewards += rewards
         self._by_environment[group.environment].groups += 1
         self._by_environment[group.environment].rewards += rewards
         self._by_environment[group.environment].full_marks.add(group)
         for rollout in group.rollouts:
             for name, score in rollout.scores.items():
-                if name != "reward":
+                if name not in ("reward", UNSCORED):
                     self._parts[name].append(score)
         self._lengths += [rollout.sampled_tokens for rollout in group.rollouts]
         for segment in (segment for rollout in group.rollouts for segment in rollout.segments):
@@ -268,12 +273,13 @@ class StatisticsCollector:
         self._ends += [rollout.stop_reason for rollout in group.rollouts]
         if len(rewards) > 1:
             self._stds.append(_sample_deviation(rewards))
-        self._all_wrong += max(rewards) <= WRONG + ROUNDING
-        self._all_right += min(rewards) >= RIGHT - ROUNDING
-        self._same_answer += len(rewards) > 1 and len(set(map(_sampled, group.rollouts))) == 1
+        self._all_wrong += bool(rewards) and max(rewards) <= WRONG + ROUNDING
+        self._all_right += bool(rewards) and min(rewards) >= RIGHT - ROUNDING
+        several = len(group.rollouts) > 1
+        self._same_answer += several and len(set(map(_sampled, group.rollouts))) == 1
 
     def result(self) -> BatchStatistics:
-        count = len(self._rewards)
+        count, rewards = self._sequences, self._rewards
         environments = {
             name: environment.result() for name, environment in sorted(self._by_environment.items())
         }
@@ -291,12 +297,13 @@ class StatisticsCollector:
         return BatchStatistics(
             groups=self._groups,
             sequences=count,
-            reward_mean=_mean(self._rewards),
-            reward_std=_deviation(self._rewards),
+            unscored_fraction=1 - len(rewards) / count,
+            reward_mean=_mean(rewards) if rewards else None,
+            reward_std=_deviation(rewards) if rewards else None,
             reward_std_in_groups=math.fsum(self._stds) / len(self._stds) if self._stds else None,
-            reward_max=max(self._rewards),
-            reward_p25=quantile(self._rewards, 0.25),
-            reward_p75=quantile(self._rewards, 0.75),
+            reward_max=max(rewards, default=None),
+            reward_p25=quantile(rewards, 0.25) if rewards else None,
+            reward_p75=quantile(rewards, 0.75) if rewards else None,
             groups_without_variance=self._without_variance / self._groups,
             dropped_without_variance=self._dropped_without_variance,
             groups_all_wrong=self._all_wrong / self._groups,

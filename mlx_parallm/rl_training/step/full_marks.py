@@ -52,7 +52,7 @@ class FullMarksCollector:
     _answers: list[tuple[Tokens, Tokens, float]] = field(default_factory=list)
 
     def add(self, group: RolloutGroup) -> None:
-        for rollout in group.rollouts:
+        for rollout in group.scored:
             if (parts := _one_turn(rollout)) is not None:
                 self._answers.append((*parts, rollout.reward))
 

@@ -168,7 +168,7 @@ def _reward_correlation(batch: TrainBatch, prefers: np.ndarray) -> float | None:
     for group in batch.groups:
         rows = [
             (rollout.reward, means[id(rollout)])
-            for rollout in group.rollouts
+            for rollout in group.scored
             if not np.isnan(means.get(id(rollout), np.nan))
         ]
         if len(rows) > 1:

@@ -593,11 +593,11 @@ def _listed(rows: list[dict[str, Any]], most: int, inferred: bool) -> dict[str, 
 def _rewards(rewards: Sequence[float | None], *, inferred: bool) -> dict[str, Any]:
     """`kind`: "right" where none is below 1, "wrong" where none is above 0 (as the metrics count
     them; not where they are `inferred`), "same" where all are equal, else "mixed"; "unknown"
-    where a reward is not known."""
+    where no reward is known. Answers without a score count nowhere."""
     if not rewards:
         return {"reward_mean": None, "kind": "lost"}
     values = [reward for reward in rewards if reward is not None]
-    if len(values) < len(rewards):
+    if not values:
         return {"reward_mean": None, "kind": "unknown"}
     low, high = min(values), max(values)
     kind = "same" if low == high else "mixed"

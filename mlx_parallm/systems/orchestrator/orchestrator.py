@@ -56,7 +56,7 @@ class OrchestratorConfig:
     max_steps: int = 50
     max_expert_steps: int = 20  # of one delegation
     tool_call_timeout: float | None = None
-    cache_tool_calls: bool = True  # of the planner's calls, of tools that a server marks read-only
+    cache_tool_calls: bool = True  # of the planner's calls; `ToolClient` says of which tools
     rewards: RewardConfig = field(default_factory=RewardConfig)
 
     def __post_init__(self) -> None:
@@ -142,6 +142,7 @@ class Orchestrator:
         self.actions: list[str] = []  # as they were written
         self.results: list[str] = []
         self.expert_steps: list[ExpertSteps] = []
+        self.tools.forget()
         return self.observation
 
     @property

@@ -73,7 +73,7 @@ def test_a_group_that_is_sent_twice_counts_once(queue, store):
         (scored_data(tokens=[[1, 2, VOCAB_SIZE]], masks=[[-100, 2, VOCAB_SIZE]], scores=[1.0],
                      inference_logprobs=[[1.0, -1.0, -1.0]]), "outside the vocabulary"),
         (scored_data(prompt=20, sampled=13), "max_token_length = 32"),
-        (scored_data(scores=[float("nan"), 1.0]), "is nan"),
+        (scored_data(scores=[float("nan"), None]), "no sequence of the group has a score"),
         (scored_data(size=9), "9 sequences in one group, but a batch has 8"),
         (scored_data(inference_logprobs=None), "no inference_logprobs"),
         ([1, 2], "a scored group is a JSON object, not list"),

@@ -155,12 +155,17 @@ def test_a_rejected_group_is_answered_with_the_reason(client, store):
     assert store.counts().rejected == 1
 
 
-def test_nan_scores_are_refused(client, store):
-    body = json.dumps(scored_data(scores=[float("nan"), 1.0]))
+@pytest.mark.parametrize("none", [None, float("nan")])
+def test_a_sequence_without_a_score_is_kept_and_counts_nowhere(client, store, none):
+    body = json.dumps(scored_data(size=3, scores=[none, 1.0, 0.0]))
+    reply = client.post("/atropos/scored_data", content=body, headers=JSON)
+    assert reply.status_code == 200
+    [group] = store.waiting(9)
+    assert [rollout.is_scored for rollout in group.rollouts] == [False, True, True]
+    body = json.dumps(scored_data(scores=[none, none]))
     reply = client.post("/atropos/scored_data", content=body, headers=JSON)
     assert reply.status_code == 422
-    assert "nan" in reply.json()["detail"][0]["msg"]
-    assert store.counts().waiting == 0
+    assert "no sequence of the group has a score" in reply.json()["detail"][0]["msg"]
 
 
 def test_a_list_keeps_its_good_groups_and_names_the_bad_ones(client, store):
