@@ -41,8 +41,8 @@ class MCPServerSection(Section):
     """Starts in a row that may fail; then there is one a minute, and calls in between fail at
     once."""
     cache: bool = True
-    """Keep the results of tools that the server marks read-only and idempotent, by their arguments, until
-    a call of another tool may have changed something."""
+    """Keep the results of tools that the server marks read-only and idempotent, by their
+    arguments, until a call of another tool may have changed something."""
     tools: tuple[str, ...] = ()
     """Only these tools of the server; none named: all."""
 

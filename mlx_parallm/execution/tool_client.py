@@ -124,7 +124,8 @@ class ToolClient:
         return await self._loop.arun(self._call(name, dict(arguments or {})))
 
     def forget(self) -> None:
-        """Drop every answer that is kept: something outside, a reset, has changed what tools see."""
+        """Drop every answer that is kept: something outside, a reset, has changed what tools
+        see."""
         self._loop.run(self._forget())
 
     async def _forget(self) -> None:

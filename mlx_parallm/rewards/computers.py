@@ -95,8 +95,8 @@ class WeightedRewardComputer(RewardComputer):
             if (scores := referenced.get(position, {})) is None:
                 rows.append({})
                 continue
-            own = {name: _value(f, name, trajectory) for name, f in self._functions.items()}
-            rows.append(own | dict(scores))
+            at_once = {name: _value(f, name, trajectory) for name, f in self._functions.items()}
+            rows.append(at_once | dict(scores))
         return rows
 
     def _score_group(self, group: Sequence[Trajectory]) -> list[Parts | None]:

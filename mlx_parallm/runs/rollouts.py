@@ -26,7 +26,7 @@ from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, by_segment,
 from mlx_parallm.rl_training.monitor.samples import Readable, without_template
 from mlx_parallm.rollout_store.store import GroupRecord
 from mlx_parallm.runs.run import Run
-from mlx_parallm.types import BETWEEN, Rollout, RolloutGroup
+from mlx_parallm.types import BETWEEN, UNSCORED, Rollout, RolloutGroup
 
 STATES = ("waiting", "taken", "dropped", "quarantined")
 
@@ -336,11 +336,13 @@ class Answers:
 
     def _left_out(self, rollout: Rollout) -> str:
         shaping = self._learning[1]
+        if UNSCORED in rollout.scores:
+            return "; not trained on: nothing has scored it"
         if rollout.zero_advantage:
             return "; not trained on: its environment marked it (zero_advantage)"
         return (
             "; not trained on: it was cut off (mask_truncated)"
-            if shaping.leaves_out(rollout)
+            if rollout.is_scored and shaping.leaves_out(rollout)
             else ""
         )
 

@@ -301,8 +301,8 @@ def test_what_does_not_fit_is_refused(inference: InferenceModule) -> None:
     ("given", "match"),
     [
         ([1.0], "1 scores for 8"),
-        ([None] * 8, "expected a list of 8 numbers"),
-        ([float("nan")] * 8, "is nan"),
+        (["good"] * 8, "expected a list of 8 numbers"),
+        ([None, float("nan")] * 4, "scored none of 8 trajectories"),
     ],
 )
 def test_rewards_that_are_no_rewards(

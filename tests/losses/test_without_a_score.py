@@ -40,7 +40,7 @@ ESTIMATORS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def rollout(reward: float | None | str, **more: Any) -> Rollout:
+def rollout(reward: float | str | None, **more: Any) -> Rollout:
     missing = reward is None or isinstance(reward, str)
     scores = {"reward": 77.0, UNSCORED: 1.0} if missing else {"reward": reward}
     return Rollout((1, 2, 3), (0, 1, 1), (0.0, -1.0, -1.0), (0, 0, 0), 1.0, scores, **more)
@@ -137,7 +137,7 @@ def test_computers_compare_it_with_nobody(method: Method, normalize: bool) -> No
         played = [trajectory(str(n)) for n in range(len(rewards))]
         for kind in (WeightedRewardComputer, ParetoRewardComputer):
             computer = kind(
-                [lambda t: table[t.text], lambda t: table[t.text] and -table[t.text]],
+                [_looked_up(table, 1.0), _looked_up(table, -1.0)],
                 ["a", "b"],
                 [1.0, 0.5],
                 normalize=normalize,
@@ -146,6 +146,14 @@ def test_computers_compare_it_with_nobody(method: Method, normalize: bool) -> No
             alone = computer.compute_rewards([played[n] for n in places], method)
             assert [got[n] for n in places] == alone
             assert {got[n] for n in range(len(got)) if n not in places} == {None}
+
+
+def _looked_up(table: dict[str, float | None], sign: float) -> Callable[[Trajectory], float | None]:
+    def objective(played: Trajectory) -> float | None:
+        value = table[played.text]
+        return None if value is None else sign * value
+
+    return objective
 
 
 async def test_reward_functions_of_every_kind_may_leave_an_answer_without_a_score() -> None:

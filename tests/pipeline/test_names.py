@@ -7,6 +7,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.systems.pipeline import (
+    BaseReward,
     CodeExecutionReward,
     DatasetPipeline,
     EfficiencyReward,
@@ -69,6 +70,38 @@ def test_each_reward_is_its_part() -> None:
     assert mixed.compute_all(bad) == {"format": 0.0, "syntax": 0.0}
     with pytest.raises(ConfigError):
         FormatComplianceReward(nothing=1)
+
+
+async def test_a_reward_of_ones_own_beside_the_built_in_ones_in_a_running_loop(
+    tmp_path: Path,
+) -> None:
+    """As in a notebook, whose cells run in a loop."""
+
+    class Short(BaseReward):
+        weight = 3.0
+
+        def compute(self, trace: ExecutionTrace) -> RewardResult | float | None:
+            if trace.final_response == "?":
+                return None
+            return RewardResult(score=float(len(trace.final_response) < 5))
+
+    class Odd(BaseReward):
+        name = "odd"
+
+        def compute(self, trace: ExecutionTrace) -> float:
+            return len(trace.final_response) % 2
+
+    engine = RewardEngine([Short(), "format", Odd()], weights={"odd": 0.5})
+    assert engine.compute_all(trace("abc")) == {"Short": 1.0, "format": 1.0, "odd": 1.0}
+    assert engine.compute_combined(trace("abcdef")) == pytest.approx(1.0 / 4.5)
+    assert RewardEngine([Short()]).compute_for_group(
+        [trace("abc"), trace("?"), trace("abcdef")]
+    ) == [1.0, None, -1.0]
+    with pytest.raises(TypeError, match="abstract"):
+        BaseReward()  # type: ignore[abstract]
+    write_lines(traces(), tmp_path / "t.jsonl")
+    found = DatasetPipeline(tmp_path / "t.jsonl", rewards=["builtin:format"])
+    assert all(label.name == "reward" for each in found.traces for label in each.labels)
 
 
 def traces() -> list[Trace]:

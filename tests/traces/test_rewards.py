@@ -66,7 +66,10 @@ def test_parts_and_their_weighted_mean() -> None:
 def test_code_is_really_executed() -> None:
     engine = RewardEngine(["code"])
     assert engine.compute_combined(run_of([], "```python\nraise SystemExit(3)\n```")) == 0.0
-    assert engine.compute_combined(run_of([], "no code")) == 0.5  # no part applies
+    nothing = run_of([], "no code")  # no part applies
+    assert engine.compute_combined(nothing) is None and engine.get_binary_label(nothing) is None
+    failing, running = (run_of([], f"```python\nraise SystemExit({n})\n```") for n in (3, 0))
+    assert engine.compute_for_group([failing, nothing, running]) == [-1.0, None, 1.0]
 
 
 def test_a_group_is_normalised_by_the_population() -> None:

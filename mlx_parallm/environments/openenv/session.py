@@ -32,10 +32,10 @@ class ActionRefusedError(RolloutRejectedError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The answer of an environment: `reward` 0 where it gave none."""
+    """The answer of an environment. `reward`: None where it gave none."""
 
     observation: Mapping[str, Any]
-    reward: float
+    reward: float | None
     done: bool
 
 
@@ -185,7 +185,8 @@ def _step_result(data: Mapping[str, Any], url: str) -> StepResult:
         raise RolloutRejectedError(
             f"{url}: the reward is {str(reward)[:20]}, not a number of at most ±{MAX_REWARD:g}"
         )
-    return StepResult(observation, float(reward or 0.0), bool(data.get("done", False)))
+    number = None if reward is None else float(reward)
+    return StepResult(observation, number, bool(data.get("done", False)))
 
 
 def _of_validation(data: Mapping[str, Any]) -> str:

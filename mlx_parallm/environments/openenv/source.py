@@ -7,8 +7,9 @@ Where the actions of the server are calls of tools (MCP), the policy calls them 
 the turn that it came for; `rewards` of the configuration replace them.
 
 The metadata of an episode holds `seed`, the columns of its task, `return` (the sum of the rewards),
-`rewards` (of each step), `actions`, `invalid_actions` (answers that were no action: nothing is
-done, but the turn counts), `done`, `server`, and `state` (with `keep_state`).
+`rewards` (of each step), `rewarded` (whether the server gave any), `actions`, `invalid_actions`
+(answers that were no action: nothing is done, but the turn counts), `done`, `server`, and `state`
+(with `keep_state`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ from mlx_parallm.execution.user_code import read_options
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.loop_thread import LoopThread
+from mlx_parallm.types import Trajectory
 
 log = get_logger("environments")
 
@@ -121,6 +123,7 @@ class Played:
             **metadata,
             "return": 0.0,
             "rewards": [],
+            "rewarded": False,
             "actions": [],
             "invalid_actions": 0,
             "done": False,
@@ -129,9 +132,16 @@ class Played:
     def take(self, action: Any, result: StepResult) -> None:
         """Note a step."""
         self.metadata["actions"].append(action)
-        self.metadata["rewards"].append(result.reward)
-        self.metadata["return"] += result.reward
+        self.metadata["rewards"].append(result.reward or 0.0)
+        self.metadata["return"] += result.reward or 0.0
+        self.metadata["rewarded"] |= result.reward is not None
         self.metadata["done"] = result.done
+
+
+def of_the_server(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
+    """The reward beside those of the turns, which are the server's: 0, or none where the server
+    never gave one."""
+    return [{"reward": 0.0 if t.metadata["rewarded"] else None} for t in trajectories]
 
 
 class OpenEnvSource(EnvironmentSource):
@@ -203,7 +213,9 @@ class OpenEnvSource(EnvironmentSource):
         return Task(
             key=f"{self.name}:{split}:{seed if self._rows is None else prompt}",
             messages=opening,
-            reward=self._scores.for_row([*opening], facts, self.progress),
+            reward=self._scores.for_row([*opening], facts, self.progress)
+            if self.config.rewards
+            else of_the_server,
             answer=None if answer is None else str(answer),
             columns={"prompt": prompt, "reset": {**(self.settings.reset or {}), **facts}},
             tool_names=self.named_tools(columns),
@@ -269,9 +281,9 @@ class OpenEnvSource(EnvironmentSource):
         self._reward_turn(played, 0.0)
         return f"That is no action. {why}".strip()
 
-    def _reward_turn(self, played: Played, reward: float) -> None:
+    def _reward_turn(self, played: Played, reward: float | None) -> None:
         if not self.config.rewards:
-            played.turn_reward = reward
+            played.turn_reward = reward or 0.0
 
     async def _call_tools(
         self,

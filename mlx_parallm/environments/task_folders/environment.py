@@ -176,9 +176,9 @@ class TaskFoldersEnvironment(BaseEnvironment):
         return next(task for tasks in self._tasks.values() for task in tasks if task.name == name)
 
 
-def tests_reward(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Return what the task's tests gave: the default reward function."""
-    return [trajectory.metadata["reward"] for trajectory in trajectories]
+def tests_reward(trajectories: Sequence[Trajectory]) -> list[float | None]:
+    """Return what the task's tests gave: the default reward function. None: they were not run."""
+    return [trajectory.metadata.get("reward") for trajectory in trajectories]
 
 
 def _shown(run: CommandRun | str, blocks: int) -> str:

@@ -436,6 +436,10 @@ class BaseAlgorithm(ABC):
             raise RolloutRejectedError(
                 f"compute_rewards returned {rewards!r}: {expected}"
             ) from error
+        if numbers and all(map(math.isnan, numbers)):
+            raise RolloutRejectedError(
+                f"compute_rewards scored none of {len(numbers)} trajectories"
+            )
         unscored = {"reward": 0.0, UNSCORED: 1.0}
         scores = [unscored if math.isnan(reward) else {"reward": reward} for reward in numbers]
         rollouts = scored(trajectories, scores)

@@ -208,10 +208,10 @@ def inferred_rewards(advantages: Sequence[float]) -> list[float]:
     Worked: rewards 1, 0, 0, 1 minus their mean are 0.5, -0.5, -0.5, 0.5 → 1, 0, 0, 1. Rewards 3 and
     2 divided by their standard deviation are 1, -1 → 2, 0.
     """
-    known = [value for value in advantages if not math.isnan(value)]
-    if len(known) < 2:
+    numbers = [value for value in advantages if not math.isnan(value)]
+    if len(numbers) < 2:
         return [UNKNOWN] * len(advantages)
-    lowest = min(known)
+    lowest = min(numbers)
     return [value - lowest for value in advantages]
 
 

@@ -262,24 +262,25 @@ def outcome(orchestrator: Orchestrator) -> dict[str, Any]:
 
 def hybrid(
     trajectories: Sequence[Trajectory], log_metric: Callable[[str, float], None]
-) -> list[float]:
+) -> list[float | None]:
     """The reward of the specification: `RewardConfig`'s sum over the episode. Logs what `solved`
     does."""
     solved(trajectories, log_metric)
-    return [float(trajectory.metadata.get("reward", 0.0)) for trajectory in trajectories]
+    return [trajectory.metadata.get("reward") for trajectory in trajectories]
 
 
 def solved(
     trajectories: Sequence[Trajectory], log_metric: Callable[[str, float], None]
-) -> list[float]:
-    """1 where the task was solved, else 0. Logs the shares of tools, delegations and direct
-    answers among first actions, and of the solved."""
+) -> list[float | None]:
+    """1 where the task was solved, else 0; None where the episode never began. Logs the shares of
+    tools, delegations and direct answers among first actions, and of the solved."""
     for trajectory in trajectories:
         first = next(iter(trajectory.metadata.get("routes", ())), "nothing")
         for kind in ("tool", "delegate", "answer", "invalid"):
             log_metric(f"first_{kind}", float(first.partition(" ")[0] == kind))
         log_metric("solved", float(bool(trajectory.metadata.get("solved"))))
-    return [float(bool(trajectory.metadata.get("solved"))) for trajectory in trajectories]
+    ends = (trajectory.metadata.get("solved") for trajectory in trajectories)
+    return [None if end is None else float(bool(end)) for end in ends]
 
 
 def rewards_of(numbers: Mapping[str, Any], functions: Mapping[str, Any]) -> RewardConfig:

@@ -9,6 +9,7 @@ The parts are those of `traces.rewards.RewardEngine`, the rows those of
 `traces.builders.build_dataset`, which has every kind.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,69 +31,80 @@ from mlx_parallm.systems.traces.rewards import RewardEngine, add_reward_labels, 
 from mlx_parallm.systems.traces.schema import Json, Trace
 
 Messages = list[Json]
+WEIGHT = 1.0
 
 
 @dataclass(frozen=True)
 class RewardResult:
     """The result of one reward part for a trace. `score`: 0 to 1; None: the part does not apply."""
 
-    name: str
-    score: float | None
-    weight: float
+    name: str = ""
+    score: float | None = None
+    weight: float = WEIGHT
 
 
-class BaseReward:
-    """One part. `options`: its keywords (docs/reward_parts.md). Raises ConfigError."""
+class BaseReward(ABC):
+    """One part of a reward, to be subclassed: `compute` scores a trace. A `RewardEngine` takes
+    objects of a subclass beside the built-in parts; `name` (default: the class's) and `weight`
+    count there."""
+
+    name: str = ""
+    weight: float = WEIGHT
+
+    @abstractmethod
+    def compute(self, trace: ExecutionTrace) -> RewardResult | float | None:
+        """Return the score: 0 to 1, or a result; None: the part does not apply."""
+
+    def __str__(self) -> str:
+        return self.name or type(self).__name__
+
+
+class BuiltInReward(BaseReward):
+    """A built-in part. `options`: its keywords (docs/reward_parts.md). Raises ConfigError."""
 
     part: ClassVar[str] = ""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
         self._engine = RewardEngine([self.part], options={self.part: options} if options else None)
-
-    def __str__(self) -> str:
-        return self.part
-
-    @property
-    def weight(self) -> float:
-        return self._engine.weights[self.part]
+        self.name, self.weight = self.part, self._engine.weights[self.part]
 
     def compute(self, trace: Trace | ExecutionTrace) -> RewardResult:
         """Score a trace. Raises RolloutRejectedError."""
         return RewardResult(self.part, self._engine.compute_all(trace)[self.part], self.weight)
 
 
-class CodeExecutionReward(BaseReward):
+class CodeExecutionReward(BuiltInReward):
     """Run the code in an answer, in the sandbox: the share of blocks that end well."""
 
     part = "code"
 
 
-class SyntaxValidationReward(BaseReward):
+class SyntaxValidationReward(BuiltInReward):
     """Check that the code in an answer can be parsed."""
 
     part = "syntax"
 
 
-class ToolSuccessReward(BaseReward):
+class ToolSuccessReward(BuiltInReward):
     """Count the tool calls that succeeded."""
 
     part = "tool_success"
 
 
-class TaskCompletionReward(BaseReward):
+class TaskCompletionReward(BuiltInReward):
     """Count the tasks that were completed, and those that failed."""
 
     part = "task_completion"
 
 
-class EfficiencyReward(BaseReward):
+class EfficiencyReward(BuiltInReward):
     """Score few tokens, calls and steps."""
 
     part = "efficiency"
 
 
-class FormatComplianceReward(BaseReward):
+class FormatComplianceReward(BuiltInReward):
     """Score answers without XML tags, or with exactly those that are wanted (`tags`)."""
 
     part = "format"

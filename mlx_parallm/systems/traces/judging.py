@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.judge import JudgeReply, ModelJudge
+from mlx_parallm.rewards.threads import ASYNC_FUNCTIONS
 from mlx_parallm.systems.traces.execution import AnyTrace, trace_of
 from mlx_parallm.systems.traces.rewards import label_about, opening_of, trajectory_of
 from mlx_parallm.systems.traces.schema import Trace
@@ -50,7 +51,8 @@ def add_judge_labels(
 
     Raises EndpointError: it refuses; RolloutRejectedError: it answers nothing at all.
     """
-    return asyncio.run(_label(list(map(trace_of, traces)), judge, f"judge:{by}", relative))
+    work = _label(list(map(trace_of, traces)), judge, f"judge:{by}", relative)
+    return ASYNC_FUNCTIONS.run(work)  # this thread may have a running loop
 
 
 async def _label(traces: Sequence[Trace], judge: ModelJudge, by: str, relative: bool) -> JudgeCost:

@@ -10,25 +10,25 @@ A trace becomes the `Trajectory` that rewards see in training, so one function l
 evaluates.
 """
 
-import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.user_code import PREFIX, absolute
+from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.execution.user_code import PREFIX, absolute, user_code
 from mlx_parallm.rewards.functions import BUILTIN, RewardFunctions, TrainingProgress
 from mlx_parallm.rewards.learned import LearnedReward
 from mlx_parallm.rewards.methods import Parts, standardize
+from mlx_parallm.rewards.threads import ASYNC_FUNCTIONS
 from mlx_parallm.systems.traces.builders import score_of
 from mlx_parallm.systems.traces.execution import TASKS, AnyTrace, ExecutionTrace, trace_of
 from mlx_parallm.systems.traces.schema import Json, Label, Trace, text_of
 from mlx_parallm.systems.traces.session import prompt_hash
-from mlx_parallm.types import Rollout, Trajectory, Turn
+from mlx_parallm.types import MAX_REWARD, Rollout, Trajectory, Turn, has_score
 
 PARTS = ("code", "syntax", "tool_success", "task_completion", "efficiency", "format")
-NEUTRAL = 0.5  # of a trace to which no part applies
 GOOD_FROM = 0.6
 REWARD = "reward"
 
@@ -110,8 +110,11 @@ class RewardEngine:
     """Built-in reward parts over traces. Code in an answer is executed, in the sandbox.
 
     Args:
-        parts: names of `builtin:` parts, or the classes of `mlx_parallm.systems.pipeline`
-            (`CodeExecutionReward()`).
+        parts: names of `builtin:` parts, the classes of `mlx_parallm.systems.pipeline`
+            (`CodeExecutionReward()`), or objects of your own subclass of its `BaseReward`:
+            anything with `compute(trace)`, which returns a number, a bool, None (it does not
+            apply), or an object whose `score` is one. Its `name` (default: the class's) and
+            `weight` (default 1) count.
         weights: of parts, by name, in the place of the default ones.
         options: of parts, by name, e.g. {"learned": {"path": "reward.json"}}.
 
@@ -125,19 +128,28 @@ class RewardEngine:
         weights: Mapping[str, float] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
+        named = {_name_of_part(part): part for part in parts}
+        if len(named) < len(parts):
+            raise ConfigError(f"RewardEngine: two parts have one name: {', '.join(named)}")
+        built_in = {name: part for name, part in named.items() if not _computes(part)}
+        self._computed = {name: part for name, part in named.items() if _computes(part)}
         options = {
-            str(part): part.options for part in parts if getattr(part, "options", None)
+            name: part.options for name, part in built_in.items() if getattr(part, "options", None)
         } | dict(options or {})
-        parts = [str(part) for part in parts]
-        references = [BUILTIN + name for name in parts]
-        kept = {name: chosen for name, chosen in options.items() if name in parts}
         self._functions = RewardFunctions(
-            references, (), columns=None, key="RewardEngine", options=kept
+            [BUILTIN + name for name in built_in],
+            (),
+            columns=None,
+            key="RewardEngine",
+            options={name: chosen for name, chosen in options.items() if name in built_in},
         )
-        self.weights = self._functions.weights | dict(weights or {})
-        if unknown := sorted(set(self.weights) - set(parts)):
+        of_computed = {
+            name: float(getattr(part, "weight", 1.0)) for name, part in self._computed.items()
+        }
+        self.weights = self._functions.weights | of_computed | dict(weights or {})
+        if unknown := sorted(set(self.weights) - set(named)):
             raise ConfigError(
-                f"RewardEngine: a weight for {unknown[0]!r}, which is none of {', '.join(parts)}"
+                f"RewardEngine: a weight for {unknown[0]!r}, which is none of {', '.join(named)}"
             )
 
     def compute_all(self, trace: AnyTrace) -> dict[str, float | None]:
@@ -145,22 +157,32 @@ class RewardEngine:
         RolloutRejectedError."""
         inner = trace_of(trace)
         row = inner.get("columns", {})
-        parts, *_ = asyncio.run(
-            self._functions.parts(opening_of(inner), row, [trajectory_of(inner)], TrainingProgress)
-        )
-        return dict(parts[0] or dict.fromkeys(self._functions.names))
+        scores: dict[str, float | None] = {}
+        if self._functions.names:
+            parts, *_ = ASYNC_FUNCTIONS.run(  # this thread may have a running loop: a notebook's
+                self._functions.parts(
+                    opening_of(inner), row, [trajectory_of(inner)], TrainingProgress
+                )
+            )
+            scores |= dict(parts[0] or dict.fromkeys(self._functions.names))
+        view = ExecutionTrace(inner)
+        return scores | {name: _score(name, part, view) for name, part in self._computed.items()}
 
-    def compute_combined(self, trace: AnyTrace) -> float:
-        """Return Σ weight · score / Σ weight over the parts that apply; 0.5 where none does."""
+    def compute_combined(self, trace: AnyTrace) -> float | None:
+        """Return Σ weight · score / Σ weight over the parts that apply; None where none does."""
         return self._combined(self.compute_all(trace))
 
-    def compute_for_group(self, traces: Sequence[AnyTrace]) -> list[float]:
+    def compute_for_group(self, traces: Sequence[AnyTrace]) -> list[float | None]:
         """Return each combined score as a z-score in the group: (score - mean) / population
-        standard deviation."""
-        return standardize([self.compute_combined(trace) for trace in traces])
+        standard deviation. None for a trace without a score, which is in neither."""
+        scores = map(self.compute_combined, traces)
+        values = standardize([math.nan if score is None else score for score in scores])
+        return [value if has_score(value) else None for value in values]
 
-    def get_binary_label(self, trace: AnyTrace, threshold: float = GOOD_FROM) -> bool:
-        return self.compute_combined(trace) >= threshold
+    def get_binary_label(self, trace: AnyTrace, threshold: float = GOOD_FROM) -> bool | None:
+        """Return whether the combined score is at least the threshold; None: there is none."""
+        score = self.compute_combined(trace)
+        return None if score is None else score >= threshold
 
     def summary(self, trace: AnyTrace) -> str:
         """Return one line: the combined score and every part that applies."""
@@ -168,16 +190,39 @@ class RewardEngine:
         shown = ", ".join(
             f"{name} {value:.2f}" for name, value in parts.items() if value is not None
         )
-        return f"{self._combined(parts):.2f} ({shown or 'no part applies'})"
+        score = self._combined(parts)
+        return "– (no part applies)" if score is None else f"{score:.2f} ({shown})"
 
-    def _combined(self, parts: Parts) -> float:
+    def _combined(self, parts: Parts) -> float | None:
         scored = {name: value for name, value in parts.items() if value is not None}
         total = sum(self.weights[name] for name in scored)
         return (
             sum(self.weights[name] * value for name, value in scored.items()) / total
             if total
-            else NEUTRAL
+            else None
         )
+
+
+def _name_of_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    return str(getattr(part, "part", "") or getattr(part, "name", "") or type(part).__name__)
+
+
+def _computes(part: Any) -> bool:
+    """Whether it is an object of the user's that computes the score, no built-in part."""
+    return not isinstance(part, str) and not getattr(part, "part", "")
+
+
+def _score(name: str, part: Any, trace: ExecutionTrace) -> float | None:
+    """Raises RolloutRejectedError: it raises, or returns something else."""
+    with user_code(f"RewardEngine: {name}, on trace {trace.trace_id}", RolloutRejectedError):
+        result = part.compute(trace)
+        value = getattr(result, "score", result)
+        number = None if value is None else float(value)
+    if number is not None and abs(number) > MAX_REWARD:
+        raise RolloutRejectedError(f"RewardEngine: {name} is {number}: at most ±{MAX_REWARD:g}")
+    return number if has_score(number) else None
 
 
 def references_of(rewards: Sequence[str], directory: Path) -> list[str]:
@@ -199,7 +244,7 @@ def add_reward_labels(
     Raises ConfigError: no such function; RolloutRejectedError: it fails.
     """
     functions = RewardFunctions(rewards, (), columns=None, key="--reward")
-    return asyncio.run(_label_all(list(map(trace_of, traces)), functions, name))
+    return ASYNC_FUNCTIONS.run(_label_all(list(map(trace_of, traces)), functions, name))
 
 
 async def _label_all(
