@@ -12,6 +12,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 T = TypeVar("T")
+END_S = 10.0  # for each worker, at the end of the process
 
 
 def release_streams() -> None:
@@ -32,20 +33,72 @@ def mlx_thread() -> Iterator[None]:
         release_streams()
 
 
-class MLXThread:
-    """A thread in which functions that use MLX run one after another, until `close`, which releases
-    its streams.
+class _Worker:
+    """An OS thread that stays until the process ends.
 
-    A thread that has given its streams back cannot use MLX again (0.32.4), so those of a pool will
-    not do.
+    MLX keeps a stream, on a CPU a thread of its own, for each thread that has ever computed, also
+    after the streams were cleared (0.32.4): a new thread for each piece of work is never given
+    back, and at the system's limit no thread starts any more.
+    """
+
+    def __init__(self) -> None:
+        self.work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._main, name="mlx", daemon=True)
+        self.thread.start()
+
+    def _main(self) -> None:
+        with mlx_thread():
+            while (work := self.work.get()) is not None:
+                work()
+                del work  # it holds what it computed with
+
+
+class _IdleWorkers:
+    """Workers that nobody uses now. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._workers: list[_Worker] = []
+        atexit.register(self._end)
+
+    def take(self) -> _Worker:
+        with self._lock:
+            return self._workers.pop() if self._workers else _Worker()
+
+    def give_back(self, worker: _Worker) -> None:
+        worker.thread.name = "mlx"
+        with self._lock:
+            self._workers.append(worker)
+
+    def _end(self) -> None:
+        with self._lock:
+            workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.work.put(None)
+        for worker in workers:
+            worker.thread.join(END_S)
+
+
+_IDLE = _IdleWorkers()
+
+
+class MLXThread:
+    """A thread in which functions that use MLX run one after another, until `close`.
+
+    Its worker is used again by a later `MLXThread`, so a process has as many as were ever used at
+    the same time. Threads of an ordinary pool will not do: each would release its streams at its
+    end, or keep MLX from ending in order.
     """
 
     def __init__(self, name: str = "mlx") -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
+        self._worker = _IDLE.take()
+        self._worker.thread.name = name
+        self._lock = threading.Lock()
+        self._closed = False
+        self._ended = threading.Event()
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
+        """Raises RuntimeError: it is closed."""
         outcome: Future[T] = Future()
 
         def run() -> None:
@@ -56,22 +109,29 @@ class MLXThread:
             except BaseException as error:  # noqa: BLE001 - boundary: it is the caller's
                 outcome.set_exception(error)
 
-        self._work.put(run)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this MLXThread is closed")
+            self._worker.work.put(run)
         return outcome
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for what was submitted, at most so long, and end the thread. May be called again."""
-        self._work.put(None)
-        self._thread.join(timeout_s)
+        """Wait for what was submitted, at most so long, and give the worker back. May be called
+        again."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._worker.work.put(self._give_back)
+        if threading.current_thread() is not self._worker.thread:  # it cannot wait for itself
+            self._ended.wait(timeout_s)
 
-    def _main(self) -> None:
-        with mlx_thread():
-            while (work := self._work.get()) is not None:
-                work()
+    def _give_back(self) -> None:
+        _IDLE.give_back(self._worker)
+        self._ended.set()
 
 
 def in_mlx_thread(function: Callable[[], T]) -> T:
-    """Runs `function`, which uses MLX, in a thread of its own and waits; raises what it raises."""
+    """Run `function`, which uses MLX, in a thread that does, and wait; raise what it raises."""
     thread = MLXThread()
     outcome = thread.submit(function)
     thread.close()

@@ -1,8 +1,15 @@
 """Threads that use MLX."""
 
+import gc
+import os
 import threading
+import weakref
 
-from mlx_parallm.models.threads import MLXThread
+import mlx.core as mx
+import psutil
+import pytest
+
+from mlx_parallm.models.threads import MLXThread, in_mlx_thread
 
 
 def test_cancelling_what_waits_leaves_the_thread_alive() -> None:
@@ -15,3 +22,37 @@ def test_cancelling_what_waits_leaves_the_thread_alive() -> None:
     go_on.set()
     assert thread.submit(lambda: 3).result(10) == 3 and ran == []
     thread.close()
+
+
+def test_threads_of_the_system_do_not_grow_with_the_work() -> None:
+    """MLX keeps a stream for each thread that has computed, and never gives it back."""
+
+    def compute() -> float:
+        return float((mx.ones(3) + 1).sum().item())
+
+    process = psutil.Process()
+    assert in_mlx_thread(compute) == in_mlx_thread(lambda: in_mlx_thread(compute)) == 6.0
+    before = process.num_threads()
+    for _ in range(int(os.environ.get("MLX_PARALLM_THREAD_USES", "40"))):
+        thread = MLXThread("another")
+        assert thread.submit(compute).result() == 6.0
+        thread.close()
+        assert in_mlx_thread(compute) == 6.0
+    assert process.num_threads() <= before + 1
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.submit(compute)
+
+
+def test_a_thread_holds_nothing_of_what_it_has_done() -> None:
+    array = mx.ones(3)
+    held = weakref.ref(owner := threading.Event())
+    in_mlx_thread(lambda: (owner, array))
+    del owner
+    gc.collect()
+    assert held() is None
+
+
+def test_closing_within_the_thread_does_not_wait_for_itself() -> None:
+    thread = MLXThread()
+    thread.submit(thread.close).result(10)
+    thread.close(10)

@@ -266,11 +266,8 @@ class TRLTrainer(TrainerAttributes):
             )
         target = Path(output_dir).expanduser() if output_dir is not None else run
         target.mkdir(parents=True, exist_ok=True)
-        thread = MLXThread("save")
         lora = self._configuration().rl_training.lora
-        work = thread.submit(lambda: save(checkpoint, target, lora=lora, base=self._base))
-        thread.close()
-        work.result()
+        in_mlx_thread(lambda: save(checkpoint, target, lora=lora, base=self._base))
 
     @property
     def model(self) -> Any:
