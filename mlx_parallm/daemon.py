@@ -23,7 +23,6 @@ import contextlib
 import gc
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -79,7 +78,7 @@ from mlx_parallm.system.hardware import launched_rank, usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging, get_logger
 from mlx_parallm.system.power import kept_awake
 from mlx_parallm.system.redaction import Redactor
-from mlx_parallm.system.signals import ShutdownWatcher
+from mlx_parallm.system.signals import END_S, Shutdown
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import PublishReport, SharedWeights
@@ -133,53 +132,67 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
 
     Raises EngineUnavailableError: the engine thread has died.
     """
-    stop = _begin(config.logging.level, config.redactor())
+    with _begin(config.logging.level, config.redactor()) as shutdown:
+        shutdown.limit_s = config.server.drain_timeout_s + END_S
+        return _serve(config, adapters, shutdown)
+
+
+def _serve(config: Config, adapters: Mapping[str, str], shutdown: Shutdown) -> int:
+    closing = contextlib.ExitStack()
+    try:
+        with shutdown.interrupts():
+            serving = _start_serving(config, adapters, closing)
+        while not shutdown.stop.wait(ENGINE_CHECK_S):
+            serving.check()
+        log.info("stopping")
+    finally:
+        with mlx_thread():
+            closing.close()
+    return 0
+
+
+def _start_serving(
+    config: Config, adapters: Mapping[str, str], closing: contextlib.ExitStack
+) -> "Serving":
+    """Load everything and answer. `closing` ends what was started, also after a failure."""
     serving = Serving(config)
     hooks = [imported(leaf.part) for leaf in leaves() if leaf.part is not None]
     parts: list[ServedPart] = [part for make in hooks if (part := make(config)) is not None]
     if parts:
         share_blas_between(COMPUTING_THREADS, usable_cores())
-    try:
-        main_adapter, layers = _adapters_to_serve(
-            config.model, adapters, config.server.served_model_names
+    for part in reversed(parts):
+        closing.callback(part.close)
+    closing.callback(serving.close)
+    main_adapter, layers = _adapters_to_serve(
+        config.model, adapters, config.server.served_model_names
+    )
+    check_model(config.model, train=False, quantize=config.rl_training.lora.quantize_base)
+    added = [part.router for part in parts]
+    if parts:
+        added += _pages(
+            lambda: [run for part in parts for run in part.run_directories()],
+            config.redactor(),
         )
-        check_model(config.model, train=False, quantize=config.rl_training.lora.quantize_base)
-        added = [part.router for part in parts]
-        if parts:
-            added += _pages(
-                lambda: [run for part in parts for run in part.run_directories()],
-                config.redactor(),
-            )
-        serving.listen(routers=added)
-        loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
-        if stop.is_set():
-            return 0
-        weights = SharedWeights(loaded.model, keep_versions=1)
-        for part in parts:
-            part.loaded(loaded, serving.turns)
-        serving.open(loaded, weights, adapters=layers, main_adapter=main_adapter)
-        for part in parts:
-            part.opened(weights, serving.client)
-        gc.collect()
-        gc.freeze()
-        models = [model.id for model in serving.client.models()]
-        pages = serving.page_urls(with_key=False)
-        log.info(
-            "serving",
-            url=f"{serving.url}/v1",
-            models=models,
-            kv_layout=serving.client.stats().kv_layout,
-            pages=pages,
-        )
-        while not stop.wait(ENGINE_CHECK_S):
-            serving.check()
-        log.info("stopping")
-    finally:
-        with mlx_thread():
-            serving.close()
-            for part in parts:
-                part.close()
-    return 0
+    serving.listen(routers=added)
+    loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
+    weights = SharedWeights(loaded.model, keep_versions=1)
+    for part in parts:
+        part.loaded(loaded, serving.turns)
+    serving.open(loaded, weights, adapters=layers, main_adapter=main_adapter)
+    for part in parts:
+        part.opened(weights, serving.client)
+    gc.collect()
+    gc.freeze()
+    models = [model.id for model in serving.client.models()]
+    pages = serving.page_urls(with_key=False)
+    log.info(
+        "serving",
+        url=f"{serving.url}/v1",
+        models=models,
+        kv_layout=serving.client.stats().kv_layout,
+        pages=pages,
+    )
+    return serving
 
 
 def run_training(config: Config, *, resume: str | None) -> int:
@@ -191,8 +204,9 @@ def run_training(config: Config, *, resume: str | None) -> int:
             " configuration does"
         )
     with RunLog(config.redactor()) as run_log:
-        stop = _begin(config.logging.level, run_log.redactor, run_log)
-        with contextlib.closing(join()) as ranks, kept_awake():
+        begin = _begin(config.logging.level, run_log.redactor, run_log)
+        with begin as shutdown, contextlib.closing(join()) as ranks, kept_awake():
+            stop = shutdown.stop
             _share_cores(config.rl_training.algorithm, usable_cores() // ranks.here)
             if ranks.rank > 0:
                 with mlx_thread():
@@ -203,17 +217,22 @@ def run_training(config: Config, *, resume: str | None) -> int:
                         partial(Serving, http=False, processes=ranks.here),
                     )
                 return 0
-            run = training_run(
-                config,
-                pages=True,
-                resume=resume,
-                stop=stop,
-                console=Console(stderr=True),
-                run_log=run_log,
-                ranks=ranks,
-            )
+            limit_s = config.server.drain_timeout_s + END_S
+            # other ranks wait for this one, and are asked to stop as well
+            interrupts = partial(shutdown.interrupts, limit_s)
+            loads = interrupts if ranks.size == 1 else contextlib.nullcontext
+            with loads():
+                run = training_run(
+                    config,
+                    pages=True,
+                    resume=resume,
+                    stop=stop,
+                    console=Console(stderr=True),
+                    run_log=run_log,
+                    ranks=ranks,
+                )
             try:
-                run.execute()
+                run.execute(loads)
             finally:
                 with mlx_thread():
                     run.close()
@@ -247,20 +266,22 @@ def run_dry_run(config: Config) -> int:
         raise ConfigError("--dry-run measures one process: start it without mlx.launch")
     check_installed(config.logging)  # the probe has no trackers
     # what is printed is the dry run's own
-    stop = _begin("warning", config.redactor())
-    _share_cores(config.rl_training.algorithm, usable_cores())
-    with tempfile.TemporaryDirectory(prefix="mlx_parallm_dry_run_") as scratch:
-        run = DryRun(config, training_run, scratch=Path(scratch), stop=stop, console=Console())
+    scratch = tempfile.TemporaryDirectory(prefix="mlx_parallm_dry_run_")
+    with _begin("warning", config.redactor()) as shutdown, scratch as name:
+        shutdown.limit_s = config.server.drain_timeout_s + END_S
+        stop = shutdown.stop
+        _share_cores(config.rl_training.algorithm, usable_cores())
+        run = DryRun(config, training_run, scratch=Path(name), stop=stop, console=Console())
         try:
             run.execute()
         finally:
             with mlx_thread():
                 run.close()
-    return INTERRUPTED if stop.is_set() else 0
+        return INTERRUPTED if stop.is_set() else 0
 
 
-def _begin(level: str, redactor: Redactor, run_log: RunLog | None = None) -> threading.Event:
-    """Set up logging, warn of a slow BLAS, and return the event that a shutdown signal sets."""
+def _begin(level: str, redactor: Redactor, run_log: RunLog | None = None) -> Shutdown:
+    """Set up logging, warn of a slow BLAS, and return what a shutdown signal does."""
     # a full pass of the collector over what was imported would stop all threads for 0.15 s
     gc.freeze()
     configure_logging(level=level, redactor=redactor, run_log=run_log)
@@ -270,14 +291,8 @@ def _begin(level: str, redactor: Redactor, run_log: RunLog | None = None) -> thr
             blas=blas_status().name,
             fix=advice,
         )
-    stop = threading.Event()
-
-    def on_first(name: str) -> None:
-        log.info("stopping in order; a second signal exits at once", signal=name)
-        stop.set()
-
-    ShutdownWatcher(on_first).start()
-    return stop
+    stopping = "stopping in order; a second signal exits at once"
+    return Shutdown(lambda name: log.info(stopping, signal=name))
 
 
 def _adapters_to_serve(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.system.redaction import Redactor, environment_secrets
+from mlx_parallm.system.signals import END_S, EndLimit, Shutdown, StopRequested
 
 if TYPE_CHECKING:
     from mlx_parallm.config.load import Config
@@ -70,8 +71,26 @@ def exit_code(run: Run, args: Namespace) -> int:
             raise  # a fault of this package
         sys.stderr.write(f"error: {line}\n")
         return EXIT_ERROR
+    except StopRequested as stopped:
+        sys.stderr.write(f"stopped in order by {stopped}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EndLimit.exit_code)  # MLX may compute on, and what is left of Python would wait
     except KeyboardInterrupt:
         return 130
+
+
+def ended_in_order(run: Run, limit_s: float = END_S) -> Run:
+    """Wrap a command that loads and computes in the main thread: a shutdown signal ends it there.
+
+    What it writes is written as it goes; `limit_s`: for the rest.
+    """
+
+    def until_signal(args: Namespace) -> int:
+        with Shutdown() as shutdown, shutdown.interrupts(limit_s):
+            return run(args)
+
+    return until_signal
 
 
 def piped(run: Run) -> Run:

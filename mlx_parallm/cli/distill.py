@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.cli.command import Run, add_set, load, toml_value
+from mlx_parallm.cli.command import Run, add_set, ended_in_order, load, toml_value
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.packages import require_mlx
 
@@ -109,7 +109,7 @@ def distill_data(parser: ArgumentParser) -> Run:
         distilling.show(outcome, args.output, Console())
         return 0
 
-    return run
+    return ended_in_order(run)
 
 
 def _flags(args: Namespace, *, is_endpoint: bool) -> list[str]:

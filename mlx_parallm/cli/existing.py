@@ -11,8 +11,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.cli.command import Run, add_set, load, piped, toml_value
+from mlx_parallm.cli.command import Run, add_set, ended_in_order, load, piped, toml_value
 from mlx_parallm.system.packages import require, require_mlx
+
+REPLAY_END_S = 60.0  # a step of a large model ends
 
 
 def explain(parser: ArgumentParser) -> Run:
@@ -300,7 +302,7 @@ def evaluate(parser: ArgumentParser) -> Run:
         evaluation.show(result.to_json(), Console())
         return 0
 
-    return run
+    return ended_in_order(run)
 
 
 def _evaluation_flags(args: Namespace) -> list[str]:
@@ -366,7 +368,7 @@ def replay(parser: ArgumentParser) -> Run:
         show(results, Console())
         return 0
 
-    return run
+    return ended_in_order(run, REPLAY_END_S)
 
 
 def merge_lora(parser: ArgumentParser) -> Run:

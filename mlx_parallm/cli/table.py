@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from mlx_parallm import __version__
 from mlx_parallm.cli.command import EXIT_ERROR, Run, exit_code
 from mlx_parallm.config.leaves import Command, leaves
+from mlx_parallm.system.signals import unblock_shutdown_signals
 
 TASKS = {
     "start": "Start",
@@ -32,6 +33,7 @@ CORE = (
         "Serve a model over an OpenAI-compatible API and train it meanwhile.",
         "mlx_parallm.cli.start:train",
         "mlx_parallm_train",
+        ends_in_order=True,
     ),
     Command(
         "serve",
@@ -39,6 +41,7 @@ CORE = (
         "Serve a model over an OpenAI-compatible API.",
         "mlx_parallm.cli.start:serve",
         "mlx_parallm_serve",
+        ends_in_order=True,
     ),
     Command(
         "explain",
@@ -76,6 +79,7 @@ CORE = (
         "The problems are those of a configuration's environments; a model on this machine"
         " answers them, or any"
         " OpenAI-compatible endpoint. Or compare two such results.",
+        ends_in_order=True,
     ),
     Command(
         "compare",
@@ -94,6 +98,7 @@ CORE = (
         "mlx_parallm.cli.existing:replay",
         "mlx_parallm_replay",
         "Nothing is generated. Shows the metrics side by side.",
+        ends_in_order=True,
     ),
     Command(
         "distill-data",
@@ -104,6 +109,7 @@ CORE = (
             "The teacher is a model on this machine, or any OpenAI-compatible endpoint. A call that"
             " was ended goes on where it was."
         ),
+        ends_in_order=True,
     ),
     Command(
         "merge",
@@ -164,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def call(command: Command, argv: Sequence[str], prog: str) -> int:
     """Carry out a command with these arguments and return its exit code."""
+    if not command.ends_in_order:  # a parent that has blocked them may send them
+        unblock_shutdown_signals()
     parser, run = command.parser(prog)
     args = parser.parse_args(argv)
     args.argv = list(argv)

@@ -47,6 +47,8 @@ class Command:
         function: "module:name" of a function that takes the parser and returns what carries the
             command out.
         script: the name that `pyproject.toml` installs for it beside `mlx_parallm`.
+        ends_in_order: it serves, trains or asks a model, and makes a `system.signals.Shutdown`; the
+            signals that its parent has blocked stay blocked until then.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Command:
     function: str
     script: str | None = None
     details: str = ""
+    ends_in_order: bool = False
 
     def parser(self, prog: str) -> tuple[ArgumentParser, Callable[[Namespace], int]]:
         """Return the parser of this command and what carries it out."""

@@ -7,6 +7,9 @@
 The daemon chooses the serving half and the kinds of sources, and connects them to routes.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 from mlx_parallm.rl_training.run.prepare import PreparedRun
 from mlx_parallm.rl_training.run.running import RunningRun
 from mlx_parallm.rl_training.run.start import StartedRun, start_run
@@ -18,10 +21,12 @@ class TrainingRun:
     def __init__(self, prepared: PreparedRun) -> None:
         self.prepared = prepared
 
-    def execute(self) -> None:
+    def execute(self, loads: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Train to total_steps or to the stop; leave a checkpoint either way. The process should
-        end after it."""
-        if (started := self.start()) is not None:
+        end after it. `loads`: is entered for the time before there is anything to save."""
+        with loads():
+            started = self.start()
+        if started is not None:
             RunningRun(started, ends_process=True).run()
 
     def start(self) -> StartedRun | None:

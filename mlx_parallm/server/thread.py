@@ -9,6 +9,8 @@ import errno
 import logging
 import socket
 import threading
+from collections.abc import Callable
+from typing import Literal
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -17,9 +19,12 @@ from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.server.connections import (
     ConnectionGuard,
     SparseWarnings,
+    connection_limit,
     guarded_protocol,
     on_loop_error,
 )
+from mlx_parallm.system.files import raise_file_limit
+from mlx_parallm.system.signals import END_S, Shutdown
 
 BACKLOG = 2048
 # Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): whoever closes first while
@@ -27,6 +32,7 @@ BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 STARTUP_SECONDS = 30.0
 TICKS_PER_SWEEP = 10  # uvicorn ticks ten times a second
+WATCH_S = 1.0  # a process whose HTTP thread has died ends this soon
 JOIN_MARGIN_SECONDS = 5.0  # after the drain: cancelled handlers and the lifespan
 
 
@@ -78,14 +84,22 @@ class ServerThread:
     """Serves `app` on `listener` from `start` to `stop`, in a thread of its own, with so many
     connections at most (`connections.connection_limit`). Single use."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, max_connections: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        max_connections: int,
+        *,
+        lifespan: Literal["on", "off"] = "off",
+    ) -> None:
+        """`lifespan`: whether the app starts and ends parts of its own."""
         guard = ConnectionGuard(max_connections)
         config = uvicorn.Config(
             app,
             loop="asyncio",
             http=guarded_protocol(guard),
             ws="none",
-            lifespan="off",
+            lifespan=lifespan,
             log_config=None,
             access_log=False,  # the app writes its own
             server_header=False,
@@ -122,6 +136,42 @@ class ServerThread:
             asyncio.run(self._server.serve(sockets=[self._listener]))
         finally:
             self._server.settled.set()
+
+
+def serve_until_signal(
+    make: Callable[[], ASGIApp],
+    host: str,
+    port: int,
+    announce: Callable[[str], None],
+    *,
+    drain_s: float,
+    draining: Callable[[], None] = lambda: None,
+    connections: int = 0,
+    lifespan: Literal["on", "off"] = "off",
+) -> None:
+    """Serve an app of its own process, without a model, until a shutdown signal. Main thread only.
+
+    Args:
+        make: makes the app, within the time that a signal interrupts.
+        announce: is called with the URL, once it answers.
+        draining: is called before running requests get `drain_s` seconds to end.
+        connections: most of them; 0: as `connection_limit` does.
+
+    Raises ConfigError: the port, and what `make` raises.
+    """
+    with Shutdown() as shutdown:
+        shutdown.limit_s = drain_s + END_S
+        with shutdown.interrupts():
+            app, listener = make(), bind_socket(host, port)
+            limit = connection_limit(connections, raise_file_limit())
+            thread = ServerThread(app, listener, limit, lifespan=lifespan)
+            thread.start()
+        shown = f"[{host}]" if ":" in host else host
+        announce(f"http://{shown}:{listener.getsockname()[1]}")
+        while thread.alive and not shutdown.stop.wait(WATCH_S):
+            pass
+        draining()
+        thread.stop(drain_s)
 
 
 class _Server(uvicorn.Server):

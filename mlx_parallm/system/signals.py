@@ -1,20 +1,36 @@
 """Shutdown signals, which a thread receives in `sigwait`. Imports no MLX.
 
 A Python signal handler runs only when the main thread next executes bytecode, which is after the
-running `mx.eval`. So `cli` calls `block_shutdown_signals` before any thread starts (later threads
-inherit the mask), and `daemon` starts one
-`ShutdownWatcher`: the first signal calls back, a second one ends the process at once.
+running `mx.eval`. So a command makes one `Shutdown` before any thread starts: later threads inherit
+its mask.
+
+    with Shutdown() as shutdown:
+        shutdown.stop                 for what waits or polls
+        with shutdown.interrupts():   StopRequested in the main thread, while it loads or computes
+
+What neither of them ends is ended by an `EndLimit`; a second signal ends the process at once.
 """
 
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from queue import SimpleQueue
+from types import FrameType
 from typing import ClassVar
 
 LAST_WORDS_S = 2.0
 SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INTERRUPT = signal.SIGURG
+"""Sent to the main thread alone. Its default action is to do nothing."""
+END_S = 15.0  # of a command that has no other limit
+
+
+class StopRequested(KeyboardInterrupt):
+    """A signal asks the command to end. Its text is the signal's name."""
 
 
 def block_shutdown_signals() -> None:
@@ -26,9 +42,14 @@ def block_shutdown_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SHUTDOWN_SIGNALS)
 
 
+def unblock_shutdown_signals() -> None:
+    """Let the signals have their usual effect, also where the parent process has blocked them."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
+
+
 class ShutdownWatcher:
-    """Calls `on_first(signal name)` in a new thread at the first signal; the second exits with 128
-    + its number.
+    """Calls `on_first(signal name)` in another thread at the first signal; the second exits with
+    128 + its number.
 
     `timeout`, `make` and container runtimes deliver one request twice (to the process and to its
     group): signals within `same_request_s` seconds count as the first one. SIGHUP stays ignored
@@ -38,29 +59,137 @@ class ShutdownWatcher:
     def __init__(self, on_first: Callable[[str], None], *, same_request_s: float = 0.25) -> None:
         self._on_first = on_first
         self._same_request_s = same_request_s
-        self._signals = {
+        self.signals = {
             s
             for s in SHUTDOWN_SIGNALS
             if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN
         }
+        self._first: SimpleQueue[str | None] = SimpleQueue()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="shutdown-watcher", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, after `block_shutdown_signals`. A pending signal is delivered now."""
+        """Start the threads, after `block_shutdown_signals`. A pending signal is delivered now.
+
+        Both start here: at the first signal the system may have no thread left.
+        """
         self._thread.start()
+        threading.Thread(target=self._call_back, name="on-shutdown", daemon=True).start()
+
+    def send(self, number: int) -> None:
+        """Let it receive a signal that another thread has received."""
+        if number in self.signals and self._thread.ident is not None:
+            signal.pthread_kill(self._thread.ident, number)
+
+    def end(self) -> None:
+        """End the threads; a signal that comes later is not theirs."""
+        self._ended.set()
+        self.send(signal.SIGTERM)
+        self._thread.join()
+
+    def _call_back(self) -> None:
+        # A callback that hangs must not keep the second signal from being seen.
+        if (name := self._first.get()) is not None:
+            self._on_first(name)
 
     def _watch(self) -> None:
-        first = signal.sigwait(self._signals)
+        first = signal.sigwait(self.signals)
+        if self._ended.is_set():
+            self._first.put(None)
+            return
         first_at = time.monotonic()
-        # In a thread, so that a callback that hangs cannot keep the second signal from being seen.
-        name = signal.Signals(first).name
-        threading.Thread(
-            target=self._on_first, args=(name,), name="on-shutdown", daemon=True
-        ).start()
-        while True:
-            again = signal.sigwait(self._signals)
-            if time.monotonic() - first_at >= self._same_request_s:
+        self._first.put(signal.Signals(first).name)
+        while not self._ended.is_set():
+            again = signal.sigwait(self.signals)
+            if time.monotonic() - first_at >= self._same_request_s and not self._ended.is_set():
                 os._exit(128 + again)
+
+
+class Shutdown:
+    """The end of a command by a signal: a context manager, in the main thread of a process.
+
+    Args:
+        tell: called with the signal's name at the first one.
+
+    Attributes:
+        stop: is set at the first signal.
+        limit_s: the process ends so long after the first signal, with exit code 0; None: only
+            within `interrupts`.
+    """
+
+    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+        self.stop, self._tell = threading.Event(), tell
+        self.limit_s: float | None = None
+        self._name, self._interrupting = "", False
+        self._limit = EndLimit()
+        self._watcher = ShutdownWatcher(self._first)
+        self._undo = ExitStack()
+
+    def __enter__(self) -> "Shutdown":
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SHUTDOWN_SIGNALS)
+        self._undo.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
+        self._watcher.start()
+        self._undo.callback(self._watcher.end)
+        self._set_handler(INTERRUPT, self._interrupt)
+        self._take_from_older_threads()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restore what was; after a signal nothing is left to restore, and the limit goes on."""
+        if not self.stop.is_set():
+            self._limit.cancel()
+            self._undo.close()
+
+    @contextmanager
+    def interrupts(self, limit_s: float = END_S) -> Iterator[None]:
+        """Raise StopRequested within the block, in the main thread, at the first signal; end the
+        process where that takes longer than the limit."""
+        before, self.limit_s = self.limit_s, limit_s if self.limit_s is None else self.limit_s
+        self._interrupting = True
+        try:
+            if self.stop.is_set():  # the signal came before the block
+                self._limit.start(self.limit_s)
+                raise StopRequested(self._name)
+            yield
+        finally:
+            self._interrupting, self.limit_s = False, before
+
+    def _first(self, name: str) -> None:
+        self._name = name
+        self.stop.set()
+        if self.limit_s is not None:
+            self._limit.start(self.limit_s)
+        if self._interrupting:
+            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
+        if self._tell is not None:
+            self._tell(name)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._interrupting and self.stop.is_set():
+            self._interrupting = False  # once: what cleans up is not interrupted
+            raise StopRequested(self._name)
+
+    def _take_from_older_threads(self) -> None:
+        """A signal may reach a thread that is older than the mask, such as NumPy's. Python's
+        handler in C then writes its number into the wake-up socket at once, whatever the main
+        thread does."""
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+
+        def relay() -> None:
+            with reader:
+                while received := reader.recv(1):
+                    self._watcher.send(received[0])
+
+        threading.Thread(target=relay, name="shutdown-relay", daemon=True).start()
+        self._undo.callback(writer.close)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._undo.callback(signal.set_wakeup_fd, before)
+        for number in self._watcher.signals:
+            self._set_handler(number, lambda *_: None)
+
+    def _set_handler(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
+        self._undo.callback(signal.signal, number, signal.signal(number, handler))
 
 
 class EndLimit:
@@ -77,23 +206,28 @@ class EndLimit:
     def __init__(self, exit_code: int | None = None) -> None:
         """`exit_code`: of this limit alone."""
         self._exit_code = exit_code
-        self._cancelled = threading.Event()
-        self._started = False
+        self._cancelled, self._begun = threading.Event(), threading.Event()
+        self._seconds = 0.0
+        self._on_end: Callable[[], None] = lambda: None
+        # now: at the end the system may have no thread left
+        threading.Thread(target=self._wait, name="end-limit", daemon=True).start()
 
     def start(self, seconds: float, on_end: Callable[[], None] = lambda: None) -> None:
         """Call `on_end` and end the process with its exit code after so many seconds, unless
         `cancel` comes first."""
-        if self._started:
-            return
-        self._started = True
-
-        def wait() -> None:
-            if not self._cancelled.wait(seconds):
-                threading.Thread(target=on_end, daemon=True).start()
-                self._cancelled.wait(LAST_WORDS_S)  # no longer, whatever it does
-                os._exit(self.exit_code if self._exit_code is None else self._exit_code)
-
-        threading.Thread(target=wait, name="end-limit", daemon=True).start()
+        if not self._begun.is_set():
+            self._seconds, self._on_end = seconds, on_end
+            self._begun.set()
 
     def cancel(self) -> None:
+        """Let the process go on."""
         self._cancelled.set()
+        self._begun.set()
+
+    def _wait(self) -> None:
+        self._begun.wait()
+        if not self._cancelled.wait(self._seconds):
+            with suppress(RuntimeError):  # the system has no thread left
+                threading.Thread(target=self._on_end, daemon=True).start()
+            self._cancelled.wait(LAST_WORDS_S)  # no longer, whatever it does
+            os._exit(self.exit_code if self._exit_code is None else self._exit_code)

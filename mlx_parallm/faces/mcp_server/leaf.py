@@ -12,6 +12,7 @@ LEAF = Leaf(
             "mlx_parallm.faces.mcp_server.server:mcp",
             "mlx_parallm_mcp",
             "Trainings go on when it ends, and are found again. docs/mcp_server.md.",
+            ends_in_order=True,
         ),
     ),
 )

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.system.packages import require, require_mlx
+from mlx_parallm.system.signals import Shutdown
 
 if TYPE_CHECKING:
     from mlx_parallm.faces.mcp_server.trainings import Trainings
 
+HOST, DRAIN_S = "127.0.0.1", 5.0
 EVALUATION_TIMEOUT_S = 3600.0
 ASK_TIMEOUT_S = 600.0
 MOST_PROBLEMS, MOST_OVERRIDES = 10_000, 1000
@@ -50,14 +52,32 @@ def mcp(parser: ArgumentParser) -> Callable[[Namespace], int]:
         require_mlx()  # for the trainings that it starts
         from mlx_parallm.faces.mcp_server.trainings import Trainings  # --help stays quick
 
-        server = make_server(Trainings(args.directory, most_running=args.most_running))
+        def server() -> Any:
+            return make_server(Trainings(args.directory, most_running=args.most_running))
+
         if args.http is None:
-            server.run("stdio")
-        else:
-            server.run("streamable-http", port=args.http)
+            # a thread of the SDK waits for standard input until the limit
+            with Shutdown() as shutdown, shutdown.interrupts(0.0):
+                server().run("stdio")
+            return 0
+        from mlx_parallm.server.thread import serve_until_signal
+
+        serve_until_signal(
+            lambda: server().streamable_http_app(host=HOST),
+            HOST,
+            args.http,
+            _announce,
+            drain_s=DRAIN_S,
+            lifespan="on",
+        )
         return 0
 
     return run
+
+
+def _announce(url: str) -> None:
+    sys.stderr.write(f"{url}/mcp\n")
+    sys.stderr.flush()
 
 
 def make_server(trainings: "Trainings") -> Any:

@@ -98,6 +98,7 @@ class PreparedRun:
         self.config, training = config, config.rl_training
         self.events, self.live = RunEvents(), LiveRun(training.total_steps)
         self.closing, self.end = ExitStack(), EndLimit()
+        self.closing.callback(self.end.cancel)  # last: the limit is for all that closes
         with ExitStack() as failed:  # nobody closes a run whose constructor has raised
             failed.callback(self.closing.close)
             self.tools = self._open_tools()
@@ -119,7 +120,6 @@ class PreparedRun:
             self.algorithm = make_algorithm(training)
             self.serving = serve(config)
             failed.pop_all()
-        self.closing.callback(self.end.cancel)
         self.closing.callback(self.serving.close)
 
     def counted_by(self, data: DataSource) -> Config:

@@ -5,7 +5,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event
 from typing import TYPE_CHECKING
 
 from mlx_parallm.errors import ConfigError
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
 
 HOST, PORT = "127.0.0.1", 8010
 MOST_RUNS = 26
+DRAIN_S = 1.0
 
 
 def dashboard(parser: ArgumentParser) -> Callable[[Namespace], int]:
@@ -31,25 +31,28 @@ def dashboard(parser: ArgumentParser) -> Callable[[Namespace], int]:
     )
 
     def run(args: Namespace) -> int:
-        from mlx_parallm.server.connections import connection_limit
-        from mlx_parallm.server.thread import ServerThread, bind_socket
-        from mlx_parallm.system.files import raise_file_limit
+        from mlx_parallm.server.thread import serve_until_signal
 
-        app = make_app(args.runs)
-        listener = bind_socket(HOST, args.port)
-        thread = ServerThread(app, listener, connection_limit(0, raise_file_limit()))
-        thread.start()
-        sys.stdout.write(f"http://{HOST}:{listener.getsockname()[1]}/dashboard\n")
-        sys.stdout.flush()
-        try:
-            while thread.alive:
-                Event().wait(1.0)
-        except KeyboardInterrupt:
+        app: FastAPI | None = None
+
+        def make() -> "FastAPI":
+            nonlocal app
+            app = make_app(args.runs)
+            return app
+
+        def draining() -> None:  # streams of events end by themselves
+            assert app is not None, "it was made before it is served"
             app.state.context.deps.state.drain(0.0)
-            thread.stop(1.0)
+
+        serve_until_signal(make, HOST, args.port, _announce, drain_s=DRAIN_S, draining=draining)
         return 0
 
     return run
+
+
+def _announce(url: str) -> None:
+    sys.stdout.write(f"{url}/dashboard\n")
+    sys.stdout.flush()
 
 
 def make_app(paths: list[Path]) -> "FastAPI":

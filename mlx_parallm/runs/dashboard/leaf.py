@@ -15,6 +15,7 @@ LEAF = Leaf(
             "The same page that a training run serves at /dashboard. Reads only; several runs are"
             " drawn over"
             " each other.",
+            ends_in_order=True,
         ),
     ),
 )

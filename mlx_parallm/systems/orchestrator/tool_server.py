@@ -14,8 +14,11 @@ from typing import Any
 
 from mlx_parallm.environments.kinds.svrl import calculate
 from mlx_parallm.errors import ConfigError, ToolFailedError
+from mlx_parallm.server.thread import serve_until_signal
 from mlx_parallm.system.packages import require
+from mlx_parallm.system.signals import Shutdown, StopRequested
 
+DRAIN_S = 5.0
 GRAVITY = 9.81  # m/s²
 MAX_VELOCITY, MAX_WIND = 1000.0, 1000.0  # m/s, so that every result is a finite number
 
@@ -89,16 +92,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, help="serve streamable HTTP there; without it stdio")
     options = parser.parse_args(arguments)
     try:
-        server = make_server()
         if options.port is None:
-            server.run("stdio")
+            # a thread of the SDK waits for standard input until the limit
+            with Shutdown() as shutdown, shutdown.interrupts(0.0):
+                make_server().run("stdio")
         else:
-            server.run("streamable-http", host=options.host, port=options.port)
+            serve_until_signal(
+                lambda: make_server().streamable_http_app(host=options.host),
+                options.host,
+                options.port,
+                lambda url: sys.stderr.write(f"{url}/mcp\n") and sys.stderr.flush(),
+                drain_s=DRAIN_S,
+                lifespan="on",
+            )
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    except KeyboardInterrupt:
-        return 130
+    except StopRequested:
+        return 0
     return 0
 
 

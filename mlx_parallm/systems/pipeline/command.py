@@ -5,8 +5,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+from mlx_parallm.cli.command import ended_in_order
 from mlx_parallm.system.packages import require_mlx
 
+LIMIT_S = 120.0  # for the training that it runs to save
 METHODS = ("grpo", "kto", "dpo", "sft")
 PROFILES = ("AUTO_DETECT", "CPU_ONLY", "GPU_ENABLED", "RYZEN_OPTIMIZED")
 
@@ -124,7 +126,7 @@ def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
         ).run_full_pipeline(say=_say)
         return 0
 
-    return run
+    return ended_in_order(run, LIMIT_S)
 
 
 def _say(line: str) -> None:

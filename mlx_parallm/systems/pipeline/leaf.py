@@ -15,6 +15,7 @@ LEAF = Leaf(
                 "A second call goes on where the first one stopped, and does only what has"
                 " changed. docs/pipeline.md."
             ),
+            ends_in_order=True,
         ),
     ),
 )

@@ -159,7 +159,11 @@ class WorkDirectory:
         with file.open("ab") as output:
             began = output.tell()
             process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in the terminal comes once, from here
             )
             self._state["child"] = {
                 "pid": process.pid,

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 
 from mlx_parallm.cli.command import Run, add_set, load, toml_value
 from mlx_parallm.system.packages import require_mlx
-from mlx_parallm.system.signals import block_shutdown_signals
+from mlx_parallm.system.signals import END_S, Shutdown
 
 
 def prompt_policy(parser: ArgumentParser) -> Run:
@@ -35,48 +35,51 @@ def prompt_policy(parser: ArgumentParser) -> Run:
     add_set(parser)
 
     def run(args: Namespace) -> int:
-        overrides = list(args.set)
-        named = {
-            "server.port": args.server,
-            "server.host": args.host,
-            "server.api_key_file": args.api_key_file,
-            "prompt_policy.checkpoint_dir": args.checkpoint_dir,
-        }
-        overrides += [
-            f"{key}={toml_value(value)}" for key, value in named.items() if value is not None
-        ]
-        config = load(args.config, overrides)
-        require_mlx()
-        from mlx_parallm.models.threads import mlx_thread
-        from mlx_parallm.system.log import configure_logging
-        from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
+        with Shutdown() as shutdown:
+            return _run(args, shutdown)
 
-        configure_logging(level=config.logging.level)
-        if args.server is None:
-            from mlx_parallm.systems.prompt_policy.demo import demonstrate
+    return run
 
-            with mlx_thread():
-                demonstrate(config.section(PromptPolicyConfig).ppo)
-            return 0
-        from mlx_parallm.system.signals import ShutdownWatcher
-        from mlx_parallm.systems.prompt_policy.app import PromptPolicyServer
 
-        block_shutdown_signals()
-        stop = threading.Event()
-        ShutdownWatcher(lambda name: stop.set()).start()
-        if args.until_stdin_ends:
-            threading.Thread(target=_wait_for_end_of_stdin, args=(stop,), daemon=True).start()
+def _run(args: Namespace, shutdown: Shutdown) -> int:
+    overrides = list(args.set)
+    named = {
+        "server.port": args.server,
+        "server.host": args.host,
+        "server.api_key_file": args.api_key_file,
+        "prompt_policy.checkpoint_dir": args.checkpoint_dir,
+    }
+    overrides += [f"{key}={toml_value(value)}" for key, value in named.items() if value is not None]
+    config = load(args.config, overrides)
+    require_mlx()
+    from mlx_parallm.models.threads import mlx_thread
+    from mlx_parallm.system.log import configure_logging
+    from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
+
+    configure_logging(level=config.logging.level)
+    if args.server is None:
+        from mlx_parallm.systems.prompt_policy.demo import demonstrate
+
+        with shutdown.interrupts(), mlx_thread():
+            demonstrate(config.section(PromptPolicyConfig).ppo)
+        return 0
+    from mlx_parallm.systems.prompt_policy.app import PromptPolicyServer
+
+    shutdown.limit_s = config.server.drain_timeout_s + END_S
+    with shutdown.interrupts():
         server = PromptPolicyServer(
             config.section(PromptPolicyConfig), config.server, config.resolve_api_key()
         )
         server.start()
-        sys.stdout.write(f"RL Server started at {server.url}\n")
-        sys.stdout.flush()
-        stop.wait()
-        server.close()
-        return 0
-
-    return run
+    if args.until_stdin_ends:
+        ends = threading.Thread(target=_wait_for_end_of_stdin, args=(shutdown.stop,))
+        ends.daemon = True
+        ends.start()
+    sys.stdout.write(f"RL Server started at {server.url}\n")
+    sys.stdout.flush()
+    shutdown.stop.wait()
+    server.close()
+    return 0
 
 
 def _wait_for_end_of_stdin(stop: threading.Event) -> None:

@@ -14,6 +14,7 @@ LEAF = Leaf(
             "mlx_parallm.systems.prompt_policy.command:prompt_policy",
             "mlx_parallm_prompt_policy",
             "Without --server: a demonstration. docs/prompt_policy.md.",
+            ends_in_order=True,
         ),
     ),
 )

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.errors import TraceError
+from mlx_parallm.system.signals import unblock_shutdown_signals
 
 if TYPE_CHECKING:
     from mlx_parallm.system.redaction import Redactor
 
 SHOWN = 20
+DRAIN_S, CONNECTIONS = 5.0, 10_000
 Run = Callable[[Namespace], int]
 FORMATS = (
     "auto",
@@ -35,6 +37,8 @@ def traces(parser: ArgumentParser) -> Run:
     runs = {name: add(commands) for name, add in ACTIONS.items()}
 
     def run(args: Namespace) -> int:
+        if args.action != "record":  # the only one that serves
+            unblock_shutdown_signals()
         return runs[args.action](args)
 
     return run
@@ -56,14 +60,9 @@ def _record(commands: Any) -> Run:
     _add_redaction(parser)
 
     def run(args: Namespace) -> int:
-        import threading
-
         from mlx_parallm.errors import ConfigError
         from mlx_parallm.server.auth import is_loopback_name
-        from mlx_parallm.server.connections import connection_limit
-        from mlx_parallm.server.thread import ServerThread, bind_socket
-        from mlx_parallm.system.files import raise_file_limit
-        from mlx_parallm.system.signals import ShutdownWatcher
+        from mlx_parallm.server.thread import serve_until_signal
         from mlx_parallm.systems.traces.proxy import recording_proxy
         from mlx_parallm.systems.traces.recorder import SessionRecorder
 
@@ -71,21 +70,22 @@ def _record(commands: Any) -> Run:
             raise ConfigError(
                 f"--host {args.host}: the recorder has no key of its own, so it binds loopback only"
             )
-        stop = threading.Event()
-        ShutdownWatcher(lambda name: stop.set()).start()
-        recorder = SessionRecorder(args.dir, _finder(args))
-        app = recording_proxy(recorder, args.upstream)
-        listener = bind_socket(args.host, args.port)
-        thread = ServerThread(app, listener, connection_limit(10_000, raise_file_limit()))
-        thread.start()
-        url = f"http://{args.host}:{listener.getsockname()[1]}"
-        sys.stderr.write(
-            f"recording into {args.dir}: base_url={url}/sessions/NAME/v1 stands for"
-            f" {args.upstream}\n"
+
+        def announce(url: str) -> None:
+            sys.stderr.write(
+                f"recording into {args.dir}: base_url={url}/sessions/NAME/v1 stands for"
+                f" {args.upstream}\n"
+            )
+            sys.stderr.flush()
+
+        serve_until_signal(
+            lambda: recording_proxy(SessionRecorder(args.dir, _finder(args)), args.upstream),
+            args.host,
+            args.port,
+            announce,
+            drain_s=DRAIN_S,
+            connections=CONNECTIONS,
         )
-        sys.stderr.flush()
-        stop.wait()
-        thread.stop(5.0)
         return 0
 
     return run

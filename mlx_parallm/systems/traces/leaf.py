@@ -15,6 +15,7 @@ LEAF = Leaf(
             "Record what agents do, import their logs, and make data sets of them.",
             "mlx_parallm.systems.traces.command:traces",
             "mlx_parallm_traces",
+            ends_in_order=True,
         ),
     ),
 )

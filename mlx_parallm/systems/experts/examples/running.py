@@ -10,6 +10,7 @@ import mlx.core as mx
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.system.signals import Shutdown
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.systems.experts.expert import ExpertConfig, RNNExpertBase, make_expert
 from mlx_parallm.systems.experts.ppo import RecurrentPPO, RecurrentPPOConfig
@@ -17,6 +18,7 @@ from mlx_parallm.systems.experts.saving import load_expert, save_expert
 from mlx_parallm.systems.experts.tasks import VectorTask
 
 SAVE_EVERY = 8  # updates
+LIMIT_S = 60.0  # after a signal: an update, and what is saved
 BEST = "best.safetensors"
 LATEST = "latest"
 
@@ -62,7 +64,8 @@ def train_expert(
     score: Callable[[RNNExpertBase], float],
     enough: float | None = None,
 ) -> RNNExpertBase:
-    """Train with progress; keep the best expert by `score` and the trainer's latest state.
+    """Train with progress; keep the best expert by `score` and the trainer's latest state. A
+    shutdown signal ends the process after the update, with both saved.
 
     `enough`: a mean return of the episodes at which training may end. Raises ConfigError,
     CheckpointError.
@@ -88,7 +91,8 @@ def train_expert(
         TimeRemainingColumn(),
         TextColumn("{task.fields[words]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Shutdown() as shutdown, Progress(*columns, console=Console(stderr=True)) as progress:
+        shutdown.limit_s = LIMIT_S
         bar = progress.add_task("", total=arguments.timesteps, completed=trainer.steps, words="")
 
         def report(metrics: dict[str, float]) -> bool:
@@ -101,8 +105,11 @@ def train_expert(
             progress.update(bar, completed=trainer.steps, words=words)
             if trainer.updates % SAVE_EVERY == 0:
                 keep()
-            return enough is not None and reached >= enough
+            return shutdown.stop.is_set() or (enough is not None and reached >= enough)
 
         trainer.train(arguments.timesteps, report=report)
-    keep()
+        keep()
+    if shutdown.stop.is_set():
+        show(f"stopped after {trainer.steps:,} steps; --resume goes on")
+        sys.exit(0)
     return trainer.expert
