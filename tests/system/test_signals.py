@@ -170,3 +170,54 @@ def test_an_end_in_time_is_left_alone() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", ends], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (3, "")
+
+
+OLDER = """
+import signal, sys, threading, time
+older = threading.Event()
+threading.Thread(target=older.wait, daemon=True).start()  # its mask lets the signals through
+from mlx_parallm.system.signals import Shutdown, StopRequested
+before = [signal.getsignal(number) for number in (1, 2, 15)], signal.pthread_sigmask(0, ())
+with Shutdown():
+    pass
+assert before == ([signal.getsignal(number) for number in (1, 2, 15)], signal.pthread_sigmask(0, ()))
+with Shutdown() as shutdown:
+    {wait}
+"""
+WAITS = "print('ready', flush=True); assert shutdown.stop.wait(60)"
+COMPUTES = """
+    try:
+        with shutdown.interrupts():
+            print('ready', flush=True)
+            {work}
+    except StopRequested as stopped:
+        print(stopped)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("wait", "printed"),
+    [
+        (WAITS, ""),
+        (COMPUTES.format(work="threading.Event().wait()"), "{name}\n"),
+        (COMPUTES.format(work="while True: pass"), "{name}\n"),
+        # nothing interrupts it: the limit ends the process
+        ("shutdown.limit_s = 0.0\n    while True:\n        try: " + WAITS + "; time.sleep(60)"
+         "\n        except BaseException: pass", ""),
+    ],
+    ids=["waits", "waits for a lock", "computes", "swallows it"],
+)  # fmt: skip
+def test_a_shutdown_takes_signals_of_older_threads(
+    wait: str, printed: str, number: signal.Signals
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OLDER.format(wait=wait)],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=default_signals,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=30)
+        assert (process.returncode, output) == (0, printed.format(name=number.name))

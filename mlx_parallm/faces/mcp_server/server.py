@@ -76,7 +76,7 @@ def mcp(parser: ArgumentParser) -> Callable[[Namespace], int]:
 
 
 def _announce(url: str) -> None:
-    sys.stderr.write(f"{url}/mcp\n")
+    sys.stderr.write(f"{url}/mcp: Uvicorn running on {url}\n")
     sys.stderr.flush()
 
 

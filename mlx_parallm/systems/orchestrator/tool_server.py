@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 lambda: make_server().streamable_http_app(host=options.host),
                 options.host,
                 options.port,
-                lambda url: sys.stderr.write(f"{url}/mcp\n") and sys.stderr.flush(),
+                lambda url: sys.stderr.write(f"{url}/mcp: Uvicorn running on {url}\n") and sys.stderr.flush(),
                 drain_s=DRAIN_S,
                 lifespan="on",
             )
