@@ -134,35 +134,31 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
     """
     with _begin(config.logging.level, config.redactor()) as shutdown:
         shutdown.limit_s = config.server.drain_timeout_s + END_S
-        return _serve(config, adapters, shutdown)
-
-
-def _serve(config: Config, adapters: Mapping[str, str], shutdown: Shutdown) -> int:
-    closing = contextlib.ExitStack()
-    try:
-        with shutdown.interrupts():
-            serving = _start_serving(config, adapters, closing)
-        while not shutdown.stop.wait(ENGINE_CHECK_S):
-            serving.check()
-        log.info("stopping")
-    finally:
-        with mlx_thread():
-            closing.close()
+        serving, parts = Serving(config), list[ServedPart]()
+        try:
+            with shutdown.interrupts():
+                _load_and_answer(serving, adapters, parts)
+            while not shutdown.stop.wait(ENGINE_CHECK_S):
+                serving.check()
+            log.info("stopping")
+        finally:
+            with mlx_thread():
+                serving.close()
+                for part in parts:
+                    part.close()
     return 0
 
 
-def _start_serving(
-    config: Config, adapters: Mapping[str, str], closing: contextlib.ExitStack
-) -> "Serving":
-    """Load everything and answer. `closing` ends what was started, also after a failure."""
-    serving = Serving(config)
+def _load_and_answer(
+    serving: "Serving", adapters: Mapping[str, str], parts: list[ServedPart]
+) -> None:
+    """Load everything and open `serving`, with the parts that work with its model, which are added
+    to `parts`."""
+    config = serving.config
     hooks = [imported(leaf.part) for leaf in leaves() if leaf.part is not None]
-    parts: list[ServedPart] = [part for make in hooks if (part := make(config)) is not None]
+    parts += [part for make in hooks if (part := make(config)) is not None]
     if parts:
         share_blas_between(COMPUTING_THREADS, usable_cores())
-    for part in reversed(parts):
-        closing.callback(part.close)
-    closing.callback(serving.close)
     main_adapter, layers = _adapters_to_serve(
         config.model, adapters, config.server.served_model_names
     )
@@ -192,7 +188,6 @@ def _start_serving(
         kv_layout=serving.client.stats().kv_layout,
         pages=pages,
     )
-    return serving
 
 
 def run_training(config: Config, *, resume: str | None) -> int:

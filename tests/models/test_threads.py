@@ -44,10 +44,13 @@ def test_threads_of_the_system_do_not_grow_with_the_work() -> None:
 
 
 def test_a_thread_holds_nothing_of_what_it_has_done() -> None:
-    array = mx.ones(3)
-    held = weakref.ref(owner := threading.Event())
-    in_mlx_thread(lambda: (owner, array))
-    del owner
+    owners = [threading.Event()]
+    held = weakref.ref(owners[0])
+
+    def work(owner: threading.Event) -> None:
+        in_mlx_thread(lambda: (owner, mx.ones(3)))
+
+    work(owners.pop())
     gc.collect()
     assert held() is None
 

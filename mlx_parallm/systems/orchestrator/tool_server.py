@@ -82,6 +82,11 @@ def make_server() -> Any:
     return server
 
 
+def _announce(url: str) -> None:
+    sys.stderr.write(f"{url}/mcp: Uvicorn running on {url}\n")
+    sys.stderr.flush()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -101,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 lambda: make_server().streamable_http_app(host=options.host),
                 options.host,
                 options.port,
-                lambda url: sys.stderr.write(f"{url}/mcp: Uvicorn running on {url}\n") and sys.stderr.flush(),
+                _announce,
                 drain_s=DRAIN_S,
                 lifespan="on",
             )
