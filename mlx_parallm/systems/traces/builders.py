@@ -37,9 +37,19 @@ from mlx_parallm.system.files import write_directory
 from mlx_parallm.system.packages import require
 from mlx_parallm.systems.traces.execution import MANUAL, AnyTrace, trace_of
 from mlx_parallm.systems.traces.privacy import leftovers
-from mlx_parallm.systems.traces.row_messages import RowChat, row_chat
+from mlx_parallm.systems.traces.row_messages import (
+    RowChat,
+    divided,
+    row_chat,
+    whole_characters,
+)
 from mlx_parallm.systems.traces.schema import Json, Trace, dump_line
-from mlx_parallm.systems.traces.session import prompt_hash
+from mlx_parallm.systems.traces.session import (
+    chained_key,
+    compared_text,
+    prompt_hash,
+    text_digest,
+)
 
 Kind = Literal["sft", "preference", "kto", "grpo", "prompts", "atif"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -91,6 +101,7 @@ class Dataset:
         left_out: traces that are in no row, by reason.
         fields: names of fields that the traces hold and the rows do not, since they say nothing to
             a model.
+        answers: answers of the traces that are not learned though a model sampled them, by reason.
     """
 
     options: DatasetOptions
@@ -98,6 +109,7 @@ class Dataset:
     test: list[Json] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     fields: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
     licenses: Counter[str] = field(default_factory=Counter)
     traces: int = 0
@@ -151,7 +163,7 @@ def build_dataset(traces: Iterable[AnyTrace], options: DatasetOptions) -> Datase
         )
     dataset = Dataset(options)
     usable = []
-    for trace in _with_subagents(map(trace_of, traces)):
+    for trace in _with_subagents(list(map(trace_of, traces))):
         dataset.traces += 1
         chat = _usable(trace, options)
         if isinstance(chat, str):
@@ -159,7 +171,10 @@ def build_dataset(traces: Iterable[AnyTrace], options: DatasetOptions) -> Datase
         else:
             usable.append(trace)
             dataset.fields += chat.notes
+            dataset.answers += chat.not_learned
     rows = list(_BUILDERS[options.kind](usable, dataset))
+    if options.kind != "atif":
+        rows = [replace(row, data=whole_characters(row.data, dataset.fields)) for row in rows]
     rows = _by_pass_rate(_different(rows, dataset), usable, options)
     if options.kind == "kto" and options.balance:
         rows = _balanced(rows, options.balance, dataset)
@@ -180,7 +195,7 @@ def build_dataset(traces: Iterable[AnyTrace], options: DatasetOptions) -> Datase
         dataset.licenses[str(trace.get("license", "unknown"))] += 1
     for row in rows:
         held_out = (
-            int(hashlib.sha256(row.side.encode()).hexdigest()[:8], 16) / 2**32
+            int(hashlib.sha256(row.side.encode(errors="surrogatepass")).hexdigest()[:8], 16) / 2**32
             < options.test_fraction
         )
         (dataset.test if held_out else dataset.train).append(row.data)
@@ -268,14 +283,36 @@ def _like(rows: Sequence[Json], threshold: float) -> Callable[[str], bool]:
     return is_like
 
 
-def _with_subagents(traces: Iterable[Trace]) -> Iterator[Trace]:
-    """Each trace, and the runs of sub-agents that lie inside it as traces of their own."""
+def _with_subagents(traces: Sequence[Trace]) -> Iterator[Trace]:
+    """Each trace, and the runs of sub-agents that lie inside it, or that another trace names as
+    such, as traces of their own."""
+    named = {name for trace in traces for name in _named_subagents(trace)}
     for trace in traces:
+        if trace.id in named and not trace.get("sidechain"):
+            trace = trace.model_copy()
+            trace.note(sidechain=True)
         yield trace
-        for inner in _with_subagents(trace.subagent_trajectories or ()):
-            apart = inner.model_copy()
-            apart.note(sidechain=True)
-            yield apart
+        for inner in _inner(trace):
+            yield inner
+
+
+def _inner(trace: Trace) -> Iterator[Trace]:
+    for inner in trace.subagent_trajectories or ():
+        apart = inner.model_copy()
+        apart.note(sidechain=True)
+        yield apart
+        yield from _inner(apart)
+
+
+def _named_subagents(trace: Trace) -> Iterator[str]:
+    """The ids of the traces that its results name as the runs of sub-agents."""
+    for step in trace.steps:
+        for result in step.observation.results if step.observation is not None else ():
+            for named in result.subagent_trajectory_ref or ():
+                names = (named.get("trajectory_id"), named.get("session_id"))
+                yield from (
+                    name for name in names if isinstance(name, str) and name != trace.session_id
+                )
 
 
 def _usable(trace: Trace, options: DatasetOptions) -> RowChat | str:
@@ -287,7 +324,7 @@ def _usable(trace: Trace, options: DatasetOptions) -> RowChat | str:
     if not any(step.sampled for step in trace.steps):
         return "no answer was sampled in it"
     if options.kind == "atif":
-        return RowChat([], [], Counter())
+        return RowChat([], [], Counter(), Counter())
     if trace.get("untrainable"):
         return str(trace.get("untrainable"))
     try:
@@ -331,13 +368,16 @@ def _sides(traces: Sequence[Trace]) -> Callable[[Trace], str]:
 
 
 def _sft(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
-    side = _sides(traces)
+    side, once = _sides(traces), _LearnedOnce(dataset)
     for trace in traces:
         score = score_of(trace)
         if score is not None and score < dataset.options.good_from:
             dataset.left_out[f"a score below {dataset.options.good_from:g}"] += 1
             continue
-        before, answered = _parts(trace)
+        parts = once.parts(trace)
+        if parts is None:
+            continue
+        before, answered = parts
         if not before:
             dataset.left_out["it begins with an answer: there is no prompt"] += 1
             continue
@@ -345,15 +385,66 @@ def _sft(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
 
 
 def _kto(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
-    side = _sides(traces)
+    side, once = _sides(traces), _LearnedOnce(dataset)
     for trace in _scored(traces, dataset):
-        before, answered = _parts(trace)
         good = (score_of(trace) or 0.0) >= dataset.options.good_from
+        parts = once.parts(trace, good)
+        if parts is None:
+            continue
+        before, answered = parts
         yield _Row(
             {"prompt": before, "completion": answered, "label": good, **_tools(trace)},
             side(trace),
             good,
         )
+
+
+LEARNED_BEFORE = "each of its answers is learned in an earlier row"
+LOGS = ("openai-chat", "claude-code", "codex", "otlp")
+"""Sources whose sessions repeat others: resumed, forked, or logged again as they grow. Sessions of
+other sources are samples of their own, and two may begin with equal answers."""
+
+
+class _LearnedOnce:
+    """Finds answers that an earlier row of the data set learns, after the same messages."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._learned: set[tuple[str, bool, str]] = set()
+
+    def parts(self, trace: Trace, good: bool = True) -> tuple[list[Json], list[Json]] | None:
+        """Return a trace's messages before its first answer that is still to be learned, and
+        those from it on; None, which is counted, where there is none."""
+        before, answered = _parts(trace)
+        messages, scope, chain, repeated = before + answered, _scope(trace), "", 0
+        own: set[tuple[str, bool, str]] = set()
+        for message in messages:
+            chain = chained_key(chain, text_digest(compared_text(message)))
+            if message["role"] != "assistant" or "weight" in message:
+                continue
+            key = scope, good, chain
+            if key in self._learned:
+                message["weight"] = 0
+                repeated += 1
+            own.add(key)
+        self._learned |= own
+        if not repeated:
+            return before, answered
+        before, answered = divided(messages)
+        if not answered:
+            self._dataset.left_out[LEARNED_BEFORE] += 1
+            return None
+        self._dataset.answers["an answer that an earlier row learns"] += repeated
+        return before, answered
+
+
+def _scope(trace: Trace) -> str:
+    """Within which an answer is learned once."""
+    source = str(trace.get("source"))
+    if source in LOGS:
+        return ""
+    # a collector's sessions have one name by default
+    return f"{source} {trace.id if source == 'collector' else trace.session_id or trace.id}"
 
 
 def _scored(traces: Sequence[Trace], dataset: Dataset) -> Iterator[Trace]:
@@ -546,6 +637,7 @@ def dataset_statistics(dataset: Dataset) -> Json:
         if lengths
         else {},
         "left_out": dict(dataset.left_out.most_common()),
+        "answers_left_out": dict(dataset.answers.most_common()),
         "fields_left_out": dict(dataset.fields.most_common()),
         "sources": dict(dataset.sources),
         "licenses": dict(dataset.licenses),

@@ -15,45 +15,24 @@ split. Nothing is dropped here.
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF
+from mlx_parallm.systems.traces.endings import is_own_call
 from mlx_parallm.systems.traces.schema import Json, add_step, foreign_message, parse_json, text_of
 
 _TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 _THOUGHT = ("thinking", "reasoning")
 _CALL_KEYS = ("functionCall", "function_call")  # Gemini's parts have no type
+_CODE_KEYS = ("executableCode", "executable_code")  # Gemini runs it itself
 _DECLARATIONS = ("functionDeclarations", "function_declarations")
-_RESULT_KEYS = ("functionResponse", "function_response")
+_CODE_RESULTS = ("codeExecutionResult", "code_execution_result")
+_RESULT_KEYS = ("functionResponse", "function_response", *_CODE_RESULTS)
 _IDS = ("id", "tool_use_id", "tool_call_id", "call_id")
-_ARGUMENTS = ("input", "arguments", "args")
-_RESULTS = ("content", "response", "result", "output")
-
-PROGRAM_TEXT = re.compile(
-    r"\s*(\[Request interrupted by user|API Error(:| \(|$)|Claude AI usage limit reached|No response requested\.\s*$"
-    r"|Prompt is too long\s*$|Credit balance is too low|Invalid API key ·|\(no content\)\s*$)"
-)
-"""Text that agents write in the model's place."""
-NOT_ENDED = (
-    "error",
-    "content_filter",
-    "refusal",
-    "aborted",
-    "cancelled",
-    "canceled",
-    "failed",
-    "safety",
-    "recitation",
-    "blocklist",
-    "prohibited_content",
-    "spii",
-    "malformed_function_call",
-    "model_context_window_exceeded",
-)
-"""Reasons for the end of an answer that is not the model's own."""
+_ARGUMENTS = ("input", "arguments", "args", "server_tool_call")
+_RESULTS = ("content", "response", "result", "output", "server_tool_call_response")
 
 
 # ---------------------------------------------------------------------- a conversation
@@ -198,6 +177,9 @@ def _split(fields: Json, parts: Sequence[Any]) -> list[Json]:
                 current = _Open(role)
             made.append(_result(part))
         else:
+            if current.has_own_call and (_kind(part) != "call" or not is_own_call(_call(part))):
+                made.append(current.message())  # an answer goes on behind what the API did for it
+                current = _Open(role)
             current.add(part)
     if not current.is_empty or not made:
         made.append(current.message())
@@ -224,6 +206,10 @@ class _Open:
     @property
     def is_empty(self) -> bool:
         return not (self.parts or self.thoughts or self.calls or self.rests)
+
+    @property
+    def has_own_call(self) -> bool:
+        return self.role == "assistant" and any(map(is_own_call, self.calls))
 
     def add(self, part: Any) -> None:
         kind = _kind(part)
@@ -266,10 +252,10 @@ def _kind(part: Any) -> str:
         return "thought" if _thought(part)[0] else "other"
     if kind in _TEXT:
         return "text" if isinstance(part.get("text", part.get("content")), str) else "other"
-    if kind.endswith("tool_result") or kind in ("tool_call_response", "function_call_output"):
+    if kind.endswith(("tool_result", "tool_call_response")) or kind == "function_call_output":
         return "result"
-    if (kind.endswith("tool_use") or kind in ("tool_call", "function_call")) and _is_call(part):
-        return "call"
+    if kind.endswith(("tool_use", "tool_call")) or kind == "function_call":
+        return "call" if _is_call(part) else "other"
     return "other"
 
 
@@ -279,7 +265,12 @@ def _kind_without_type(part: Mapping[str, Any]) -> str:
         return "thought" if part.get("thought") is True else "text"
     if any(isinstance(part.get(key), Mapping) for key in _RESULT_KEYS):
         return "result"
-    return "call" if any(_is_call(part.get(key)) for key in _CALL_KEYS) else "other"
+    is_call = any(_is_call(part.get(key)) for key in _CALL_KEYS) or _code(part) is not None
+    return "call" if is_call else "other"
+
+
+def _code(part: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return next((part[key] for key in _CODE_KEYS if isinstance(part.get(key), Mapping)), None)
 
 
 def _is_call(value: Any) -> bool:
@@ -309,6 +300,9 @@ def _thought(part: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _call(part: Mapping[str, Any]) -> Json:
+    if (code := _code(part)) is not None:
+        rest = {key: value for key, value in part.items() if key not in _CODE_KEYS}
+        part = {**rest, "type": "executable_code", "name": "code_execution", "args": dict(code)}
     outer = {key: value for key, value in part.items() if key not in _CALL_KEYS}
     key = next((key for key in _CALL_KEYS if _is_call(part.get(key))), None)
     inner = dict(part[key]) if key is not None else outer
@@ -462,32 +456,7 @@ def tool_definition(tool: Mapping[str, Any]) -> Json:
     return {"type": "function", "function": function, **rest}
 
 
-# ---------------------------------------------------------------------- who wrote an answer
-
-
-def not_sampled(message: Mapping[str, Any], *about: Mapping[str, Any]) -> str | None:
-    """Return why no model sampled an answer: a program wrote it in the model's place, or the call
-    failed. None: a model did.
-
-    Args:
-        about: further objects that say how the call went: a line, a choice, an API's message.
-    """
-    for record in (message, *about):
-        if record.get("model") == "<synthetic>" or record.get("isApiErrorMessage"):
-            return "an answer that a program wrote in the model's place"
-        if record.get("error") or record.get("type") == "error":
-            return "an answer of a call that failed"
-        for name in ("finish_reason", "stop_reason", "finishReason"):
-            if str(record.get(name)).lower() in NOT_ENDED:
-                return f"an answer that ended with {str(record[name]).lower()!r}"
-    if not message.get("tool_calls") and PROGRAM_TEXT.match(text_of(message.get("content"))):
-        return "an answer that a program wrote in the model's place"
-    return None
-
-
-def marked(message: Json, reason: str) -> Json:
-    """Mark an answer that no model gave: nothing is trained on it."""
-    return add_step(message, llm_call_count=0, extra={"not_sampled": reason})
+# ---------------------------------------------------------------------- what an API answered
 
 
 def answers_of(response: Any) -> Iterator[tuple[Json, Mapping[str, Any]]]:

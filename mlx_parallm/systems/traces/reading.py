@@ -17,7 +17,8 @@ from mlx_parallm.systems.traces.importers.chats import (
     openai_chat,
     verifiers,
 )
-from mlx_parallm.systems.traces.importers.coding_agents import claude_code, codex
+from mlx_parallm.systems.traces.importers.claude_code import claude_code
+from mlx_parallm.systems.traces.importers.codex import codex
 from mlx_parallm.systems.traces.importers.otel import holds_spans, otlp
 from mlx_parallm.systems.traces.importers.report import Importer, ImportReport, whole_json
 from mlx_parallm.systems.traces.importers.runs import (
@@ -27,6 +28,7 @@ from mlx_parallm.systems.traces.importers.runs import (
     recorded,
     rollouts,
 )
+from mlx_parallm.systems.traces.importers.sessions import says_subagent
 from mlx_parallm.systems.traces.privacy import RedactionHit, redact_trace, review_lines
 from mlx_parallm.systems.traces.schema import Trace, dump_line, read_jsonl
 
@@ -114,7 +116,10 @@ def read_traces(
 
 
 def _settled(importer: Importer, path: Path, report: ImportReport) -> Iterator[Trace]:
-    yield from importer(path, report)
+    for trace in importer(path, report):
+        if not trace.get("sidechain") and says_subagent(trace.extra or {}):
+            trace.note(sidechain=True)
+        yield trace
     report.settle()
 
 

@@ -6,14 +6,26 @@ would be another conversation.
 """
 
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.dialects import converted, linked, not_sampled
+from mlx_parallm.systems.traces.dialects import converted, linked
+from mlx_parallm.systems.traces.endings import (
+    CUT_FLAGS,
+    OWN_CALL,
+    REASONS,
+    answered_without,
+    cut_by_what_follows,
+    ends_by_itself,
+    is_own_call,
+    not_sampled,
+)
 from mlx_parallm.systems.traces.schema import Json, Trace, TraceStep, messages_of
+from mlx_parallm.systems.traces.session import compared_text
 
 NOTES = (
     "annotations",
@@ -54,6 +66,8 @@ NOTES = (
 """Fields of messages, parts and calls that say nothing to a model."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 ROLES = ("system", "developer", "user", "assistant", "tool")
+HALF_CHARACTER = "half a surrogate pair, replaced by U+FFFD"
+_HALF = re.compile(r"[\ud800-\udfff]")
 _PART = ("type", "text")
 _MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name", *THOUGHTS)
 
@@ -65,14 +79,19 @@ class RowChat:
     Attributes:
         before: the messages before the first answer that is learned.
         answered: those from it to the last one that is learned; empty: nothing is.
-        why_not: why an answer is not learned that the trace has as sampled; the first one's reason.
         notes: names of fields that the row does not hold, and how often.
+        not_learned: reasons why an answer is not learned that the trace has as sampled.
     """
 
     before: list[Json]
     answered: list[Json]
     notes: Counter[str]
-    why_not: str = ""
+    not_learned: Counter[str]
+
+    @property
+    def why_not(self) -> str:
+        """Why an answer is not learned; "": each is, or none was sampled."""
+        return next(iter(self.not_learned), "")
 
 
 def row_chat(trace: Trace) -> RowChat:
@@ -84,32 +103,99 @@ def row_chat(trace: Trace) -> RowChat:
         for each in converted(message):
             plain.append(_with_fields(each, notes))
             steps.append(step)
-    messages, why_not = list[Json](), ""
-    for message, step in zip(linked(plain), steps, strict=True):
-        kept = _row_message(message, notes)
-        if kept["role"] == "assistant":
-            reason = _why_not(message, kept, step) if step.sampled else ""
-            why_not = why_not or reason
-            if reason or not step.sampled:
-                kept["weight"] = 0
-        messages.append(kept)
+    linked_messages = linked(plain)
+    messages = [whole_characters(_row_message(each, notes), notes) for each in linked_messages]
     _check_results(messages)
+    reasons = _why_not(linked_messages, messages, steps)
+    for at, (message, step) in enumerate(zip(messages, steps, strict=True)):
+        if message["role"] == "assistant" and (at in reasons or not step.sampled):
+            message["weight"] = 0
+    before, answered = divided(messages)
+    return RowChat(before, answered, notes, Counter(reasons.values()))
+
+
+def divided(messages: list[Json]) -> tuple[list[Json], list[Json]]:
+    """Return the messages before the first answer that is learned, and those from it to the last
+    one."""
     answers = [
         at
         for at, message in enumerate(messages)
         if message["role"] == "assistant" and "weight" not in message
     ]
     if not answers:
-        return RowChat(messages, [], notes, why_not)
-    return RowChat(messages[: answers[0]], messages[answers[0] : answers[-1] + 1], notes, why_not)
+        return messages, []
+    return messages[: answers[0]], messages[answers[0] : answers[-1] + 1]
 
 
-def _why_not(message: Json, kept: Json, step: TraceStep) -> str:
-    """Return why an answer is not learned: it is empty, or no model gave it. "": it is learned."""
-    if not kept["content"].strip() and not kept.get("tool_calls"):
-        return "an empty answer"
-    about = (step.metrics.extra if step.metrics is not None else None) or {}
-    return not_sampled(message, about) or ""
+def whole_characters(value: Any, notes: Counter[str]) -> Any:
+    """Return a value of JSON with U+FFFD in the place of each half of a surrogate pair: no file
+    of UTF-8, and no tokenizer, takes it. Counted in `notes`."""
+    if isinstance(value, str):
+        if value.isascii() or not (halves := len(_HALF.findall(value))):
+            return value
+        notes[HALF_CHARACTER] += halves
+        return _HALF.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, list):
+        return [whole_characters(item, notes) for item in value]
+    if isinstance(value, dict):
+        return {
+            whole_characters(key, notes): whole_characters(item, notes)
+            for key, item in value.items()
+        }
+    return value
+
+
+def _why_not(
+    messages: list[Json], rows: list[Json], steps: list[TraceStep]
+) -> dict[int, str]:
+    """Return the places of sampled answers that are not learned, and why."""
+    reasons: dict[int, str] = {}
+    lost = answered_without(messages)
+    cut = dict(cut_by_what_follows(messages))
+    said: set[tuple[str, str]] = set()
+    for at, (message, row, step) in enumerate(zip(messages, rows, steps, strict=True)):
+        if row["role"] != "assistant" or not step.sampled:
+            continue
+        about = list(_records(step))
+        reason = not_sampled(message, *about)
+        if not row["content"].strip() and not row.get("tool_calls"):
+            reason = "an empty answer"
+        elif reason is None and any(map(is_own_call, message.get("tool_calls") or ())):
+            reason = OWN_CALL
+        elif reason is None and at in cut and not ends_by_itself(message, *about):
+            reason = cut[at]
+        elif reason is None and lost is not None and at >= lost[0]:
+            reason = lost[1]
+        if (name := _own_id(message, about)) is not None:
+            key = name, compared_text(row)
+            if reason is None and key in said:
+                reason = "an answer that stands in its conversation twice"
+            said.add(key)
+        if reason is not None:
+            reasons[at] = reason
+    return reasons
+
+
+def _own_id(message: Json, about: list[Mapping[str, Any]]) -> str | None:
+    """The id that the API gave an answer."""
+    names = (record.get(key) for record in (message, *about) for key in ("id", "response_id"))
+    return next((name for name in names if isinstance(name, str) and name), None)
+
+
+def _records(step: TraceStep) -> Iterator[Mapping[str, Any]]:
+    """What a step holds beside its message that may say how the answer ended."""
+    if step.metrics is not None and step.metrics.extra:
+        yield step.metrics.extra
+    extra = step.extra or {}
+    yield {key: extra[key] for key in (*REASONS, *CUT_FLAGS) if key in extra}
+    for key in ("choice", "node", "ended"):
+        if isinstance(extra.get(key), Mapping):
+            yield extra[key]
+    for line in extra.get("lines") or ():
+        if isinstance(line, Mapping):
+            yield line
+            if isinstance(line.get("message"), Mapping):
+                yield line["message"]
 
 
 def _with_fields(message: Json, notes: Counter[str]) -> Json:

@@ -12,10 +12,9 @@ from mlx_parallm.systems.traces.dialects import (
     chat_messages,
     converted,
     linked,
-    marked,
-    not_sampled,
     tool_definitions,
 )
+from mlx_parallm.systems.traces.endings import marked, not_sampled
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import ImportReport, made, objects, whole_json
 from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace, parse_trace
@@ -83,8 +82,10 @@ def _conversations(row: Json, place: str, report: ImportReport) -> list[Trace]:
         ]
     session = str(row.get("id") or place)
     traces = []
+    searched = {"search_results": (_holder(columns) or {}).get("search_results")}
     given_answers = [
-        [_weighed(m, report, place, about) for m in converted(answer)] for answer, about in answers
+        [_weighed(m, report, place, about, searched) for m in converted(answer)]
+        for answer, about in answers
     ]
     for number, answer_messages in enumerate(given_answers or [list[Json]()], 1):
         trace = new_trace(
@@ -126,12 +127,15 @@ def _answers(
         and listed[-1].get("role") in ("assistant", "model")
     ):
         return []
+    return list(answers_of(_holder(columns)))
+
+
+def _holder(columns: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What an API answered, of a log line: the line, its `response`, or the response's `body`."""
     response = columns.get("response")
     inner = response.get("body") if isinstance(response, Mapping) else None
-    for holder in (columns, response, inner):
-        if answers := list(answers_of(holder)):
-            return answers
-    return []
+    held = (columns, response, inner)
+    return next((each for each in held if next(answers_of(each), None) is not None), None)
 
 
 def _weighed(message: Json, report: ImportReport, place: str, *about: Mapping[str, Any]) -> Json:
@@ -198,20 +202,22 @@ def art(path: Path, report: ImportReport) -> Iterator[Trace]:
         def make(place: str = place, row: Json = row) -> list[Trace]:
             listed = row.get("trajectories")
             if not isinstance(listed, list):
-                return [_art_trace(row, place, None, report, place)]
+                return _art_traces(row, place, None, report, place)
             if not listed:
                 raise TraceError("a group without trajectories")
             rest = {key: value for key, value in row.items() if key != "trajectories"}
-            for entry in listed:
-                report.expect(place, _art_list(entry))
             return [
-                _art_trace(entry, f"{place}#{number}", place, report, None, group=rest or None)
+                trace
                 for number, entry in enumerate(listed)
+                for trace in _art_traces(
+                    entry, f"{place}#{number}", place, report, place, group=rest or None
+                )
             ]
 
         yield from made(report, place, make)
 
 
+_ART_LISTS = ("messages_and_choices", "messages")
 _ART = ("messages_and_choices", "tools", "reward", "final_policy_version", "metrics", "metadata")
 
 
@@ -226,17 +232,35 @@ def _art_list(entry: Any) -> list[Any]:
     return listed
 
 
+def _art_traces(
+    entry: Any, name: str, group_id: str | None, report: ImportReport, expect: str, **extra: Any
+) -> list[Trace]:
+    """A trajectory, and each of its `additional_histories`, which have its reward."""
+    histories = entry.get("additional_histories") if isinstance(entry, Mapping) else None
+    if not isinstance(histories, list) or not histories:
+        return [_art_trace(entry, name, group_id, report, expect, **extra)]
+    own = {key: value for key, value in entry.items() if key != "additional_histories"}
+    shared = {key: value for key, value in own.items() if key not in (*_ART_LISTS, "tools")}
+    traces = [_art_trace(own, name, group_id, report, expect, **extra)]
+    for number, history in enumerate(histories, 1):
+        if not isinstance(history, Mapping):
+            raise TraceError("an additional history that is no object")
+        trace = _art_trace({**shared, **history}, name, group_id, report, expect, **extra)
+        trace.trajectory_id = f"{name}+{number}"
+        traces.append(trace)
+    return traces
+
+
 def _art_trace(
     entry: Mapping[str, Any],
     name: str,
     group_id: str | None,
     report: ImportReport,
-    expect: str | None,
+    expect: str,
     **extra: Any,
 ) -> Trace:
     listed = _art_list(entry)
-    if expect is not None:
-        report.expect(expect, listed)
+    report.expect(expect, listed)
     messages: list[Json] = []
     for item in listed:
         if isinstance(item.get("message"), dict):  # a Choice
@@ -313,6 +337,16 @@ def verifiers(path: Path, report: ImportReport) -> Iterator[Trace]:
         yield from made(report, place, make)
 
 
+def _ended(entry: Mapping[str, Any]) -> Json:
+    """How a rollout of verifiers ended, as a record of its last answer."""
+    condition = str(entry.get("stop_condition") or "").lower()
+    is_cut = bool(entry.get("is_truncated")) or any(word in condition for word in _CUT_WORDS)
+    return {"is_truncated": is_cut, "error": entry.get("error") or entry.get("errors")}
+
+
+_CUT_WORDS = ("trunc", "too_long", "timeout", "timed_out", "abort", "cancel", "error")
+
+
 def _evaluated(entry: Mapping[str, Any], place: str, report: ImportReport) -> Trace:
     prompt, completion = entry.get("prompt"), entry.get("completion")
     if not isinstance(prompt, list) or not isinstance(completion, list):
@@ -324,6 +358,8 @@ def _evaluated(entry: Mapping[str, Any], place: str, report: ImportReport) -> Tr
             add_step(message, **COPIED) if message.get("role") == ("assistant") else message
         )
     answered = [_weighed(message, report, place) for message in chat_messages(completion)]
+    if answered and answered[-1].get("role") == "assistant":
+        answered[-1] = _weighed(answered[-1], report, place, _ended(entry))
     reward, info = entry.get("reward"), entry.get("info")
     rest = {
         key: value for key, value in entry.items() if key not in ("prompt", "completion", "reward")
@@ -376,6 +412,9 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
             lost = parents[path[0]]
         messages = _graph_messages(nodes, path, claimed)
         claimed |= set(path)
+        ended = _ended(entry)
+        if messages[-1].get("role") == "assistant" and any(ended.values()):
+            messages[-1] = add_step(messages[-1], extra={"ended": ended})
         listed = entry.get("tools") or []
         node_tools = nodes[path[0]].get("tools")
         trace = new_trace(

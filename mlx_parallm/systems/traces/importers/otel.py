@@ -20,14 +20,13 @@ from mlx_parallm.errors import TraceError
 from mlx_parallm.systems.traces.dialects import (
     chat_messages,
     linked,
-    marked,
-    not_sampled,
     tool_definitions,
 )
+from mlx_parallm.systems.traces.endings import marked, not_sampled
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, entries, shape_of
 from mlx_parallm.systems.traces.importers.sessions import session_traces
 from mlx_parallm.systems.traces.schema import Json, Label, Trace, add_step, parse_json, read_jsonl
-from mlx_parallm.systems.traces.session import Session
+from mlx_parallm.systems.traces.session import Session, compared_text
 
 MODEL_CALLS = ("chat", "generate_content", "text_completion")
 EVALUATION = "gen_ai.evaluation"
@@ -81,8 +80,11 @@ class _Call:
 def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
     """Files of `resourceSpans`, one object a line or one in all. A span is what the report
     counts as a line."""
-    conversations: dict[str, list[_Call]] = defaultdict(list)
+    conversations: dict[tuple[str, str | None], list[_Call]] = defaultdict(list)
     seen: dict[tuple[str, str], Json] = {}
+    answered: dict[str, _Call] = {}
+    agents = _Agents()
+    calls: list[tuple[str, Json, _Call]] = []
     for place, span, around in _spans(path, report):
         span_key = (str(span.get("traceId")), str(span.get("spanId")))
         if span.get("spanId") is not None and span_key in seen:
@@ -92,6 +94,7 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
         seen[span_key] = span
         try:
             values = _attributes(span.get("attributes"))
+            agents.add(span, values)
             name = (
                 values.get("gen_ai.conversation.id")
                 or values.get("session.id")
@@ -107,9 +110,67 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
                 place, f"spans of operation {operation!r} are no model calls with content"[:200]
             )
             continue
-        conversations[str(name)].append(call)
-    for name, calls in conversations.items():
-        yield from _joined(name, sorted(calls, key=lambda call: call.at), report)
+        calls.append((str(name), span, call))
+    for name, span, call in calls:
+        first = answered.setdefault(call.response_id or call.place, call)
+        if first is not call and _says_the_same(first, call):
+            report.skip(call.place, "a model call whose answer's id stands in the log twice")
+            continue
+        conversations[name, agents.subagent_of(span)].append(call)
+    for (name, subagent), listed in conversations.items():
+        for trace in _joined(name, sorted(listed, key=lambda call: call.at), report):
+            if subagent is not None:
+                trace.note(sidechain=True)
+            yield trace
+
+
+def _says_the_same(one: _Call, other: _Call) -> bool:
+    texts = [
+        [compared_text(message) for answer in call.answers for message in (answer["response"],)]
+        for call in (one, other)
+    ]
+    return texts[0] == texts[1]
+
+
+class _Agents:
+    """Which span belongs to which agent: an agent that another one's span encloses is its
+    sub-agent. Instrumentations may put several spans of one name around a run: they are one."""
+
+    def __init__(self) -> None:
+        # the id of a span, with its trace's → its parent's id, and the agent that it is the run of
+        self._spans: dict[tuple[str, str], tuple[str, str | None]] = {}
+
+    def add(self, span: Json, values: Json) -> None:
+        is_agent = (
+            values.get("gen_ai.operation.name") == "invoke_agent"
+            or values.get("openinference.span.kind") == "AGENT"
+        )
+        names = (values.get(key) for key in ("gen_ai.agent.name", "agent.name", "gen_ai.agent.id"))
+        name = next((str(name) for name in names if name), str(span.get("name")))
+        self._spans[_ids(span, "spanId")] = (
+            str(span.get("parentSpanId") or ""),
+            name if is_agent else None,
+        )
+
+    def subagent_of(self, span: Json) -> str | None:
+        """Return the innermost agent's span that encloses a call, where another agent's encloses
+        it; None where there is one agent, or none."""
+        trace, at = _ids(span, "parentSpanId")
+        inner: tuple[str, str] | None = None  # span and name of the innermost agent
+        walked: set[str] = set()
+        while at and at not in walked and (trace, at) in self._spans:
+            walked.add(at)
+            parent, agent = self._spans[trace, at]
+            if agent is not None:
+                if inner is not None and inner[1] != agent:
+                    return inner[0]
+                inner = at, agent
+            at = parent
+        return None
+
+
+def _ids(span: Json, key: str) -> tuple[str, str]:
+    return str(span.get("traceId")), str(span.get(key) or "")
 
 
 def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]:

@@ -94,6 +94,7 @@ def _decoder(run: Run) -> Any:
 def _rollout_trace(rollout: Rollout, name: str, record: Any, decode: Any) -> Trace:
     messages: list[Json] = []
     for segment in rollout.segments:
+        is_last = segment is rollout.segments[-1]
         runs = [
             list(run)
             for _, run in groupby(range(len(segment.tokens)), key=lambda at: segment.mask[at])
@@ -103,7 +104,9 @@ def _rollout_trace(rollout: Rollout, name: str, record: Any, decode: Any) -> Tra
             sampled = segment.mask[places[0]]
             message: Json = {"role": "assistant" if sampled else "user", "content": text}
             if sampled:
-                message["step"] = _sampled_step(segment, places)
+                ends = is_last and places is runs[-1]
+                reason = rollout.stop_reason if ends else None
+                message["step"] = _sampled_step(segment, places, reason)
             messages.append(message)
     return new_trace(
         messages,
@@ -117,7 +120,8 @@ def _rollout_trace(rollout: Rollout, name: str, record: Any, decode: Any) -> Tra
     )
 
 
-def _sampled_step(segment: Rollout, places: Sequence[int]) -> Json:
+def _sampled_step(segment: Rollout, places: Sequence[int], reason: str | None) -> Json:
+    """The step of a stretch of sampled tokens. `reason`: why the episode ended behind it."""
     first, last = places[0], places[-1] + 1
     metrics: Json = {
         "prompt_token_ids": list(segment.tokens[:first]),
@@ -130,6 +134,8 @@ def _sampled_step(segment: Rollout, places: Sequence[int]) -> Json:
             "temperature": segment.temperature,
         },
     }
+    if reason is not None:
+        metrics["extra"]["finish_reason"] = reason
     if segment.logprobs is not None:
         metrics["logprobs"] = list(segment.logprobs[first:last])
     return {"metrics": metrics, "llm_call_count": 1}

@@ -1,6 +1,7 @@
 """Traces of a session's turns, with the report's account of the lines that the turns came from."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, shape_of
 from mlx_parallm.systems.traces.schema import Trace
@@ -33,3 +34,25 @@ def session_traces(
             report.carry(place)
         report.traces += 1
         yield trace
+
+
+_SIDE_FLAGS = ("isSidechain", "is_sidechain", "sidechain", "isSubagent", "is_subagent", "subagent")
+_HOLDERS = ("columns", "metadata", "info", "source")
+
+
+def says_subagent(about: Mapping[str, Any]) -> bool:
+    """Whether columns or metadata of a log say that a session is a sub-agent's: a flag, or a
+    `source` or `thread_source` that is one."""
+    flagged = any(about.get(name) is True for name in _SIDE_FLAGS)
+    begun = about.get("thread_source") == "subagent" or (
+        isinstance(about.get("source"), Mapping) and "subagent" in about["source"]
+    )
+    return (
+        flagged
+        or begun
+        or any(
+            says_subagent(about[name])
+            for name in _HOLDERS
+            if isinstance(about.get(name), Mapping)
+        )
+    )

@@ -1,9 +1,8 @@
-"""Logs of coding agents: Claude Code (`~/.claude/projects/…/*.jsonl`), Codex
-(`~/.codex/sessions/…/rollout-*.jsonl`).
+"""Logs of Claude Code: `~/.claude/projects/…/*.jsonl`.
 
-Both formats are internal to their programs and change; a line of an unknown kind is skipped and
-counted. Neither holds the definitions of the tools, and Claude Code's has no system prompt: such a
-trace is text to learn from, not what the model's template would make.
+The format is internal to the program and changes; a line of an unknown kind is skipped and counted.
+It holds neither the definitions of the tools nor a system prompt: such a trace is text to learn
+from, not what the model's template would make.
 
 What a line holds beside its message is in the step's `extra.lines`. A trace whose history is not
 whole has `extra.untrainable`, which says why; `build` leaves it out.
@@ -15,22 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.dialects import (
-    converted,
-    joined,
-    linked,
-    marked,
-    not_sampled,
-    result_content,
-)
+from mlx_parallm.systems.traces.dialects import converted, joined, linked
+from mlx_parallm.systems.traces.endings import NEVER, marked, not_sampled
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
-from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace, text_of
-
-NEVER = "{}: never trained on"
-
-# ---------------------------------------------------------------------- Claude Code
+from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace
+from mlx_parallm.systems.traces.session import text_digest
 
 TWICE = "a line whose uuid stands in the log twice"
 TWICE_OTHERWISE = "a line whose uuid stands in the log twice, with other content"
@@ -232,7 +221,7 @@ def _claude_traces(log: _ClaudeLog, path: Path, report: ImportReport) -> Iterato
         session = str(nodes[way[-1]].line.get("sessionId") or path.stem)
         number += 1
         try:
-            trace = _claude_trace(log, forest, way, claimed, session, report)
+            trace, sampled = _claude_trace(log, forest, way, claimed, session, report)
         except SHAPES as error:
             for name in way:
                 for place, _ in nodes[name].lines if name not in claimed else ():
@@ -246,21 +235,26 @@ def _claude_traces(log: _ClaudeLog, path: Path, report: ImportReport) -> Iterato
                     report.drop(place, REPEATED[key], line[key])
         claimed |= set(way)
         report.traces += 1
+        # what a sub-agent repeats of its parent is the parent's, whichever file is read first
+        if not trace.get("sidechain") and not trace.get("untrainable"):
+            report.sampled |= sampled
         yield trace
-    report.sampled |= {_identity(nodes[name], name) for name in claimed}
     for name in nodes.keys() - claimed if forest.beyond else ():
         for place, _ in nodes[name].lines:
             report.skip(place, "a branch of a log with too many branches")
 
 
 def _is_side(node: _Node) -> bool:
-    return bool(node.line.get("isSidechain"))
+    """Whether a sub-agent said it, or was told it: newer logs have a file for each sub-agent."""
+    side = node.line.get("isSidechain")
+    return side if isinstance(side, bool) else bool(node.line.get("agentId"))
 
 
-def _identity(node: _Node, name: str) -> str:
-    """Return a name for an answer that is the same in every file that holds it: a resumed session
-    copies the earlier lines."""
-    return str(node.line["message"].get("id") or name)
+def _identity(node: _Node, name: str) -> set[str]:
+    """Return a name for each block of an answer that is the same in every file that holds it: a
+    resumed session copies the earlier lines, and may give them new uuids."""
+    answer = str(node.line["message"].get("id") or name)
+    return {f"{answer} {text_digest(block).hex()}" for block in node.block_texts or {""}}
 
 
 def _claude_trace(
@@ -270,13 +264,15 @@ def _claude_trace(
     claimed: set[str],
     session: str,
     report: ImportReport,
-) -> Trace:
+) -> tuple[Trace, set[str]]:
+    """The trace of a branch, and the names of the answers that are sampled in it."""
     nodes = [log.nodes[name] for name in way]
     messages: list[Json] = []
+    sampled: set[str] = set()
     for name, node in zip(way, nodes, strict=True):
-        copied = name in claimed or (
-            node.role == "assistant" and _identity(node, name) in report.sampled
-        )
+        answer = _identity(node, name) if node.role == "assistant" else set()
+        copied = name in claimed or bool(answer and answer <= report.sampled | sampled)
+        sampled |= answer
         messages += _claude_messages(node, report, copied=copied, is_new=name not in claimed)
     lost = None
     if way[0] in forest.circles:
@@ -295,7 +291,7 @@ def _claude_trace(
     model = next(
         (name for name in models if isinstance(name, str) and not name.startswith("<")), None
     )
-    return new_trace(
+    trace = new_trace(
         linked(messages),
         session_id=session,
         source="claude-code",
@@ -306,6 +302,7 @@ def _claude_trace(
         sidechain=True if _is_side(nodes[-1]) else None,
         untrainable=lost,
     )
+    return trace, sampled
 
 
 def _claude_messages(
@@ -351,260 +348,3 @@ def _claude_messages(
                 message = add_step(message, is_copied_context=True)
         answers.append(message)
     return answers
-
-
-# ---------------------------------------------------------------------- Codex
-
-SILENT = ("ghost_snapshot",)  # items that the model does not see
-ENCRYPTED = "its history is not whole: a compaction that is encrypted, or has no text"
-
-
-@dataclass
-class _CodexLog:
-    session: str
-    version: str = "unknown"
-    model: str | None = None
-    instructions: str | None = None
-    opened: int = 0  # messages that a compaction left
-    messages: list[Json] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)  # of the lines that are in `messages`
-    about: list[Json] = field(default_factory=list)  # lines that are no messages
-    answered: dict[str, Any] = field(default_factory=dict)
-    untrainable: str | None = None
-
-
-def codex(path: Path, report: ImportReport) -> Iterator[Trace]:
-    """The `response_item` lines; events repeat them. A compaction ends a trace: the model saw a
-    new prompt after it."""
-    log = _CodexLog(path.stem)
-    number = 0
-    for place, line in objects(path, report):
-        payload, kind = line.get("payload"), line.get("type")
-        if not isinstance(payload, dict):
-            report.skip(place, "a line without 'payload'")
-        elif kind in ("session_meta", "turn_context"):
-            _take_about(log, kind, payload)
-            log.about.append(line)
-            log.places.append(place)
-        elif kind == "compacted":
-            number += 1
-            yield from _codex_trace(log, number, report)
-            _compact(log, line, place, report)
-        elif kind != "response_item":
-            report.skip(
-                place, f"lines of type {kind!r}: the response items hold what was said"[:100]
-            )
-        else:
-            report.expect(place, [payload])
-            rest = {key: value for key, value in line.items() if key not in ("payload", "type")}
-            try:
-                _take_item(log, payload, place, report, rest)
-            except SHAPES as error:
-                report.skip(place, shape_of(error))
-                log.untrainable = "its history is not whole: an item of an unknown shape"
-    yield from _codex_trace(log, number + 1, report)
-
-
-def _take_about(log: _CodexLog, kind: str, payload: Json) -> None:
-    if kind == "turn_context":
-        log.model = payload["model"] if isinstance(payload.get("model"), str) else log.model
-        return
-    log.session = str(payload.get("id") or log.session)
-    log.version = str(payload.get("cli_version") or log.version)
-    base = payload.get("base_instructions")
-    text = base.get("text") if isinstance(base, dict) else payload.get("instructions")
-    log.instructions = text if isinstance(text, str) else None
-
-
-def _compact(log: _CodexLog, line: Json, place: str, report: ImportReport) -> None:
-    """Open a new trace with what a compaction left: its `replacement_history`, else its summary."""
-    payload = line["payload"]
-    log.messages, log.places, log.about, log.answered = [], [], [line], {}
-    log.opened, log.untrainable = 0, None
-    history, summary = payload.get("replacement_history"), payload.get("message")
-    if isinstance(history, list):
-        report.expect(place, history)
-        for number, item in enumerate(history):
-            try:
-                _take_item(log, item, f"{place}#{number}", report, {})
-            except SHAPES as error:
-                report.drop(place, f"an item of a compaction: {shape_of(error)}", item)
-                log.untrainable = ENCRYPTED
-        log.messages = [
-            add_step(m, is_copied_context=True) if m["role"] == ("assistant") else m
-            for m in log.messages
-        ]
-    elif isinstance(summary, str) and summary:
-        report.expect(place, [summary])
-        log.messages = [{"role": "user", "content": summary}]
-    if not log.messages:
-        log.untrainable = ENCRYPTED
-    if log.untrainable is not None:
-        report.remark(place, f"{log.untrainable}; nothing of the trace is trained on")
-    log.opened = len(log.messages)
-    log.places = [place]
-
-
-def _take_item(log: _CodexLog, item: Any, place: str, report: ImportReport, rest: Json) -> None:
-    """Add a response item to the messages. `rest`: what its line holds beside it."""
-    if not isinstance(item, dict):
-        raise TraceError("an item that is no object")
-    kind, call_id = item.get("type"), str(item.get("call_id") or item.get("id") or "")
-    if kind == "message" and item.get("role") in ("user", "assistant", "developer", "system"):
-        _take_message(log, item, rest)
-    elif kind == "reasoning":
-        if not _take_reasoning(log, item, rest):
-            report.skip(place, "reasoning that is encrypted")
-            return
-    elif isinstance(kind, str) and kind.endswith("_output"):
-        if call_id and call_id in log.answered:
-            same = log.answered[call_id] == item.get("output")
-            report.skip(
-                place,
-                "a result that stands in the log twice"
-                + (("") if same else ", with other content"),
-            )
-            return
-        log.answered[call_id] = item.get("output")
-        log.messages.append(_output(item, call_id, rest))
-    elif isinstance(kind, str) and kind.endswith("_call"):
-        _open_answer(log).setdefault("tool_calls", []).append(
-            _codex_call(item, kind, call_id, rest)
-        )
-    else:
-        report.skip(place, f"response items of type {kind!r} are not known"[:100])
-        if kind not in SILENT:
-            log.untrainable = (
-                f"its history is not whole: response items of type {kind!r} are not known"[:100]
-            )
-        return
-    log.places.append(place)
-
-
-def _take_message(log: _CodexLog, item: Json, rest: Json) -> None:
-    kept = rest | {
-        key: value for key, value in item.items() if key not in ("type", "role", "content")
-    }
-    if not isinstance(item.get("content"), str | list | None):
-        raise TraceError("a message whose content is neither text nor a list")
-    made = converted({"role": item["role"], "content": item.get("content")})
-    message = made[0]
-    if len(made) > 1 or message["role"] != item["role"] or message.keys() - {"role", "content"}:
-        raise TraceError("a message that holds calls, results or thoughts")
-    if message["content"] is None:
-        message["content"] = ""
-    if item["role"] != "assistant":
-        log.messages.append(add_step(message, extra={"lines": [kept]} if kept else {}))
-        return
-    if reason := not_sampled(message, item):
-        log.messages.append(add_step(marked(message, reason), extra={"lines": [kept]}))
-        return
-    answer = _open_answer(log)
-    before = answer["content"]
-    if before and isinstance(before, str) and isinstance(message["content"], str):
-        answer["content"] = f"{before}\n\n{message['content']}"
-    elif before:
-        answer["content"] = [*_parts(before), *_parts(message["content"])]
-    else:
-        answer["content"] = message["content"]
-    _note(log, kept)
-
-
-def _parts(content: Any) -> list[Any]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-
-
-def _take_reasoning(log: _CodexLog, item: Json, rest: Json) -> bool:
-    """Add the text of a thought: its content, else its summary; return whether it has any."""
-    key = next((key for key in ("content", "summary") if text_of(item.get(key))), None)
-    if key is None:
-        return False
-    kept = rest | {name: value for name, value in item.items() if name not in ("type", key)}
-    texts = (
-        [text_of([part]) for part in item[key]]
-        if isinstance(item[key], list)
-        else [text_of(item[key])]
-    )
-    answer = _open_answer(log)
-    answer["reasoning_content"] = answer.get("reasoning_content", "") + "\n".join(texts)
-    plain = ("summary_text", "reasoning_text", "text")
-    if any(
-        not isinstance(p, dict) or set(p) - {"type", "text"} or p.get("type") not in plain
-        for p in item[key]
-    ):
-        kept[key] = item[key]
-    _note(log, kept)
-    return True
-
-
-def _codex_call(item: Json, kind: str, call_id: str, rest: Json) -> Json:
-    key = next((key for key in ("arguments", "input", "action") if key in item), None)
-    raw = item.get(key) if key is not None else None
-    others = {
-        name: value for name, value in item.items() if name not in ("type", "name", "call_id", key)
-    }
-    if key == "arguments" and isinstance(raw, str):
-        arguments = raw
-    else:
-        value = raw if isinstance(raw, dict) else {} if raw is None else {"input": raw}
-        arguments = json.dumps(value, ensure_ascii=False)
-    function = {"name": str(item.get("name") or kind.removesuffix("_call")), "arguments": arguments}
-    call: Json = {"id": call_id, "type": "function", "function": function}
-    return call | ({"rest": rest | others} if rest | others else {})
-
-
-def _output(item: Json, call_id: str, rest: Json) -> Json:
-    output = item.get("output")
-    others = {key: value for key, value in item.items() if key not in ("type", "call_id", "output")}
-    inner = output
-    if isinstance(output, dict) and "content" in output:
-        inner = output["content"]
-        others |= {key: value for key, value in output.items() if key != "content"}
-    message = {"role": "tool", "tool_call_id": call_id, "content": result_content(inner)}
-    return add_step(message, extra={"lines": [rest | others]} if rest | others else {})
-
-
-def _open_answer(log: _CodexLog) -> Json:
-    """The answer that the model is giving: reasoning, text and calls up to the next message or
-    result are one."""
-    last = log.messages[-1] if len(log.messages) > log.opened else {}
-    if last.get("role") != "assistant" or last.get("step", {}).get("llm_call_count") == 0:
-        log.messages.append({"role": "assistant", "content": None})
-    return log.messages[-1]
-
-
-def _note(log: _CodexLog, kept: Json) -> None:
-    """Keep what the line of a part of the newest answer holds beside it."""
-    if kept:
-        before = log.messages[-1].get("step", {}).get("extra", {}).get("lines", [])
-        log.messages[-1] = add_step(log.messages[-1], extra={"lines": [*before, kept]})
-
-
-def _codex_trace(log: _CodexLog, number: int, report: ImportReport) -> Iterator[Trace]:
-    places = list(log.places)
-    if not any(message["role"] == "assistant" for message in log.messages):
-        for place in places:
-            report.skip(place, "no answer follows it")
-        return
-    opening = [{"role": "system", "content": log.instructions}] if log.instructions else []
-    try:
-        trace = new_trace(
-            [*opening, *log.messages],
-            session_id=log.session,
-            source="codex",
-            source_id=log.session,
-            model=log.model,
-            agent="codex",
-            version=log.version,
-            log=log.about or None,
-            untrainable=log.untrainable,
-        )
-    except SHAPES as error:
-        for place in places:
-            report.skip(place, shape_of(error))
-        return
-    trace.trajectory_id = log.session if number == 1 else f"{log.session}#{number}"
-    for place in places:
-        report.carry(place)
-    report.traces += 1
-    yield trace

@@ -1,0 +1,208 @@
+"""How an answer ended, by what its log says: only what a model said itself, to its own end, is
+learned.
+
+Asked by every importer (`not_sampled`, of the lines around an answer) and by the rows of `build`
+(`cut_by_what_follows`, `answered_without`, of the conversation), so it holds for every format.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mlx_parallm.systems.traces.schema import Json, add_step, text_of
+
+PROGRAM_TEXT = re.compile(
+    r"\s*(\[Request interrupted by user|API Error(:| \(|$)|Claude AI usage limit reached|No response requested\.\s*$"
+    r"|Prompt is too long\s*$|Credit balance is too low|Invalid API key ·|\(no content\)\s*$)"
+)
+"""Text that agents write in the model's place."""
+INTERRUPTION = re.compile(
+    r"\s*(\[(Request|Response) (interrupted|cancell?ed|aborted)|<turn_aborted>)", re.IGNORECASE
+)
+"""Text that agents write in the user's place when they stop an answer."""
+BROKEN_OFF = re.compile(
+    r"\[(Request|Response) (interrupted|cancell?ed|aborted)[^\]]*\]\s*$", re.IGNORECASE
+)
+"""What agents put behind the beginning of an answer."""
+REASONS = ("finish_reason", "finishReason", "stop_reason", "stopReason")
+OWN_ENDS = {
+    "stop",
+    "stopped",
+    "stop_sequence",
+    "stop_token",
+    "end",
+    "end_turn",
+    "end_of_turn",
+    "eos",
+    "eos_token",
+    "eot",
+    "complete",
+    "completed",
+    "done",
+    "finished",
+    "success",
+    "tool_use",
+    "tool_call",
+    "tool_calls",
+    "tool_calling",
+    "function_call",
+}
+"""Reasons for the end of an answer that are the model's own. Any other cut it."""
+SAYS_NOTHING = {"", "none", "null", "unknown", "unspecified"}
+UNFINISHED = {
+    "incomplete",
+    "in_progress",
+    "queued",
+    "failed",
+    "cancelled",
+    "canceled",
+    "interrupted",
+    "aborted",
+    "timeout",
+    "timed_out",
+}
+"""Values of an answer's `status`."""
+CUT_FLAGS = ("is_truncated", "truncated", "interrupted", "aborted", "cancelled", "timed_out")
+PROGRAM = "an answer that a program wrote in the model's place"
+HIDDEN_SEARCH = "an answer that rests on a search of the API, which the log does not hold"
+OWN_CALL = "a call that the API makes itself"
+INTERRUPTED = "an answer that was interrupted"
+BROKEN = "an answer that broke off in an error"
+NEVER = "{}: never trained on"
+_ORDINARY = (None, "function", "custom", "tool_use", "tool_call", "function_call")
+
+
+def not_sampled(message: Mapping[str, Any], *about: Mapping[str, Any]) -> str | None:
+    """Return why an answer is not a model's own whole one: a program wrote it in the model's
+    place, the call failed, it was cut, or it rests on what the log does not hold. None: it is.
+
+    Args:
+        about: further objects that say how the call went: a line, a choice, an API's message.
+    """
+    for record in (message, *about):
+        if record.get("model") == "<synthetic>" or record.get("isApiErrorMessage"):
+            return PROGRAM
+        if record.get("error") or record.get("type") == "error":
+            return "an answer of a call that failed"
+        if (reason := _cut(record)) is not None:
+            return reason
+        if _searched(record):
+            return HIDDEN_SEARCH
+    text = text_of(message.get("content"))
+    if not message.get("tool_calls") and PROGRAM_TEXT.match(text):
+        return PROGRAM
+    return INTERRUPTED if BROKEN_OFF.search(text) else None
+
+
+def ends_by_itself(*about: Mapping[str, Any]) -> bool:
+    """Whether a record says that the model ended the answer."""
+    return any(_reason(record) in OWN_ENDS for record in about)
+
+
+def _reason(record: Mapping[str, Any]) -> str:
+    """The first reason that a record names; "": none. vLLM's `stop_reason` beside
+    `finish_reason` is a stop string."""
+    words = (_word(record.get(name)) for name in REASONS)
+    return next((word for word in words if word not in SAYS_NOTHING), "")
+
+
+def _word(value: Any) -> str:
+    """A reason as programs spell it: "MAX_TOKENS", "max-tokens", "FinishReason.MAX_TOKENS"."""
+    if not isinstance(value, str):
+        return ""
+    return re.sub(r"[\s-]+", "_", value.strip().rpartition(".")[2].lower()).removeprefix(
+        "finish_reason_"
+    )
+
+
+def _cut(record: Mapping[str, Any]) -> str | None:
+    if (word := _reason(record)) and word not in OWN_ENDS:
+        return f"an answer that ended with {word!r}"[:100]
+    details = record.get("incomplete_details")
+    if isinstance(details, Mapping) and details.get("reason"):
+        return f"an answer that ended with {_word(details['reason'])!r}"[:100]
+    if _word(record.get("status")) in UNFINISHED:
+        return f"an answer whose status is {_word(record['status'])!r}"
+    flag = next((name for name in CUT_FLAGS if record.get(name) is True), None)
+    return None if flag is None else f"an answer that is marked as {flag!r}"
+
+
+def _searched(record: Mapping[str, Any]) -> bool:
+    """Whether an API has searched for an answer without saying what it found."""
+    notes = [record.get("annotations")]
+    if isinstance(content := record.get("content"), list):
+        notes += [part.get("annotations") for part in content if isinstance(part, Mapping)]
+    if any(
+        isinstance(note, Mapping) and str(note.get("type")).endswith("_citation")
+        for listed in notes
+        if isinstance(listed, list)
+        for note in listed
+    ):
+        return True
+    grounding = record.get("groundingMetadata", record.get("grounding_metadata"))
+    return bool(grounding) or bool(record.get("search_results"))
+
+
+def marked(message: Json, reason: str) -> Json:
+    """Mark an answer that no model gave, or not to its end: nothing is trained on it."""
+    return add_step(message, llm_call_count=0, extra={"not_sampled": reason})
+
+
+# ---------------------------------------------------------------------- calls that the API makes
+
+
+def is_own_call(call: Any) -> bool:
+    """Whether a call is one that the API makes itself (a search, code, MCP): the model's client
+    has no such tool."""
+    if not isinstance(call, Mapping):
+        return False
+    rest = call.get("rest")
+    kind = rest.get("kind") if isinstance(rest, Mapping) else None
+    return kind not in _ORDINARY or call.get("type") not in _ORDINARY
+
+
+# ---------------------------------------------------------------------- a conversation
+
+
+def cut_by_what_follows(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
+    """Yield the place of each answer that the next message says was cut, and why: the user's
+    interruption, or an error in the model's place. An answer whose calls have results was whole."""
+    for at, (message, after) in enumerate(zip(messages, messages[1:], strict=False)):
+        if message.get("role") != "assistant":
+            continue
+        text = text_of(after.get("content"))
+        if after.get("role") == "user" and INTERRUPTION.match(text):
+            yield at, INTERRUPTED
+        elif after.get("role") == "assistant" and _is_program(after):
+            yield at, BROKEN
+
+
+def _is_program(message: Mapping[str, Any]) -> bool:
+    return not message.get("tool_calls") and bool(
+        PROGRAM_TEXT.match(text_of(message.get("content")))
+    )
+
+
+def answered_without(messages: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
+    """Return the place of the first answer that goes on after a call whose result the log does
+    not hold, and why it and those behind it are not learned. None: there is none."""
+    results = [message for message in messages if message.get("role") == "tool"]
+    answered = {str(message["tool_call_id"]) for message in results if message.get("tool_call_id")}
+    without_id = sum(not message.get("tool_call_id") for message in results)
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    lacking_ids = without_id < sum(not call.get("id") for call in calls)
+    for at, message in enumerate(messages):
+        lost = [
+            call
+            for call in message.get("tool_calls") or ()
+            if (str(call["id"]) not in answered if call.get("id") else lacking_ids)
+        ]
+        if not lost:
+            continue
+        after = next(
+            (n for n in range(at + 1, len(messages)) if messages[n].get("role") != "tool"), None
+        )
+        if after is not None and messages[after].get("role") == "assistant":
+            name = lost[0]["function"]["name"]
+            return after, f"it follows a call of {name!r} whose result the log does not hold"[:100]
+    return None

@@ -1,0 +1,409 @@
+"""Logs of Codex: `~/.codex/sessions/…/rollout-*.jsonl`.
+
+The format is internal to the program and changes; a line of an unknown kind is skipped and counted.
+It does not hold the definitions of the tools: such a trace is text to learn from, not what the
+model's template would make.
+
+What a line holds beside its message is in the step's `extra.lines`. A trace whose history is not
+whole has `extra.untrainable`, which says why; `build` leaves it out.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import TraceError
+from mlx_parallm.systems.traces.dialects import converted, result_content
+from mlx_parallm.systems.traces.endings import (
+    BROKEN,
+    INTERRUPTED,
+    NEVER,
+    is_own_call,
+    marked,
+    not_sampled,
+)
+from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
+from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace, text_of
+from mlx_parallm.systems.traces.session import chained_key, compared_text, text_digest
+
+SILENT = ("ghost_snapshot",)  # items that the model does not see
+CLIENT_CALLS = ("function_call", "custom_tool_call", "local_shell_call")
+"""Calls that Codex itself makes: others that have no `call_id` are the API's own."""
+OUTPUTS = ("output", "outputs", "results", "result", "tools")
+REPEATED = "an item that stands in the log twice"
+ENCRYPTED = "its history is not whole: a compaction that is encrypted, or has no text"
+
+
+@dataclass
+class _CodexLog:
+    session: str
+    version: str = "unknown"
+    model: str | None = None
+    instructions: str | None = None
+    opened: int = 0  # messages that a compaction left
+    messages: list[Json] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)  # of the lines that are in `messages`
+    about: list[Json] = field(default_factory=list)  # lines that are no messages
+    answered: dict[str, Any] = field(default_factory=dict)
+    untrainable: str | None = None
+    is_side: bool | None = None  # None: no line has said it yet
+    ended: int = 0  # messages when a turn last came to its end
+    items: list[str] = field(default_factory=list)  # as text
+    seen: set[str] = field(default_factory=set)  # the same
+    replayed: int | None = None  # the item that a repeated history is at
+    replayable: int = 0  # items before it
+
+
+def codex(path: Path, report: ImportReport) -> Iterator[Trace]:
+    """The `response_item` lines; events repeat them. A compaction ends a trace: the model saw a
+    new prompt after it."""
+    log = _CodexLog(path.stem)
+    number = 0
+    for place, line in objects(path, report):
+        payload, kind = line.get("payload"), line.get("type")
+        if not isinstance(payload, dict):
+            report.skip(place, "a line without 'payload'")
+        elif kind in ("session_meta", "turn_context"):
+            _take_about(log, kind, payload)
+            log.about.append(line)
+            log.places.append(place)
+        elif kind == "compacted":
+            number += 1
+            yield from _codex_trace(log, number, report)
+            _compact(log, line, place, report)
+        elif kind != "response_item":
+            _take_event(log, payload, place, report)
+            report.skip(
+                place, f"lines of type {kind!r}: the response items hold what was said"[:100]
+            )
+        else:
+            report.expect(place, [payload])
+            rest = {key: value for key, value in line.items() if key not in ("payload", "type")}
+            if _is_again(log, payload):
+                report.skip(place, REPEATED)
+                continue
+            try:
+                _take_item(log, payload, place, report, rest)
+            except SHAPES as error:
+                report.skip(place, shape_of(error))
+                log.untrainable = "its history is not whole: an item of an unknown shape"
+    yield from _codex_trace(log, number + 1, report)
+
+
+def _is_again(log: _CodexLog, item: Json) -> bool:
+    """Whether an item was read before: one of the same id and content, or of a history that a
+    resumed session begins with."""
+    text = json.dumps(item, sort_keys=True)
+    if log.replayed is not None and text == log.items[log.replayed]:
+        log.replayed = log.replayed + 1 if log.replayed + 1 < log.replayable else None
+        return True
+    log.replayed = None
+    has_id = item.get("id") or (item.get("call_id") and str(item.get("type")).endswith("_call"))
+    again = bool(has_id) and text in log.seen
+    log.seen.add(text)
+    log.items.append(text)
+    return again
+
+
+def _take_event(log: _CodexLog, event: Json, place: str, report: ImportReport) -> None:
+    """Learn from an event how the newest answer ended: the items do not say it."""
+    kind = event.get("type")
+    if kind in ("task_complete", "turn_complete"):
+        log.ended = len(log.messages)
+    if kind not in ("turn_aborted", "error") or len(log.messages) <= log.ended:
+        return
+    last = log.messages[-1]
+    if last["role"] == "assistant" and last.get("step", {}).get("llm_call_count") != 0:
+        reason = INTERRUPTED if kind == "turn_aborted" else BROKEN
+        log.messages[-1] = marked(last, reason)
+        report.remark(place, NEVER.format(reason))
+
+
+def _take_about(log: _CodexLog, kind: str, payload: Json) -> None:
+    if kind == "turn_context":
+        log.model = payload["model"] if isinstance(payload.get("model"), str) else log.model
+        return
+    if log.is_side is not None:  # a fork repeats its parent's lines behind its own first one
+        log.replayed, log.replayable = (0 if log.items else None), len(log.items)
+        return
+    log.is_side = _is_subagent(payload)
+    log.session = str(payload.get("id") or log.session)
+    log.version = str(payload.get("cli_version") or log.version)
+    base = payload.get("base_instructions")
+    text = base.get("text") if isinstance(base, dict) else payload.get("instructions")
+    log.instructions = text if isinstance(text, str) else None
+
+
+def _is_subagent(meta: Json) -> bool:
+    """Whether a session is another one's helper (a sub-agent, a review, a compaction), by what
+    began it."""
+    source, thread = meta.get("source"), meta.get("thread_source")
+    kinds = source if isinstance(source, dict) else {str(source): None}
+    return (
+        any(_plain(kind) in ("subagent", "internal") for kind in kinds)
+        or (isinstance(thread, str) and _plain(thread) != "user")
+        or any(meta.get(name) for name in ("parent_thread_id", "agent_role", "agent_nickname"))
+    )
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
+
+
+def _compact(log: _CodexLog, line: Json, place: str, report: ImportReport) -> None:
+    """Open a new trace with what a compaction left: its `replacement_history`, else its summary."""
+    payload = line["payload"]
+    log.messages, log.places, log.about, log.answered = [], [], [line], {}
+    log.opened, log.ended, log.untrainable = 0, 0, None
+    history, summary = payload.get("replacement_history"), payload.get("message")
+    if isinstance(history, list):
+        report.expect(place, history)
+        for number, item in enumerate(history):
+            try:
+                _take_item(log, item, f"{place}#{number}", report, {})
+            except SHAPES as error:
+                report.drop(place, f"an item of a compaction: {shape_of(error)}", item)
+                log.untrainable = ENCRYPTED
+        log.messages = [
+            add_step(m, is_copied_context=True) if m["role"] == ("assistant") else m
+            for m in log.messages
+        ]
+    elif isinstance(summary, str) and summary:
+        report.expect(place, [summary])
+        log.messages = [{"role": "user", "content": summary}]
+    if not log.messages:
+        log.untrainable = ENCRYPTED
+    if log.untrainable is not None:
+        report.remark(place, f"{log.untrainable}; nothing of the trace is trained on")
+    log.opened = len(log.messages)
+    log.places = [place]
+
+
+def _take_item(log: _CodexLog, item: Any, place: str, report: ImportReport, rest: Json) -> None:
+    """Add a response item to the messages. `rest`: what its line holds beside it."""
+    if not isinstance(item, dict):
+        raise TraceError("an item that is no object")
+    kind, call_id = item.get("type"), str(item.get("call_id") or item.get("id") or "")
+    if kind == "message" and item.get("role") in ("user", "assistant", "developer", "system"):
+        _take_message(log, item, rest)
+    elif kind == "reasoning":
+        if not _take_reasoning(log, item, rest):
+            report.skip(place, "reasoning that is encrypted")
+            return
+    elif isinstance(kind, str) and kind.endswith("_output"):
+        key = next((key for key in OUTPUTS if key in item), "output")
+        if call_id and call_id in log.answered:
+            same = log.answered[call_id] == item.get(key)
+            report.skip(
+                place,
+                "a result that stands in the log twice"
+                + (("") if same else ", with other content"),
+            )
+            return
+        log.answered[call_id] = item.get(key)
+        log.messages.append(_output(item, call_id, rest, key))
+    elif isinstance(kind, str) and kind.endswith("_call") and _is_own(item, kind):
+        _take_own_call(log, item, kind, call_id, rest)
+    elif isinstance(kind, str) and kind.endswith("_call"):
+        _open_answer(log).setdefault("tool_calls", []).append(
+            _codex_call(item, kind, call_id, rest)
+        )
+    else:
+        report.skip(place, f"response items of type {kind!r} are not known"[:100])
+        if kind not in SILENT:
+            log.untrainable = (
+                f"its history is not whole: response items of type {kind!r} are not known"[:100]
+            )
+        return
+    log.places.append(place)
+
+
+def _take_message(log: _CodexLog, item: Json, rest: Json) -> None:
+    kept = rest | {
+        key: value for key, value in item.items() if key not in ("type", "role", "content")
+    }
+    if not isinstance(item.get("content"), str | list | None):
+        raise TraceError("a message whose content is neither text nor a list")
+    made = converted({"role": item["role"], "content": item.get("content")})
+    message = made[0]
+    if len(made) > 1 or message["role"] != item["role"] or message.keys() - {"role", "content"}:
+        raise TraceError("a message that holds calls, results or thoughts")
+    if message["content"] is None:
+        message["content"] = ""
+    if item["role"] != "assistant":
+        log.messages.append(add_step(message, extra={"lines": [kept]} if kept else {}))
+        return
+    if reason := not_sampled(message, item):
+        log.messages.append(add_step(marked(message, reason), extra={"lines": [kept]}))
+        return
+    answer = _open_answer(log)
+    before = answer["content"]
+    if before and isinstance(before, str) and isinstance(message["content"], str):
+        answer["content"] = f"{before}\n\n{message['content']}"
+    elif before:
+        answer["content"] = [*_parts(before), *_parts(message["content"])]
+    else:
+        answer["content"] = message["content"]
+    _note(log, kept)
+
+
+def _parts(content: Any) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _take_reasoning(log: _CodexLog, item: Json, rest: Json) -> bool:
+    """Add the text of a thought: its content, else its summary; return whether it has any."""
+    key = next((key for key in ("content", "summary") if text_of(item.get(key))), None)
+    if key is None:
+        return False
+    kept = rest | {name: value for name, value in item.items() if name not in ("type", key)}
+    texts = (
+        [text_of([part]) for part in item[key]]
+        if isinstance(item[key], list)
+        else [text_of(item[key])]
+    )
+    answer = _open_answer(log)
+    answer["reasoning_content"] = answer.get("reasoning_content", "") + "\n".join(texts)
+    plain = ("summary_text", "reasoning_text", "text")
+    if any(
+        not isinstance(p, dict) or set(p) - {"type", "text"} or p.get("type") not in plain
+        for p in item[key]
+    ):
+        kept[key] = item[key]
+    _note(log, kept)
+    return True
+
+
+def _codex_call(item: Json, kind: str, call_id: str, rest: Json) -> Json:
+    key = next((key for key in ("arguments", "input", "action") if key in item), None)
+    raw = item.get(key) if key is not None else None
+    others = {
+        name: value for name, value in item.items() if name not in ("type", "name", "call_id", key)
+    }
+    if key == "arguments" and isinstance(raw, str):
+        arguments = raw
+    else:
+        value = raw if isinstance(raw, dict) else {} if raw is None else {"input": raw}
+        arguments = json.dumps(value, ensure_ascii=False)
+    function = {"name": str(item.get("name") or kind.removesuffix("_call")), "arguments": arguments}
+    call: Json = {"id": call_id, "type": "function", "function": function}
+    return call | ({"rest": rest | others} if rest | others else {})
+
+
+def _is_own(item: Json, kind: str) -> bool:
+    """Whether the API made a call itself: a search, code, MCP, an image."""
+    return kind not in CLIENT_CALLS and not item.get("call_id")
+
+
+def _take_own_call(log: _CodexLog, item: Json, kind: str, call_id: str, rest: Json) -> None:
+    """Add a call that the API made, and its result, where the item holds one: other items of its
+    answer follow as another answer."""
+    key = next((key for key in (*OUTPUTS, "error") if item.get(key) is not None), None)
+    plain = ("type", "name", "id", "status", "action", "arguments", "input", *OUTPUTS, "error")
+    if not any(name in item for name in ("arguments", "input", "action")):
+        item = {**item, "arguments": {k: v for k, v in item.items() if k not in plain}}
+    call = _codex_call(
+        {name: value for name, value in item.items() if name != key}, kind, call_id, rest
+    )
+    call["rest"] = {**call.get("rest", {}), "kind": kind}
+    answer = _open_answer(log)
+    if answer.get("tool_calls"):
+        answer = {"role": "assistant", "content": None}
+        log.messages.append(answer)
+    answer["tool_calls"] = [call]
+    if key is not None:
+        content = result_content(_logs(item[key]))
+        if kind == "image_generation_call":
+            content = [{"type": "image", "image": item[key]}]
+        log.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+
+def _logs(outputs: Any) -> Any:
+    """Text of what code has printed, where that is all its output."""
+    if isinstance(outputs, list) and all(
+        isinstance(each, dict) and each.get("type") == "logs" and isinstance(each.get("logs"), str)
+        for each in outputs
+    ):
+        return "\n".join(each["logs"] for each in outputs)
+    return outputs
+
+
+def _output(item: Json, call_id: str, rest: Json, key: str) -> Json:
+    output = item.get(key)
+    others = {name: value for name, value in item.items() if name not in ("type", "call_id", key)}
+    inner = output
+    if isinstance(output, dict) and "content" in output:
+        inner = output["content"]
+        others |= {key: value for key, value in output.items() if key != "content"}
+    message = {"role": "tool", "tool_call_id": call_id, "content": result_content(inner)}
+    return add_step(message, extra={"lines": [rest | others]} if rest | others else {})
+
+
+def _open_answer(log: _CodexLog) -> Json:
+    """The answer that the model is giving: reasoning, text and calls up to the next message or
+    result are one."""
+    last = log.messages[-1] if len(log.messages) > log.opened else {}
+    is_open = last.get("step", {}).get("llm_call_count") != 0 and not any(
+        map(is_own_call, last.get("tool_calls", ()))
+    )
+    if last.get("role") != "assistant" or not is_open:
+        log.messages.append({"role": "assistant", "content": None})
+    return log.messages[-1]
+
+
+def _note(log: _CodexLog, kept: Json) -> None:
+    """Keep what the line of a part of the newest answer holds beside it."""
+    if kept:
+        before = log.messages[-1].get("step", {}).get("extra", {}).get("lines", [])
+        log.messages[-1] = add_step(log.messages[-1], extra={"lines": [*before, kept]})
+
+
+def _codex_trace(log: _CodexLog, number: int, report: ImportReport) -> Iterator[Trace]:
+    places = list(log.places)
+    if not any(message["role"] == "assistant" for message in log.messages):
+        for place in places:
+            report.skip(place, "no answer follows it")
+        return
+    opening = [{"role": "system", "content": log.instructions}] if log.instructions else []
+    messages, sampled = _learned_once(log.messages, report)
+    try:
+        trace = new_trace(
+            [*opening, *messages],
+            session_id=log.session,
+            source="codex",
+            source_id=log.session,
+            model=log.model,
+            agent="codex",
+            version=log.version,
+            log=log.about or None,
+            sidechain=log.is_side or None,
+            untrainable=log.untrainable,
+        )
+    except SHAPES as error:
+        for place in places:
+            report.skip(place, shape_of(error))
+        return
+    trace.trajectory_id = log.session if number == 1 else f"{log.session}#{number}"
+    for place in places:
+        report.carry(place)
+    report.traces += 1
+    # what a sub-agent repeats of its parent is the parent's, whichever file is read first
+    if not log.is_side and log.untrainable is None:
+        report.sampled |= sampled
+    yield trace
+
+
+def _learned_once(messages: Sequence[Json], report: ImportReport) -> tuple[list[Json], set[str]]:
+    """Mark answers that an earlier file holds after the same messages: a fork, or a session that
+    was resumed, repeats them. Return the messages, and the names of all answers."""
+    chain, made, names = "codex", list[Json](), set[str]()
+    for message in messages:
+        chain = chained_key(chain, text_digest(compared_text(message)))
+        if message["role"] == "assistant":
+            names.add(chain)
+            if chain in report.sampled and message.get("step", {}).get("llm_call_count") != 0:
+                message = add_step(message, is_copied_context=True)
+        made.append(message)
+    return made, names
