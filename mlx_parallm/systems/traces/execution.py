@@ -48,7 +48,7 @@ Event = ToolCallTrace | ReasoningStep
 def trace_id(session_id: str, query: str, timestamp: str) -> str:
     """12 hexadecimal digits, the same for the same run."""
     return hashlib.md5(
-        f"{session_id}:{query}:{timestamp}".encode(), usedforsecurity=False
+        f"{session_id}:{query}:{timestamp}".encode(errors="surrogatepass"), usedforsecurity=False
     ).hexdigest()[:12]
 
 
