@@ -69,6 +69,7 @@ VARIABLE_ATTRIBUTES: dict[
     " them",
     "systems.traces.collector:AgentHook.wrap": "the agent's methods, by the names that it gives"
     " them",
+    "systems.traces.following:_Other.__getattr__": "a wrapper hands on what it does not know",
     "systems.traces.collector:_method": "the agent's methods, by the names that it gives them",
     "faces.trl.attributes:TrainerAttributes.__getattr__": "an argument of the trainer by its name,"
     " as TRL has them",

@@ -7,7 +7,12 @@ from typing import Any, ClassVar
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import did_you_mean, name_of, reference_to, user_code
 from mlx_parallm.rewards import threads
-from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress, is_reward_reference
+from mlx_parallm.rewards.functions import (
+    RewardFunctions,
+    TrainingProgress,
+    is_reward_reference,
+    unique_names,
+)
 from mlx_parallm.rewards.methods import (
     Method,
     Objective,
@@ -42,7 +47,7 @@ class WeightedRewardComputer(RewardComputer):
         """
         Args:
             objective_functions: the parts; `objectives` is another name for them.
-            objective_names: unique; default: the functions' own names.
+            objective_names: unique; default: the functions' own names, the second "f" as "f#2".
             weights: default: the same for each, 1 in all.
             options: keyword arguments of references, by the name at the reference's end.
 
@@ -52,9 +57,11 @@ class WeightedRewardComputer(RewardComputer):
         what = type(self).__name__
         if bool(objective_functions) == bool(objectives):
             raise ConfigError(f"{what}: pass its parts as objective_functions, or as objectives")
+        given = tuple(objective_functions or objectives)
+        own = unique_names([name_of(part) for part in given])
         parts = tuple(
-            reference_to(part, name_of(part)) if _is_trls(part) else part
-            for part in objective_functions or objectives
+            reference_to(part, name) if _is_trls(part) else part
+            for part, name in zip(given, own, strict=True)
         )
         references = [part for part in parts if isinstance(part, str)]
         if wrong := [reference for reference in references if not is_reward_reference(reference)]:
@@ -66,10 +73,14 @@ class WeightedRewardComputer(RewardComputer):
             references, (), columns=None, key=what, options=options
         )
         loaded = iter(self._by_reference.names)
-        names = list(
-            objective_names
-            or [next(loaded) if isinstance(part, str) else name_of(part) for part in parts]
-        )
+        found = [next(loaded) if isinstance(part, str) else "" for part in parts]
+        names = [
+            name if isinstance(part, str) else name_of(part)
+            for name, part in zip(found, given, strict=True)
+        ]
+        if len(set(map(id, given))) == len(given):  # two lambdas; one function twice is a mistake
+            names = unique_names(names)
+        names = list(objective_names or names)
         shares = [1 / len(parts)] * len(parts) if weights is None else list(weights)
         for values, word in ((names, "objective_names"), (shares, "weights")):
             if len(values) != len(parts):

@@ -544,7 +544,7 @@ def load_rewards(
     Raises ConfigError: a reference that cannot be loaded, is no reward, or does not take its
     options; options for a name that is none of the rewards.
     """
-    names = _unique([reference.rpartition(":")[2] for reference in references])
+    names = unique_names([reference.rpartition(":")[2] for reference in references])
     if unknown := [name for name in options if name not in names]:
         raise ConfigError(
             f"{key}: reward_options has {unknown[0]!r}, which is none of the"
@@ -567,15 +567,20 @@ def load_rewards(
             )
         else:
             functions.append(RewardFunction(name, loaded, weight, _signature(loaded, what)))
-    unique = _unique([function.name for function in functions])
+    unique = unique_names([function.name for function in functions])
     return [replace(function, name=name) for function, name in zip(functions, unique, strict=True)]
 
 
-def _unique(names: Sequence[str]) -> list[str]:
-    return [
-        name if (n := names[:i].count(name)) == 0 else f"{name}#{n + 1}"
-        for i, name in enumerate(names)
-    ]
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Return names that are all different: the second "f" is "f#2"."""
+    made: list[str] = []
+    for name in names:
+        number, one = 1, name
+        while one in made:
+            number += 1
+            one = f"{name}#{number}"
+        made.append(one)
+    return made
 
 
 def _load_builtin(reference: str, options: Mapping[str, Any], key: str) -> Any:

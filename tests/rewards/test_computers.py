@@ -205,3 +205,23 @@ def test_computers_by_their_kinds():
     assert create_reward_computer("custom", objective_functions=[right]).compute_rewards(
         [trajectory("4")]
     ) == [1.0]
+
+
+def test_functions_of_one_name_are_parts_of_their_own() -> None:
+    """Lambdas, closures of one factory, and TRL's signature among them."""
+
+    def scaled(by):
+        def score(item):
+            return by
+
+        return score
+
+    one = trajectory("a")
+    parts = [lambda t: 1.0, lambda t: 2.0, scaled(3.0), scaled(4.0)]
+    parts += [lambda completions, **rest: [5.0], lambda completions, **rest: [6.0]]
+    computer = ParetoRewardComputer(parts)
+    assert list(computer.weights) == [
+        *("<lambda>", "<lambda>#2", "score", "score#2", "<lambda>#3", "<lambda>#4"),
+    ]
+    [found] = computer.compute_parts([one])
+    assert list(found.values()) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]

@@ -2,9 +2,11 @@
 unmixed, restored."""
 
 import asyncio
+import inspect
 import json
 import os
 import pickle
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -206,3 +208,150 @@ def test_overlapping_checkpoints_give_each_run_once(tmp_path: Path) -> None:
     assert (one.final_response, one.tasks_completed) == ("first", ["find"])
     assert views["three"].tasks_created == []
     assert CheckpointLoader(tmp_path, max_age_hours=1).load_traces("isaa") == []
+
+
+class Streaming(Agent):
+    """The same agent, whose ways to answer are many."""
+
+    async def a_run(self, query: str, session_id: str = "default") -> str:
+        return f"hello {await self.arun_function('double', x=1)}"
+
+    async def streamed(self, query: str) -> Any:
+        yield "hel"
+        yield {"content": f"lo {await self.arun_function('double', x=1)}"}
+
+    def parts(self, query: str) -> Any:
+        yield "hello "
+        yield str(self.run_function("add", {"a": 1, "b": 1}))
+
+    def returned(self, query: str) -> Any:
+        got = yield "a part"
+        assert got == "sent"
+        return f"hello {self.run_function('add', {'a': 1, 'b': 1})}"
+
+    def gives_a_coroutine(self, query: str) -> Any:
+        return self.a_run(query)
+
+    def gives_a_task(self, query: str) -> Any:
+        return asyncio.ensure_future(Agent.arun_function(self, "x", x=1))
+
+    async def gives_a_stream(self, query: str) -> Any:
+        return self.streamed(query)
+
+    def gives_an_iterator(self, query: str) -> Any:
+        return iter(["hel", "lo 2"])
+
+    async def in_threads(self, query: str) -> Any:
+        loop, add = asyncio.get_running_loop(), {"a": int(query), "b": 1}
+        result = await loop.run_in_executor(None, self.run_function, "add", add)
+        thread = threading.Thread(target=self.run_function, args=("add", {"a": result, "b": 1}))
+        thread.start()
+        thread.join()
+        return f"hello {result}"
+
+    async def arun_function(self, function_name: str, **arguments: Any) -> int:
+        return self.run_function(function_name, arguments)
+
+    def run_function(self, name: str, arguments: dict[str, int]) -> int:
+        return 2
+
+
+async def consumed(stream: Any) -> None:
+    """Read whatever a method gave, to its end."""
+    if inspect.isawaitable(stream):
+        stream = await stream
+    if hasattr(stream, "__aiter__"):
+        async for _ in stream:
+            pass
+    elif inspect.isgenerator(stream):
+        next(stream)
+        with pytest.raises(StopIteration):
+            while True:
+                stream.send("sent")
+    elif not isinstance(stream, str | int):
+        assert list(stream)
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "calls"),
+    [
+        ("a_run", "hello 2", 1),
+        ("streamed", "hello 2", 1),
+        ("parts", "hello 2", 1),
+        ("returned", "hello 2", 1),
+        ("gives_a_coroutine", "hello 2", 1),
+        ("gives_a_task", "2", 0),
+        ("gives_a_stream", "hello 2", 1),
+        ("gives_an_iterator", "hello 2", 0),
+        ("in_threads", "hello 2", 2),
+    ],
+)
+async def test_a_run_is_followed_however_it_answers(
+    method: str, answer: str, calls: int, tmp_path: Path
+) -> None:
+    """One trace with its calls and its text; a method that calls another one is one run, or one
+    call, with it. Runs at the same time stay apart, in threads too."""
+    agent, collector = Streaming(), TraceCollector(tmp_path)
+    kind = [inspect.isasyncgenfunction, inspect.isgeneratorfunction, inspect.iscoroutinefunction]
+    was = [is_kind(getattr(agent, method)) for is_kind in kind]
+    before = threading.Thread.start
+    with hook_into_agent(agent, collector, run_methods=("a_run", "streamed", method)):
+        assert [is_kind(getattr(agent, method)) for is_kind in kind] == was
+        await asyncio.gather(*(consumed(getattr(agent, method)(str(n))) for n in range(5)))
+    await asyncio.sleep(0)
+    assert threading.Thread.start is before
+    views = collector.load_traces()
+    assert sorted(view.user_query for view in views) == list("01234")
+    assert [(view.final_response, len(view.tool_calls)) for view in views] == [(answer, calls)] * 5
+    assert not any(view.trace.get("sidechain") or view.trace.get("aborted") for view in views)
+    if method == "in_threads":
+        assert {view.tool_calls[0].arguments["a"] for view in views} == set(range(5))
+    assert not collector.left_out
+
+
+async def test_a_stream_that_breaks_off_and_a_run_inside_a_run(tmp_path: Path) -> None:
+    """Nobody learns half an answer; the inner run is a sub-agent's; events outside are counted."""
+    agent, helper, collector = Streaming(), Agent(), TraceCollector(tmp_path)
+    with hook_into_agent(agent, collector, run_methods=("streamed", "parts")):
+        stream = agent.parts("left")
+        assert next(stream) == "hello "
+        stream.close()
+        asynchronous = agent.streamed("left too")
+        assert await anext(asynchronous) == "hel"
+        await asynchronous.aclose()
+    for view in collector.load_traces():
+        assert view.trace.get("aborted")
+        assert view.tasks_failed == ["the answer was not read to its end"]
+
+    async def ask(query: str) -> str:
+        return await helper.a_run("3", session_id="inner")
+
+    agent.ask = ask  # type: ignore[attr-defined]
+    with (
+        hook_into_agent(helper, collector),
+        hook_into_agent(agent, collector, run_methods=("ask",)),
+    ):
+        await agent.ask("outer")  # type: ignore[attr-defined]
+    side = {view.user_query: view.trace.get("sidechain") for view in collector.load_traces()}
+    assert (side["3"], side["outer"]) == (True, None)
+    collector.record_tool_call("look", {})
+    assert collector.left_out == {"an event outside of a run": 1}
+
+
+def test_statistics_and_what_is_still_to_be_labelled(tmp_path: Path) -> None:
+    collector = TraceCollector(tmp_path)
+    assert collector.get_statistics()["total"] == 0 and collector.get_unlabeled_traces() == []
+    for number in range(4):
+        collector.start_trace("s", f"question {number}")
+        for _ in range(number):
+            collector.record_tool_call("look", {})
+        collector.finish_trace("a", total_cost=2.0)
+    first, second, *_ = collector.load_traces()
+    collector.label_trace(first.trace_id, True)
+    collector.label_trace(second.trace_id, False)
+    assert collector.get_statistics() == {
+        **{"total": 4, "labeled": 2, "unlabeled": 2, "positive_labels": 1, "negative_labels": 1},
+        **{"avg_tool_calls": 1.5, "avg_reasoning_steps": 0.0, "avg_cost": 2.0},
+    }
+    assert len(collector.get_unlabeled_traces()) == 2
+    assert len(collector.get_unlabeled_traces(limit=1)) == 1

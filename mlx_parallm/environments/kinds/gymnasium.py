@@ -298,7 +298,19 @@ def _function(
 
 
 def _observation_text(observation: Any) -> str:
-    return observation if isinstance(observation, str) else json.dumps(_plain(observation))
+    """Return a text as it is, anything else as JSON. Raises ConfigError: it holds what JSON does
+    not know."""
+    if isinstance(observation, str):
+        return observation
+    return json.dumps(_plain(observation), ensure_ascii=False, default=_refuse)
+
+
+def _refuse(value: Any) -> None:
+    raise ConfigError(
+        f"gymnasium: an observation holds {type(value).__name__} ({value!r:.60}), which has no"
+        ' text of its own: set observation_text = "python:file.py:name", a function of the'
+        " observation"
+    )
 
 
 def _plain(value: Any) -> Any:

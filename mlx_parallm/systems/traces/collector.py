@@ -9,11 +9,12 @@ Each run is one file, `rl_traces/YYYY-MM-DD/ID.json`, redacted, complete or abse
 time, in tasks or threads, do not mix: the current run is a context variable.
 """
 
-import functools
-import inspect
 import json
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
@@ -31,6 +32,7 @@ from mlx_parallm.systems.traces.execution import (
     ToolCallTrace,
     manual_label,
 )
+from mlx_parallm.systems.traces.following import Following, Streamed, ThreadContexts
 from mlx_parallm.systems.traces.privacy import RedactionHit, redact_trace, secret_finder
 from mlx_parallm.systems.traces.reading import read_traces
 from mlx_parallm.systems.traces.schema import Json, dump_line, iso_time
@@ -38,8 +40,8 @@ from mlx_parallm.systems.traces.schema import Json, dump_line, iso_time
 DIRECTORY = Path("rl_traces")
 RUN_METHODS = ("a_run", "arun", "run")
 TOOL_METHODS = ("arun_function", "run_function", "call_tool")
-After = Callable[[Any, Any, BaseException | None], None]
-"""Called with what was returned before the method, the method's result, and its error."""
+OUTSIDE = "an event outside of a run"
+AFTER_ITS_END = "an event after the end of its run"
 
 
 @dataclass
@@ -50,14 +52,22 @@ class _Running:
     events: list[Event] = field(default_factory=list)
     tasks: dict[str, list[Any]] = field(default_factory=lambda: {kind: [] for kind in TASKS})
     token: "Token[_Running | None] | None" = None
+    is_side: bool = False  # it was begun inside another run
+    has_ended: bool = False
+    method: tuple[int, str] | None = None  # the agent, by `id`, and its method that it is
 
 
 class TraceCollector:
-    """Writes one trace for each run, without its secrets: `directory` gets `YYYY-MM-DD/ID.json`."""
+    """Writes one trace for each run, without its secrets: `directory` gets `YYYY-MM-DD/ID.json`.
+
+    A run inside another one is a sub-agent's (`extra.sidechain`). `left_out` counts events that are
+    in no trace, by reason.
+    """
 
     def __init__(self, directory: Path | str = DIRECTORY) -> None:
         self.directory = Path(directory)
         self.hits: list[RedactionHit] = []
+        self.left_out: Counter[str] = Counter()
         self._finder = secret_finder()
         self._current: ContextVar[_Running | None] = ContextVar("run of an agent", default=None)
 
@@ -68,8 +78,22 @@ class TraceCollector:
 
     def start_trace(self, session_id: str, user_query: str) -> None:
         """Begin a run in this task or thread; one inside another is the inner one until it ends."""
-        running = _Running(session_id, user_query, time.time())
+        running = self._begin(session_id, user_query)
         running.token = self._current.set(running)
+
+    def _begin(self, session_id: str, user_query: str) -> _Running:
+        outer = self._current.get()
+        is_side = outer is not None and not outer.has_ended
+        return _Running(session_id, user_query, time.time(), is_side=is_side)
+
+    @contextmanager
+    def _inside(self, running: _Running) -> Iterator[None]:
+        """Let what happens in the block belong to a run."""
+        token = self._current.set(running)
+        try:
+            yield
+        finally:
+            self._current.reset(token)
 
     def record_tool_call(
         self,
@@ -113,14 +137,20 @@ class TraceCollector:
         kind."""
         if kind not in TASKS:
             raise TraceError(f"record_task({kind!r}): expected one of {', '.join(TASKS)}")
-        running = self._current.get()
-        if running is not None:
+        if (running := self._open_run()) is not None:
             running.tasks[kind].append(_as_json(task))
 
     def _add(self, event: Event) -> None:
-        running = self._current.get()
-        if running is not None:
+        if (running := self._open_run()) is not None:
             running.events.append(event)
+
+    def _open_run(self) -> _Running | None:
+        """The run that an event belongs to; None, which is counted, where there is none."""
+        running = self._current.get()
+        if running is None or running.has_ended:
+            self.left_out[OUTSIDE if running is None else AFTER_ITS_END] += 1
+            return None
+        return running
 
     def finish_trace(self, final_response: str = "", **totals: Any) -> ExecutionTrace:
         """End the current run and write its trace.
@@ -134,6 +164,12 @@ class TraceCollector:
         if running is None or running.token is None:
             raise TraceError("finish_trace: no run was started in this task or thread")
         self._current.reset(running.token)
+        return self._finish(running, final_response, **totals)
+
+    def _finish(
+        self, running: _Running, final_response: str, *, aborted: bool = False, **totals: Any
+    ) -> ExecutionTrace:
+        running.has_ended = True
         now = time.time()
         view = ExecutionTrace.of_events(
             running.session_id,
@@ -146,6 +182,7 @@ class TraceCollector:
             **{f"tasks_{kind}": tasks for kind, tasks in running.tasks.items()},
             **totals,
         )
+        view.trace.note(sidechain=running.is_side or None, aborted=aborted or None)
         cleaned, hits = redact_trace(view.trace, self._finder)
         self.hits += hits
         view = ExecutionTrace(cleaned)
@@ -183,6 +220,33 @@ class TraceCollector:
             if len(v.tool_calls) >= min_tool_calls and (v.label is not None or not labeled_only)
         ]
 
+    def get_unlabeled_traces(self, limit: int = 100) -> list[ExecutionTrace]:
+        """The traces that no person has judged, the oldest first, at most `limit`. Raises
+        TraceError: a file cannot be read."""
+        return [view for view in self.load_traces() if view.label is None][:limit]
+
+    def get_statistics(self) -> dict[str, Any]:
+        """Count the traces and their labels by a person: `total`, `labeled`, `unlabeled`,
+        `positive_labels`, `negative_labels`; and the means `avg_tool_calls`,
+        `avg_reasoning_steps`, `avg_cost`, 0 without traces. Raises TraceError: a file cannot be
+        read."""
+        views = self.load_traces()
+        labels = [view.label for view in views if view.label is not None]
+
+        def mean(of: Callable[[ExecutionTrace], float]) -> float:
+            return statistics.fmean(map(of, views)) if views else 0.0
+
+        return {
+            "total": len(views),
+            "labeled": len(labels),
+            "unlabeled": len(views) - len(labels),
+            "positive_labels": sum(labels),
+            "negative_labels": len(labels) - sum(labels),
+            "avg_tool_calls": mean(lambda view: len(view.tool_calls)),
+            "avg_reasoning_steps": mean(lambda view: len(view.reasoning_steps)),
+            "avg_cost": mean(lambda view: view.total_cost),
+        }
+
     def label_trace(
         self, trace_id: str, good: bool, notes: str = "", *, by: str = "user"
     ) -> ExecutionTrace:
@@ -199,9 +263,12 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
+_THREADS = ThreadContexts()
+
+
 class AgentHook:
     """The wrapped methods of one agent. `restore` puts the agent's own back; a `with` block does
-    it at its end."""
+    it at its end. Meanwhile threads that a run begins belong to it."""
 
     def __init__(self, agent: Any, collector: TraceCollector) -> None:
         self._agent, self._collector = agent, collector
@@ -225,53 +292,19 @@ class AgentHook:
                 delattr(self._agent, name)
             else:
                 setattr(self._agent, name, method)
+        if self._wrapped:
+            _THREADS.leave()
         self._wrapped.clear()
 
-    def wrap(
-        self,
-        name: str,
-        before: Callable[..., Any],
-        after: Callable[[Any, Any, BaseException | None], None],
-    ) -> None:
-        """Call `before` with the method's arguments, and `after` with what it returned, the
-        result, and the error."""
+    def wrap(self, name: str, following: Following) -> None:
+        """Follow a method of the agent."""
         method = _method(self._agent, name)
         assert method is not None
+        if not self._wrapped:
+            _THREADS.use()
         # None: the class's, which setattr only hides
         self._wrapped[name] = vars(self._agent).get(name)
-        setattr(self._agent, name, _followed(method, before, after))
-
-
-def _followed(
-    method: Callable[..., Any], before: Callable[..., Any], after: After
-) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(method):
-
-        @functools.wraps(method)
-        async def followed_async(*args: Any, **kwargs: Any) -> Any:
-            begun = before(*args, **kwargs)
-            try:
-                result = await method(*args, **kwargs)
-            except BaseException as error:
-                after(begun, None, error)
-                raise
-            after(begun, result, None)
-            return result
-
-        return followed_async
-
-    @functools.wraps(method)
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        begun = before(*args, **kwargs)
-        try:
-            result = method(*args, **kwargs)
-        except BaseException as error:
-            after(begun, None, error)
-            raise
-        after(begun, result, None)
-        return result
-
-    return followed
+        setattr(self._agent, name, following.followed(method))
 
 
 def hook_into_agent(
@@ -281,49 +314,102 @@ def hook_into_agent(
     run_methods: Sequence[str] = RUN_METHODS,
     tool_methods: Sequence[str] = TOOL_METHODS,
 ) -> AgentHook:
-    """Follow every run of an agent: wrap its methods of these names, plain or async, as far as it
-    has them.
+    """Follow every run of an agent: wrap its methods of these names, plain, async or generators, as
+    far as it has them.
 
     The first argument of a run, or `query`, is the user's question, `session_id` its session; what
-    it returns is the answer, and an error ends it as a failed task. The first argument of a tool
-    method, or `function_name`, is the tool.
+    it returns, or the text that it streams, is the answer, and an error ends it as a failed task.
+    The first argument of a tool method, or `function_name`, is the tool. A method that calls
+    another one of these to do its work is one run, or one call, with it.
 
     Raises TraceError: the agent has no run method.
     """
     hook = AgentHook(agent, collector)
-
-    def begin(*args: Any, **kwargs: Any) -> None:
-        query = kwargs.get("query", args[0] if args else "")
-        collector.start_trace(str(kwargs.get("session_id") or "default"), str(query))
-
-    def end(begun: Any, result: Any, error: BaseException | None) -> None:
-        if error is not None:
-            collector.record_task("failed", f"{type(error).__name__}: {error}")
-        collector.finish_trace("" if result is None else str(result))
-
-    def call(*args: Any, **kwargs: Any) -> tuple[str, Json, float]:
-        name, arguments = _tool_and_arguments(args, kwargs)
-        return name, arguments, time.perf_counter()
-
-    def called(begun: tuple[str, Json, float], result: Any, error: BaseException | None) -> None:
-        name, arguments, began = begun
-        problem = None if error is None else f"{type(error).__name__}: {error}"
-        spent = (time.perf_counter() - began) * 1e3
-        collector.record_tool_call(
-            name, arguments, problem or result, error is None, spent, problem
-        )
-
-    runs = [name for name in run_methods if _method(agent, name) is not None]
+    runs = [name for name in dict.fromkeys(run_methods) if _method(agent, name) is not None]
     if not runs:
         raise TraceError(
             f"{type(agent).__name__} has none of the methods {', '.join(run_methods)}: name its own"
         )
     for name in runs:
-        hook.wrap(name, begin, end)
-    for name in tool_methods:
+        hook.wrap(name, _of_run(agent, name, collector))
+    in_call: ContextVar[tuple[str, Json] | None] = ContextVar("call of a tool", default=None)
+    for name in dict.fromkeys(tool_methods):
         if _method(agent, name) is not None:
-            hook.wrap(name, call, called)
+            hook.wrap(name, _of_call(collector, in_call))
     return hook
+
+
+def _of_run(agent: Any, method: str, collector: TraceCollector) -> Following:
+    def begin(*args: Any, **kwargs: Any) -> _Running | None:
+        outer = collector._current.get()
+        if (
+            outer is not None
+            and not outer.has_ended
+            and outer.method is not None
+            and outer.method[0] == id(agent)
+            and outer.method[1] != method
+        ):
+            return None  # `run` that calls `a_run` is one run
+        query = kwargs.get("query", args[0] if args else "")
+        running = collector._begin(str(kwargs.get("session_id") or "default"), str(query))
+        running.method = id(agent), method
+        return running
+
+    @contextmanager
+    def inside(running: _Running | None) -> Iterator[None]:
+        if running is None:
+            yield
+        else:
+            with collector._inside(running):
+                yield
+
+    def end(running: _Running | None, result: Any, error: BaseException | None) -> None:
+        if running is None:
+            return
+        if isinstance(error, GeneratorExit):
+            running.tasks["failed"].append("the answer was not read to its end")
+        elif error is not None:
+            running.tasks["failed"].append(f"{type(error).__name__}: {error}")
+        is_cut = error is not None and isinstance(result, Streamed)
+        collector._finish(running, "" if result is None else str(result), aborted=is_cut)
+
+    return Following(begin, inside, end)
+
+
+@dataclass
+class _Call:
+    name: str
+    arguments: Json
+    began: float
+    is_inner: bool  # the agent's other method does its work
+
+
+def _of_call(
+    collector: TraceCollector, in_call: ContextVar[tuple[str, Json] | None]
+) -> Following:
+    def begin(*args: Any, **kwargs: Any) -> _Call:
+        name, arguments = _tool_and_arguments(args, kwargs)
+        return _Call(name, arguments, time.perf_counter(), in_call.get() == (name, arguments))
+
+    @contextmanager
+    def inside(call: _Call) -> Iterator[None]:
+        token = in_call.set((call.name, call.arguments))
+        try:
+            yield
+        finally:
+            in_call.reset(token)
+
+    def end(call: _Call, result: Any, error: BaseException | None) -> None:
+        if call.is_inner:
+            return
+        problem = None if error is None else f"{type(error).__name__}: {error}"
+        spent = (time.perf_counter() - call.began) * 1e3
+        text = str(result) if isinstance(result, Streamed) else result
+        collector.record_tool_call(
+            call.name, call.arguments, problem or text, error is None, spent, problem
+        )
+
+    return Following(begin, inside, end)
 
 
 def _tool_and_arguments(args: Sequence[Any], kwargs: Json) -> tuple[str, Json]:

@@ -335,3 +335,29 @@ def test_a_simulation_that_does_not_begin_is_closed():
     with pytest.raises(RolloutRejectedError, match="no reset"):
         GymnasiumEnvironment(id="Counted-v0", make={"way": "no reset"}).reset(index=0)
     assert Counted.closed == Counted.opened and len(Counted.opened) == 2
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        ({"mission": "hämta 球", "at": (1, 2)}, '{"mission": "hämta 球", "at": [1, 2]}'),
+        ("hämta", "hämta"),
+        (b"ok", "holds bytes (b'ok')"),
+        ({"seen": {1}}, "holds set ({1})"),
+    ],
+)
+def test_an_observation_is_shown_as_it_is_or_refused_in_one_line(shown, text) -> None:
+    class Shown(Echo):
+        def reset(self, *, seed=None, options=None):
+            return shown, {}
+
+    if "Shown-v0" in gymnasium.registry:
+        del gymnasium.registry["Shown-v0"]
+    gymnasium.register("Shown-v0", entry_point=Shown, disable_env_checker=True)
+    environment = GymnasiumEnvironment(None, "Shown-v0", observation_text="{observation}")
+    if text.startswith("holds"):
+        with pytest.raises(ConfigError, match="observation_text") as refused:
+            environment.reset(index=0)
+        assert text in str(refused.value)
+    else:
+        assert text in environment.reset(index=0).prompt[-1]["content"]
