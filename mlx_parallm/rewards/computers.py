@@ -57,11 +57,11 @@ class WeightedRewardComputer(RewardComputer):
         what = type(self).__name__
         if bool(objective_functions) == bool(objectives):
             raise ConfigError(f"{what}: pass its parts as objective_functions, or as objectives")
-        given = tuple(objective_functions or objectives)
-        own = unique_names([name_of(part) for part in given])
+        sources = tuple(objective_functions or objectives)
+        own_names = unique_names([name_of(part) for part in sources])
         parts = tuple(
             reference_to(part, name) if _is_trls(part) else part
-            for part, name in zip(given, own, strict=True)
+            for part, name in zip(sources, own_names, strict=True)
         )
         references = [part for part in parts if isinstance(part, str)]
         if wrong := [reference for reference in references if not is_reward_reference(reference)]:
@@ -73,12 +73,12 @@ class WeightedRewardComputer(RewardComputer):
             references, (), columns=None, key=what, options=options
         )
         loaded = iter(self._by_reference.names)
-        found = [next(loaded) if isinstance(part, str) else "" for part in parts]
+        loaded_names = [next(loaded) if isinstance(part, str) else "" for part in parts]
         names = [
             name if isinstance(part, str) else name_of(part)
-            for name, part in zip(found, given, strict=True)
+            for name, part in zip(loaded_names, sources, strict=True)
         ]
-        if len(set(map(id, given))) == len(given):  # two lambdas; one function twice is a mistake
+        if len(set(map(id, sources))) == len(sources):  # one twice is a mistake
             names = unique_names(names)
         names = list(objective_names or names)
         shares = [1 / len(parts)] * len(parts) if weights is None else list(weights)

@@ -16,7 +16,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import reference_to
 from mlx_parallm.faces.trl.rows import read_rows
 from mlx_parallm.rl_training.data.rows import Example, read_examples
-from mlx_parallm.systems.traces.dialects import chat_messages
+from mlx_parallm.systems.traces.importers.dialects import chat_messages
 
 TURNS = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}

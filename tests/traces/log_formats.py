@@ -194,9 +194,7 @@ def trajectory(talk: Talk) -> Json:
                 {"tool_call_id": "w", "function_name": "search", "arguments": {"q": "q"}}
             ]
             if turn.text is not None:
-                step["observation"] = {
-                    "results": [{"source_call_id": "w", "content": turn.text}]
-                }
+                step["observation"] = {"results": [{"source_call_id": "w", "content": turn.text}]}
         if turn.end is not None:
             step["extra"] = {"finish_reason": turn.end}
         steps.append(step)
@@ -218,9 +216,7 @@ def atif(folder: Path, talks: Sequence[Talk]) -> list[Path]:
         if talk.is_side:
             main = next(each for each in made if each["trajectory_id"] == talk.parent)
             last = main["steps"][-1]
-            last["tool_calls"] = [
-                {"tool_call_id": "t", "function_name": "task", "arguments": {}}
-            ]
+            last["tool_calls"] = [{"tool_call_id": "t", "function_name": "task", "arguments": {}}]
             named = {"trajectory_id": talk.name}
             last["observation"] = {
                 "results": [{"source_call_id": "t", "subagent_trajectory_ref": [named]}]

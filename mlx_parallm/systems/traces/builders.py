@@ -150,17 +150,7 @@ def score_of(trace: AnyTrace) -> float | None:
 
 def build_dataset(traces: Iterable[AnyTrace], options: DatasetOptions) -> Dataset:
     """Make the rows. Raises ConfigError: an option; TraceError: no row can be made."""
-    if options.kind not in KINDS:
-        raise ConfigError(f"there is no data set of kind {options.kind!r}: {', '.join(KINDS)}")
-    if options.order not in ORDERS or (options.kind == "atif" and options.order != "recorded"):
-        raise ConfigError(
-            f"order = {options.order!r}: expected one of {', '.join(ORDERS)}; traces (atif)"
-            " stay as recorded"
-        )
-    if not 0 <= options.test_fraction < 1:
-        raise ConfigError(
-            f"test_fraction = {options.test_fraction}: expected 0 or more, and less than 1"
-        )
+    _check(options)
     dataset = Dataset(options)
     usable = []
     for trace in _with_subagents(list(map(trace_of, traces))):
@@ -200,6 +190,20 @@ def build_dataset(traces: Iterable[AnyTrace], options: DatasetOptions) -> Datase
         )
         (dataset.test if held_out else dataset.train).append(row.data)
     return dataset
+
+
+def _check(options: DatasetOptions) -> None:
+    if options.kind not in KINDS:
+        raise ConfigError(f"there is no data set of kind {options.kind!r}: {', '.join(KINDS)}")
+    if options.order not in ORDERS or (options.kind == "atif" and options.order != "recorded"):
+        raise ConfigError(
+            f"order = {options.order!r}: expected one of {', '.join(ORDERS)}; traces (atif)"
+            " stay as recorded"
+        )
+    if not 0 <= options.test_fraction < 1:
+        raise ConfigError(
+            f"test_fraction = {options.test_fraction}: expected 0 or more, and less than 1"
+        )
 
 
 def prompt_key(of: AnyTrace | Json) -> str:
@@ -292,8 +296,7 @@ def _with_subagents(traces: Sequence[Trace]) -> Iterator[Trace]:
             trace = trace.model_copy()
             trace.note(sidechain=True)
         yield trace
-        for inner in _inner(trace):
-            yield inner
+        yield from _inner(trace)
 
 
 def _inner(trace: Trace) -> Iterator[Trace]:
@@ -417,7 +420,7 @@ class _LearnedOnce:
         those from it on; None, which is counted, where there is none."""
         before, answered = _parts(trace)
         messages, scope, chain, repeated = before + answered, _scope(trace), "", 0
-        own: set[tuple[str, bool, str]] = set()
+        new_keys: set[tuple[str, bool, str]] = set()
         for message in messages:
             chain = chained_key(chain, text_digest(compared_text(message)))
             if message["role"] != "assistant" or "weight" in message:
@@ -426,8 +429,8 @@ class _LearnedOnce:
             if key in self._learned:
                 message["weight"] = 0
                 repeated += 1
-            own.add(key)
-        self._learned |= own
+            new_keys.add(key)
+        self._learned |= new_keys
         if not repeated:
             return before, answered
         before, answered = divided(messages)

@@ -384,9 +384,7 @@ class _Call:
     is_inner: bool  # the agent's other method does its work
 
 
-def _of_call(
-    collector: TraceCollector, in_call: ContextVar[tuple[str, Json] | None]
-) -> Following:
+def _of_call(collector: TraceCollector, in_call: ContextVar[tuple[str, Json] | None]) -> Following:
     def begin(*args: Any, **kwargs: Any) -> _Call:
         name, arguments = _tool_and_arguments(args, kwargs)
         return _Call(name, arguments, time.perf_counter(), in_call.get() == (name, arguments))

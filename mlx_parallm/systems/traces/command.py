@@ -352,6 +352,10 @@ def _build(commands: Any) -> Run:
             )
         ]
         lines += [f"left out {count}: {reason}" for reason, count in card["left_out"].items()]
+        lines += [
+            f"not learned, {count} answers: {reason}"
+            for reason, count in card["answers_left_out"].items()
+        ]
         if card["fields_left_out"]:
             names = ", ".join(
                 f"{name} ({count})" for name, count in card["fields_left_out"].items()

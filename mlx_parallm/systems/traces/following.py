@@ -18,12 +18,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, 
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Any
 
 
 @dataclass
 class Streamed:
-    """What a stream gave, in order. `value`: what a generator returned at its end."""
+    """The parts of a stream, in order. `value`: what a generator returned at its end."""
 
     parts: list[Any] = field(default_factory=list)
     value: Any = None
@@ -37,16 +38,16 @@ def _text(part: Any) -> str:
     if part is None or isinstance(part, str):
         return part or ""
     if isinstance(part, Mapping):
-        held: tuple[Any, ...] = tuple(part.get(name) for name in ("content", "text", "delta"))
+        texts: tuple[Any, ...] = tuple(part.get(name) for name in ("content", "text", "delta"))
     else:
         fields = vars(part) if hasattr(part, "__dict__") else {}
-        held = tuple(fields.get(name) for name in ("content", "text", "delta"))
-    return next((text for text in held if isinstance(text, str)), str(part))
+        texts = tuple(fields.get(name) for name in ("content", "text", "delta"))
+    return next((text for text in texts if isinstance(text, str)), str(part))
 
 
 @dataclass(frozen=True)
 class Following:
-    """What follows a method; see the module."""
+    """The three functions that follow a method; see the module."""
 
     before: Callable[..., Any]
     inside: Callable[[Any], AbstractContextManager[Any]]
@@ -63,7 +64,7 @@ class Following:
             drive = _await
         return functools.update_wrapper(functools.partial(drive, self, method), method)
 
-    def given(self, result: Any, begun: Any) -> Any:
+    def given_back(self, result: Any, begun: Any) -> Any:
         """Return what a method has given, followed to its end where that is still to come."""
         going_on = replace(self, before=lambda: begun)
         if isinstance(result, asyncio.Future | Future):
@@ -91,28 +92,42 @@ class Following:
             self.after(begun, future.result(), None)
 
 
+class _Stretch:
+    """A part of a method's work: inside, and followed by `end` with an error that leaves it."""
+
+    def __init__(
+        self, following: Following, begun: Any, end: Callable[[BaseException], None]
+    ) -> None:
+        self._inside, self._end = following.inside(begun), end
+
+    def __enter__(self) -> None:
+        self._inside.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._inside.__exit__(kind, error, at)
+        if error is not None:
+            self._end(error)
+
+
 def _call(following: Following, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     begun = following.before(*args, **kwargs)
-    try:
-        with following.inside(begun):
-            result = method(*args, **kwargs)
-    except BaseException as error:
-        following.after(begun, None, error)
-        raise
-    return following.given(result, begun)
+    with _Stretch(following, begun, functools.partial(following.after, begun, None)):
+        result = method(*args, **kwargs)
+    return following.given_back(result, begun)
 
 
 async def _await(
     following: Following, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     begun = following.before(*args, **kwargs)
-    try:
-        with following.inside(begun):
-            result = await method(*args, **kwargs)
-    except BaseException as error:
-        following.after(begun, None, error)
-        raise
-    return following.given(result, begun)
+    with _Stretch(following, begun, functools.partial(following.after, begun, None)):
+        result = await method(*args, **kwargs)
+    return following.given_back(result, begun)
 
 
 @dataclass
@@ -125,51 +140,43 @@ class _Steps:
     streamed: Streamed = field(default_factory=Streamed)
     has_ended: bool = False
 
-    def took(self, part: Any) -> Any:
+    def end(self, error: BaseException) -> None:
+        if self.has_ended:
+            return
+        self.has_ended = True
+        if isinstance(error, StopIteration):
+            self.streamed.value = error.value
+        is_whole = isinstance(error, StopIteration | StopAsyncIteration)
+        self.following.after(self.begun, self.streamed, None if is_whole else error)
+
+    @property
+    def stretch(self) -> _Stretch:
+        return _Stretch(self.following, self.begun, self.end)
+
+    def next(self, sent: Any = None, error: BaseException | None = None) -> Any:
+        """Read a part; the consumer sent something into the stream, or raised an error there.
+        Raises StopIteration: the stream has ended."""
+        with self.stretch:
+            if error is not None:
+                part = self.stream.throw(error)
+            elif hasattr(self.stream, "send"):
+                part = self.stream.send(sent)
+            else:
+                part = next(self.stream)
         self.streamed.parts.append(part)
         return part
 
-    def end(self, error: BaseException | None = None) -> None:
-        if not self.has_ended:
-            self.has_ended = True
-            self.following.after(self.begun, self.streamed, error)
-
-    def next(self, sent: Any = None, thrown: BaseException | None = None) -> Any:
-        """Read a part. Raises StopIteration: the stream has ended."""
-        try:
-            with self.following.inside(self.begun):
-                if thrown is not None:
-                    if not hasattr(self.stream, "throw"):
-                        raise thrown
-                    return self.took(self.stream.throw(thrown))
-                if hasattr(self.stream, "send"):
-                    return self.took(self.stream.send(sent))
-                return self.took(next(self.stream))
-        except StopIteration as stop:
-            self.streamed.value = stop.value
-            self.end()
-            raise
-        except BaseException as error:
-            self.end(error)
-            raise
-
-    async def anext(self, sent: Any = None, thrown: BaseException | None = None) -> Any:
-        """Read a part. Raises StopAsyncIteration: the stream has ended."""
-        try:
-            with self.following.inside(self.begun):
-                if thrown is not None:
-                    if not hasattr(self.stream, "athrow"):
-                        raise thrown
-                    return self.took(await self.stream.athrow(thrown))
-                if hasattr(self.stream, "asend"):
-                    return self.took(await self.stream.asend(sent))
-                return self.took(await anext(self.stream))
-        except StopAsyncIteration:
-            self.end()
-            raise
-        except BaseException as error:
-            self.end(error)
-            raise
+    async def anext(self, sent: Any = None, error: BaseException | None = None) -> Any:
+        """Read a part, as `next` does. Raises StopAsyncIteration: the stream has ended."""
+        with self.stretch:
+            if error is not None:
+                part = await self.stream.athrow(error)
+            elif hasattr(self.stream, "asend"):
+                part = await self.stream.asend(sent)
+            else:
+                part = await anext(self.stream)
+        self.streamed.parts.append(part)
+        return part
 
 
 def _stream(
@@ -177,13 +184,14 @@ def _stream(
 ) -> Generator[Any, Any, Any]:
     begun = following.before(*args, **kwargs)
     steps = _Steps(following, begun, method(*args, **kwargs))
-    sent, thrown = None, None
+    sent: Any = None
+    failure: BaseException | None = None
     while True:
         try:
-            part = steps.next(sent, thrown)
+            part = steps.next(sent, failure)
         except StopIteration as stop:
             return stop.value
-        sent, thrown = None, None
+        sent, failure = None, None
         try:
             sent = yield part
         except GeneratorExit as error:
@@ -191,8 +199,8 @@ def _stream(
                 steps.stream.close()
             steps.end(error)
             raise
-        except BaseException as error:
-            thrown = error
+        except BaseException as error:  # noqa: BLE001  it is the method's, which it is thrown into
+            failure = error
 
 
 async def _async_stream(
@@ -200,13 +208,14 @@ async def _async_stream(
 ) -> AsyncGenerator[Any, Any]:
     begun = following.before(*args, **kwargs)
     steps = _Steps(following, begun, method(*args, **kwargs))
-    sent, thrown = None, None
+    sent: Any = None
+    failure: BaseException | None = None
     while True:
         try:
-            part = await steps.anext(sent, thrown)
+            part = await steps.anext(sent, failure)
         except StopAsyncIteration:
             return
-        sent, thrown = None, None
+        sent, failure = None, None
         try:
             sent = yield part
         except GeneratorExit as error:
@@ -214,8 +223,8 @@ async def _async_stream(
                 await steps.stream.aclose()
             steps.end(error)
             raise
-        except BaseException as error:
-            thrown = error
+        except BaseException as error:  # noqa: BLE001  it is the method's, which it is thrown into
+            failure = error
 
 
 class _Other:
@@ -253,19 +262,21 @@ class ThreadContexts:
         self._lock = threading.Lock()
         self._users = 0
         self._here = threading.local()
-        self._submit, self._start = ThreadPoolExecutor.submit, threading.Thread.start
+        self._submit: Any = ThreadPoolExecutor.submit
+        self._start: Any = threading.Thread.start
 
     def use(self) -> None:
         with self._lock:
             self._users += 1
             if self._users > 1:
                 return
-            submit = self._submit = ThreadPoolExecutor.submit
-            start = self._start = threading.Thread.start
+            submit: Any = ThreadPoolExecutor.submit
+            start: Any = threading.Thread.start
+            self._submit, self._start = submit, start
             here = self._here
 
             @functools.wraps(submit)
-            def submitted(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            def submit_here(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
                 here.is_pool = True  # its threads serve others too
                 try:
                     context = contextvars.copy_context()
@@ -274,14 +285,14 @@ class ThreadContexts:
                     here.is_pool = False
 
             @functools.wraps(start)
-            def started(thread: threading.Thread) -> None:
+            def start_here(thread: threading.Thread) -> None:
                 if not getattr(here, "is_pool", False):
                     context, run = contextvars.copy_context(), thread.run
                     thread.run = lambda: context.run(run)  # type: ignore[method-assign]
                 start(thread)
 
-            ThreadPoolExecutor.submit = submitted  # type: ignore[method-assign]
-            threading.Thread.start = started  # type: ignore[method-assign]
+            ThreadPoolExecutor.submit = submit_here  # type: ignore[method-assign]
+            threading.Thread.start = start_here  # type: ignore[method-assign, assignment]
 
     def leave(self) -> None:
         with self._lock:

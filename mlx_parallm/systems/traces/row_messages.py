@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.dialects import converted, linked
-from mlx_parallm.systems.traces.endings import (
+from mlx_parallm.systems.traces.importers.dialects import converted, linked
+from mlx_parallm.systems.traces.importers.endings import (
     CUT_FLAGS,
     OWN_CALL,
     REASONS,
@@ -145,14 +145,12 @@ def whole_characters(value: Any, notes: Counter[str]) -> Any:
     return value
 
 
-def _why_not(
-    messages: list[Json], rows: list[Json], steps: list[TraceStep]
-) -> dict[int, str]:
+def _why_not(messages: list[Json], rows: list[Json], steps: list[TraceStep]) -> dict[int, str]:
     """Return the places of sampled answers that are not learned, and why."""
     reasons: dict[int, str] = {}
     lost = answered_without(messages)
     cut = dict(cut_by_what_follows(messages))
-    said: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str]] = set()
     for at, (message, row, step) in enumerate(zip(messages, rows, steps, strict=True)):
         if row["role"] != "assistant" or not step.sampled:
             continue
@@ -168,9 +166,9 @@ def _why_not(
             reason = lost[1]
         if (name := _own_id(message, about)) is not None:
             key = name, compared_text(row)
-            if reason is None and key in said:
+            if reason is None and key in seen:
                 reason = "an answer that stands in its conversation twice"
-            said.add(key)
+            seen.add(key)
         if reason is not None:
             reasons[at] = reason
     return reasons
@@ -183,7 +181,7 @@ def _own_id(message: Json, about: list[Mapping[str, Any]]) -> str | None:
 
 
 def _records(step: TraceStep) -> Iterator[Mapping[str, Any]]:
-    """What a step holds beside its message that may say how the answer ended."""
+    """Yield what a step holds beside its message that may say how the answer ended."""
     if step.metrics is not None and step.metrics.extra:
         yield step.metrics.extra
     extra = step.extra or {}

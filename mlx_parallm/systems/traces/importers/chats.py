@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.dialects import (
+from mlx_parallm.systems.traces.importers.dialects import (
     answers_of,
     chat_messages,
     converted,
     linked,
     tool_definitions,
 )
-from mlx_parallm.systems.traces.endings import marked, not_sampled
+from mlx_parallm.systems.traces.importers.endings import marked, not_sampled
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import ImportReport, made, objects, whole_json
 from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace, parse_trace
@@ -131,7 +131,7 @@ def _answers(
 
 
 def _holder(columns: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What an API answered, of a log line: the line, its `response`, or the response's `body`."""
+    """Return what an API answered, of a log line: the line, its `response`, or the response's `body`."""
     response = columns.get("response")
     inner = response.get("body") if isinstance(response, Mapping) else None
     held = (columns, response, inner)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.systems.traces.dialects import converted, joined, linked
-from mlx_parallm.systems.traces.endings import NEVER, marked, not_sampled
+from mlx_parallm.systems.traces.importers.dialects import converted, joined, linked
+from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_sampled
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
+from mlx_parallm.systems.traces.importers.sessions import owned_answers
 from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace
 from mlx_parallm.systems.traces.session import text_digest
 
@@ -235,9 +236,7 @@ def _claude_traces(log: _ClaudeLog, path: Path, report: ImportReport) -> Iterato
                     report.drop(place, REPEATED[key], line[key])
         claimed |= set(way)
         report.traces += 1
-        # what a sub-agent repeats of its parent is the parent's, whichever file is read first
-        if not trace.get("sidechain") and not trace.get("untrainable"):
-            report.sampled |= sampled
+        report.sampled |= owned_answers(trace, sampled)
         yield trace
     for name in nodes.keys() - claimed if forest.beyond else ():
         for place, _ in nodes[name].lines:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.dialects import converted, result_content
-from mlx_parallm.systems.traces.endings import (
+from mlx_parallm.systems.traces.importers.dialects import converted, result_content
+from mlx_parallm.systems.traces.importers.endings import (
     BROKEN,
     INTERRUPTED,
     NEVER,
@@ -25,6 +25,7 @@ from mlx_parallm.systems.traces.endings import (
     not_sampled,
 )
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
+from mlx_parallm.systems.traces.importers.sessions import owned_answers
 from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace, text_of
 from mlx_parallm.systems.traces.session import chained_key, compared_text, text_digest
 
@@ -389,9 +390,7 @@ def _codex_trace(log: _CodexLog, number: int, report: ImportReport) -> Iterator[
     for place in places:
         report.carry(place)
     report.traces += 1
-    # what a sub-agent repeats of its parent is the parent's, whichever file is read first
-    if not log.is_side and log.untrainable is None:
-        report.sampled |= sampled
+    report.sampled |= owned_answers(trace, sampled)
     yield trace
 
 

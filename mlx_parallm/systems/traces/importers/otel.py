@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.dialects import (
+from mlx_parallm.systems.traces.importers.dialects import (
     chat_messages,
     linked,
     tool_definitions,
 )
-from mlx_parallm.systems.traces.endings import marked, not_sampled
+from mlx_parallm.systems.traces.importers.endings import marked, not_sampled
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, entries, shape_of
 from mlx_parallm.systems.traces.importers.sessions import session_traces
 from mlx_parallm.systems.traces.schema import Json, Label, Trace, add_step, parse_json, read_jsonl

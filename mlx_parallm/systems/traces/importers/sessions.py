@@ -36,6 +36,12 @@ def session_traces(
         yield trace
 
 
+def owned_answers(trace: Trace, sampled: set[str]) -> set[str]:
+    """Return the answers that other traces only repeat; none of a sub-agent's: what it repeats is
+    its parent's, whichever file is read first."""
+    return set() if trace.get("sidechain") or trace.get("untrainable") else sampled
+
+
 _SIDE_FLAGS = ("isSidechain", "is_sidechain", "sidechain", "isSubagent", "is_subagent", "subagent")
 _HOLDERS = ("columns", "metadata", "info", "source")
 
@@ -51,8 +57,6 @@ def says_subagent(about: Mapping[str, Any]) -> bool:
         flagged
         or begun
         or any(
-            says_subagent(about[name])
-            for name in _HOLDERS
-            if isinstance(about.get(name), Mapping)
+            says_subagent(about[name]) for name in _HOLDERS if isinstance(about.get(name), Mapping)
         )
     )

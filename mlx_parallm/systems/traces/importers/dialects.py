@@ -20,8 +20,8 @@ from typing import Any
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF
-from mlx_parallm.systems.traces.endings import is_own_call
-from mlx_parallm.systems.traces.schema import Json, add_step, foreign_message, parse_json, text_of
+from mlx_parallm.systems.traces.importers.endings import is_own_call
+from mlx_parallm.systems.traces.schema import Json, add_step, foreign_message, parse_json
 
 _TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 _THOUGHT = ("thinking", "reasoning")

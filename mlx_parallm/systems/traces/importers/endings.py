@@ -5,6 +5,7 @@ Asked by every importer (`not_sampled`, of the lines around an answer) and by th
 (`cut_by_what_follows`, `answered_without`, of the conversation), so it holds for every format.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 from mlx_parallm.systems.traces.schema import Json, add_step, text_of
 
 PROGRAM_TEXT = re.compile(
-    r"\s*(\[Request interrupted by user|API Error(:| \(|$)|Claude AI usage limit reached|No response requested\.\s*$"
+    r"\s*(\[Request interrupted by user|API Error(:| \(|$)|Claude AI usage limit reached"
+    r"|No response requested\.\s*$"
     r"|Prompt is too long\s*$|Credit balance is too low|Invalid API key ·|\(no content\)\s*$)"
 )
 """Text that agents write in the model's place."""
@@ -23,7 +25,7 @@ INTERRUPTION = re.compile(
 BROKEN_OFF = re.compile(
     r"\[(Request|Response) (interrupted|cancell?ed|aborted)[^\]]*\]\s*$", re.IGNORECASE
 )
-"""What agents put behind the beginning of an answer."""
+"""Text that agents put behind the beginning of an answer."""
 REASONS = ("finish_reason", "finishReason", "stop_reason", "stopReason")
 OWN_ENDS = {
     "stop",
@@ -167,7 +169,7 @@ def is_own_call(call: Any) -> bool:
 def cut_by_what_follows(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
     """Yield the place of each answer that the next message says was cut, and why: the user's
     interruption, or an error in the model's place. An answer whose calls have results was whole."""
-    for at, (message, after) in enumerate(zip(messages, messages[1:], strict=False)):
+    for at, (message, after) in enumerate(itertools.pairwise(messages)):
         if message.get("role") != "assistant":
             continue
         text = text_of(after.get("content"))
