@@ -131,7 +131,7 @@ def _answers(
 
 
 def _holder(columns: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what an API answered, of a log line: the line, its `response`, or the response's `body`."""
+    """Return what holds an API's answer: the log line, its `response`, or that one's `body`."""
     response = columns.get("response")
     inner = response.get("body") if isinstance(response, Mapping) else None
     held = (columns, response, inner)
@@ -239,9 +239,9 @@ def _art_traces(
     histories = entry.get("additional_histories") if isinstance(entry, Mapping) else None
     if not isinstance(histories, list) or not histories:
         return [_art_trace(entry, name, group_id, report, expect, **extra)]
-    own = {key: value for key, value in entry.items() if key != "additional_histories"}
-    shared = {key: value for key, value in own.items() if key not in (*_ART_LISTS, "tools")}
-    traces = [_art_trace(own, name, group_id, report, expect, **extra)]
+    main = {key: value for key, value in entry.items() if key != "additional_histories"}
+    shared = {key: value for key, value in main.items() if key not in (*_ART_LISTS, "tools")}
+    traces = [_art_trace(main, name, group_id, report, expect, **extra)]
     for number, history in enumerate(histories, 1):
         if not isinstance(history, Mapping):
             raise TraceError("an additional history that is no object")
