@@ -5,8 +5,8 @@ Readers of requests and rows call `read_messages` for their errors; `Tokenizer.r
 calls it again, so that nothing reaches a chat template in another way. It is idempotent, and its
 result is plain JSON:
 
-    content       a string: text parts are joined, null is "", an assistant's `refusal` stands for
-                  missing content
+    content       a string: text parts are joined (`PartsText`), null is "", an assistant's
+                  `refusal` stands for missing content
     tool_calls    [{"type", "function": {"name", "arguments"}, …}]; arguments stay as written, an
                   object or text
     role          "function" is "tool", an assistant's `function_call` is a tool call (OpenAI's
@@ -107,16 +107,32 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+class PartsText(str):
+    """The text of a content that was written as parts. `parts`: their texts, for a chat template
+    that reads parts one by one."""
+
+    parts: tuple[str, ...]
+
+    def __new__(cls, parts: Iterable[str]) -> "PartsText":
+        texts = tuple(parts)
+        joined = super().__new__(cls, "".join(texts))
+        joined.parts = texts
+        return joined
+
+    def __getnewargs__(self) -> tuple[tuple[str, ...]]:  # type: ignore[override]
+        return (self.parts,)
+
+
 def content_text(content: Any, where: str) -> str:
-    """Return a message's content as text: a string, or the joined texts of its parts. Raises
-    RequestError."""
+    """Return a message's content as text: a string, or the joined texts of its parts
+    (`PartsText`). Raises RequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         raise RequestError(
             f"{where}: must be a string or a list of parts, not {_kind(content)}", param=where
         )
-    return "".join(part_text(part, f"{where}.{index}") for index, part in enumerate(content))
+    return PartsText(part_text(part, f"{where}.{index}") for index, part in enumerate(content))
 
 
 def parts_of(content: Any, where: str) -> str | list[dict[str, Any]]:

@@ -8,6 +8,7 @@ JSON's values.
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -19,6 +20,7 @@ from pydantic import BaseModel
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.chat_messages import PartsText
 from mlx_parallm.execution.json_values import (
     TESTS,
     holds_json_values,
@@ -42,17 +44,15 @@ def render_template(
     """Return the text that a template makes of messages (`read_messages`).
 
     A template that shows no content that is a string gets lists of parts (SmolVLM's, Idefics3's).
+    One that shows both gets a content as it was written: some templates trim or separate parts.
 
     Raises RequestError: the template does not show the message to continue. Also what the template
     raises.
     """
-    chat = with_arguments(_plain(list(messages)), template_arguments)
-    final = chat[-1]["content"].strip() if continue_final_message else ""
-    if continue_final_message:
-        chat[-1]["content"] += CONTINUED
-    if takes_parts(source):
-        chat = [message | {"content": _parts(message["content"])} for message in chat]
-    text = str(_compiled(source).render({**_plain(variables), "messages": chat}))
+    variables = _plain(variables)
+    chat = _as_template_reads(source, messages, variables)
+    final = _mark_end(chat[-1]) if continue_final_message else ""
+    text = str(_compiled(source).render({**variables, "messages": chat}))
     if not continue_final_message:
         return text
     end = text.rfind(CONTINUED.strip())
@@ -63,6 +63,69 @@ def render_template(
     if text[end : end + len(CONTINUED)] == CONTINUED:
         return text[:end]
     return text[:end].rstrip()  # the template trims messages
+
+
+def _mark_end(message: dict[str, Any]) -> str:
+    """Put CONTINUED behind the last text of a message, and return that text, trimmed."""
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + CONTINUED
+        return content.strip()
+    part = next(part for part in reversed(content) if "text" in part)
+    text = str(part["text"])
+    part["text"] = text + CONTINUED
+    return text.strip()
+
+
+def _as_template_reads(
+    source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return messages with each content in the form that the template shows: text or parts."""
+    joined, split = (
+        with_arguments(_plain([form(message) for message in messages]), template_arguments)
+        for form in (dict, _in_parts)
+    )
+    if takes_parts(source):
+        return split
+    written = [isinstance(message["content"], PartsText) for message in messages]
+    if not any(written):
+        return joined
+    chosen = zip(joined, split, written, strict=True)
+    shown = _shown(source, [part if flag else whole for whole, part, flag in chosen], variables)
+    chosen = zip(joined, split, shown, strict=True)
+    return [part if flag else whole for whole, part, flag in chosen]
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    if not isinstance(content, str):
+        return dict(message)
+    texts = content.parts if isinstance(content, PartsText) else (content,)
+    return {**message, "content": [{"type": "text", "text": text} for text in texts]}
+
+
+def _shown(
+    source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> list[bool]:
+    """Return for each message whether its content is a list of which the template shows the text
+    of every part, and not the list as Python or JSON writes it."""
+    marks: list[list[str]] = []
+    probes = []
+    for position, message in enumerate(messages):
+        parts = message["content"] if isinstance(message["content"], list) else []
+        marks.append([f"{_PROBE}{position}.{at}." for at in range(len(parts))])
+        texts = [{"type": "text", "text": mark} for mark in marks[-1]]
+        probes.append({**message, "content": texts} if parts else message)
+    try:
+        text = _compiled(source).render({**variables, "messages": probes})
+    except (TemplateError, TypeError, ValueError, KeyError):
+        return [False] * len(marks)
+    quoted = re.compile(rf"""["']text["']: ?["']{_PROBE}(\d+)""")
+    as_lists = {int(match[1]) for match in quoted.finditer(text)}
+    return [
+        bool(texts) and position not in as_lists and all(mark in text for mark in texts)
+        for position, texts in enumerate(marks)
+    ]
 
 
 @lru_cache(maxsize=32)
@@ -76,11 +139,7 @@ def takes_parts(source: str) -> bool:
         except (TemplateError, TypeError, ValueError, KeyError):
             return False
 
-    return not shows(_PROBE) and shows(_parts(_PROBE))
-
-
-def _parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
 
 
 def with_arguments(

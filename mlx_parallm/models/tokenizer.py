@@ -292,8 +292,7 @@ class Tokenizer:
         try:
             tools = None if tools is None else [dict(tool) for tool in tools]
             if source is not None:
-                thinks = {"enable_thinking": self._wrapper.has_thinking}  # mlx-lm's default
-                variables = {"documents": None, **self._hf.special_tokens_map, **thinks, **options}
+                variables = {"documents": None, **self._hf.special_tokens_map, **options}
                 text = render_template(source, messages, tools=tools, **variables)
             else:
                 text = self._render_in_python(messages, tools=tools, **options)
