@@ -31,7 +31,8 @@ class TokenPieces:
     Args:
         tokenizer: transformers' tokenizer.
         decode: its decoder.
-        special_ids: tokens that show as they are written, wherever they stand.
+        special_ids: tokens that show as they are written, wherever they stand (WordPiece puts a
+            space before them, as before any word).
         size: ids from here on stand for nothing (a model's vocabulary may be padded).
     """
 
@@ -45,6 +46,7 @@ class TokenPieces:
             number: str(token) for number, token in tokenizer.added_tokens_decoder.items()
         }
         self._special_ids = special_ids
+        self._word_piece = "WordPiece" in decoder
         self._byte_tokens = (
             backend is None
             or "ByteFallback" in decoder
@@ -76,6 +78,8 @@ class TokenPieces:
         piece = self._first.get(token_id)
         if piece is None:
             piece = self.inner(token_id)
+            if self._word_piece:
+                piece = self._decode([token_id]).encode()
             written = self._added.get(token_id, "").startswith(" ")
             if piece.startswith(b" ") and self.byte_of is None and not written:
                 shown = self._decode([token_id]).encode()
@@ -98,7 +102,7 @@ class TokenPieces:
         return b"".join(pieces).decode(errors="replace")
 
     def _read(self, token_id: int) -> bytes:
-        if token_id in self._special_ids and token_id in self._added:
+        if token_id in self._special_ids and token_id in self._added and not self._word_piece:
             return self._added[token_id].encode()
         raw = (
             self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < self._size else None

@@ -51,10 +51,13 @@ class Tokenizer:
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer
         self._rust = _rust_decoder(self._hf)
-        marked = (
+        marked = frozenset(
             token_id for token_id, token in self._hf.added_tokens_decoder.items() if token.special
         )
-        self.special_ids: frozenset[int] = frozenset([*self._hf.all_special_ids, *marked])
+        # Rust's decoder leaves out the marked ones, and shows others that the files call special
+        self.special_ids: frozenset[int] = (
+            marked if self._rust is not None else marked.union(self._hf.all_special_ids)
+        )
         self.eos_token_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)
         self.eos_token_id: int | None = wrapper.eos_token_id
         self.bos_token_id: int | None = self._hf.bos_token_id
