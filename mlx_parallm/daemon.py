@@ -45,6 +45,7 @@ from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ModelError
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.generation_config import sampling_defaults
 from mlx_parallm.models.images.encoder import ImageSupport
 from mlx_parallm.models.images.support import image_support, with_images
 from mlx_parallm.models.loading import (
@@ -347,7 +348,7 @@ class Serving:
         clients_engine: Callable[[EngineClient], EngineClient] | None = None,
     ) -> None:
         self.config, self._processes, self._clients_engine = config, processes, clients_engine
-        self._pages = pages
+        self._pages, self._trains = pages, False
         self._page_paths: list[str] = []
         self._added: list[AddedRouter] = []
         self.api_key = config.resolve_api_key()
@@ -432,6 +433,7 @@ class Serving:
         """Start HTTP with the server's own routes, those of the rollout sources, of `routers`
         and of the leaves, and the pages of the run directory `run`, on which people may order
         `commands`."""
+        self._trains = run is not None
         if self._listener is None:
             return
         sources = list(sources)
@@ -540,7 +542,22 @@ class Serving:
         )
         clients_engine = self._clients_engine(self.client) if self._clients_engine else self.client
         reader = None if loaded.images is None else loaded.images.reader
-        self.state.ready(clients_engine, self.tokenizer(), loader, reader)
+        defaults = self._sampling_defaults()
+        self.state.ready(clients_engine, self.tokenizer(), loader, reader, defaults)
+
+    def _sampling_defaults(self) -> Mapping[str, float | int]:
+        """Return the defaults of requests' sampling (server.generation_config), and log them.
+        Raises ModelError: the model's file cannot be read."""
+        chosen = self.config.server.generation_config or ("off" if self._trains else "auto")
+        if chosen == "off":
+            return {}
+        found = sampling_defaults(self.model_path)
+        if found.values:
+            log.info("sampling defaults from generation_config.json", **found.values)
+        if found.not_applied:
+            keys = [f"{name} = {value!r:.60}" for name, value in found.not_applied.items()]
+            log.warning("generation_config.json: not applied", keys=", ".join(keys))
+        return found.values
 
     def _load_scorer(self, loaded: LoadedModel) -> None:
         """Wait for the reward model, which shares the base's arrays where both are loaded alike.

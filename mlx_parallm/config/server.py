@@ -72,6 +72,10 @@ class ServerConfig(Section):
     """Meaning of `logprobs` in answers. "raw": log-softmax(logits / temperature) before bias,
     penalties and filters; "processed": after them, of the sampled distribution. vLLM's "raw" is
     also before the temperature."""
+    generation_config: Literal["auto", "off"] | None = None
+    """"auto" = temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
+    model's generation_config.json are the defaults of OpenAI's and Anthropic's routes, as in vLLM;
+    "off" = neutral ones. Default: "auto"; "off" in a training, which samples from the policy."""
     embedding_pooling: Literal["mean", "last"] = "mean"
     """How /v1/embeddings makes one vector of a text's hidden states, where a request does not
     say: their mean, or the last token's."""

@@ -46,7 +46,8 @@ from mlx_parallm.models.quantize import quantize_layers
 from mlx_parallm.system.files import write_directory
 
 Layout = Literal["safetensors", "mlx"]
-COMPANION_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
+COMPANION_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".spm", ".tiktoken", ".py"}
+TEMPLATES = "additional_chat_templates"
 NOT_COMPANIONS = {
     "config.json",
     "hf_quant_config.json",
@@ -254,7 +255,7 @@ def _save(file: Path, tensors: dict[str, mx.array]) -> None:
 
 
 def _copy_companions(base: Path, directory: Path, quantization: Mapping[str, Any]) -> None:
-    """Copy config.json with this quantisation or none, and tokenizer, chat template,
+    """Copy config.json with this quantisation or none, and tokenizer, chat templates,
     generation_config, code and licence."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     for section in (config, config.get("text_config", {})):
@@ -271,6 +272,8 @@ def _copy_companions(base: Path, directory: Path, quantization: Mapping[str, Any
             and (wanted or file.stem in ("LICENSE", "NOTICE"))
         ):
             shutil.copy(file, directory / file.name)
+    if (templates := base / TEMPLATES).is_dir():
+        shutil.copytree(templates, directory / TEMPLATES, dirs_exist_ok=True)
 
 
 def _check_upload(repo: str) -> None:

@@ -7,7 +7,14 @@ import struct
 from pathlib import Path
 
 SAMPLE_BYTES = 4096  # of each tensor: fine-tuning changes every number of the layers that it trains
-DESCRIPTIONS = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+DESCRIPTIONS = (
+    "config.json",
+    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def model_fingerprint(directory: Path) -> str:
@@ -18,7 +25,8 @@ def model_fingerprint(directory: Path) -> str:
     another quantisation or another tokenizer have different ones.
     """
     digest = hashlib.sha256()
-    for name in DESCRIPTIONS:
+    templates = sorted(file.relative_to(directory).as_posix() for file in directory.glob(TEMPLATES))
+    for name in (*DESCRIPTIONS, *templates):
         file = directory / name
         digest.update(f"{name} {file.stat().st_size if file.is_file() else -1}\n".encode())
         if file.is_file():

@@ -6,7 +6,6 @@ not be handed to another thread (docs/design.md).
 
 import copy
 import dataclasses
-import json
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,26 +27,23 @@ from mlx_parallm.models.formats import (
     directory_of,
     is_gguf,
 )
+from mlx_parallm.models.generation_config import end_tokens
 from mlx_parallm.models.gguf.cache import converted
 from mlx_parallm.models.hub import download, fetch_config
 from mlx_parallm.models.images.encoder import ImageParts
 from mlx_parallm.models.mlx_lm_api import (
     load_config,
     load_hf_model,
-    load_hf_tokenizer,
     tool_parsers,
 )
 from mlx_parallm.models.quantize import load_quantized
 from mlx_parallm.models.recurrent.layers import use_chunks
 from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.models.tokenizer_files import is_generic, load_wrapper
 from mlx_parallm.system.files import is_directory, is_file, local_path
 from mlx_parallm.system.heap import give_back_freed_memory
 
-GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes that mean: as tokenizer.json says. transformers puts the family's own class in their
-place where the hub's checkpoints of a family name a wrong one (qwen2, qwen3_5 and others), and
-that class splits words in its own way."""
 # of a file that model.chat_template names
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")
 # Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
@@ -210,27 +206,19 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
                 f" {', '.join(parsers)}"
             )
         extra["tool_parser_type"] = config.tool_parser
-    eos = read_config(path).get("eos_token_id")
-    if _tokenizer_class(path) in GENERIC_TOKENIZERS:
+    ends = end_tokens(path, read_config(path))
+    if is_generic(path):
         extra["config"] = PreTrainedConfig()  # of no family, so that transformers keeps the class
     try:
         return Tokenizer(
-            load_hf_tokenizer(path, extra, eos_token_ids=eos),
+            load_wrapper(path, extra, ends),
             reads_tools=config.tool_parser != "off",
             splits_reasoning=config.reasoning_parser != "off",
         )
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {error}") from error
-
-
-def _tokenizer_class(path: Path) -> str | None:
-    """Return `tokenizer_class` of tokenizer_config.json; None: no file, or it cannot be read."""
-    try:
-        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # whoever loads the tokenizer says what is wrong
-    name = settings.get("tokenizer_class") if isinstance(settings, dict) else None
-    return name if isinstance(name, str) else None
 
 
 def _chat_template(setting: str) -> str:

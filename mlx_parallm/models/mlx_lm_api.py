@@ -29,6 +29,7 @@ with file_limit_kept():
         SwitchMLP,
     )
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from mlx_lm.tokenizer_utils import _infer_tool_parser as infer_tool_parser
     from mlx_lm.tokenizer_utils import load as load_hf_tokenizer
     from mlx_lm.utils import (
         MODEL_REMAPPING,
@@ -76,6 +77,7 @@ __all__ = [
     "TokenizerWrapper",
     "chunked_simple_decay",
     "dequantize_model",
+    "infer_tool_parser",
     "lfm2",
     "llama",
     "load_config",

@@ -46,6 +46,8 @@ class LoadedParts:
     tokenizer: "Tokenizer"
     adapters: "AdapterLoader | None"
     images: ImageReader | None = None  # None: the model reads text alone
+    # fields of a request → the model's default (generation_config.json)
+    sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
 
 
 class ServerState:
@@ -70,10 +72,11 @@ class ServerState:
         tokenizer: "Tokenizer",
         adapters: "AdapterLoader | None" = None,
         images: ImageReader | None = None,
+        sampling_defaults: Mapping[str, float | int] | None = None,
     ) -> None:
         """Let every route answer from now on; call it once."""
         self.metrics.watch_engine(engine.stats, engine.rank_stats)
-        self._parts = LoadedParts(engine, tokenizer, adapters, images)
+        self._parts = LoadedParts(engine, tokenizer, adapters, images, sampling_defaults or {})
 
     def failed(self, reason: str) -> None:
         """The model could not be loaded: /health says why."""
@@ -255,6 +258,10 @@ class ServerContext:
     @property
     def images(self) -> ImageReader | None:
         return self.deps.state.parts.images
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float | int]:
+        return self.deps.state.parts.sampling_defaults
 
     @property
     def clients_paused(self) -> bool:

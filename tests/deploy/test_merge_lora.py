@@ -197,6 +197,8 @@ def test_shards_names_and_unused_tensors_stay(tmp_path: Path, adapter: Path) -> 
 def test_companions_travel_along(tmp_path: Path, adapter: Path) -> None:
     base = trained_checkpoint(tmp_path / "base")
     (base / "chat_template.jinja").write_text("{{ messages }}")
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     (base / "LICENSE").write_text("MIT")
     (base / "README.md").write_text("the base's model card")
     merge(str(base), adapter, tmp_path / "merged")
@@ -205,6 +207,7 @@ def test_companions_travel_along(tmp_path: Path, adapter: Path) -> None:
         "tokenizer_config.json",
         "generation_config.json",
         "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
         "LICENSE",
     ):
         assert (tmp_path / "merged" / name).read_bytes() == (base / name).read_bytes()

@@ -28,8 +28,8 @@ HERMES_TEMPLATE = (
     '{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson'
     " }}}\n</tool_call>{% endfor %}"
     "{% if not (loop.last and continue_final_message) %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{%"
-    " endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking | default(true) %}<think>\n{% endif %}{% endif %}"
 )
 # Takes the arguments of earlier calls as text only, like DeepSeek's.
 MISTRAL_TEMPLATE = (

@@ -1,6 +1,6 @@
 """A real server thread on a free port, for as long as a `with` block."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,13 +40,14 @@ def running_server(
     routers: Sequence[AddedRouter] = (),
     config: ServerConfig | None = None,
     max_connections: int = 1024,
+    sampling_defaults: Mapping[str, float | int] | None = None,
     **deps: Any,
 ) -> Iterator[RunningServer]:
     """Serves `engine`; `deps` are fields of ServerDeps. With loaded=False the server stays in
     its loading state."""
     state = ServerState()
     if loaded:
-        state.ready(engine, tokenizer, adapters)
+        state.ready(engine, tokenizer, adapters, sampling_defaults=sampling_defaults)
     listener = bind_socket("127.0.0.1", 0)
     app = create_app(ServerDeps(state, config or ServerConfig(), **deps), routers)
     thread = ServerThread(app, listener, max_connections)

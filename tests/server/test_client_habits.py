@@ -40,14 +40,14 @@ def prompt(http, **fields):
 
 
 def test_effort_and_verbosity_reach_the_template(http):
-    assert prompt(http) == "user:a;False|||0"
-    assert prompt(http, reasoning_effort="low", verbosity="high") == "user:a;False||low|high0"
+    assert prompt(http) == "user:a;|||0"  # as transformers: only what a request sets
+    assert prompt(http, reasoning_effort="low", verbosity="high") == "user:a;||low|high0"
     assert prompt(http, reasoning_effort="none") == "user:a;False|False|none|0", "thinking is off"
     assert prompt(http, enable_thinking=True) == "user:a;True|True||0"
     kwargs = {"reasoning_effort": "high"}
-    assert (
-        prompt(http, reasoning_effort="low", chat_template_kwargs=kwargs) == "user:a;False||high|0"
-    ), "the nearer one wins"
+    assert prompt(http, reasoning_effort="low", chat_template_kwargs=kwargs) == "user:a;||high|0", (
+        "the nearer one wins"
+    )
     refused = http.post("/v1/completions", json={"prompt": "a", "reasoning_effort": "low"})
     assert refused.status_code == 400 and "only a chat" in refused.json()["error"]["message"]
 

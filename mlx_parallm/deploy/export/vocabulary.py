@@ -15,6 +15,7 @@ from typing import Any
 import gguf
 
 from mlx_parallm.errors import ModelError
+from mlx_parallm.models.generation_config import read_generation_config
 from mlx_parallm.models.gguf.pre_tokenizers import PRE_TOKENIZERS, Rules
 from mlx_parallm.models.tokenizer import Tokenizer
 
@@ -244,13 +245,7 @@ def _pieces(normalizer: Any, pre_tokenizer: Any) -> Iterator[str]:
 
 
 def _sampling(directory: Path) -> dict[str, float]:
-    file = directory / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+    settings = read_generation_config(directory)
     if settings.get("do_sample") is False:
         return {}
     names = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k"}

@@ -78,7 +78,8 @@ async def answer_chat(
     else:
         prompt = await encode_conversation(context, body)
     prompt = prompt.last(body.truncate_prompt_tokens)
-    plan, params = plan_answer(context, body, prompt.token_ids), body.to_params()
+    plan = plan_answer(context, body, prompt.token_ids)
+    params = body.with_defaults(context.sampling_defaults).to_params()
     skips = params.skip_special_tokens and not plan.answer_format.needs_special_tokens
     params = replace(params, skip_special_tokens=skips, structure=plan.structure)
     check = await answer_check(

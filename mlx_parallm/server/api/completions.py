@@ -42,7 +42,7 @@ async def create_completion(body: CompletionBody, request: Request, context: Con
         prompt.last(body.truncate_prompt_tokens) for prompt in encode_prompts(context, body.prompt)
     ]
     response_id = new_id("cmpl")
-    params = body.to_params()
+    params = body.with_defaults(context.sampling_defaults).to_params()
     check = await answer_check(context, params, content=params.structure)
     requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
     answer = _CompletionsResponse(context, model, response_id, body, prompts, requests)

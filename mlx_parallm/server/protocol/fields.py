@@ -208,8 +208,8 @@ LogprobCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class SamplingFields(Body):
-    """Sampling, by vLLM's names. Unset = neutral: the model's own distribution, nothing from
-    generation_config."""
+    """Sampling, by vLLM's names. Unset = neutral, the model's own distribution, unless
+    `with_defaults` gives the model's."""
 
     model: str | None = None
     temperature: float = Field(1.0, ge=0)
@@ -240,6 +240,16 @@ class SamplingFields(Body):
         if "" in ([stop] if isinstance(stop, str) else stop):
             raise ValueError("a stop string must not be empty")
         return stop
+
+    def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
+        """Return the body with the model's sampling defaults (server.generation_config) for fields
+        that the client has left out."""
+        unset = {
+            name: value
+            for name, value in defaults.items()
+            if name in type(self).model_fields and name not in self.model_fields_set
+        }
+        return self.model_copy(update=unset) if unset else self
 
     def structure(self) -> Structure | None:
         """Return None: only bodies with `StructureFields` have a structure that the text must

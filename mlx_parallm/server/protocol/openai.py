@@ -81,6 +81,10 @@ class CompletionBody(GenerationBody):
             )
         return self
 
+    def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
+        """As `SamplingFields`; a completion's length has OpenAI's default."""
+        return super().with_defaults({n: v for n, v in defaults.items() if n != "max_tokens"})
+
     def to_params(self) -> SamplingParams:
         """`echo` with `logprobs` wants the prompt scored too; with max_tokens = 0 that is all
         there is."""
@@ -281,6 +285,11 @@ class ChatBody(Conversation, GenerationBody):
     @property
     def calls_several(self) -> bool:
         return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
+
+    def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
+        limited = self.max_completion_tokens is not None
+        taken = {n: v for n, v in defaults.items() if not (limited and n == "max_tokens")}
+        return super().with_defaults(taken)
 
     def to_params(self) -> SamplingParams:
         limit = (

@@ -34,8 +34,9 @@ async def create_response(body: ResponsesBody, request: Request, context: Contex
     model = resolve_model(context, body.model)
     earlier, new_items, chat, names = _chat_of(body, context)
     store = context.responses
+    shown = body.with_defaults(context.sampling_defaults)
     form = ResponseForm(
-        body, names, f"resp_{uuid.uuid4().hex}", model.id, earlier, new_items, store
+        shown, names, f"resp_{uuid.uuid4().hex}", model.id, earlier, new_items, store
     )
     try:
         if body.stream:
