@@ -45,7 +45,6 @@ from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ModelError
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.generation_config import sampling_defaults
 from mlx_parallm.models.images.encoder import ImageSupport
 from mlx_parallm.models.images.support import image_support, with_images
 from mlx_parallm.models.loading import (
@@ -58,6 +57,7 @@ from mlx_parallm.models.loading import (
     vocabulary_size,
 )
 from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, load_adapter
+from mlx_parallm.models.published.generation_config import sampling_defaults
 from mlx_parallm.models.scoring.reward_model import RewardScorer
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -551,13 +551,13 @@ class Serving:
         chosen = self.config.server.generation_config or ("off" if self._trains else "auto")
         if chosen == "off":
             return {}
-        found = sampling_defaults(self.model_path)
-        if found.values:
-            log.info("sampling defaults from generation_config.json", **found.values)
-        if found.not_applied:
-            keys = [f"{name} = {value!r:.60}" for name, value in found.not_applied.items()]
+        defaults = sampling_defaults(self.model_path)
+        if defaults.values:
+            log.info("sampling defaults from generation_config.json", **defaults.values)
+        if defaults.not_applied:
+            keys = [f"{name} = {value!r:.60}" for name, value in defaults.not_applied.items()]
             log.warning("generation_config.json: not applied", keys=", ".join(keys))
-        return found.values
+        return defaults.values
 
     def _load_scorer(self, loaded: LoadedModel) -> None:
         """Wait for the reward model, which shares the base's arrays where both are loaded alike.

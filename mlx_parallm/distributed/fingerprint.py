@@ -10,9 +10,17 @@ SAMPLE_BYTES = 4096  # of each tensor: fine-tuning changes every number of the l
 DESCRIPTIONS = (
     "config.json",
     "generation_config.json",
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
-    *("chat_template.jinja", "chat_template.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 TEMPLATES = "additional_chat_templates/*.jinja"
 

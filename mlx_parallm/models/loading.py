@@ -27,7 +27,6 @@ from mlx_parallm.models.formats import (
     directory_of,
     is_gguf,
 )
-from mlx_parallm.models.generation_config import end_tokens
 from mlx_parallm.models.gguf.cache import converted
 from mlx_parallm.models.hub import download, fetch_config
 from mlx_parallm.models.images.encoder import ImageParts
@@ -36,11 +35,12 @@ from mlx_parallm.models.mlx_lm_api import (
     load_hf_model,
     tool_parsers,
 )
+from mlx_parallm.models.published.generation_config import end_tokens
+from mlx_parallm.models.published.tokenizer_files import is_generic, load_wrapper
 from mlx_parallm.models.quantize import load_quantized
 from mlx_parallm.models.recurrent.layers import use_chunks
 from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.models.tokenizer_files import is_generic, load_wrapper
 from mlx_parallm.system.files import is_directory, is_file, local_path
 from mlx_parallm.system.heap import give_back_freed_memory
 

@@ -15,8 +15,8 @@ from typing import Any
 import gguf
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.generation_config import read_generation_config
 from mlx_parallm.models.gguf.pre_tokenizers import PRE_TOKENIZERS, Rules
+from mlx_parallm.models.published.generation_config import read_generation_config
 from mlx_parallm.models.tokenizer import Tokenizer
 
 UNUSED = "[PAD{}]"  # rows of the embedding that have no token

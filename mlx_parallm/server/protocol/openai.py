@@ -82,7 +82,7 @@ class CompletionBody(GenerationBody):
         return self
 
     def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
-        """As `SamplingFields`; a completion's length has OpenAI's default."""
+        """Return the body with the model's sampling; its length has OpenAI's default."""
         return super().with_defaults({n: v for n, v in defaults.items() if n != "max_tokens"})
 
     def to_params(self) -> SamplingParams:

@@ -10,14 +10,14 @@ from transformers import GenerationConfig
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.generation_config import (
+from mlx_parallm.models.loading import load_tokenizer
+from mlx_parallm.models.published.generation_config import (
     APPLIED,
     NEUTRAL,
     UNDERSTOOD,
     end_tokens,
     sampling_defaults,
 )
-from mlx_parallm.models.loading import load_tokenizer
 from tests.tokenizer_families import save_tokenizer
 
 

@@ -80,7 +80,7 @@ _DECODERS = ("decoder", "generator", "text_config")
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What a model's generation_config.json says about sampling.
+    """The sampling that a model's generation_config.json recommends.
 
     Args:
         values: fields of a request → their default.

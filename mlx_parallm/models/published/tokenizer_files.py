@@ -1,4 +1,4 @@
-"""What mlx-lm's loader leaves out of a checkpoint's tokenizer files.
+"""Reads the tokenizer files of a checkpoint that mlx-lm's loader leaves out.
 
 Vision models had their chat template in chat_template.json, beside the processor's settings.
 Of several named templates mlx-lm does not look for the format of tool calls.
