@@ -184,9 +184,6 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     " line names it",
     "mlx_parallm/server/sse.py:EventStream._send_all": "the headers are out: the stream says what"
     " happened",
-    "mlx_parallm/systems/traces/collector.py:_followed.followed": "what an agent's method raises"
-    " ends its run too",
-    "mlx_parallm/systems/traces/collector.py:_followed.followed_async": "the same",
     "scripts/clients/programs/cells.py:cell.run": "whatever a client raises is the finding",
     "scripts/generate_model_table.py:kernels_called": "whatever an architecture raises is no"
     " kernel",
