@@ -80,10 +80,15 @@ class EpisodeTools:
 
     def new_counts(self) -> dict[str, float]:
         """Return what `ToolClient.metrics` counted since the last call, as keys of a metrics
-        line."""
+        line; and "calls/NAME", "unanswered/NAME" and "failed/NAME" of each server or function that
+        has failed."""
         now, before = self.client.metrics(), dict(self._counted)
-        self._counted.update(now)
         names = ("calls", "errors", "timeouts", "restarts", "cache_hits", "seconds")
+        for owner, counts in self.client.metrics_by_owner().items():
+            if counts["unanswered"] or counts["failed"]:
+                now |= {f"{kind}/{owner}": float(count) for kind, count in counts.items()}
+                names += tuple(f"{kind}/{owner}" for kind in counts)
+        self._counted.update(now)
         return {f"tools/{name}": now[name] - before.get(name, 0.0) for name in names}
 
     async def _note(self, call: ToolCall | MalformedCall) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import inspect
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -35,6 +35,7 @@ __all__ = ["MCPServer", "MCPToolClient", "ToolClient", "ToolResult"]
 FUNCTION_TIMEOUT_S = 30.0
 MOST_LEFT_BEHIND = 64  # calls of functions that did not return in time and still run
 CACHED_CHARACTERS = 32_000_000
+UNANSWERED = ("timeout", "server")
 
 
 class ToolClient:
@@ -70,6 +71,8 @@ class ToolClient:
         self._changes = 0  # begins and ends of calls that may have changed something
         self._changing = 0  # such calls that are under way
         self._counts: Counter[str] = Counter()
+        # of each server, and of each function
+        self._owners: dict[str, Counter[str]] = defaultdict(Counter)
         self._seconds = 0.0
         self._resolving: asyncio.Task[dict[str, MCPConnection]] | None = None
         self._served: dict[str, MCPConnection] | None = None
@@ -163,6 +166,12 @@ class ToolClient:
             **kinds,
         }
 
+    def metrics_by_owner(self) -> dict[str, dict[str, int]]:
+        """Return the counts of each server, and of each function, by name: "calls", "unanswered"
+        (no answer in time, or a server that ended), "failed" (an error of the tool)."""
+        with self._lock:
+            return {owner: dict(counts) for owner, counts in self._owners.items()}
+
     def close(self) -> None:
         """End every server. May be called again."""
         self._finalizer()
@@ -211,7 +220,7 @@ class ToolClient:
         key = (name, repr(sorted(arguments.items())))
         if cached and (kept := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
-            self._count(kept)
+            self._count(name, kept)
             return kept
         began, shared = time.perf_counter(), False
         if name in self._functions:
@@ -235,7 +244,7 @@ class ToolClient:
                 result = ToolResult(str(error), error="server")
         hit = shared and result.error is None
         result = replace(result, seconds=time.perf_counter() - began, cached=hit)
-        self._count(result)
+        self._count(name, result)
         return result
 
     async def _shared_call(
@@ -307,8 +316,14 @@ class ToolClient:
         while self._cached_characters > CACHED_CHARACTERS:
             self._cached_characters -= _size(*self._cache.popitem(last=False))
 
-    def _count(self, result: ToolResult) -> None:
+    def _count(self, name: str, result: ToolResult) -> None:
+        served = (self._served or {}).get(name)
+        owner = name if served is None else served.server.name
         with self._lock:
+            if name in self._functions or served is not None:
+                self._owners[owner]["calls"] += 1
+                self._owners[owner]["unanswered"] += result.error in UNANSWERED
+                self._owners[owner]["failed"] += result.error == "tool"
             self._counts["calls"] += 1
             self._counts["cached"] += result.cached
             self._seconds += result.seconds

@@ -23,6 +23,11 @@ from mlx_parallm.losses.types import Aggregation, LossInputs, LossOutputs, aggre
 SEQUENCE_LOG_RATIO_LIMIT = 10.0  # as in verl
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
+CLIP_METRICS: dict[RatioLevel, tuple[str, ...]] = {
+    "token": ("clip_fraction",),
+    "sequence": ("clip_fraction", "sequence_clip_fraction"),
+    "sequence_token": ("clip_fraction", "sequence_clip_fraction"),
+}
 KLEstimatorName = Literal["k1", "abs", "k2", "k3", "k3_ratio"]
 
 
@@ -231,7 +236,8 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     6) / 2 = -0.375 with entropy_aggregation "sequence", -0.1 · 9 / 3 = -0.3 with "token".
 
     Metrics: policy_loss; ratio_mean where there is a ratio; clip_fraction, the share of tokens at
-    which the loss's bound acts, where it has one; `kl` and `entropy` (token means) where
+    which the loss's bound acts, where it has one (where ratios are of whole sequences also as
+    sequence_clip_fraction); `kl` and `entropy` (token means) where
     `ref_logprobs` and `entropy` are given. Raises ValueError when the input of a weighted term is
     missing.
     """
@@ -247,7 +253,8 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     if inputs.old_logprobs is not None or inputs.rollout_logprobs is not None:
         metrics["ratio_mean"] = aggregate(terms.ratio, inputs)
     if token.clipped is not None:
-        metrics["clip_fraction"] = aggregate(token.clipped.astype(mx.float32), inputs)
+        clipped = aggregate(token.clipped.astype(mx.float32), inputs)
+        metrics |= dict.fromkeys(CLIP_METRICS[options.ratio_level], clipped)
     if token.penalty is not None:
         values = values + token.penalty
     if inputs.ref_logprobs is not None:

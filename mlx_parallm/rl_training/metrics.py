@@ -55,6 +55,7 @@ KEYS = (
     "reward_p75",
     "reward_std_in_groups",
     "groups_same_answer",
+    "most_frequent_answer",
     "truncated_fraction",
     "out_of_room_fraction",
     "eos_fraction",
@@ -93,6 +94,8 @@ KEYS = (
 reward_std. `reward_p25`, `_p75`: quartiles of the sequences' rewards. `groups_all_wrong`,
 `_all_right`: share of the groups in which no reward is above 0, or none below 1.
 `groups_same_answer`: of those in which every answer is the same, token for token.
+`most_frequent_answer`: share of the answers of all groups that are the most frequent one; null
+where the step has one prompt alone.
 `rewards/NAME/mean`, `/std` (n - 1): of a part of the reward.
 `extra_segments`: sequences beyond one an episode, because the chat template rewrote history.
 `sequences_with_episode_credit`: with credit = "turn", sequences of groups without rewards of turns.

@@ -253,7 +253,8 @@ class RolloutBuffer:
         too many rounds."""
         reserved = self._reserved(missing)
         no_mix = f"no mix of the waiting groups' sizes fills the last {missing} places"
-        if self._chosen and not reserved and self._waiting_sequences() >= 2 * self._target:
+        without_place = self._without_place(missing)
+        if self._chosen and not reserved and without_place >= 2 * self._target:
             return no_mix
         if reserved and self._empty_rounds >= self._max_empty_rounds:
             self._lifted, self._empty_rounds = [*self._lifted, *reserved], 0
@@ -276,7 +277,7 @@ class RolloutBuffer:
             rounds = (
                 f"{self._empty_rounds} refills in a row brought no group with different rewards"
             )
-            return no_mix if self._held else f"{rounds}: {self._statistics.lost_in_words()}"
+            return no_mix if without_place else f"{rounds}: {self._statistics.lost_in_words()}"
         if wanted and not (groups := self._refill(wanted, missing)):
             return f"{bound}: {self._statistics.lost_in_words()}"
         if wanted:
@@ -325,6 +326,16 @@ class RolloutBuffer:
         )
         rest = room - len(group.rollouts) - kept
         return rest >= 0 and fillable[rest]
+
+    def _without_place(self, missing: int) -> int:
+        """Sequences of the waiting groups that could be trained on, and do not fit."""
+        bound = self._left(missing) <= 0
+        return sum(
+            len(group.rollouts)
+            for group in self._held.values()
+            if not (bound and group.index is not None)
+            and (not self._dynamic or self._advantages(group) or self._is_taught(group))
+        )
 
     def _waiting_sequences(self) -> int:
         return sum(len(group.rollouts) for group in self._held.values())

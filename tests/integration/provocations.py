@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
+import mlx.core as mx
 from rich.console import Console
 
 from mlx_parallm.config.load import parse_config
@@ -40,6 +41,7 @@ from mlx_parallm.system.log import configure_logging
 from scripts.bench.router_replay import upcycle
 from tests.integration.http_environment import HAS_ATROPOS, HttpEnvironment
 from tests.integration.processes import free_port
+from tests.integration.rows_of_tasks import write_rows
 
 Work = Callable[[TrainingRun, str, threading.Event], None]  # the run, its URL, its stop
 
@@ -77,6 +79,9 @@ class Provocation:
     model: dict[str, Any] = field(default_factory=dict)
     entry: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
+    rows: str = ""  # kind of `write_rows`: the run learns from a file, and has no environment
+    data: dict[str, Any] = field(default_factory=dict)
+    tools: dict[str, Any] = field(default_factory=dict)
     beside: "Work | None" = None
 
     @property
@@ -140,14 +145,41 @@ def unbounded(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(aggregate(inputs.logprobs, inputs) * math.inf, {})
 
 
+def nothing_counts(rewards: list[float]) -> list[float]:
+    """Advantages of the user's that are all 0."""
+    return [0.0 for _ in rewards]
+
+
+def untrained(source: Path, target: Path) -> None:
+    """Write a model like `source` that has learned nothing."""
+    target.mkdir()
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            (target / file.name).write_bytes(file.read_bytes())
+    weights = mx.load(str(source / "model.safetensors"))
+    assert isinstance(weights, dict)
+    key = mx.random.key(0)
+    noise = {
+        name: array if array.ndim == 1 else mx.random.normal(array.shape, key=key) * 0.3
+        for name, array in weights.items()
+    }
+    mx.save_safetensors(str(target / "model.safetensors"), noise, metadata={"format": "mlx"})
+
+
 def taught(kind: str) -> dict[str, Any]:
     """A section with one teacher: the policy behind its own prompt, or its base."""
-    prompt = {"prompt": "{prompt}"} if kind == "policy" else {}
-    return {"weight": 0.01, "teachers": [{"name": "teacher", "kind": kind, **prompt}]}
+    more = {"policy": {"prompt": "{prompt}"}, "model": {"path": UNTRAINED}}.get(kind, {})
+    return {"weight": 0.01, "teachers": [{"name": "teacher", "kind": kind, **more}]}
 
 
+UNTRAINED = "an untrained model"
+"""In the place of a teacher's path."""
 EXPERTS = "a mixture of experts"
 """In the place of a base: the tiny model, its blocks made into experts."""
+ROWS = {"total_steps": 40, "batch_size": 32}
+DPO = {"algorithm": "dpo", "learning_rate": 0.1}
+SCRIPTED = Path(__file__).with_name("scripted_environment.py")
+HURRY = {"function_timeout_s": 0.05}
 GATES = {"target_modules": ["gate"]}
 HTTP = {"total_steps": 12}
 RECOMPUTE = {"atropos": BASE["rl_training"]["atropos"] | {"missing_logprobs": "recompute"}}
@@ -160,7 +192,7 @@ PROVOCATIONS: dict[str, Provocation] = {
     "all wrong": Provocation("too-hard", "all_wrong"),
     "all right": Provocation("too-easy", "all_right"),
     "all right in the end": Provocation("solved", "solved"),
-    "most groups dropped": Provocation("oversampling", "solved"),
+    "most groups dropped": Provocation("oversampling", "rarely", {"max_oversampling": 16}),
     "a part for nothing": Provocation("reward-part-constant", "unused_part"),
     "all groups alike": Provocation("nothing-trained", "by_prompt"),
     "learned, but for an eighth": Provocation("learned", "learned", {"max_oversampling": 16}),
@@ -223,6 +255,47 @@ PROVOCATIONS: dict[str, Provocation] = {
         training={"learning_rate": 0.1, "lora": BASE["rl_training"]["lora"] | GATES},
         model={"base_path": EXPERTS},
     ),
+    "rewards of a 5,000th": Provocation("reward-hardly-differs", "hardly"),
+    "online DPO on a 5,000th": Provocation(
+        "reward-hardly-differs", "hardly", {"algorithm": "online_dpo"}
+    ),
+    "all wrong and kept": Provocation("too-hard", "all_wrong", {"dynamic_sampling": False}),
+    "advantages of 0": Provocation(
+        "zero-advantages", training={"advantage": f"python:{__file__}:nothing_counts"}
+    ),
+    "a rate that ruins": Provocation("reward-fell", "tasks", {"learning_rate": 3e-2}),
+    "brevity for all": Provocation("one-answer", "brevity", {"learning_rate": 1e-2}),
+    "GSPO, short answers": Provocation(
+        "sequences-clipped", "tasks", {"algorithm": "gspo", "batch_size": 4}
+    ),
+    "DPO, rate 0.1": Provocation("chosen-answers-unlikely", "", ROWS | DPO, rows="pairs"),
+    "SimPO, rate 0.1": Provocation(
+        "chosen-answers-unlikely", "", ROWS | DPO | {"algorithm": "simpo"}, rows="pairs"
+    ),
+    "KTO, rate 0.1": Provocation(
+        "chosen-answers-unlikely", "", ROWS | DPO | {"algorithm": "kto"}, rows="labels"
+    ),
+    "SFT, rate 1": Provocation(
+        "loss-rises", "", ROWS | {"algorithm": "sft", "learning_rate": 1.0}, rows="conversations"
+    ),
+    "a coin's pairs": Provocation(
+        "not-told-apart",
+        "",
+        {"total_steps": 24, "batch_size": 32, "algorithm": "dpo", "learning_rate": 1e-6},
+        rows="coin",
+    ),
+    "teacher at random": Provocation(
+        "teacher-nonsense", "tasks", {"max_staleness": 0, "distillation": taught("model")}
+    ),
+    "teacher sends nothing": Provocation(
+        "teacher-silent", "tasks", {"max_staleness": 0, "distillation": taught("group")}
+    ),
+    "a tool stalls": Provocation(
+        "tool-stalls", "calling", tools={"functions": [f"python:{SCRIPTED}:stalls"]} | HURRY
+    ),
+    "a tool is broken": Provocation(
+        "tool-fails", "calling", tools={"functions": [f"python:{SCRIPTED}:fails"]} | HURRY
+    ),
     "lock held": Provocation(
         "weights-not-published",
         training={"weight_updates": {"lock_timeout_ms": 1}},
@@ -230,14 +303,58 @@ PROVOCATIONS: dict[str, Provocation] = {
     ),
 }
 if not HAS_ATROPOS:
-    PROVOCATIONS = {name: one for name, one in PROVOCATIONS.items() if one.environment}
+    PROVOCATIONS = {name: one for name, one in PROVOCATIONS.items() if one.beside is None}
 
 
-def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, Any]:
-    """Makes the run; returns its directory, what was named, and how long it took."""
-    provocation = PROVOCATIONS[name]
-    health.STALLED_AFTER_S = stalled_after_s if provocation.stalls else USUAL_STALL_S
-    port = free_port()
+def _well(environment: str = "tasks", /, *, rows: str = "", **training: Any) -> Provocation:
+    training = ({"total_steps": 20, "batch_size": 32} if rows else {"total_steps": 15}) | training
+    return Provocation(None, "" if rows else environment, training, rows=rows)
+
+
+RATE = {"learning_rate": 1e-3}
+HEALTHY: dict[str, Provocation] = {
+    "GRPO": _well(),
+    "GRPO, KL watched": _well(kl_beta=1e-3),
+    "GRPO, entropy": _well(entropy_weight=1e-3),
+    "GRPO, two epochs": _well(update_epochs=2),
+    "GRPO, low rate": _well(learning_rate=1e-4),
+    "GRPO, all weights": _well(learning_rate=1e-4, lora={"enabled": False}),
+    "GRPO, groups kept": _well(dynamic_sampling=False),
+    "GRPO, fresh": _well(max_staleness=0),
+    "GRPO, cosine": _well(lr_schedule="cosine", warmup_steps=3),
+    **{f"{name}": _well(algorithm=name) for name in ("dapo", "dr_grpo", "rloo", "cispo", "ppo")},
+    "reinforce_pp": _well(algorithm="reinforce_pp"),
+    "GSPO, wider": _well(algorithm="gspo", clip_ratio=0.02, clip_ratio_high=0.03),
+    "online DPO": _well(algorithm="online_dpo"),
+    "online KTO": _well(algorithm="online_kto"),
+    "GRPO, temperature 0.8": _well(temperature=0.8),
+    "GRPO, no warm-up, linear": _well(lr_schedule="linear"),
+    "SFT": _well(rows="conversations", algorithm="sft", **RATE),
+    "SFT, DFT": _well(
+        rows="conversations", algorithm="sft", preference={"sft_loss": "dft"}, **RATE
+    ),
+    "SFT, all weights": _well(
+        rows="conversations", algorithm="sft", lora={"enabled": False}, learning_rate=1e-4
+    ),
+    "DPO": _well(rows="pairs", algorithm="dpo", learning_rate=1e-4),
+    "DPO, IPO": _well(
+        rows="pairs", algorithm="dpo", preference={"loss_type": "ipo"}, learning_rate=1e-4
+    ),
+    **{
+        name: _well(rows="pairs", algorithm=name, learning_rate=1e-4)
+        for name in ("orpo", "simpo", "cpo")
+    },
+    "KTO": _well(rows="labels", algorithm="kto", learning_rate=1e-4),
+    "reward model": _well(rows="pairs", algorithm="reward_model", learning_rate=1e-4),
+    "GRPO, 40 steps": _well(total_steps=40, kl_beta=1e-3, clip_ratio_high=0.28),
+}
+"""Runs in which nothing is wrong."""
+
+
+def _settings(
+    provocation: Provocation, name: str, directory: Path, port: int, stalled_after_s: float
+) -> dict[str, Any]:
+    """The configuration of the run; writes the models and rows that it names."""
     data = copy.deepcopy(BASE)
     data["server"]["port"] = port
     if provocation.model.get("base_path") == EXPERTS:
@@ -246,14 +363,28 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
     else:
         data["model"] = provocation.model
     data["evaluation"] = provocation.evaluation
-    data["rl_training"] |= provocation.training
+    data["rl_training"] |= copy.deepcopy(provocation.training)
+    for teacher in data["rl_training"].get("distillation", {}).get("teachers", ()):
+        if teacher.get("path") == UNTRAINED:
+            teacher["path"] = str(directory / "untrained")
+            untrained(Path(resolve_model_path("builtin:tiny")), directory / "untrained")
+    if provocation.rows:
+        file = write_rows(provocation.rows, directory / f"{provocation.rows}.jsonl")
+        data["data"] = {"path": str(file), "eval_fraction": 0.1} | provocation.data
+        for key in ("atropos", "max_empty_rounds"):  # of rollouts
+            del data["rl_training"][key]
+    if provocation.tools:
+        data["tools"] = provocation.tools
+        data["rl_training"]["atropos"]["max_token_length"] = 512  # prompts show the tool
     data["rl_training"] |= {
         "checkpoint_dir": str(directory),
         "run_name": name.replace(" ", "_").replace(",", ""),
     }
     if provocation.environment:
-        scripted = "Endless" if provocation.environment == "endless" else "Scripted"
-        kind = f"python:{Path(__file__).with_name('scripted_environment.py')}:{scripted}"
+        scripted = {"endless": "Endless", "calling": "Calling"}.get(
+            provocation.environment, "Scripted"
+        )
+        kind = f"python:{SCRIPTED}:{scripted}"
         entry = {"kind": kind, "name": provocation.environment, "group_size": 4, "max_tokens": 8}
         if provocation.environment == "tasks":
             entry |= {"kind": "tasks", "name": "sort"}
@@ -265,6 +396,15 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
                 else LONGEST_STALL_S
             }
         data["environments"] = [entry | provocation.entry]
+    return data
+
+
+def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, Any]:
+    """Makes the run; returns its directory, what was named, and how long it took."""
+    provocation = (PROVOCATIONS | HEALTHY)[name]
+    health.STALLED_AFTER_S = stalled_after_s if provocation.stalls else USUAL_STALL_S
+    port = free_port()
+    data = _settings(provocation, name, directory, port, stalled_after_s)
     config = parse_config(data)
     stop, run_directory = threading.Event(), directory / str(config.rl_training.run_name)
     heard = Heard(sys.stderr)
@@ -350,7 +490,7 @@ def main() -> None:
     parser.add_argument("--stalled-after", type=float, default=USUAL_STALL_S)
     args = parser.parse_intermixed_args()
     configure_logging()
-    for name in args.names or PROVOCATIONS:
+    for name in args.names or [*PROVOCATIONS, *HEALTHY]:
         sys.stderr.write(f"=== {name}\n")
         print(
             json.dumps(provoke(name, args.directory, stalled_after_s=args.stalled_after)),

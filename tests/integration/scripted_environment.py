@@ -2,6 +2,7 @@
 chooses it."""
 
 import asyncio
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.rewards.base import verifier
 from mlx_parallm.types import Trajectory
 
+STALL_S = 0.5  # longer than the tools' time-out of such a run
 GROUPS_BEFORE = 24  # a silence, or the right answers, come after so many groups
 
 
@@ -33,6 +35,31 @@ def unused_part(responses: Sequence[Trajectory]) -> list[dict[str, float]]:
     """One part that tells answers apart, and one that is paid for a tool that nobody knows of."""
     scores = [noise(response.text) for response in responses]
     return [{"reward": score, "rewards/noise": score, "rewards/used_tool": 0.0} for score in scores]
+
+
+def stalls(query: str) -> str:
+    """Look something up. It does not answer."""
+    time.sleep(STALL_S)
+    return query
+
+
+def fails(query: str) -> str:
+    """Look something up. It is broken."""
+    raise RuntimeError(f"no index for {query!r}")
+
+
+class Calling(EnvironmentSource):
+    """Calls the run's tool itself before each answer is scored, as an episode of tools does."""
+
+    def task(self, index: int, split: Split = "train") -> Task:
+        problem = make_problem("sort", index, seed=self.seed, split=split)
+        return Task(f"{index}", self.open_with(problem.messages), verifier(noise))
+
+    async def play(self, episode: Episode, task: Task, max_steps: int) -> None:
+        await super().play(episode, task, max_steps)
+        assert self.tools is not None
+        for definition in self.tools.definitions:
+            await self.tools.client.acall(definition["name"], {"query": task.key})
 
 
 class Endless(BaseEnvironment):
@@ -84,6 +111,8 @@ class Scripted(EnvironmentSource):
                 sum(a == b for a, b in zip(text, word, strict=False)) / max(len(text), len(word))
             ),
             "up_to_0.7": lambda: min(0.7, noise(text)),
+            "rarely": lambda: 0.4 if index % 8 else noise(text),
+            "hardly": lambda: 0.5 + 2e-4 * noise(text),
             "raises": lambda: {}["answer"],
         }
         return float(rewards.get(self.config.name, lambda: noise(text))())

@@ -13,6 +13,10 @@ WINDOW = 5
 """Steps that are judged together."""
 FEWEST_STEPS, FEWEST_GROUPS = 3, 32
 """With fewer of both, groups are not judged: three of three without variance is chance."""
+FELL = 4.0
+"""Standard errors that a reward has to fall by: of many windows some fall by two."""
+NEARLY_ALL, FEWER_WRONG = 0.9, 0.25
+"""Share of the groups that are all wrong, and by how much it was less at first."""
 GAIN = 0.5
 """In standard deviations of the first rewards: more than noise (0.1 over five small steps), and
 more than a collapsed policy reaches."""
@@ -82,23 +86,40 @@ class Evidence:
     @property
     def rises(self) -> bool:
         """Whether the reward is above that of the first steps by more than chance: twice the
-        standard error of the difference, which counts each group once, for its answers go
-        together."""
-        then, now, spread = (
-            self.first("reward_mean"),
-            self.mean("reward_mean"),
-            self.first("reward_std"),
-        )
+        standard error of the difference."""
+        then, now = self.first("reward_mean"), self.mean("reward_mean")
+        if then is None or now is None:
+            return False
+        return now - then > 2 * self._error(self.first("reward_std") or 0.0) + SAME_REWARD
+
+    @property
+    def fell(self) -> bool:
+        """Whether the reward is far below that of the first steps, by no chance: the policy has
+        lost what it could do."""
+        then, now = self.first("reward_mean"), self.mean("reward_mean")
+        if then is None or now is None:
+            return False
+        spread = max(self.first("reward_std") or 0.0, self.mean("reward_std") or 0.0)
+        far = then - now > max(GAIN * spread, FELL * self._error(spread)) + SAME_REWARD
+        return far or (then > now and self._all_wrong_now)
+
+    @property
+    def _all_wrong_now(self) -> bool:
+        """Whether nearly all groups are wrong, and far fewer were at first, by no chance."""
+        then, now = self.first("groups_all_wrong"), self.mean("groups_all_wrong")
+        if then is None or now is None or now < NEARLY_ALL or now - then < FEWER_WRONG:
+            return False
+        pooled = (then + now) / 2
+        return now - then > FELL * self._error(math.sqrt(pooled * (1 - pooled)))
+
+    def _error(self, spread: float) -> float:
+        """The standard error of the difference of the last and the first rewards. It counts each
+        group once, for its answers go together."""
         groups = [
             sum(values_of(lines, "groups")) or len(lines)
             for lines in (self.start or self.window, self.window)
         ]
-        if then is None or now is None:
-            return False
-        error = (
-            (spread or 0.0) * math.sqrt(sum(1 / count for count in groups)) if all(groups) else 0.0
-        )
-        return now - then > 2 * error + SAME_REWARD
+        return spread * math.sqrt(sum(1 / count for count in groups)) if all(groups) else 0.0
 
 
 @dataclass(frozen=True)

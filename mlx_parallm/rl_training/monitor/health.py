@@ -13,12 +13,12 @@ policy far from the reference. They count only while the reward has not gained (
 
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_parallm.rl_training.monitor import reward_signs, row_signs, update_signs
 from mlx_parallm.rl_training.monitor.evidence import (
     FEWEST_STEPS,
     GAIN,
@@ -29,11 +29,16 @@ from mlx_parallm.rl_training.monitor.evidence import (
     Sign,
     Window,
     mean_of,
-    reward_limit,
     values_of,
 )
-from mlx_parallm.rl_training.monitor.part_signs import EXPERT_RULES, TEACHER_RULES, is_taught
+from mlx_parallm.rl_training.monitor.part_signs import (
+    EXPERT_RULES,
+    FAILURE_RULES,
+    TEACHER_RULES,
+    is_taught,
+)
 from mlx_parallm.rl_training.monitor.reward_hole import reward_hole
+from mlx_parallm.rl_training.monitor.reward_signs import NO_ROOM
 
 HEALTHY = "healthy"
 PAGE = "docs/troubleshooting.md"
@@ -46,8 +51,6 @@ MOSTLY_RIGHT = 0.5
 """Share of the groups in which every answer earns 1, of a run that has gained."""
 MOST_GROUPS = 0.8
 """Many groups without variance are normal (quickstart: up to 0.7 once most answers are right)."""
-NO_ROOM = 0.05
-"""A reward this close to 1 has no room to gain."""
 TRUNCATED, NEVER_ENDS = 0.2, 0.01
 """A truncated answer earns what a wrong one earns; a fifth of them is a visible part of the
 gradient."""
@@ -60,9 +63,6 @@ there."""
 SAME_ANSWERS = 0.8
 """Share of the groups in which every answer is the same; one that learns well ends with less, or
 with no room left."""
-PART = re.compile(r"rewards/(.+)/mean")
-PENALTY = re.compile(r"overlong(#\d+)?|.*penalt.*", re.IGNORECASE)
-"""Parts whose best score is 0: the built-in one, and functions that are called so."""
 ENTROPY_LOW, ENTROPY_LEFT = 0.05, 0.2
 """Nats a token, and the share left of the first entropy: below both, eight samples are hardly
 ever two answers."""
@@ -78,18 +78,6 @@ weights in bfloat16 a mean of 0.033 (`MEASURED_MISMATCH`), corrected for; a mist
 STALE_MISMATCH_MEAN = 1.0
 """The same mean where the weights have learned since: one step at the largest learning rate that
 works moves 0.9 nats a token (`group_fit.MISMATCH_NATS`), usual ones a hundredth of it."""
-SMALL_UPDATE = 1e-6
-"""An update's norm over the weights' norm. A thousand such updates in one direction move the
-weights by 0.1 %; learning rates that work reach 1e-5 (all weights) to 1e-2 (a young adapter)."""
-FEW_MOVED = 1e-4
-"""Share of the weights that an update changes in the model's own dtype. 1e-6 on bfloat16
-weights, a usual rate for all weights, moves almost 1 % of them; the rest waits in the float32
-copy."""
-JUDGED_RATE = 0.1
-"""Share of the highest rate: smaller rates, in a warm-up or at the end of a schedule, are not
-judged."""
-NO_UPDATE = 0.4
-"""Share of the steps; with max_staleness = 1 every second step has rollouts of an older policy."""
 STALE, FEWEST_STALE = 0.25, 6
 REFUSED, FEWEST_REFUSED = 0.2, 3
 STALLED_AFTER_S, STALLED_TIMES = 60.0, 10.0
@@ -218,7 +206,7 @@ def _mismatches_waiting(arrivals: Arrivals) -> Sign | None:
 )
 def _logprob_mismatch(evidence: Evidence) -> Sign | None:
     # then weights a few steps apart have to differ
-    runs_away = (evidence.mean("kl") or 0.0) > KL_HIGH
+    runs_away = (evidence.mean("kl") or 0.0) > KL_HIGH or evidence.fell
     for fresh, weights in ((True, "the same weights"), (False, "weights a few steps apart")):
         if runs_away and not fresh:
             continue
@@ -240,6 +228,16 @@ def _logprob_mismatch(evidence: Evidence) -> Sign | None:
     return None
 
 
+RULES += [Rule(*rule) for rule in FAILURE_RULES]
+_rule(
+    "chosen-answers-unlikely",
+    "lower learning_rate (by 10), or raise preference.beta; go back to an earlier checkpoint",
+)(row_signs.chosen_unlikely)
+_rule("loss-rises", "lower learning_rate, or take fewer steps and an earlier checkpoint")(
+    row_signs.loss_rises
+)
+
+
 @_rule("kl-running-away", "lower learning_rate or raise kl_beta")
 def _kl(evidence: Evidence) -> Sign | None:
     kl = evidence.mean("kl")
@@ -252,6 +250,7 @@ def _kl(evidence: Evidence) -> Sign | None:
 @_rule("ratio-mismatch", "lower learning_rate, update_epochs or max_staleness, or raise batch_size")
 def _ratio(evidence: Evidence) -> Sign | None:
     mean, clipped = evidence.mean("ratio_mean"), evidence.mean("clip_fraction") or 0.0
+    clipped = 0.0 if evidence.means("sequence_clip_fraction") else clipped
     if mean is None or (abs(mean - 1.0) <= RATIO_OFF and clipped <= CLIPPED):
         return None
     return Sign(
@@ -262,20 +261,14 @@ def _ratio(evidence: Evidence) -> Sign | None:
     )
 
 
-@_rule("no-update", "raise ppo.target_kl, or lower max_staleness")
-def _no_update(evidence: Evidence) -> Sign | None:
-    steps, kl = len(evidence.window), evidence.mean("stopped_at_kl")
-    without = sum(
-        line.get("stopped_at_kl") is not None and not line["optimizer_updates"]
-        for line in evidence.window
-    )
-    if kl is None or steps < FEWEST_STEPS or without < NO_UPDATE * steps:
-        return None
-    words = (
-        f"no update in {without} of {steps} steps: a KL of {kl:.2g} is beyond target_kl before the"
-        " first one"
-    )
-    return Sign(words, {"stopped_at_kl": kl})
+_rule("sequences-clipped", "raise clip_ratio and clip_ratio_high: 0.02 and 0.03 for short answers")(
+    update_signs.sequences_clipped
+)
+_rule("no-update", "raise ppo.target_kl, or lower max_staleness")(update_signs.no_update)
+_rule(
+    "reward-fell",
+    "go back to an earlier checkpoint, with a lower learning_rate or a higher kl_beta",
+)(reward_signs.reward_fell)
 
 
 @_rule(
@@ -296,6 +289,15 @@ def _entropy(evidence: Evidence) -> Sign | None:
     return Sign(words, {"entropy_first": then, "entropy": now} | evidence.means("reward_mean"))
 
 
+_rule(
+    "one-answer",
+    (
+        "go back to an earlier checkpoint, with a lower learning_rate, higher entropy_weight or"
+        " kl_beta; if it was so from the start, see the prompt and the reward"
+    ),
+)(reward_signs.one_answer)
+
+
 @_rule(
     "same-answers",
     (
@@ -307,6 +309,8 @@ def _same_answers(evidence: Evidence) -> Sign | None:
     """Learning ends in one answer to each problem, too; then no answer earns visibly more."""
     same, reward = evidence.mean("groups_same_answer"), evidence.mean("reward_mean")
     if same is None or reward is None or same < SAME_ANSWERS or not evidence.has_enough_groups:
+        return None
+    if reward_signs.one_answer(evidence):  # which says more
         return None
     room = max(values_of(evidence.lines, "reward_max"), default=reward) - reward
     if reward >= 1 - NO_ROOM or (
@@ -328,7 +332,9 @@ def _uniform(evidence: Evidence, name: str) -> dict[str, float]:
     share, means = evidence.mean("groups_without_variance"), evidence.values("reward_mean")
     if share is None or share < MOST_GROUPS or not evidence.has_enough_groups or evidence.gained:
         return {}
-    if is_taught(evidence):
+    if is_taught(evidence) or evidence.fell or reward_signs.one_answer(evidence):
+        return {}
+    if reward_signs.zero_advantages(evidence):
         return {}
     wrong, right = (
         evidence.mean("groups_all_wrong") or 0.0,
@@ -460,7 +466,7 @@ def _oversampled(evidence: Evidence) -> bool:
     return groups > 0 and dropped >= OVERSAMPLED * groups and evidence.has_enough_groups
 
 
-@_rule("nothing-trained", "problems of middling difficulty, a larger group_size, a finer reward")
+@_rule("nothing-trained", reward_signs.FINER)
 def _nothing_trained(evidence: Evidence) -> Sign | None:
     groups = evidence.total("groups")
     if not _trains_nothing(evidence):
@@ -473,10 +479,13 @@ def _nothing_trained(evidence: Evidence) -> Sign | None:
         f"nothing was trained: in all {groups} groups of {evidence.steps} every answer to a prompt"
         " earns the same"
     )
+    if reward_signs.zero_advantages(evidence):
+        words = words.replace("every answer to a prompt earns the same", "the advantages are 0")
     words += f"; {right:.0%} all right, {wrong:.0%} all wrong"
     return Sign(
         words,
         {"groups": groups, "trained": 0, "groups_all_right": right, "groups_all_wrong": wrong},
+        reward_signs.advice(evidence),
     )
 
 
@@ -487,9 +496,7 @@ def _trains_nothing(evidence: Evidence) -> bool:
     )
 
 
-@_rule(
-    "oversampling", "harder problems; or dynamic_sampling = false, or a smaller max_oversampling"
-)
+@_rule("oversampling", reward_signs.HARDER)
 def _oversampling(evidence: Evidence) -> Sign | None:
     """Steps that cost much, also in a run that gains."""
     groups, dropped = evidence.total("groups"), evidence.total("dropped_without_variance")
@@ -511,68 +518,38 @@ def _oversampling(evidence: Evidence) -> Sign | None:
         f"oversampling: {groups} groups sampled, {trained} trained on; {right:.0%} all right,"
         f" {wrong:.0%} all wrong"
     )
-    return Sign(f"{words}; {short} of {evidence.steps} cut short" if short else words, numbers)
+    words = f"{words}; {short} of {evidence.steps} cut short" if short else words
+    return Sign(words, numbers, reward_signs.advice(evidence))
 
 
-@_rule(
+_rule(
+    "reward-hardly-differs",
+    (
+        "train the reward model further, or take a reward that tells answers apart; one that is"
+        " small by design wants a weight"
+    ),
+)(reward_signs.hardly_differs)
+_rule(
+    "zero-advantages",
+    "see advantage, reward_weights and what masks the tokens: no rate makes 0 larger",
+)(reward_signs.zero_advantages)
+_rule("not-told-apart", "see whether the pairs are right; or raise learning_rate, or more steps")(
+    row_signs.not_told_apart
+)
+_rule(
     "reward-part-constant",
     (
         "that function, or a prompt that leads to what it pays for; if it is a penalty, put that"
         " word into its name"
     ),
-)
-def _constant_part(evidence: Evidence) -> Sign | None:
-    """Return a sign that one of several reward parts is constant: the same value below 1 for every
-    answer, in the first steps and in the last ones."""
-    parts = {
-        key: match[1] for line in evidence.lines for key in line if (match := PART.fullmatch(key))
-    }
-    if len(parts) < 2 or len(evidence.window) < WINDOW or not evidence.has_enough_groups:
-        return None
-    constant = {}
-    for key, name in parts.items():
-        scores, spreads = (
-            values_of(evidence.lines, key),
-            values_of(evidence.lines, f"rewards/{name}/std"),
-        )
-        same = bool(spreads) and max(*spreads, max(scores) - min(scores)) <= SAME_REWARD
-        if same and scores[0] < 1 and (scores[0] != 0 or not PENALTY.fullmatch(name)):
-            constant[name] = scores[0]
-    if not constant:
-        return None
-    earned = " and ".join(f"{value:.3g} from {name}" for name, value in constant.items())
-    words = (
-        f"reward part constant: every answer earned {earned} in the first and the last"
-        f" {evidence.steps}"
-    )
-    return Sign(words, {f"rewards/{name}/mean": value for name, value in constant.items()})
-
-
-@_rule(
+)(reward_signs.constant_part)
+_rule(
     "reward-below-1",
     (
         "let the best answer earn 1 (reward_weights), as accuracy counts it; or easier problems,"
         " if none was that good"
     ),
-)
-def _reward_below_one(evidence: Evidence) -> Sign | None:
-    """The best answer of most steps earned the same, and no answer more: a limit below what
-    accuracy calls right."""
-    environments = evidence.window[-1].get("environments") or {}
-    for name in environments if len(evidence.window) >= WINDOW else ():
-        accuracy = values_of(evidence.lines, f"eval/{name}/accuracy")
-        limit, times, of = reward_limit(evidence.lines, name)
-        if 0 < limit < 1 - SAME_REWARD and times > of / 2 and accuracy and not any(accuracy):
-            words = (
-                f"reward below 1: no answer of {name} earned more than {limit:.3g}, so its"
-                " accuracy stays 0"
-            )
-            return Sign(
-                words, {"reward_max": limit, "eval/accuracy": 0.0} | evidence.means("reward_mean")
-            )
-    return None
-
-
+)(reward_signs.reward_below_one)
 _rule(
     "reward-hole",
     (
@@ -650,56 +627,9 @@ def _out_of_room(numbers: Mapping[str, float]) -> bool:
     return numbers.get("out_of_room_fraction", 0.0) > numbers.get("truncated_fraction", 0.0) / 2
 
 
-@_rule("learning-rate-too-small", "raise learning_rate")
-def _small_updates(evidence: Evidence) -> Sign | None:
-    """Updates that do not move the weights, or not in the precision that they are served in."""
-    peak = max(values_of([*evidence.start, *evidence.window], "learning_rate"), default=0.0)
-    rate = max(evidence.values("learning_rate"), default=0.0)
-    norms = [
-        (line["update_norm"], line["weight_norm"])
-        for line in evidence.window
-        if line.get("update_norm") is not None and line.get("weight_norm")
-    ]
-    if not norms or len(evidence.window) < FEWEST_STEPS or rate < JUDGED_RATE * peak:
-        return None
-    size = max(update / weight for update, weight in norms)
-    moved = max(evidence.values("weights_moved"), default=1.0)
-    if size >= SMALL_UPDATE and moved >= FEW_MOVED:
-        return None
-    rounding = (
-        (f"; {moved:.1g} of the weights changed in the model's dtype") if moved < FEW_MOVED else ""
-    )
-    return Sign(
-        (
-            f"learning rate too small: an update moves the weights by {size:.1g} of their"
-            f" size{rounding}"
-        ),
-        {"learning_rate": rate, "update_to_weight": size, "weights_moved": moved},
-    )
-
-
-@_rule("update-refused", "lower learning_rate")
-def _publishes_refused(evidence: Evidence) -> Sign | None:
-    count, kl = (
-        evidence.total("publishes_refused"),
-        max(evidence.values("publish_kl"), default=None),
-    )
-    if not count:
-        return None
-    numbers = {"publishes_refused": count} | evidence.means("learning_rate")
-    words = f"update refused: {count} in {evidence.steps} were taken back and not published"
-    if kl is None:
-        return Sign(f"{words}, the weights were not finite", numbers)
-    words = f"{words}, KL up to {kl:.2g} nats a token from the served version"
-    numbers["publish_kl"] = kl
-    return Sign(words, numbers, "lower learning_rate, or raise weight_updates.max_publish_kl")
-
-
-@_rule("weights-not-published", "raise lock_timeout_ms")
-def _publish_timeouts(evidence: Evidence) -> Sign | None:
-    count = evidence.total("publish_timeouts")
-    words = f"weights not published {count} times in {evidence.steps}: the lock was busy"
-    return Sign(words, {"publish_timeouts": count}) if count else None
+_rule("learning-rate-too-small", "raise learning_rate")(update_signs.small_updates)
+_rule("update-refused", "lower learning_rate")(update_signs.publishes_refused)
+_rule("weights-not-published", "raise lock_timeout_ms")(update_signs.publish_timeouts)
 
 
 @_rule("stale-rollouts", "raise max_staleness, or let environments keep fewer groups ahead")

@@ -1,6 +1,9 @@
 """Rules about parts that not every run has: the experts of a mixture, of which a router may come to
-use fewer; teachers whose signal is constant, or no better than the student. No MLX. `health` has
-the other rules, and lists these."""
+use fewer; teachers whose signal is constant, nonsense, missing, or no better than the student;
+tools that do not answer, and delegations that fail. No MLX. `health` has the other rules, and lists
+these."""
+
+import re
 
 from mlx_parallm.rl_training.monitor.evidence import FEWEST_STEPS, Evidence, Sign
 
@@ -71,13 +74,133 @@ def teacher_no_better(evidence: Evidence) -> Sign | None:
     if len(correlations) < FEWEST_SCORED or spread is None or spread <= SAME_SIGNAL:
         return None
     mean = sum(correlations) / len(correlations)
-    if mean > NO_BETTER:
+    if mean > NO_BETTER or teacher_nonsense(evidence):
         return None
     return Sign(
         "teacher no better: it does not prefer the answers of a group that earn more (correlation"
         f" {mean:.2f})",
         {"teacher_reward_r": mean} | evidence.means("teacher_kl", "reward_mean"),
     )
+
+
+NONSENSE_NATS, NONSENSE_AGREES = 4.0, 0.05
+"""Nats a token by which the teacher thinks less of the student's tokens, and the share of them that
+are its best. Chance among 320 tokens is 5.8 nats and 0.003; an untrained student and a trained
+teacher begin at 1 to 2 nats (docs/distillation.md)."""
+SILENT = 0.05
+"""Share of the trained tokens that have a score."""
+
+
+def teacher_silent(evidence: Evidence) -> Sign | None:
+    """No token has a score: the teacher does not answer, or answers no numbers."""
+    share = evidence.mean("teacher_share")
+    asked, missing = evidence.total("teacher_sequences"), evidence.total("teacher_unscored")
+    if share is None or share > SILENT or not (asked or missing):
+        return None
+    words = f"{missing} of {max(asked, missing)} answers came back without a score"
+    if not missing:
+        words = f"it was asked about {asked} answers and sent no number for any token"
+    return Sign(
+        f"teacher silent: {share:.0%} of the trained tokens have its log-probability; {words}",
+        {"teacher_share": share, "teacher_sequences": asked, "teacher_unscored": missing},
+    )
+
+
+def teacher_nonsense(evidence: Evidence) -> Sign | None:
+    """The teacher likes no token of the student's, and does not come to: another vocabulary, other
+    tokens, or a model that speaks at random."""
+    kl, agrees = evidence.mean("teacher_kl"), evidence.mean("teacher_agreement")
+    if kl is None or len(evidence.window) < FEWEST_STEPS or kl <= NONSENSE_NATS:
+        return None
+    # unknown where the teacher sends no best tokens: then only what no teacher has says it
+    if (agrees > NONSENSE_AGREES) if agrees is not None else kl <= 2 * NONSENSE_NATS:
+        return None
+    best = "" if agrees is None else f", and {agrees:.1%} of the tokens are its best"
+    return Sign(
+        f"teacher talks nonsense: it gives the policy's tokens e^-{kl:.1f} of the policy's own"
+        f" probability{best}",
+        {"teacher_kl": kl} | evidence.means("teacher_agreement", "teacher_spread"),
+    )
+
+
+OWNER = re.compile(r"tools/(?P<kind>unanswered|failed)/(?P<owner>.+)")
+STALLS, FAILS, FEWEST_CALLS = 0.2, 0.9, 10
+"""Shares of the calls of one server or function: without an answer; with an error of the tool."""
+
+
+def tool_stalls(evidence: Evidence) -> Sign | None:
+    """A tool server, or a function, does not answer."""
+    return _tools(evidence, "unanswered", STALLS, "stalls", "got no answer in time")
+
+
+def tool_fails(evidence: Evidence) -> Sign | None:
+    """Nearly every call of a server's tools, or of a function, is answered by an error."""
+    return _tools(evidence, "failed", FAILS, "fails", "ended in an error of the tool")
+
+
+def _tools(evidence: Evidence, kind: str, bound: float, verb: str, words: str) -> Sign | None:
+    owners = {
+        match["owner"]
+        for line in evidence.window
+        for key in line
+        if (match := OWNER.fullmatch(key)) and match["kind"] == kind
+    }
+    worst = (0.0, "", 0, 0)
+    for owner in owners:
+        calls = evidence.total(f"tools/calls/{owner}")
+        count = evidence.total(f"tools/{kind}/{owner}")
+        if calls >= FEWEST_CALLS and count >= bound * calls:
+            worst = max(worst, (count / calls, owner, count, calls))
+    share, owner, count, calls = worst
+    if not owner:
+        return None
+    return Sign(
+        f"tool {verb}: {count} of {calls} calls of {owner} {words} ({share:.0%})",
+        {f"tools/{kind}/{owner}": count, f"tools/calls/{owner}": calls},
+    )
+
+
+DELEGATIONS = "metrics/failed_delegations/mean"
+
+
+def delegations_fail(evidence: Evidence) -> Sign | None:
+    """Nearly all delegations to experts end in an error."""
+    share = evidence.mean(DELEGATIONS)
+    if share is None or share < FAILS or not evidence.has_enough_groups:
+        return None
+    return Sign(
+        f"delegations fail: {share:.0%} of the delegations to experts end in an error",
+        {"failed_delegations": share} | evidence.means("reward_mean"),
+    )
+
+
+FAILURE_RULES = (
+    (
+        "tool-stalls",
+        "see that server or function; its timeout_s bounds a call",
+        tool_stalls,
+    ),
+    (
+        "tool-fails",
+        "call it by hand with the arguments of an answer (mlx_parallm rollouts RUN --worst)",
+        tool_fails,
+    ),
+    (
+        "delegations-fail",
+        "see the reason in run.log: the tool that the expert's loop calls, or its result",
+        delegations_fail,
+    ),
+    (
+        "teacher-silent",
+        "see the teacher's server and run.log, which names the reason",
+        teacher_silent,
+    ),
+    (
+        "teacher-nonsense",
+        "take a teacher with the policy's tokens and chat template; ask it by hand first",
+        teacher_nonsense,
+    ),
+)
 
 
 TEACHER_RULES = (

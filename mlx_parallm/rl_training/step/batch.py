@@ -6,7 +6,7 @@ would take them.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 WRONG, RIGHT = 0.0, 1.0
 ROUNDING = 1e-6
+ONE_ANSWER = 0.8
+"""Share of the answers of a step that are one and the same, over all prompts, that is called so."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class BatchStatistics:
     groups_all_wrong: float = 0.0  # fraction: no reward above 0
     groups_all_right: float = 0.0  # fraction: no reward below 1
     groups_same_answer: float = 0.0  # fraction: several answers, all of the same sampled tokens
+    # share of the answers that are the most frequent one; None where there is one prompt alone
+    most_frequent_answer: float | None = None
     truncated_fraction: float = 0.0
     # truncated by max_token_length, as far as is known: in-process environments
     out_of_room_fraction: float = 0.0
@@ -184,6 +188,8 @@ class StatisticsCollector:
         self._stds: list[float] = []  # of the rewards of each group
         self._all_wrong = self._all_right = self._same_answer = 0
         self._groups = 0
+        self._answers: Counter[tuple[int, ...]] = Counter()
+        self._prompts: set[tuple[int, ...]] = set()
         self._without_variance = self._dropped_without_variance = 0
         self._staleness: list[int] = []
         self._stale = self._mismatched = self._out_of_room = 0
@@ -225,6 +231,14 @@ class StatisticsCollector:
         groups, right, wrong = self._dropped_without_variance, self._all_right, self._all_wrong
         if not groups:
             return f"{self._stale} groups were too old, {self._mismatched} of another model"
+        if self._prompts and len(self._prompts) > 1:
+            share = max(self._answers.values()) / self._sequences
+            if share >= ONE_ANSWER:
+                return (
+                    f"of {groups} groups with one reward for all answers {right} were all right and"
+                    f" {wrong} all wrong; every prompt gets the same answer ({share:.0%} of all;"
+                    " docs/troubleshooting.md#one-answer)"
+                )
         why = (
             (
                 right,
@@ -275,8 +289,11 @@ class StatisticsCollector:
             self._stds.append(_sample_deviation(rewards))
         self._all_wrong += bool(rewards) and max(rewards) <= WRONG + ROUNDING
         self._all_right += bool(rewards) and min(rewards) >= RIGHT - ROUNDING
-        several = len(group.rollouts) > 1
-        self._same_answer += several and len(set(map(_sampled, group.rollouts))) == 1
+        answers = [_sampled(rollout) for rollout in group.rollouts]
+        self._same_answer += len(answers) > 1 and len(set(answers)) == 1
+        self._answers.update(answers)
+        if group.rollouts:
+            self._prompts.add(_prompt(group.rollouts[0]))
 
     def result(self) -> BatchStatistics:
         count, rewards = self._sequences, self._rewards
@@ -309,6 +326,9 @@ class StatisticsCollector:
             groups_all_wrong=self._all_wrong / self._groups,
             groups_all_right=self._all_right / self._groups,
             groups_same_answer=self._same_answer / self._groups,
+            most_frequent_answer=max(self._answers.values()) / count
+            if len(self._prompts) > 1
+            else None,
             truncated_fraction=self._ends.count("length") / count,
             out_of_room_fraction=self._out_of_room / count,
             never_done_fraction=self._never_done / count,
@@ -362,6 +382,12 @@ def quantile(values: Sequence[float], share: float) -> float:
 def _sample_deviation(values: Sequence[float]) -> float:
     """Divided by n - 1; 0 of one value."""
     return _deviation(values) * math.sqrt(len(values) / max(len(values) - 1, 1))
+
+
+def _prompt(rollout: Rollout) -> tuple[int, ...]:
+    """The tokens before the first one that was sampled."""
+    first = rollout.segments[0]
+    return first.tokens[: first.mask.index(1)] if 1 in first.mask else first.tokens
 
 
 def _sampled(rollout: Rollout) -> tuple[int, ...]:

@@ -5,8 +5,9 @@
 
 Every episode has an `Orchestrator` of its own; tools and experts are shared. What tools and experts
 return is not sampled, so it is masked. An episode's metadata has the task, and at the end `reward`
-(RewardConfig's sum), `solved`, `answer_text`, `steps`, `timed_out`, `routes` (what the planner did,
-in order) and `tool_calls` (a dictionary each: `name`, `arguments`, `text`, `error`, `expert`).
+(RewardConfig's sum), `solved`, `answer_text`, `steps`, `timed_out`, `delegations_failed` (a truth
+value each), `routes` (what the planner did, in order) and `tool_calls` (a dictionary each: `name`,
+`arguments`, `text`, `error`, `expert`).
 """
 
 import copy
@@ -25,9 +26,10 @@ from mlx_parallm.execution.chat_messages import read_messages
 from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.execution.user_code import did_you_mean, is_reference, load, load_function
 from mlx_parallm.models.threads import MLXThread
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.systems.experts.registry import ExpertRegistry
 from mlx_parallm.systems.experts.saving import load_expert
-from mlx_parallm.systems.orchestrator.control import CONTROLS, ExpertControl
+from mlx_parallm.systems.orchestrator.control import CONTROLS, ExpertControl, ExpertResult
 from mlx_parallm.systems.orchestrator.learning import (
     STEPS,
     ActingExperts,
@@ -45,6 +47,8 @@ from mlx_parallm.systems.orchestrator.reward import TASK_REWARDS, HybridTask, Re
 from mlx_parallm.systems.orchestrator.routes import ServedPlanner, hybrid_router
 from mlx_parallm.systems.orchestrator.tasks import task_source
 from mlx_parallm.types import Trajectory
+
+log = get_logger("hybrid")
 
 HOW_TO_ACT = """Each turn is one line:
 TOOL: NAME(key=value) calls a tool
@@ -116,6 +120,7 @@ class HybridEnvironment(BaseEnvironment):
             raise ConfigError(f'hybrid: history: "messages" or "summary", not {history!r}')
         self._tasks = task_source(tasks, seed=seed)
         self._history = history
+        self._warned: set[tuple[str, str]] = set()
         self.config = OrchestratorConfig(
             max_steps,
             max_expert_steps,
@@ -175,6 +180,8 @@ class HybridEnvironment(BaseEnvironment):
             "routes": [*state.metadata.get("routes", ()), _route(result.info)],
             **outcome(orchestrator),
         }
+        if (expert := result.expert_result) is not None and any(orchestrator.delegations_failed):
+            self._warn(expert)
         state.done = result.done
         if not result.done:
             added = (
@@ -184,6 +191,12 @@ class HybridEnvironment(BaseEnvironment):
             whole = self._opening(result.observation)
             state.prompt = whole if self._history == "summary" else [*state.prompt, *added]
         return state
+
+    def _warn(self, expert: ExpertResult) -> None:
+        """Log the first delegation to an expert that fails for each kind of reason."""
+        if expert.error is not None and (expert.expert, expert.error) not in self._warned:
+            self._warned.add((expert.expert, expert.error))
+            log.warning("a delegation failed", expert=expert.expert, reason=expert.text)
 
     def begin(self, state: HybridState) -> Orchestrator:
         """Return the orchestrator of an episode, at its task; held-out ones do not explore."""
@@ -246,6 +259,7 @@ def outcome(orchestrator: Orchestrator) -> dict[str, Any]:
         "answer_text": orchestrator.answer,
         "steps": orchestrator.steps,
         "timed_out": orchestrator.timed_out,
+        "delegations_failed": list(orchestrator.delegations_failed),
         "tool_calls": [
             {
                 "name": call.name,
@@ -273,12 +287,15 @@ def solved(
     trajectories: Sequence[Trajectory], log_metric: Callable[[str, float], None]
 ) -> list[float | None]:
     """1 where the task was solved, else 0; None where the episode never began. Logs the shares of
-    tools, delegations and direct answers among first actions, and of the solved."""
+    tools, delegations and direct answers among first actions, of the solved, and of the
+    delegations that failed."""
     for trajectory in trajectories:
         first = next(iter(trajectory.metadata.get("routes", ())), "nothing")
         for kind in ("tool", "delegate", "answer", "invalid"):
             log_metric(f"first_{kind}", float(first.partition(" ")[0] == kind))
         log_metric("solved", float(bool(trajectory.metadata.get("solved"))))
+        for failed in trajectory.metadata.get("delegations_failed", ()):
+            log_metric("failed_delegations", float(failed))
     ends = (trajectory.metadata.get("solved") for trajectory in trajectories)
     return [None if end is None else float(bool(end)) for end in ends]
 

@@ -142,6 +142,7 @@ class Orchestrator:
         self.actions: list[str] = []  # as they were written
         self.results: list[str] = []
         self.expert_steps: list[ExpertSteps] = []
+        self.delegations_failed: list[bool] = []  # of those that had an expert and right arguments
         self.tools.forget()
         return self.observation
 
@@ -283,6 +284,7 @@ class Orchestrator:
         )
         if steps is not None:
             self.expert_steps.append(steps)
+        self.delegations_failed.append(result.error is not None)
         return result
 
 
