@@ -395,6 +395,15 @@ def test_functions_of_a_configuration(tmp_path):
         }
         client.call("twice", {"n": 1})
         assert opened.new_counts()["tools/calls"] == 1
+        client.call("twice", {"n": None})  # it raises: that function's counts are there from now on
+        counts = opened.new_counts()
+        named = {key: counts[key] for key in counts if key.endswith("/twice")}
+        assert named == {
+            "tools/calls/twice": 3,
+            "tools/failed/twice": 1,
+            "tools/unanswered/twice": 0,
+        }
+        assert opened.new_counts()["tools/calls/twice"] == 0
 
 
 async def test_kind_tools_is_questions_and_nothing_else(tokenizer, tools):

@@ -19,6 +19,7 @@ from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rl_training.monitor.health import find
 from mlx_parallm.systems.experts import save_expert
 from mlx_parallm.systems.experts.registry import physics_controller
 from mlx_parallm.systems.orchestrator.environment import HybridEnvironment
@@ -187,6 +188,28 @@ def test_a_summary_in_the_place_of_the_conversation(
         and "- math_solve -> 4" in last
     )
     assert len(first.rollout.earlier) == 2  # each turn is a sequence of its own
+
+
+def broken_simulator(angle: float, velocity: float, wind: float = 0.0) -> str:
+    """Answer in words where the loop reads a number."""
+    return "it flew far"
+
+
+def test_delegations_that_fail_are_counted_and_health_says_so(
+    expert: str, tools: EpisodeTools, tiny_tokenizer: Tokenizer
+) -> None:
+    broken_simulator.__name__ = "physics_simulate"
+    shares = {}
+    with ToolClient(functions=[broken_simulator]) as client:
+        for name, given in (("well", tools), ("broken", EpisodeTools.of(client))):
+            result = play(source(expert, given), tiny_tokenizer, SHOOT, "ANSWER: x", task_index=AIM)
+            [shares[name]] = {
+                rollout.scores["metrics/failed_delegations"] for rollout in result.group.rollouts
+            }
+    assert shares == {"well": 0.0, "broken": 1.0}
+    line = {"step": 1, "groups": 16, "metrics/failed_delegations/mean": shares["broken"]}
+    [found] = find([line] * 5)
+    assert found.name == "delegations-fail" and "100%" in found.sentence
 
 
 def test_limits(expert: str, tiny_tokenizer: Tokenizer) -> None:

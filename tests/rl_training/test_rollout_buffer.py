@@ -297,6 +297,20 @@ def test_a_step_does_not_eat_the_groups_of_later_ones_beyond_its_bound(store: Ro
     assert store.counts().waiting == 4
 
 
+def test_groups_that_wait_for_the_next_step_are_no_mix_of_sizes(store: RolloutStore) -> None:
+    """One of nine groups was useful, and twelve more wait: what is missing are rewards that differ,
+    and no size is wrong."""
+    buffer = make_buffer(
+        store, request_groups=lambda n: None, max_staleness=4, max_oversampling=2.0
+    )
+    buffer.request(1, 5)
+    for i in range(21):
+        store.add(make_group(f"g{i}", [0, 1] if i == 0 else [1, 1], index=i), source="test")
+    batch = buffer.collect(1, timeout_s=0)
+    assert batch is not None and len(batch.sequences) == 2
+    assert "no mix" not in batch.gave_up and "all right" in batch.gave_up
+
+
 def test_groups_without_variance_are_kept_where_nothing_replaces_them(store: RolloutStore) -> None:
     """As TRL does: they have the advantage 0, and count in the normalizers of the loss."""
     player = Player(store, lambda i: [1, 1] if i % 2 else [0, 1])
