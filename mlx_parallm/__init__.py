@@ -11,6 +11,7 @@ from mlx_parallm.system.blas import preload_fast_blas
 from mlx_parallm.system.heap import keep_freed_memory
 from mlx_parallm.system.lazy_names import lazy_names
 from mlx_parallm.system.moved_names import keep_moved_names
+from mlx_parallm.system.quiet import hide_advice
 
 if TYPE_CHECKING:
     from mlx_parallm.config.training import LoraConfig
@@ -68,4 +69,5 @@ __getattr__, __dir__ = lazy_names(  # TRL's names (docs/trl.md); importing the p
 
 preload_fast_blas()
 keep_freed_memory()
+hide_advice()
 keep_moved_names()

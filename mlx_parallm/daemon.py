@@ -182,13 +182,8 @@ def _load_and_answer(
     gc.freeze()
     models = [model.id for model in serving.client.models()]
     pages = serving.page_urls(with_key=False)
-    log.info(
-        "serving",
-        url=f"{serving.url}/v1",
-        models=models,
-        kv_layout=serving.client.stats().kv_layout,
-        pages=pages,
-    )
+    seen = {"pages": pages} if pages else {}
+    log.info("serving", url=f"{serving.url}/v1", models=models, **seen)
 
 
 def run_training(config: Config, *, resume: str | None) -> int:

@@ -147,6 +147,7 @@ def _look(args: Namespace) -> None:
                 if text
                 else None,
                 limit=args.limit or (None if args.json else rollouts_text.SHOWN_ANSWERS),
+                once=not args.json,
             )
             rows = answers.rows(wanted)
             parts = rollouts_text.draw_rows(rows, answers)

@@ -1,6 +1,7 @@
 """[rl_training.distillation]: teachers, and what the policy learns from their log-probabilities
 (docs/distillation.md)."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -147,10 +148,21 @@ class DistillationConfig(Section):
             raise ValueError("completion_column is only read with lmbda < 1")
         return self
 
-    def check(self, *, learns_from_rows: bool, algorithm: str, reference: str) -> None:
-        """Raises ValueError: contradicts the rest of [rl_training]."""
+    def check(
+        self, *, learns_from_rows: bool, algorithm: str, reference: str, run: Path | None
+    ) -> None:
+        """Raises ValueError: contradicts the rest of [rl_training]. `run`: the run's directory,
+        where it is known."""
         if not self.teachers:
             return
+        for teacher in self.teachers if run is not None else ():
+            lies_in_it = teacher.kind == "checkpoint" and Path(teacher.path).resolve()
+            if run is not None and lies_in_it and lies_in_it.is_relative_to(run.resolve()):
+                raise ValueError(
+                    f"distillation: teacher {teacher.name!r}: {teacher.path} is this run's own"
+                    f" checkpoint ({run}), so it would learn from itself: name another run's"
+                    ' directory (a moving average of the policy is kind = "ema")'
+                )
         if algorithm in PREFER_SAMPLED:
             what = (
                 "two answers of a group and which is better"

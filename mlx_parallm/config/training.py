@@ -420,6 +420,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
             learns_from_rows=self.algorithm in DATA_ALGORITHMS,
             algorithm=self.algorithm,
             reference=self.reference,
+            run=None if self.run_name is None else self.checkpoint_dir / self.run_name,
         )
         if (
             self.algorithm not in DATA_ALGORITHMS

@@ -134,7 +134,7 @@ class ServedModels:
             return self._on_shelf(name)
         if "@" in name:
             return self._pinned(name, models)
-        raise ModelNotFoundError(name, [model.id for model in models])
+        raise ModelNotFoundError(name, [*_request_names(models)])
 
     def shelved(self) -> tuple[ServedModel, ...]:
         """Adapters that lie on disk and are not in the table. Reads the disk."""
@@ -167,7 +167,13 @@ class ServedModels:
             )
         else:
             why = f"available versions: {', '.join(versions) or 'none'}"
-        raise ModelNotFoundError(name, [model.id for model in models], why)
+        raise ModelNotFoundError(name, [*_request_names(models)], why)
 
     def _main(self, version: int) -> ServedModel:
         return ServedModel(self.base_id, self._policy_adapter, self.base_id, None, version)
+
+
+def _request_names(models: Sequence[ServedModel]) -> tuple[str, ...]:
+    """What a request may call them; `default`, which is the first one, is there everywhere."""
+    listed = tuple(model.id for model in models)
+    return listed if DEFAULT in listed else (*listed, DEFAULT)

@@ -83,11 +83,11 @@ class EpisodeTools:
         line; and "calls/NAME", "unanswered/NAME" and "failed/NAME" of each server or function that
         has failed."""
         now, before = self.client.metrics(), dict(self._counted)
-        names = ("calls", "errors", "timeouts", "restarts", "cache_hits", "seconds")
+        names = ["calls", "errors", "timeouts", "restarts", "cache_hits", "seconds"]
         for owner, counts in self.client.metrics_by_owner().items():
             if counts["unanswered"] or counts["failed"]:
                 now |= {f"{kind}/{owner}": float(count) for kind, count in counts.items()}
-                names += tuple(f"{kind}/{owner}" for kind in counts)
+                names += [f"{kind}/{owner}" for kind in counts]
         self._counted.update(now)
         return {f"tools/{name}": now[name] - before.get(name, 0.0) for name in names}
 

@@ -21,6 +21,7 @@ from mlx_parallm.system.files import local_path, write_atomically
 
 IMAGES = "images"  # of the user's cache
 COLUMNS = ("images", "image")
+LONGEST_EXAMPLE = 1000  # characters of a content with its images that a person can still paste
 _SOURCES = ("image", "url", "image_url")
 _KINDS = {b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}  # first bytes; else PNG
 
@@ -113,6 +114,17 @@ def with_data_urls(prompt: Any) -> Any:
         else {**message, "content": [*map(_as_data_url, message["content"])]}
         for message in prompt
     )
+
+
+def example_content(messages: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the last message's content as a client would send it, with its images; "" where these
+    are too large for a command line, or no longer there."""
+    try:
+        [*_, last] = with_data_urls(messages)
+    except RolloutRejectedError:
+        return ""
+    content = last["content"]
+    return content if isinstance(content, str) or len(str(content)) <= LONGEST_EXAMPLE else ""
 
 
 def _as_data_url(part: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -56,7 +56,8 @@ class RunInfo:
     model: str
     base_url: str  # of the server, without /v1; empty: there is none
     total_steps: int
-    example_prompt: str  # empty: what the model writes means nothing, it learns to judge
+    # a message's content; empty: what the model writes means nothing, it learns to judge
+    example_prompt: Any
     start_step: int = 0
     model_name: str = "default"
     needs_key: bool = False

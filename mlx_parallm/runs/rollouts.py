@@ -49,6 +49,7 @@ class Wanted:
         text: whether a prompt or an answer fits.
         limit: None = all.
         older_than: the id of a group: only answers of groups that came before it.
+        once: of equal answers of a group the first alone; its row says how many there are.
     """
 
     order: Order = "newest"
@@ -59,6 +60,7 @@ class Wanted:
     text: Callable[[str], bool] | None = None
     limit: int | None = None
     older_than: str | None = None
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,16 @@ class _Answer:
     def reward(self) -> float:
         """NaN: nothing scored it."""
         return self.rollout.reward if self.rollout.is_scored else math.nan
+
+    @property
+    def alike(self) -> list[int]:
+        """The numbers of the group's answers with the same tokens and reward, this one's too."""
+        mine = (self.rollout.tokens, self.reward)
+        return [
+            number
+            for number, other in enumerate(self.group.rollouts)
+            if (other.tokens, other.reward) == mine or number == self.number
+        ]
 
 
 class Answers:
@@ -139,6 +151,8 @@ class Answers:
         chosen: Iterator[_Answer] = (
             answer for answer in self._newest(wanted) if self._fits(answer, wanted)
         )
+        if wanted.once:
+            chosen = (answer for answer in chosen if answer.number == answer.alike[0])
         if wanted.order != "newest":
             chosen = self._sorted(chosen, best=wanted.order == "best")
         return map(self._row, islice(chosen, wanted.limit))
@@ -281,6 +295,7 @@ class Answers:
             "id": f"{record.group_id}#{answer.number}",
             **_record_values(record),
             "number": answer.number,
+            "alike": len(answer.alike),
             "reward": rollout.reward if rollout.is_scored else None,
             "parts": {name: score for name, score in rollout.scores.items() if name != "reward"},
             "advantage": advantages[answer.number] if advantages else None,

@@ -147,6 +147,7 @@ def _facts(row: Json, *, ended: bool = False) -> Text:
     facts = [f"reward {reward}", f"advantage {_advantage(row['advantage'])}"]
     if not ended:
         facts.append(row["environment"])
+        facts += [f"{row['alike']} alike in this group"] if row.get("alike", 1) > 1 else []
     facts += [f"version {row['version']}"] if row["version"] is not None else []
     facts += [f"{row['tokens']} tokens"] if ended else []
     if row["stop_reason"] and (ended or row["stop_reason"] != "stop"):

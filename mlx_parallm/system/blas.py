@@ -16,8 +16,10 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_parallm.system.installing import install
+
 FIX = (
-    "`pip install 'mlx-parallm[cpu]'` brings MKL (x86-64); or install a system OpenBLAS"
+    f"`{install('cpu')}` brings MKL (x86-64); or install a system OpenBLAS"
     " (Debian: libopenblas0-pthread)"
 )
 

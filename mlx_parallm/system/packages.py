@@ -1,6 +1,6 @@
 """Optional packages: which extra brings each, and one line for one that is missing. Imports no MLX.
 
-`pip install mlx-parallm` on Linux brings MLX without a backend: the CPU's and CUDA's put their
+`pip install .` on Linux brings MLX without a backend: the CPU's and CUDA's put their
 files into the same place, so the machine's owner has to choose one. A command that computes calls
 `require_mlx` before it starts, and whatever needs another optional package calls `require` before
 its work begins. `missing` turns an ImportError that came all the same into that line.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.blas import has_cuda_backend
+from mlx_parallm.system.installing import install
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "reasoning-gym": ("reasoning_gym",),
@@ -40,12 +41,7 @@ DISTRIBUTIONS = {
     "google": "protobuf",
     "PIL": "pillow",
 }
-BACKENDS = "pip install 'mlx-parallm[cpu]', or 'mlx-parallm[cuda]' on a machine with an NVIDIA GPU"
-
-
-def install(extra: str) -> str:
-    """Return the command that brings an extra."""
-    return f"pip install 'mlx-parallm[{extra}]'"
+BACKENDS = f"{install('cpu')}, or '.[cuda]' on a machine with an NVIDIA GPU"
 
 
 def is_installed(module: str) -> bool:

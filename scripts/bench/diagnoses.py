@@ -35,8 +35,9 @@ def main() -> int:
     parser.add_argument("--names", nargs="+", default=[*PROVOCATIONS, *HEALTHY])
     parser.add_argument("--stalled-after", type=float, default=USUAL_STALL_S)
     args = parser.parse_args()
-    sick = [name for name in args.names if name in PROVOCATIONS]
-    healthy = [name for name in args.names if name in HEALTHY]
+    runs = PROVOCATIONS | HEALTHY
+    sick = [name for name in args.names if runs[name].diagnosis]
+    healthy = [name for name in args.names if not runs[name].diagnosis]
     with tempfile.TemporaryDirectory() as directory:
         wrong = _table(sick, Path(directory), args.stalled_after) if sick else 0
         false = _table(healthy, Path(directory), args.stalled_after) if healthy else 0

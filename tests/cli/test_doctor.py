@@ -43,7 +43,7 @@ def test_the_reference_blas_is_named_with_its_fix() -> None:
         replace(HEALTHY, blas=BlasStatus("reference", advice=FIX), gflops={512: 5.0, 2048: 5.0})
     )
     assert "reference BLAS" in line
-    assert "pip install 'mlx-parallm[cpu]'" in line
+    assert "pip install '.[cpu]'" in line
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from mlx_parallm.config.load import load_config, parse_config
+from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 
@@ -181,3 +181,28 @@ def test_true_is_no_number(setting: str) -> None:
 def test_where_true_is_an_alternative_it_stays() -> None:
     assert load_config("quickstart", ["rl_training.keep_best=false"]).rl_training.keep_best is False
     assert load_config("quickstart", ["server.open_objects=true"]).server.open_objects is True
+
+
+def test_a_run_is_never_its_own_teacher(tmp_path: Path) -> None:
+    """`checkpoints/final` links to what finished last: behind it, too."""
+    run = tmp_path / "mine"
+    (run / "final").mkdir(parents=True)
+    (tmp_path / "final").symlink_to(run / "final")
+
+    def config(teacher: Path, name: str) -> Config:
+        return parse_config(
+            {
+                "rl_training": {
+                    "checkpoint_dir": str(tmp_path),
+                    "run_name": name,
+                    "distillation": {
+                        "teachers": [{"name": "t", "kind": "checkpoint", "path": str(teacher)}]
+                    },
+                }
+            }
+        )
+
+    for teacher in (run, run / "final", tmp_path / "final"):
+        with pytest.raises(ConfigError, match="would learn from itself"):
+            config(teacher, "mine")
+        config(teacher, "another")

@@ -1,7 +1,6 @@
 """What the documentation points at is there."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -73,24 +72,10 @@ def test_the_reading_order_has_every_page() -> None:
     assert {page for page in pages if f"({page})" not in order} == set()
 
 
-def test_dockerfile_copies_what_the_build_needs_before_the_set_up() -> None:
-    """Its first layer installs the package before the rest of the tree is there."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    before = (
-        (ROOT / "Dockerfile.dev").read_text(encoding="utf-8").split("RUN make .venv/.ready-dev")[0]
-    )
-    copied = {
-        word
-        for line in before.splitlines()
-        if line.startswith("COPY")
-        for word in line.split()[1:-1]
-    }
-    assert {
-        *included,
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "Makefile",
-        "scripts/setup",
-    } <= copied
+def test_the_keys_of_the_dashboard_are_those_of_its_tabs() -> None:
+    """A key's number is the place of a tab: the page names them in the tabs' order."""
+    code = (ROOT / "mlx_parallm/runs/dashboard/static/app.js").read_text(encoding="utf-8")
+    tabs = re.findall(r'\["([A-Z][\w-]*)", "\w+"', code.split("const tabs = ")[1].split(";")[0])
+    page = (ROOT / "docs" / "dashboard.md").read_text(encoding="utf-8")
+    [row] = re.findall(r"\| `1` to `9` \| .*?: (.*?);", page)
+    assert row.split(", ") == [tab.lower() for tab in tabs]

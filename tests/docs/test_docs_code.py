@@ -12,7 +12,6 @@ with the page's own server. What is changed before they run: ports 8000 and 8765
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -83,7 +82,6 @@ class Page:
             "DOCS_PORT": str(self.port),
         }
         self._environment.pop("MLX_PARALLM_API_KEY", None)
-        shutil.copytree(ROOT / "train_configs", directory / "train_configs")
 
     def run(self, last: int) -> None:
         """Runs the page up to the block of that line; each block's result is what went wrong, or

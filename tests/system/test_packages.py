@@ -59,10 +59,10 @@ def test_what_an_extra_brings_is_not_installed_without_it() -> None:
 def test_what_an_extra_brings_names_that_extra() -> None:
     for extra, modules in packages.EXTRAS.items():
         for module in modules:
-            assert f"pip install 'mlx-parallm[{extra}]'" in packages.needs("x", module)
+            assert f"pip install '.[{extra}]' in the clone" in packages.needs("x", module)
     assert (
         packages.needs("x", "mcp.server.mcpserver")
-        == "x needs the package mcp: pip install 'mlx-parallm[mcp]'"
+        == "x needs the package mcp: pip install '.[mcp]' in the clone of the repository"
     )
     assert (
         packages.needs("x", "never_heard_of")
@@ -103,7 +103,7 @@ def test_without_a_backend_every_command_names_the_extras(
     assert main(command) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: MLX has no backend here")
-    assert "'mlx-parallm[cpu]'" in line and "'mlx-parallm[cuda]'" in line
+    assert "pip install '.[cpu]' in the clone" in line and "'.[cuda]'" in line
 
 
 def test_this_machine_has_a_backend() -> None:
@@ -120,16 +120,16 @@ def test_a_build_from_source_in_one_piece_is_a_backend(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (ModuleNotFoundError("No module named 'trackio'", name="trackio"), "mlx-parallm[trackio]"),
+        (ModuleNotFoundError("No module named 'trackio'", name="trackio"), "'.[trackio]'"),
         (
             ModuleNotFoundError("No module named 'google.protobuf'", name="google.protobuf"),
             "protobuf",
         ),
         (
             ImportError("libcuda.so.1: cannot open shared object file", name="mlx.core"),
-            "mlx-parallm[cpu]",
+            "'.[cpu]'",
         ),
-        (ImportError("libmlx.so: cannot open shared object file"), "mlx-parallm[cpu]"),
+        (ImportError("libmlx.so: cannot open shared object file"), "'.[cpu]'"),
     ],
     ids=["extra", "namespace", "driver", "library"],
 )

@@ -13,8 +13,8 @@ from typing import Any
 
 from mlx_parallm.config.data import DataConfig, PreferenceConfig
 from mlx_parallm.config.load import Config
+from mlx_parallm.environments.row_images import example_content
 from mlx_parallm.errors import CheckpointError, ConfigError
-from mlx_parallm.execution.prompt_images import text_of
 from mlx_parallm.execution.user_code import shown
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches
@@ -64,7 +64,7 @@ class DataSource(RolloutSource):
             "rows": len(self._train),
             "sha256": _fingerprint(self._train),
         }
-        self.example_prompt = _prompt_text(train[0].prompt)
+        self.example_prompt = _prompt_content(train[0].prompt)
         log.info(
             "rows",
             train=len(self._train),
@@ -149,11 +149,7 @@ def _fingerprint(units: list[Unit]) -> str:
     return digest.hexdigest()
 
 
-def _prompt_text(prompt: Any) -> str:
-    return (
-        (prompt or ("Hello!"))
-        if isinstance(prompt, str)
-        else text_of(prompt[-1]["content"])
-        if prompt
-        else "Hello!"
-    )
+def _prompt_content(prompt: Any) -> Any:
+    if isinstance(prompt, str) or not prompt:
+        return prompt or "Hello!"
+    return example_content(prompt)

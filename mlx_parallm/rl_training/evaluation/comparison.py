@@ -95,7 +95,7 @@ def accuracy_table(
     """Held-out accuracy of each environment, before and after, with the 95% interval and p of
     the difference."""
     table = Table(title=Text(title), title_justify="left", box=SIMPLE, pad_edge=False)
-    table.add_column("environment")
+    table.add_column("held out of")
     for name in ("problems", *columns, "95% interval", "p"):
         table.add_column(name, justify="right")
     for name, before, after in (measure for row in comparisons for measure in row.measured):
@@ -153,7 +153,7 @@ def plain_report(comparisons: Sequence[Comparison], first: str = BEFORE) -> str:
                 interval = f"95% interval {change.low:+.3f} to {change.high:+.3f}"
             problems = "1 problem" if len(before) == 1 else f"{len(before)} problems"
             by = f"({change.mean:+.3f}, {interval}) on {problems}"
-            lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} {by}")
+            lines.append(f"held out, {name}: {_mean(before):.3f} -> {_mean(after):.3f} {by}")
         for then, now in row.examples:
             prompt = (
                 f"{beginning_of(now['prompt'], SHOWN)} "

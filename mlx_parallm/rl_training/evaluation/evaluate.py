@@ -94,7 +94,7 @@ def problem_warnings(
             else ""
         )
         if count < n:
-            yield f"{name} has {count} held-out problems, {n} were requested{few}"
+            yield f"{name} has {count} held-out problems, evaluation.problems is {n}{few}"
         elif few:
             yield f"{name}: {count} problems{few}"
         for source in training:

@@ -44,7 +44,7 @@ from mlx_parallm.rl_training.monitor.drawing import (
     sparkline,
 )
 from mlx_parallm.rl_training.monitor.evidence import WINDOW
-from mlx_parallm.rl_training.monitor.health import HEALTHY, diagnose
+from mlx_parallm.rl_training.monitor.health import HEALTHY, sentences
 from mlx_parallm.rl_training.monitor.samples import (
     Readable,
     Sample,
@@ -86,10 +86,10 @@ Sources = Callable[[], Sequence[str | None]]
 def curl_line(info: RunInfo, width: int | None = None) -> str:
     """Return a command that asks the model; with a width in lines that can be pasted from a
     terminal that wide."""
-    prompt = info.example_prompt
-    if len(prompt) > EXAMPLE_LENGTH:
-        prompt = prompt[:EXAMPLE_LENGTH].rpartition(" ")[0] or prompt[:EXAMPLE_LENGTH]
-    body = {"model": info.model_name, "messages": [{"role": "user", "content": prompt}]}
+    content = info.example_prompt
+    if isinstance(content, str) and len(content) > EXAMPLE_LENGTH:
+        content = content[:EXAMPLE_LENGTH].rpartition(" ")[0] or content[:EXAMPLE_LENGTH]
+    body = {"model": info.model_name, "messages": [{"role": "user", "content": content}]}
     quoted = json.dumps(body, separators=(",", ":"), ensure_ascii=False).replace("'", "'\\''")
     key = ['-H "Authorization: Bearer $MLX_PARALLM_API_KEY"'] if info.needs_key else []
     parts = [
@@ -206,9 +206,7 @@ class TrainingDisplay:
         self._curve_of, value = headline(metrics)
         if isinstance(value, int | float):
             self._curve.append(float(value))
-        if isinstance(
-            score := metrics.get("eval/score", metrics.get("heldout_score")), int | float
-        ):
+        if isinstance(score := _heldout(metrics), int | float):
             self._heldout.append(float(score))
 
     @_guarded
@@ -263,7 +261,10 @@ class TrainingDisplay:
         self._live = None
 
     def health(self) -> str:
-        return diagnose(list(self._window), self._sources(), list(self._first))
+        return "; ".join(self._findings()) or HEALTHY
+
+    def _findings(self) -> list[str]:
+        return sentences(list(self._window), self._sources(), list(self._first))
 
     def _refresh(self) -> None:
         """Run on our own thread: rich's prints a traceback and dies when the terminal goes away."""
@@ -318,7 +319,6 @@ class TrainingDisplay:
         return self._panel(self._info, dict(self._window[-1]) if self._window else {})
 
     def _panel(self, info: RunInfo, last: Mapping[str, Any]) -> RenderableType:
-        health = self.health()
         rows = Table.grid(padding=(0, 1))
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column(overflow="fold")
@@ -362,7 +362,7 @@ class TrainingDisplay:
         following = info.next_checkpoint(step)
         after = "" if following is None else f" · next after step {following}"
         rows.add_row("checkpoint", Text(newest).append(after, style="dim"))
-        rows.add_row("health", Text(health, style="green" if health == HEALTHY else "bold red"))
+        rows.add_row("health", self._health_text(info))
         title = Rule(
             Text(f"mlx_parallm · {info.run_name} · {info.model}"), align="left", style="cyan"
         )
@@ -372,11 +372,26 @@ class TrainingDisplay:
             Text("talk to it while it learns:", style="dim"),
             Text(curl_line(info, self._console.width), style="cyan"),
         ]
+        # a picture's command is a thousand characters: it would push the rest off the screen
+        if not isinstance(info.example_prompt, str):
+            talk = [Text("talk to it while it learns: the command is in run.log", style="dim")]
         watch = [
             Text("watch it: ", style="dim").append(page, style="not dim cyan")
             for page in self._pages
         ]
         return Group(title, rows, *(talk if info.example_prompt else ()), *watch)
+
+    def _health_text(self, info: RunInfo) -> Text:
+        """The gravest finding, and where the others are: what is below has to stay on the
+        screen."""
+        findings = self._findings()
+        if not findings:
+            return Text(HEALTHY, style="green")
+        text = Text(findings[0], style="bold red")
+        if len(findings) > 1:
+            more = f" (+{len(findings) - 1}: mlx_parallm explain {info.run_name})"
+            text.append(more, style="not bold dim")
+        return text
 
     def _progress(self, info: RunInfo, step: int) -> RenderableType:
         width = max(8, min(CURVE_WIDTH - 8, self._console.width - 40))
@@ -397,6 +412,14 @@ def _curve_text(series: Sequence[float]) -> Text:
     text.append(sparkline(values), style="green")
     began, now, _ = began_and_now(values)
     return text.append(f" {began:.2f} → {now:.2f}" if len(values) > 1 else "", style="dim")
+
+
+def _heldout(metrics: Mapping[str, Any]) -> Any:
+    """The held-out number that people read: a score, an accuracy, or the loss, of which the score
+    is the negative."""
+    score = metrics.get("eval/score", metrics.get("heldout_score"))
+    loss = metrics.get("eval/loss")
+    return loss if loss is not None and score == -loss else score
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, Any]:

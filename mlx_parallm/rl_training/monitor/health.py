@@ -158,9 +158,13 @@ def diagnose(window: Window, sources: Sequence[str | None] = (), start: Window =
         sources: health of the rollout sources (`RolloutManager.health()`); None = well.
         start: metrics of the run's first steps.
     """
-    sentences = [source for source in sources if source]
-    sentences += [str(diagnosis) for diagnosis in find(window, start)]
-    return "; ".join(sentences) or HEALTHY
+    return "; ".join(sentences(window, sources, start)) or HEALTHY
+
+
+def sentences(window: Window, sources: Sequence[str | None] = (), start: Window = ()) -> list[str]:
+    """Return what `diagnose` joins, the gravest first; empty: nothing was found."""
+    spoken = [source for source in sources if source]
+    return spoken + [str(diagnosis) for diagnosis in find(window, start)]
 
 
 # ------------------------------------------------------------------ signs

@@ -158,10 +158,12 @@ def problems_of(lines: Sequence[Line], run: Path) -> list[str]:
             f" {full_reasons[reason]}"
         )
     if not has_trained(lines) and lines:
-        problems.insert(
-            0, f"nothing was learned: none of the {len(lines)} steps has changed the weights"
-        )
-    return [*problems, f"more: {our_command()} explain {shlex.quote(str(run))}"] if problems else []
+        nothing = f"nothing was learned: none of the {len(lines)} steps has changed the weights"
+        problems[:1] = ["; ".join([nothing, *problems[:1]])]
+    if not problems:
+        return []
+    others = f"{len(problems) - 1} more, and the steps" if len(problems) > 1 else "the steps"
+    return [*problems, f"{others}: {our_command()} explain {shlex.quote(str(run))}"]
 
 
 def has_trained(lines: Sequence[Line]) -> bool:
@@ -215,7 +217,9 @@ def print_report(
     can be pasted.
 
     Args:
-        problems: what is wrong with the run, a sentence each. successes: what is good about it.
+        commands: what to do next; the first is printed.
+        problems: what is wrong with the run, a sentence each, the last one where to read more; the
+            first and the last are printed. successes: what is good about it.
         first: when the earlier answers of `comparisons` were given.
     """
     if comparisons:
@@ -227,18 +231,18 @@ def print_report(
             console.print(
                 plain_report(comparisons, first), soft_wrap=True, markup=False, highlight=False
             )
+    # one finding: the gravest, and the line that says where the others are
+    shown = [*problems[:1], *problems[1:][-1:]]
     sentences = [(success, "bold green") for success in successes] + [
-        (problem, "bold red") for problem in problems
+        (problem, "bold red") for problem in shown
     ]
     for sentence, style in sentences:
         console.print(Text(sentence, style=style), soft_wrap=not console.is_terminal)
     for name, file in (("reward curve", curve), ("samples", samples)):
         if file is not None:
             _print_whole(console, f"{name}:", [str(file)])
-    for lead, command in zip(
-        itertools.chain(["next:"], itertools.repeat("  or:")), commands, strict=False
-    ):
-        _print_whole(console, lead, by_option(command))
+    for command in commands[:1]:
+        _print_whole(console, "next:", by_option(command))
 
 
 def _print_whole(console: Console, lead: str, parts: Sequence[str]) -> None:

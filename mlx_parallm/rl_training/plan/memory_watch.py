@@ -88,15 +88,7 @@ class MemoryWatch:
         peak, predicted = in_words(self._peak), in_words(self.predicted)
         if self.health():
             log.warning("the preflight predicted too little", peak=peak, predicted=predicted)
-        lengths = (
-            f"the longest prompt ({self._seen.prompt} tokens) and completion"
-            f" ({self._seen.completion}) of the run"
-        )
-        ratio = self.predicted / self._peak
-        text = (
-            f"memory: {peak} at the peak; predicted {predicted}, {ratio:.2f} times that, for"
-            f" {lengths}"
-        )
+        text = f"memory: {peak} at the peak ({predicted} predicted)"
         console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
 
 

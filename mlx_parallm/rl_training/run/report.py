@@ -1,8 +1,10 @@
 """A run in words: `run_info` at its beginning, `print_run_report` at its end."""
 
+from typing import Any
+
 from mlx_parallm.config.data import REWARD_MODEL
 from mlx_parallm.environments.base import EnvironmentSource
-from mlx_parallm.execution.prompt_images import text_of
+from mlx_parallm.environments.row_images import example_content
 from mlx_parallm.rl_training.evaluation.comparison import BEFORE, compare
 from mlx_parallm.rl_training.events import Outcome, RunInfo
 from mlx_parallm.rl_training.metrics import MetricsFile
@@ -41,11 +43,11 @@ def run_info(started: StartedRun) -> RunInfo:
     )
 
 
-def _example_prompt(sources: tuple[EnvironmentSource, ...]) -> str:
+def _example_prompt(sources: tuple[EnvironmentSource, ...]) -> Any:
     if not sources:
         return "Hello!"
     [task] = sources[0].heldout(1) or [sources[0].task(0)]
-    return text_of(task.messages[-1]["content"])
+    return example_content(task.messages)
 
 
 def print_run_report(started: StartedRun, metrics: MetricsFile, outcome: Outcome) -> None:

@@ -5,7 +5,6 @@ that is full. The checks are of packages, the type of the file, the base model's
 chat template, Ollama, places to write and the disk.
 """
 
-import importlib.util
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from mlx_parallm.deploy.export.ollama import OllamaDeployer
 from mlx_parallm.errors import ConfigError, EndpointError, ParallmError
 from mlx_parallm.models.formats import directory_of
 from mlx_parallm.models.threads import in_mlx_thread
+from mlx_parallm.system.packages import require
 
 OLLAMA_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[\w.\-]+){0,2}(:[\w.\-]+)?")
 GB = 1e9
@@ -26,10 +26,7 @@ LLAMA_CPP = "`pip install xllamacpp`, or put llama-server on the PATH"
 
 def check_packages() -> None:
     """Raises ConfigError: the export has no package to write GGUF with."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(
-            "a pipeline exports, which needs the package gguf: `pip install 'mlx-parallm[export]'`"
-        )
+    require("a pipeline's export", "gguf")
 
 
 def check_ollama(url: str, name: str) -> None:

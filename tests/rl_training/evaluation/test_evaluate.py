@@ -238,7 +238,7 @@ def test_too_few_problems_are_called_so(tmp_path):
     )
     assert list(problem_warnings([*drawn, ProblemSet(sources[1], ())], 9)) == [
         (
-            "rows has 4 held-out problems, 9 were requested: an accuracy of so few is known to"
+            "rows has 4 held-out problems, evaluation.problems is 9: an accuracy of so few is known to"
             " ±0.50 at best"
         ),
         "none has no held-out problems: it is not evaluated",

@@ -503,3 +503,58 @@ def test_a_run_on_rows_shows_its_accuracy_or_its_loss(numbers, name, curve):
         0.5,
     )
     assert "reward_mean" not in logs[0]
+
+
+SICK = {
+    "skipped_steps": 1,
+    "kl": 2.0,
+    "truncated_fraction": 0.5,
+    "dropped_stale": 40,
+    "groups": 16,
+    "publish_timeouts": 3,
+    "eval/score": 0.5,
+}
+
+
+def test_four_findings_leave_the_command_and_the_page_on_a_screen_of_24_rows():
+    """The gravest is shown, and the command that shows the others."""
+    info = RunInfo(
+        "a-run-with-a-long-name-20261128",
+        "builtin:tiny",
+        "http://127.0.0.1:8000",
+        180,
+        "Sort: hgfa and then reverse what you have sorted, and answer with nothing but the letters",
+        needs_key=True,
+        checkpoint_every=50,
+        evaluate_every=20,
+    )
+    display, console = on_a_terminal(width=80, pages=("http://127.0.0.1:8000/dashboard#key=abc",))
+    display.start(info)
+    two = {name: {"groups": 8, "reward_mean": 0.5} for name in ("sum", "sort", "reverse")}
+    for number in range(1, 6):
+        display.update(step(number, **SICK, environments=two))
+    text = picture(display, console)
+    display.stop()
+    lines = text.rstrip().splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert lines[-1].startswith("watch it: http") and "curl" in text
+    flat = " ".join(text.split())
+    assert "not finite" in flat and "KL running away" not in flat and "stale rollouts" not in flat
+    assert "mlx_parallm explain" in flat and "(+" in flat
+
+
+def test_a_held_out_loss_is_shown_as_a_loss():
+    display, console = on_a_terminal()
+    display.start(INFO)
+    display.update(step(1, **ROWS | {"eval/loss": 0.058, "heldout_score": -0.058}))
+    text = picture(display, console)
+    display.stop()
+    assert "0.058" in text and "-0.058" not in text
+
+
+def test_a_prompt_with_a_picture_is_asked_with_it():
+    picture_part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    content = [picture_part, {"type": "text", "text": "How many?"}]
+    info = RunInfo("run", "m", "http://127.0.0.1:8000", 1, content)
+    body = json.loads(shlex.split(curl_line(info))[-1])
+    assert body["messages"] == [{"role": "user", "content": content}]

@@ -76,7 +76,7 @@ def test_a_missing_package_is_named_with_its_extra(
     name: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
-    with pytest.raises(ConfigError, match=rf"pip install 'mlx-parallm\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install '\.\[{name}\]' in the clone"):
         check_installed(LoggingConfig(trackers=(name,)))
 
 

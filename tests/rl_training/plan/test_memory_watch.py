@@ -186,11 +186,8 @@ def test_the_peak_is_compared_with_what_was_predicted_for_the_lengths_seen(
     out = io.StringIO()
     with capture_logs() as logs:
         watch.tell(Console(file=out, width=60))
-    assert (
-        f", {1 / max(peaks):.2f} times that, for" in out.getvalue()
-        and out.getvalue().count("\n") == 1
-    )
-    assert "the longest prompt (64 tokens) and completion (128) of the run" in out.getvalue()
+    [line] = out.getvalue().splitlines()
+    assert re.fullmatch(r"memory: .* GiB at the peak \(.* GiB predicted\)", line)
     assert [line["event"] for line in logs] == ["the preflight predicted too little"] * ill
     assert bool(watch.health()) == bool(ill)
     if ill:

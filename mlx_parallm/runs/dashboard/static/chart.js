@@ -92,7 +92,7 @@ function Drawn({ title, note, steps, series, marks = NO_MARKS, onPick, theme, pe
       <span class="at" title=${marked}>${marked && html`<b>${marked}</b> `}${steps.length ? `${of} ${steps[at]}` : ""}</span>
       <button class="plain" title="the numbers as a table (key t on the chart)" aria-expanded=${table} onClick=${() => setTable(!table)}>table</button>
     </figcaption>
-    <div class="legend">${series.map((one, number) => html`<span><i class=${`c${(one.colour ?? number) % 8}`}></i>${one.label} <b>${say((one.raw ?? one.values)[at])}</b></span>`)}</div>
+    <div class="legend">${series.map((one, number) => html`<span><i class=${`c${(one.colour ?? number) % 8}`}></i>${one.label} <b>${say(hover === null ? lastOf(one.raw ?? one.values) : (one.raw ?? one.values)[at])}</b></span>`)}</div>
     <div class="plot" ref=${place} tabindex="0" role="img" aria-label=${sentence} onKeyDown=${keys}
       onMouseDown=${(event) => { picked.current = event.clientX; }} onClick=${click}></div>
     ${table && html`<div class="scroll"><table class="numbers"><thead><tr><th>${of}</th>${series.map((one) => html`<th>${one.label}</th>`)}</tr></thead>

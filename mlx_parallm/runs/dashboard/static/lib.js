@@ -3,12 +3,14 @@
 /** Exponential moving average, corrected for its start; null stays null. weight 0 = as it is. */
 export function smoothed(values, weight) {
   if (!weight) return values;
-  let sum = 0, norm = 0;
+  let sum = 0, norm = 0, largest = 0;
   return values.map((value) => {
     if (value === null || value === undefined) return null;
     sum = weight * sum + (1 - weight) * value;
     norm = weight * norm + (1 - weight);
-    return sum / norm;
+    largest = Math.max(largest, Math.abs(value));
+    const mean = sum / norm;
+    return Math.abs(mean) < 1e-6 * largest ? 0 : mean; // what is left of a value long ago is no value
   });
 }
 

@@ -1,4 +1,4 @@
-"""Train an expert on an environment of gymnasium (`pip install 'mlx-parallm[gymnasium]'`).
+"""Train an expert on an environment of gymnasium (`pip install '.[gymnasium]'` in the clone).
 
     python -m mlx_parallm.systems.experts.examples.train_gymnasium_expert --env CartPole-v1
 

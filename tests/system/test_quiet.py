@@ -1,0 +1,16 @@
+"""A library's advice to its developers stays off the screen; its warnings do not."""
+
+import subprocess
+import sys
+
+
+def test_transformers_says_nothing_of_torch_and_still_warns() -> None:
+    program = (
+        "import mlx_parallm, transformers.utils.logging as logging; logger ="
+        " logging.get_logger('transformers'); logger.warning('PyTorch was not found. Models');"
+        " logger.warning('a real one')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "PyTorch" not in done.stderr and "a real one" in done.stderr
