@@ -39,6 +39,7 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a fi
     "system.power": "imports the log, which the command's help does without",
     "systems.traces.config": "a leaf's section is a file, which the core loads without the leaf",
     "system.moved_names": "the table of promised names",
+    "system.quiet": "loaded with the package, before any library",
 }
 
 VARIABLE_ATTRIBUTES: dict[

@@ -174,6 +174,6 @@ class ServedModels:
 
 
 def _request_names(models: Sequence[ServedModel]) -> tuple[str, ...]:
-    """What a request may call them; `default`, which is the first one, is there everywhere."""
+    """Names that a request may use; `default`, which is the first one, is there everywhere."""
     listed = tuple(model.id for model in models)
     return listed if DEFAULT in listed else (*listed, DEFAULT)

@@ -78,7 +78,7 @@ def test_bad_entries_are_named(config, message):
 
 def test_without_the_package_the_error_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=r"pip install 'mlx-parallm\[reasoning-gym\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[reasoning-gym\]'"):
         gym("chain_sum")
 
 

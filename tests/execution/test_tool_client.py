@@ -271,7 +271,7 @@ def test_an_sdk_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mcp.Client")
     with (
         ToolClient([stdio()]) as client,
-        pytest.raises(ConfigError, match=r"Client.*pip install 'mlx-parallm\[mcp\]'"),
+        pytest.raises(ConfigError, match=r"Client.*pip install '\.\[mcp\]'"),
     ):
         client.definitions()
 

@@ -116,7 +116,7 @@ def test_each_fault_is_one_line(
             resolve_model_path(str(file))
     with monkeypatch.context() as patched:
         patched.setattr(packages, "is_installed", lambda module: module != "gguf")
-        with pytest.raises(ConfigError, match=r"pip install 'mlx-parallm\[export\]'"):
+        with pytest.raises(ConfigError, match=r"pip install '\.\[export\]'"):
             resolve_model_path(str(file))
     with pytest.raises(ModelError, match="has no converted copy"):
         resolve_model_path(str(file), fetch=False)

@@ -94,15 +94,15 @@ SILENT = 0.05
 def teacher_silent(evidence: Evidence) -> Sign | None:
     """No token has a score: the teacher does not answer, or answers no numbers."""
     share = evidence.mean("teacher_share")
-    asked, missing = evidence.total("teacher_sequences"), evidence.total("teacher_unscored")
-    if share is None or share > SILENT or not (asked or missing):
+    answers, missing = evidence.total("teacher_sequences"), evidence.total("teacher_unscored")
+    if share is None or share > SILENT or not (answers or missing):
         return None
-    words = f"{missing} of {max(asked, missing)} answers came back without a score"
+    words = f"{missing} of {max(answers, missing)} answers came back without a score"
     if not missing:
-        words = f"it was asked about {asked} answers and sent no number for any token"
+        words = f"it was asked about {answers} answers and sent no number for any token"
     return Sign(
         f"teacher silent: {share:.0%} of the trained tokens have its log-probability; {words}",
-        {"teacher_share": share, "teacher_sequences": asked, "teacher_unscored": missing},
+        {"teacher_share": share, "teacher_sequences": answers, "teacher_unscored": missing},
     )
 
 

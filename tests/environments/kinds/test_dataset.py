@@ -297,7 +297,7 @@ def test_a_data_set_of_the_hub(make, monkeypatch):
 def test_a_data_set_of_the_hub_without_the_package(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
-        ConfigError, match=r"needs the package datasets: pip install 'mlx-parallm\[datasets\]'"
+        ConfigError, match=r"needs the package datasets: pip install '\.\[datasets\]'"
     ):
         make("", data="hf:openai/gsm8k")
 
