@@ -27,6 +27,7 @@ ParallmError
 ├── SandboxError             the sandbox could not run code at all (not: code that failed in it)
 ├── CheckpointError          a checkpoint or run directory that cannot be written or read
 ├── TraceError               a trace, session or data set that cannot be read or written
+├── PatternTimeoutError      a regular expression takes too long on a text
 ├── RankLostError            a rank of a distributed run has ended, or cannot be reached
 └── PublishTimeoutError      could not get the weight lock within `lock_timeout_ms`; the old weights
                              keep serving
@@ -154,6 +155,10 @@ class CheckpointError(ParallmError):
 
 class TraceError(ParallmError):
     """A trace, a session or a data set that cannot be read or written."""
+
+
+class PatternTimeoutError(ParallmError):
+    """A regular expression takes too long on a text; what the text holds is not known."""
 
 
 class RankLostError(ParallmError):

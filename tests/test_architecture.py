@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -416,6 +417,119 @@ def test_mlx_lms_trainer_is_not_imported() -> None:
         for name in imports(s)
         if name.startswith("mlx_lm.tuner")
     ]
+
+
+# ------------------------------------------------------------ what comes from outside: one way in
+
+FETCHERS = {"AsyncClient", "Client", "request", "stream"} | {
+    "get", "post", "put", "patch", "delete", "head", "options",
+}  # fmt: skip
+OTHER_CLIENTS = ("urllib.request", "http.client", "requests", "aiohttp", "websocket")
+PATTERN_CALLS = (
+    {"compile", "search", "match", "fullmatch", "findall"} | {"finditer", "sub", "subn", "split"}
+)  # fmt: skip
+# "mlx_parallm/x.py:line's text": a pattern that is put together, of texts in the source alone
+BUILT_PATTERNS = {
+    "mlx_parallm/execution/call_text.py": "of the marks of a format's table",
+    "mlx_parallm/execution/tool_calls.py": "of names, escaped",
+    "mlx_parallm/system/secret_forms.py": "of the table's own forms",
+    "mlx_parallm/systems/prompt_policy/mutations.py": "of the word lists beside it",
+    "mlx_parallm/systems/prompt_policy/classifier.py": "of the word lists beside it",
+    "mlx_parallm/rl_training/monitor/samples.py": "of words, escaped",
+    "mlx_parallm/system/patterns.py": "the way itself",
+    "mlx_parallm/models/adapters/peft.py": "of the names of PEFT's files",
+    "mlx_parallm/systems/traces/privacy.py": "of the home's name, escaped",
+    "mlx_parallm/systems/traces/schema.py": "of the pattern above it",
+}
+
+
+def fetches_by_itself(source: Source) -> Iterator[str]:
+    """Yield each use of an HTTP or WebSocket client beside `system/foreign_http.py`."""
+    for name in imports(source):
+        root = name.split(".")[0]
+        if (
+            any(f"{name}.".startswith(f"{other}.") for other in OTHER_CLIENTS)
+            or (root == "websockets" and name.endswith((".connect", ".client")))
+            or (root in ("httpx", "httpx2") and name.split(".")[-1] in FETCHERS)
+        ):
+            yield name
+    for node in ast.walk(source.tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id in ("httpx", "httpx2")
+            and node.func.attr in FETCHERS
+        ):
+            yield f"{node.lineno}: {ast.unparse(node.func)}"
+
+
+def _stands_in_the_source(node: ast.AST) -> bool:
+    """Whether a pattern is written there: a literal, a constant's name, an escaped text, or made
+    of these."""
+    if isinstance(node, ast.Constant):
+        return True
+    if isinstance(node, ast.Name):
+        return node.id.isupper()
+    if isinstance(node, ast.BinOp):
+        return _stands_in_the_source(node.left) and _stands_in_the_source(node.right)
+    if isinstance(node, ast.JoinedStr):
+        return all(_stands_in_the_source(part) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return _stands_in_the_source(node.value)
+    if isinstance(node, ast.BoolOp):
+        return all(_stands_in_the_source(value) for value in node.values)
+    return isinstance(node, ast.Call) and "re.escape" in ast.unparse(node)
+
+
+def patterns_from_outside(source: Source) -> Iterator[str]:
+    """Yield each pattern that `re` compiles and that is not written in the source; each import of
+    `regex`."""
+    yield from (name for name in imports(source) if name.split(".")[0] == "regex")
+    for node in ast.walk(source.tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "re"
+            and node.func.attr in PATTERN_CALLS
+            and not _stands_in_the_source(node.args[0])
+        ):
+            yield f"{node.lineno}: {ast.unparse(node)[:80]}"
+
+
+def test_whatever_is_fetched_is_bounded() -> None:
+    found = {s.path: list(fetches_by_itself(s)) for s in sources("mlx_parallm")}
+    found.pop("mlx_parallm/system/foreign_http.py")
+    assert {path: uses for path, uses in found.items() if uses} == {}, "use system/foreign_http.py"
+
+
+def test_patterns_from_outside_end_in_time() -> None:
+    found = {s.path: list(patterns_from_outside(s)) for s in sources("mlx_parallm")}
+    wrong = {path: uses for path, uses in found.items() if uses and path not in BUILT_PATTERNS}
+    assert wrong == {}, "use system/patterns.py"
+    assert not [path for path in BUILT_PATTERNS if not found.get(path)], "remove these"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "count"),
+    [
+        ("import httpx\nhttpx.get('x')", fetches_by_itself, 1),
+        ("import httpx\ndef f(c: httpx.Client): c.get('x')", fetches_by_itself, 0),
+        ("def f():\n    import httpx2\n    httpx2.AsyncClient()", fetches_by_itself, 1),
+        ("from httpx import Client", fetches_by_itself, 1),
+        ("from urllib.request import urlopen", fetches_by_itself, 1),
+        ("from urllib.parse import quote", fetches_by_itself, 0),
+        ("from websockets.asyncio.client import connect", fetches_by_itself, 1),
+        ("import re\ndef f(x): re.compile(x)", patterns_from_outside, 1),
+        ("import re\ndef f(x): re.search(rf'a{x}', '')", patterns_from_outside, 1),
+        ("import re\ndef f(x): re.search(rf'{A}{re.escape(x)}', x)", patterns_from_outside, 0),
+        ("import re\nre.compile('|'.join(map(re.escape, names)) or 'x')", patterns_from_outside, 0),
+        ("import regex", patterns_from_outside, 1),
+    ],
+)
+def test_the_rules_of_what_comes_from_outside(text: str, rule: Any, count: int) -> None:
+    assert len(list(rule(_source("mlx_parallm/x.py", text)))) == count
 
 
 def test_package_init_files_are_empty() -> None:

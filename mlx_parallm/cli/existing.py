@@ -3,7 +3,6 @@ Imports no MLX."""
 
 import atexit
 import json
-import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from typing import Any
 
 from mlx_parallm.cli.command import Run, add_set, ended_in_order, load, piped, toml_value
 from mlx_parallm.system.packages import require, require_mlx
+from mlx_parallm.system.patterns import Pattern, PatternError
 
 REPLAY_END_S = 60.0  # a step of a large model ends
 
@@ -201,11 +201,11 @@ def _range(text: str) -> tuple[float | None, float | None]:
     return bounds[0], bounds[1]
 
 
-def _pattern(text: str) -> re.Pattern[str]:
+def _pattern(text: str) -> Pattern:
     try:
-        return re.compile(text)
-    except re.error as error:
-        raise ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+        return Pattern(text)
+    except PatternError as error:
+        raise ArgumentTypeError(str(error)) from error
 
 
 def show_checkpoint(parser: ArgumentParser) -> Run:

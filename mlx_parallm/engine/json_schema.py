@@ -15,11 +15,11 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
-import jsonschema_rs
 from llguidance import LLMatcher, LLTokenizer
+
+from mlx_parallm.system.json_schemas import fault, validator
 
 _BASE64URL = "[A-Za-z0-9_-]+"
 _DAY = (
@@ -92,12 +92,8 @@ _SINGLE = ("items", "additionalProperties")
 _BRANCHES = ("allOf", "anyOf", "oneOf")
 _OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
 LONGEST_REASON = 300  # characters
-BACKTRACKS = 100_000  # of a regular expression in `violation`
 NO_TEXT = "NoExtension"  # how the library begins to say that no text matches
 _BYTES = LLTokenizer("byte")
-# Drafts in which a schema without `$schema` is read: the newest in which it is one (`items` as a
-# list is Draft 7's, `exclusiveMinimum: true` Draft 4's).
-_DRAFTS: tuple[Any, ...] = (None, jsonschema_rs.Draft7Validator, jsonschema_rs.Draft4Validator)
 
 
 def for_grammar(schema: Any, *, close: bool) -> tuple[Any, tuple[str, ...]]:
@@ -432,15 +428,8 @@ def violation(source: str, answer: str) -> str | None:
         value = json.loads(answer, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         return f"the answer is not JSON: {error}"[:LONGEST_REASON]
-    check = validator(source)
-    try:
-        first = next(iter(check.iter_errors(value)), None)
-    except ValueError as error:  # nested deeper than the library goes, or no UTF-8
-        return f"the answer cannot be checked: {error}"[:LONGEST_REASON]
-    if first is None:
-        return None
-    place = "".join(f"/{step}" for step in first.instance_path)
-    return f"{place or 'the answer'}: {first.message}"[:LONGEST_REASON]
+    found = fault(source, value, what="the answer")
+    return None if found is None else found[:LONGEST_REASON]
 
 
 def _finite(number: str) -> float:
@@ -449,19 +438,3 @@ def _finite(number: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {number[:40]} is beyond a double")
     return value
-
-
-@lru_cache(256)
-def validator(source: str) -> Any:
-    """Raises ValueError: this is no JSON schema, or it refers to another document."""
-    schema = json.loads(source)
-    options = jsonschema_rs.FancyRegexOptions(backtrack_limit=BACKTRACKS)
-    drafts = _DRAFTS[:1] if isinstance(schema, dict) and "$schema" in schema else _DRAFTS
-    reason = ""
-    for draft in drafts:
-        make = jsonschema_rs.validator_for if draft is None else draft
-        try:
-            return make(schema, validate_formats=True, pattern_options=options, offline=True)
-        except ValueError as error:
-            reason = reason or str(getattr(error, "message", error))
-    raise ValueError(f"not a JSON schema: {reason}")

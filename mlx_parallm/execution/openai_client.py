@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from mlx_parallm.errors import EndpointError
+from mlx_parallm.system.foreign_http import Bounds, async_client, json_of
 
 RETRIED = (429, 502, 503, 504)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
@@ -26,6 +27,7 @@ class OpenAIEndpoint:
         retries: further tries after 429, 502, 503, 504 or a lost connection. The pause is the
             server's Retry-After, or doubles from half a second.
         max_in_flight: requests at once; others wait.
+        bounds: of an answer.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class OpenAIEndpoint:
         timeout_s: float = 600.0,
         retries: int = 3,
         max_in_flight: int = 64,
+        bounds: Bounds | None = None,
     ) -> None:
         """Raises EndpointError: `base_url` is not a URL."""
         self.base_url = base_url.rstrip("/")
@@ -49,8 +52,12 @@ class OpenAIEndpoint:
         limits = httpx.Limits(
             max_connections=max_in_flight, max_keepalive_connections=max_in_flight
         )
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, pool=None), headers=headers, limits=limits
+        self._bounds = bounds or Bounds()
+        self._http = async_client(
+            self._bounds,
+            timeout=httpx.Timeout(timeout_s, pool=None),
+            headers=headers,
+            limits=limits,
         )
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +112,7 @@ class OpenAIEndpoint:
                 f"{where} cannot be reached: {str(error) or type(error).__name__}"
             )
             return problem, min(usual_pause_s, LONGEST_PAUSE_S)
-        except (httpx.InvalidURL, ValueError) as error:
+        except (httpx.RequestError, httpx.InvalidURL, ValueError) as error:
             raise EndpointError(f"{where}: {error}") from error
         if reply.is_success:
             return reply
@@ -119,12 +126,14 @@ class OpenAIEndpoint:
 
     def _object(self, path: str, reply: httpx.Response) -> dict[str, Any]:
         try:
-            value = reply.json()
-        except ValueError:
-            value = reply.text
+            value = json_of(reply, self._bounds)
+            reason = ""
+        except ValueError as error:
+            value, reason = _beginning(reply), f" ({error})"
         if not isinstance(value, dict):
             raise EndpointError(
                 f"{self.base_url}{path} answered {str(value)[:80]!r}: is this an OpenAI endpoint?"
+                f"{reason}"
             )
         return value
 
@@ -132,12 +141,17 @@ class OpenAIEndpoint:
 def _message(reply: httpx.Response) -> str:
     """Return OpenAI's error text, or the beginning of the body."""
     try:
-        value = reply.json()
+        value = json_of(reply)
     except ValueError:
         value = None
     error = value.get("error", value.get("detail")) if isinstance(value, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
-    return " ".join(str(message or reply.text or reply.reason_phrase).split())[:300]
+    words = str(message or _beginning(reply) or reply.reason_phrase)[:3000]
+    return " ".join(words.split())[:300]
+
+
+def _beginning(reply: httpx.Response) -> str:
+    return reply.content[:3000].decode(errors="replace")
 
 
 def _retry_after_s(value: str) -> float | None:

@@ -5,7 +5,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, PatternTimeoutError
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.patterns import Pattern, PatternError
+
+log = get_logger("rewards")
 
 Completions = Sequence[str] | Sequence[Sequence[Mapping[str, Any]]]
 Scores = list[float | None]
@@ -53,6 +57,24 @@ def by_column(score: Callable[[str, Any], float | None], column: str) -> Callabl
 
     def part(**arguments: Any) -> Scores:
         pairs = zip(texts_of(arguments["completions"]), arguments[column], strict=True)
-        return [None if value is None else score(text, value) for text, value in pairs]
+        return [None if value is None else in_time(score, text, value) for text, value in pairs]
 
     return with_column(part, column)
+
+
+def compiled(pattern: str, flags: int = 0) -> Pattern:
+    """Return the pattern of an option. Raises ConfigError: it cannot be used."""
+    try:
+        return Pattern(pattern, flags)
+    except PatternError as error:
+        raise ConfigError(f"pattern: {error}") from error
+
+
+def in_time(score: Callable[..., float | None], *arguments: Any) -> float | None:
+    """Return the score; None, and a line in the log, where a pattern takes too long on the answer:
+    what was not read is neither right nor wrong."""
+    try:
+        return score(*arguments)
+    except PatternTimeoutError as error:
+        log.warning("an answer is not scored", reason=str(error))
+        return None

@@ -21,10 +21,19 @@ from mlx_parallm.rewards.judge import judge
 from mlx_parallm.rewards.learned import learned
 from mlx_parallm.rewards.math_check import math
 from mlx_parallm.rewards.methods import Objective, Parts, RewardComputer
-from mlx_parallm.rewards.part_tools import Completions, Scores, by_column, texts_of, to_binary
+from mlx_parallm.rewards.part_tools import (
+    Completions,
+    Scores,
+    by_column,
+    compiled,
+    in_time,
+    texts_of,
+    to_binary,
+)
 from mlx_parallm.rewards.reward_model import reward_model
 from mlx_parallm.rewards.tool_check import tool
-from mlx_parallm.system.packages import require
+from mlx_parallm.system.json_schemas import validator
+from mlx_parallm.system.patterns import Pattern
 from mlx_parallm.types import Trajectory, has_score
 
 Part = Callable[..., Any]
@@ -45,7 +54,7 @@ def answer_match(
 
     Raises ConfigError: the pattern is no regular expression.
     """
-    find = None if pattern is None else _compile(pattern)
+    find = None if pattern is None else compiled(pattern, re.DOTALL)
 
     def plain(text: str) -> str:
         return (
@@ -54,10 +63,10 @@ def answer_match(
 
     def score(text: str, reference: Any) -> float:
         if find is not None:
-            matches = list(find.finditer(text))
-            if not matches:
+            found = find.last_part(text)
+            if found is None:
                 return 0.0
-            text = matches[-1][1 if find.groups else 0] or ""
+            text = found
         return float(plain(text) == plain(str(reference)))
 
     return by_column(score, column)
@@ -66,13 +75,9 @@ def answer_match(
 def regex(*, pattern: str, whole: bool = False) -> Part:
     """1 where the expression is found in the answer (`whole`: is all of it), else 0. Raises
     ConfigError."""
-    find = _compile(pattern)
-
-    def part(completions: Completions) -> Scores:
-        match = find.fullmatch if whole else find.search
-        return [float(match(text) is not None) for text in texts_of(completions)]
-
-    return part
+    find = compiled(pattern, re.DOTALL)
+    match = find.fullmatch if whole else find.search
+    return _of_text(lambda text: float(match(text) is not None))
 
 
 def json_valid(*, schema: Mapping[str, Any] | str | None = None) -> Part:
@@ -80,7 +85,7 @@ def json_valid(*, schema: Mapping[str, Any] | str | None = None) -> Part:
     0.
     `schema`: a JSON schema, or the path of one.
 
-    Raises ConfigError: a file that cannot be read, an invalid schema, jsonschema not installed.
+    Raises ConfigError: a file that cannot be read, an invalid schema.
     """
     is_valid: Callable[[Any], bool] = (lambda value: True) if schema is None else _schema(schema)
 
@@ -100,7 +105,7 @@ def format_(*, tags: Sequence[str] = (), threshold: float | None = None) -> Part
     """Score the form of the answer. With `tags`: 1 where it is these XML elements in this order and
     nothing else, each once, else 0. Without: 1, less 0.1 for each XML tag in it, at least 0.5."""
     elements = [rf"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags]
-    whole = re.compile(r"\s*" + r"\s*".join(elements) + r"\s*", re.DOTALL)
+    whole = Pattern(r"\s*" + r"\s*".join(elements) + r"\s*", re.DOTALL)
 
     def score(text: str) -> float:
         if not tags:
@@ -212,7 +217,8 @@ def efficiency(
 
 def _of_text(score: Callable[[str], float], threshold: float | None = None) -> Part:
     def part(completions: Completions) -> Scores:
-        return to_binary([score(text) for text in texts_of(completions)], threshold)
+        scores = [in_time(score, text) for text in texts_of(completions)]
+        return to_binary(scores, threshold)
 
     return part
 
@@ -224,24 +230,12 @@ def _of_trajectory(score: Callable[[Trajectory], float | None], threshold: float
     return part
 
 
-def _compile(pattern: str) -> "re.Pattern[str]":
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ConfigError(f"pattern = {pattern!r}: {error}") from error
-
-
 def _schema(source: Mapping[str, Any] | str) -> Callable[[Any], bool]:
-    require("builtin:json", "jsonschema")
-    import jsonschema
-
     try:
-        schema = json.loads(Path(source).read_text()) if isinstance(source, str) else source
-        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-        kind.check_schema(schema)
-    except (OSError, ValueError, jsonschema.SchemaError) as error:
+        text = Path(source).read_text() if isinstance(source, str) else json.dumps(source)
+        is_valid: Callable[[Any], bool] = validator(text, formats=False).is_valid
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"schema: {' '.join(str(error).split())[:300]}") from error
-    is_valid: Callable[[Any], bool] = kind(schema).is_valid
     return is_valid
 
 

@@ -1,14 +1,14 @@
 """builtin:tool: a tool of [tools] judges the answers."""
 
 import asyncio
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_parallm.errors import ConfigError, RolloutRejectedError, ToolFailedError
+from mlx_parallm.errors import PatternTimeoutError, RolloutRejectedError, ToolFailedError
 from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.execution.tool_question import ToolQuestion, agree, filled, is_true
-from mlx_parallm.rewards.part_tools import Completions, Scores, texts_of, to_binary
+from mlx_parallm.rewards.part_tools import Completions, Scores, compiled, log, texts_of, to_binary
+from mlx_parallm.system.patterns import Pattern
 
 REFUSALS = ("tool", "arguments")  # the tool has read the answer and cannot do anything with it
 
@@ -37,10 +37,7 @@ def tool(
 
     Raises ConfigError: the pattern is no regular expression.
     """
-    try:
-        find = None if pattern is None else re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"pattern = {pattern!r}: {error}") from error
+    find = None if pattern is None else compiled(pattern)
     return ToolCheck(ToolQuestion(name, arguments, result), equals, find, threshold)
 
 
@@ -51,7 +48,7 @@ class ToolCheck:
         self,
         question: ToolQuestion,
         equals: Any,
-        find: re.Pattern[str] | None,
+        find: Pattern | None,
         threshold: float | None,
     ) -> None:
         self.needs_tool = question.tool
@@ -76,10 +73,14 @@ class ToolCheck:
 
     async def _score(self, text: str, row: Mapping[str, Any], client: ToolClient) -> float | None:
         if self._find is not None:
-            matches = list(self._find.finditer(text))
-            if not matches:
+            try:
+                found = await asyncio.to_thread(self._find.last_part, text)
+            except PatternTimeoutError as error:
+                log.warning("an answer is not scored", reason=str(error))
+                return None
+            if found is None:
                 return 0.0
-            text = matches[-1][1 if self._find.groups else 0] or ""
+            text = found
         row = {**row, "completion": text}
         answer = await client.acall(self._question.tool, self._question.fill(row))
         if answer.error is not None:

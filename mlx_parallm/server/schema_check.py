@@ -18,10 +18,11 @@ from dataclasses import dataclass, field, replace
 from fastapi.responses import Response
 
 from mlx_parallm.engine.grammar import DEAD_END
-from mlx_parallm.engine.json_schema import validator, violation
+from mlx_parallm.engine.json_schema import violation
 from mlx_parallm.errors import InvalidAnswerError, RequestError
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.protocol.answer_parts import AnswerParts
+from mlx_parallm.system.json_schemas import validator
 from mlx_parallm.types import Completion, CompletionDelta, FinishReason, SamplingParams, Structure
 
 HEADER = "X-Unenforced-Schema-Keywords"

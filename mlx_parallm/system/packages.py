@@ -18,7 +18,7 @@ from mlx_parallm.system.installing import install
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "reasoning-gym": ("reasoning_gym",),
-    "rewards": ("math_verify", "jsonschema"),
+    "rewards": ("math_verify",),
     "gymnasium": ("gymnasium",),
     "textarena": ("textarena",),
     "openenv": ("websockets",),

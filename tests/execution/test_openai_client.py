@@ -13,6 +13,7 @@ import pytest
 from mlx_parallm.errors import EndpointError
 from mlx_parallm.execution import openai_client
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
+from mlx_parallm.system.foreign_http import Bounds
 from tests.scripted_http import Received, Reply, scripted_http
 
 OK = (200, {}, {"choices": []})
@@ -140,6 +141,25 @@ def test_as_many_as_allowed_are_in_flight_and_a_late_answer_is_an_error() -> Non
         with pytest.raises(EndpointError, match=r"no answer within 0\.05 s"):
             asyncio.run(many(url, timeout_s=0.05))
         arrived.set()
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ((200, {"Content-Encoding": "br"}, "x"), "packed as 'br'"),
+        ((200, {}, "x" * 5000), "at most 4,096"),
+        ((200, {}, "[" * 2000 + "]" * 2000), "nested too deeply"),
+        ((200, {}, '{"a": ' + "[{}," * 99), "more than 64 lists"),
+        ((307, {"Location": "http://127.0.0.1:9/v1"}, ""), "redirect to another server"),
+        ((400, {}, "[" * 2000), r"HTTP 400: \[\[\["),
+    ],
+    ids=["packing", "size", "depth", "number", "redirect", "refusal"],
+)
+def test_an_answer_beyond_the_bounds_is_refused_at_once(reply: Reply, words: str) -> None:
+    with server(reply) as (url, received):
+        with pytest.raises(EndpointError, match=words):
+            post(url, bounds=Bounds(body=4096, containers=64 if "64" in words else 4096))
+        assert len(received) == 1
 
 
 def test_the_names_of_what_is_served() -> None:

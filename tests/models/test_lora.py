@@ -195,7 +195,7 @@ def peft_adapter(directory: Path, *, rank: int = 2, fill: float = 0.0, **config:
     ("made", "words"),
     [
         ({"alpha_pattern": {SLOW: 4}}, "regular expressions take more than"),
-        ({"alpha_pattern": {"(": 4}}, "alpha_pattern: missing"),
+        ({"alpha_pattern": {"(": 4}}, "alpha_pattern: .*missing"),
         ({"fill": float("nan")}, "q_proj holds a number that is not finite"),
         ({"fill": float("inf")}, "q_proj holds a number that is not finite"),
         ({"lora_alpha": float("nan")}, "q_proj holds a number that is not finite"),
@@ -213,8 +213,8 @@ def test_an_adapter_from_anybody_is_refused_in_words(
 
 
 def test_a_pattern_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match="alpha_pattern: maximum recursion"):
-        load_adapter(peft_adapter(tmp_path, alpha_pattern={"(" * 3000 + "a" + ")" * 3000: 4}))
+    with pytest.raises(AdapterError, match=r"alpha_pattern: .* nested too deeply"):
+        load_adapter(peft_adapter(tmp_path, alpha_pattern={"(" * 1500 + "a" + ")" * 1500: 4}))
 
 
 def test_all_patterns_share_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

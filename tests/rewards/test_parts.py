@@ -12,13 +12,11 @@ from mlx_parallm.rewards.base import score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.rewards.part_tools import to_binary
 from mlx_parallm.rewards.parts import PARTS, WEIGHTS
+from mlx_parallm.system import patterns
 from mlx_parallm.types import Rollout, Trajectory
 
 needs_math = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is an extra"
-)
-needs_schema = pytest.mark.skipif(
-    importlib.util.find_spec("jsonschema") is None, reason="jsonschema is an extra"
 )
 
 
@@ -118,7 +116,19 @@ async def test_json_that_is_valid():
     ]
 
 
-@needs_schema
+async def test_an_answer_on_which_a_pattern_takes_for_ever_is_not_scored(monkeypatch):
+    """It held the whole process up; it is neither right nor wrong, and the others are scored."""
+    monkeypatch.setattr(patterns, "SEARCH_S", 0.05)
+    slow, fast = "ab" * 2000 + "c", "abcc"
+    for name, options in {
+        "regex": {"pattern": "^(?:a|b|ab)*[^ab]{2}$"},
+        "answer_match": {"pattern": "^(?:a|b|ab)*([^ab]{2})$"},
+    }.items():
+        assert await text_scores(name, slow, fast, options=options, answer="cc") == [None, 1]
+    schema = {"pattern": r"^(?=a)(a|a)*\1c$"}
+    assert await text_scores("json", f'"{"a" * 99}"', '"aac"', options={"schema": schema}) == [0, 1]
+
+
 async def test_json_that_fits_a_schema(tmp_path):
     schema = {
         "type": "object",

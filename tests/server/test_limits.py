@@ -34,7 +34,7 @@ from mlx_parallm.server.protocol.openai import (
     DetokenizeBody,
     TokenizeBody,
 )
-from mlx_parallm.server.protocol.strict_json import MAX_CONTAINERS
+from mlx_parallm.system.foreign_json import MAX_CONTAINERS
 from tests.clock import Clock
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import RunningServer, running_server

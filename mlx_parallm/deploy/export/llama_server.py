@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from mlx_parallm.errors import EndpointError, ModelError
+from mlx_parallm.system.foreign_http import Bounds, json_of, sync_client
 
 CONTEXT = 2048  # tokens; longer texts are not sent
 START_S = 600.0  # for a large file on a slow disk
@@ -46,7 +47,7 @@ class LlamaServer:
         if not url.startswith(("http://", "https://")):
             raise EndpointError(f"{url!r} is not a URL: expected e.g. http://127.0.0.1:8080")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S)
+        self._http = sync_client(base_url=self.url, timeout=ANSWER_S)
 
     def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Return the ids of a text, as for a request: with what the tokenizer puts around it if
@@ -113,7 +114,7 @@ class LlamaServer:
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         try:
             reply = self._http.request(method, path, json=body)
-            value = reply.json()
+            value = json_of(reply)
         except httpx.HTTPError as error:
             raise EndpointError(
                 f"{self.url}{path} does not answer: {error or type(error).__name__}"
@@ -245,7 +246,8 @@ def _wait_for(process: subprocess.Popen[bytes], port_file: Path, file: Path, log
 
 def _healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=1.0).status_code == 200
+        with sync_client(Bounds(seconds=1.0), timeout=1.0) as client:
+            return client.get(f"{url}/health").status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -17,6 +17,8 @@ from mlx_parallm.deploy.export.texts import CHATS
 from mlx_parallm.errors import EndpointError, RequestError
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.files import sha256_of
+from mlx_parallm.system.foreign_http import json_of, sync_client
+from mlx_parallm.system.foreign_json import read_json
 
 DEFAULT_URL = "http://127.0.0.1:11434"
 ROLES = ("system", "user", "assistant")
@@ -76,7 +78,7 @@ class OllamaDeployer:
         if not url.startswith(("http://", "https://")):
             raise EndpointError(f"{url!r} is not a URL: expected e.g. {DEFAULT_URL}")
         self.url, self._pause_s = url.rstrip("/"), pause_s
-        self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
+        self._http = sync_client(base_url=self.url, timeout=TIMEOUT_S)
 
     def version(self) -> str:
         return str(self._json("GET", "/api/version").get("version", ""))
@@ -147,7 +149,7 @@ class OllamaDeployer:
         status = ""
         for line in lines:
             try:
-                event = json.loads(line) if line.strip() else {}
+                event = read_json(line) if line.strip() else {}
             except ValueError as error:
                 raise EndpointError(
                     f"{self.url}/api/create answers {line[:80]!r}, which is no JSON"
@@ -169,15 +171,15 @@ class OllamaDeployer:
         if reply.status_code != httpx.codes.OK:
             raise self._refused(path, reply.status_code, reply.content)
         try:
-            return dict(reply.json()) if reply.content else {}
-        except ValueError as error:
+            return dict(json_of(reply)) if reply.content else {}
+        except (ValueError, TypeError) as error:
             raise EndpointError(f"{self.url}{path} answers no JSON: is it Ollama?") from error
 
     def _refused(self, path: str, status: int, content: bytes) -> EndpointError:
         try:
-            reason = json.loads(content)["error"]
+            reason = read_json(content)["error"]
         except (ValueError, KeyError, TypeError):
-            reason = content.decode(errors="replace")[:200]
+            reason = content[:800].decode(errors="replace")[:200]
         return EndpointError(
             f"Ollama at {self.url} answers {status} to {path}: {_one_line(reason)}", status=status
         )

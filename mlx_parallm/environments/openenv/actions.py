@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from string import Formatter
 from typing import Any
 
-from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.errors import ConfigError, PatternTimeoutError, RolloutRejectedError
 from mlx_parallm.execution.tool_results import LARGEST_RESULT
 from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
+from mlx_parallm.system.patterns import Pattern, PatternError
 from mlx_parallm.types import Structure
 
 JSON = "json"
@@ -160,11 +161,11 @@ def _json(text: str) -> Any:
 
 def _pattern(option: str, properties: Mapping[str, Any]) -> ActionOf:
     try:
-        pattern = re.compile(option, re.DOTALL)
-    except re.error as error:
-        raise ConfigError(f"openenv: action_of {option!r}: {error}") from error
-    unknown = sorted(set(pattern.groupindex) - set(properties))
-    if unknown or not pattern.groupindex:
+        pattern = Pattern(option, re.DOTALL)
+    except PatternError as error:
+        raise ConfigError(f"openenv: action_of: {error}") from error
+    unknown = sorted(set(pattern.group_names) - set(properties))
+    if unknown or not pattern.group_names:
         raise ConfigError(
             f"openenv: action_of {option!r}: there is no field"
             f" {unknown[0] if unknown else option!r} of an action; expected one of"
@@ -173,12 +174,13 @@ def _pattern(option: str, properties: Mapping[str, Any]) -> ActionOf:
         )
 
     def read(text: str) -> dict[str, Any] | None:
-        matches = list(pattern.finditer(text))
-        if not matches:
+        try:
+            found = pattern.last(text)
+        except PatternTimeoutError as error:
+            raise RolloutRejectedError(f"openenv: action_of: {error}") from error
+        if found is None:
             return None
-        named = {
-            name: value for name, value in matches[-1].groupdict().items() if value is not None
-        }
+        named = {name: value for name, value in found.groupdict().items() if value is not None}
         return {name: _typed(value, properties[name]) for name, value in named.items()}
 
     return read

@@ -30,9 +30,9 @@ from mlx_parallm.environments.openenv.session import (
     NoCapacityError,
     Session,
     StepResult,
-    is_local,
 )
 from mlx_parallm.errors import ConfigError, EndpointError
+from mlx_parallm.system.foreign_http import Bounds, is_local, json_of, sync_client
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("environments")
@@ -134,9 +134,9 @@ class Servers:
         try:
             answer = _get(url, self._connect_timeout_s)
             answer.raise_for_status()
-            schemas: Mapping[str, Any] = answer.json()
+            schemas: Mapping[str, Any] = json_of(answer)
             _check_schema(schemas["action"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
                 f"openenv: {url}: no schema of the actions: {error or type(error).__name__}"
             ) from error
@@ -303,7 +303,9 @@ def _wait_for(server: Server, timeout_s: float) -> None:
 
 def _get(url: str, timeout_s: float) -> httpx.Response:
     """Raises httpx.HTTPError."""
-    return httpx.get(url, timeout=timeout_s, trust_env=not is_local(url))
+    bounds = Bounds(seconds=timeout_s)
+    with sync_client(bounds, timeout=timeout_s, trust_env=not is_local(url)) as client:
+        return client.get(url)
 
 
 def _check_schema(action: Any) -> None:

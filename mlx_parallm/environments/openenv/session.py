@@ -11,15 +11,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from mlx_parallm.errors import EndpointError, RolloutRejectedError
+from mlx_parallm.system.foreign_http import connect_socket
+from mlx_parallm.system.foreign_json import read_json
 from mlx_parallm.system.packages import require
 from mlx_parallm.types import MAX_REWARD
 
 CLOSE_TIMEOUT_S = 1.0
-LARGEST_MESSAGE = 100 << 20  # bytes, as the client of openenv-core
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LARGEST_MESSAGE = 16 << 20  # bytes
 
 
 class NoCapacityError(EndpointError):
@@ -53,18 +53,17 @@ class Session:
         Args:
             timeout_s: longest wait for an answer.
         """
-        from websockets.asyncio.client import connect
         from websockets.exceptions import WebSocketException
 
         target = f"ws{url.removeprefix('http')}/ws"
         try:
-            socket = await connect(
+            socket = await connect_socket(
                 target,
-                open_timeout=connect_timeout_s,
+                open_timeout_s=connect_timeout_s,
                 close_timeout=CLOSE_TIMEOUT_S,
                 ping_interval=None,  # an environment that computes may not answer for long
                 max_size=LARGEST_MESSAGE,
-                proxy=None if is_local(target) else True,
+                max_queue=1,  # one answer to each message
             )
         except (OSError, WebSocketException) as error:  # a TimeoutError is an OSError
             raise EndpointError(f"{target}: no connection: {_words(error)}") from error
@@ -126,13 +125,13 @@ class Session:
 
     def _read(self, kind: str, text: str | bytes) -> Mapping[str, Any]:
         try:
-            answer = json.loads(text)
+            answer = read_json(text)
             data = answer["data"]
             if not isinstance(data, Mapping):
                 raise TypeError("data is no object")
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise EndpointError(
-                f"{self.url}: the answer to {kind} is not OpenEnv's: {str(text)[:80]}"
+                f"{self.url}: the answer to {kind} is not OpenEnv's: {text[:80]!s} ({error})"
             ) from error
         if answer.get("type") != "error":
             return data
@@ -142,11 +141,6 @@ class Session:
         if code == "VALIDATION_ERROR" and kind == "step":
             raise ActionRefusedError(_of_validation(data) or why)
         raise RolloutRejectedError(f"{self.url}: {kind}: {why} ({code})")
-
-
-def is_local(url: str) -> bool:
-    """Whether a server is on this machine, to which no proxy leads."""
-    return urlsplit(url).hostname in LOCAL
 
 
 async def list_tools(url: str, *, timeout_s: float) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from mlx_parallm.environments.base import EnvironmentSource, PolicyInference, Sp
 from mlx_parallm.environments.episode import Episode, EpisodeOver
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.textarena.game import Game, check_game
-from mlx_parallm.errors import AdapterError, ConfigError, RolloutRejectedError
+from mlx_parallm.errors import AdapterError, ConfigError, PatternTimeoutError, RolloutRejectedError
 from mlx_parallm.execution.user_code import (
     is_reference,
     load_function_of,
@@ -31,6 +31,7 @@ from mlx_parallm.execution.user_code import (
     user_code,
 )
 from mlx_parallm.rewards.functions import RewardFunctions
+from mlx_parallm.system.patterns import Pattern, PatternError
 from mlx_parallm.types import Structure
 
 SELF = "policy"
@@ -345,14 +346,15 @@ def _action_parser(option: str | None) -> Callable[[str], str]:
         function: Callable[[str], str] = load_function_of(("text",), option, "textarena: action_of")
         return function
     try:
-        pattern = re.compile(option, re.DOTALL)
-    except re.error as error:
-        raise ConfigError(f"textarena: action_of {option!r}: {error}") from error
+        pattern = Pattern(option, re.DOTALL)
+    except PatternError as error:
+        raise ConfigError(f"textarena: action_of: {error}") from error
 
     def last_match(text: str) -> str:
-        matches = list(pattern.finditer(text))
-        if not matches:
-            return text  # the game says what is wrong with it
-        return str(matches[-1][1] if pattern.groups else matches[-1][0])
+        try:
+            found = pattern.last_part(text)
+        except PatternTimeoutError as error:
+            raise RolloutRejectedError(f"textarena: action_of: {error}") from error
+        return text if found is None else found  # the game says what is wrong with it
 
     return last_match

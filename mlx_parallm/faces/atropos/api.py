@@ -7,7 +7,10 @@ from typing import Any
 
 import httpx
 
+from mlx_parallm.system.foreign_http import Bounds, async_client, json_of
+
 REQUEST_TIMEOUT_S = 120.0  # a 52 MB batch takes the server 12 s, and it blocks meanwhile
+BOUNDS = Bounds(body=1 << 30, seconds=REQUEST_TIMEOUT_S, containers=32 << 20)
 UNSET = -1  # the batch size of an API where nobody is registered
 
 
@@ -54,8 +57,8 @@ class AtroposClient:
     def __init__(self, api_url: str) -> None:
         self.url = api_url.rstrip("/")
         # identity: on a loopback connection gzip makes a large batch three times slower
-        self._http = httpx.AsyncClient(
-            timeout=REQUEST_TIMEOUT_S, headers={"Accept-Encoding": "identity"}
+        self._http = async_client(
+            BOUNDS, timeout=REQUEST_TIMEOUT_S, headers={"Accept-Encoding": "identity"}
         )
 
     async def register(self, registration: TrainerRegistration) -> int:
@@ -116,21 +119,23 @@ class AtroposClient:
 
     def _object(self, path: str, reply: httpx.Response, keys: Sequence[str]) -> dict[str, Any]:
         try:
-            value = reply.json()
-        except ValueError:
-            value = reply.text
+            value = json_of(reply, BOUNDS)
+        except ValueError as error:
+            value = f"{reply.content[:80].decode(errors='replace')} ({error})"
         if not isinstance(value, dict) or not value.keys() >= set(keys):
             raise ValueError(
-                f"{self.url}{path} answered {str(value)[:80]!r}: is this an Atropos API?"
+                f"{self.url}{path} answered {str(value)[:160]!r}: is this an Atropos API?"
             )
         return value
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
-            return await self._http.request(method, self.url + path, **options)
+            reply: httpx.Response = await self._http.request(method, self.url + path, **options)
+            return reply
         except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
             # a kept-alive connection that the server closed after its last error
-            return await self._http.request(method, self.url + path, **options)
+            reply = await self._http.request(method, self.url + path, **options)
+            return reply
 
 
 def why_no_batch(

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import regex
 
-from mlx_parallm.errors import AdapterError
+from mlx_parallm.errors import AdapterError, PatternTimeoutError
 from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, PEFT_FILE, LoraPair
 from mlx_parallm.models.adapters.settings import check_peft
+from mlx_parallm.system.patterns import Pattern, PatternError
 
 PREFIX = "base_model.model."
 MAGNITUDE = ".lora_magnitude_vector"
@@ -276,9 +276,9 @@ class _Pattern:
         self._name, self._file, self._left_s = name, file, PATTERN_SECONDS
         try:
             self._entries = [
-                (regex.compile(rf"(.*\.)?({key})$"), value) for key, value in pattern.items()
+                (Pattern(rf"(.*\.)?({key})$"), value) for key, value in pattern.items()
             ]
-        except (regex.error, RecursionError) as error:
+        except PatternError as error:
             raise AdapterError(f"{file}: {name}: {error}") from error
 
     def of(self, path: str, default: Any) -> Any:
@@ -286,11 +286,10 @@ class _Pattern:
         started = time.perf_counter()
         try:
             for expression, value in self._entries:
-                if expression.match(
-                    path, timeout=max(self._left_s - (time.perf_counter() - started), 1e-3)
-                ):
+                left_s = self._left_s - (time.perf_counter() - started)
+                if expression.match(path, seconds=left_s):
                     return value
-        except TimeoutError as error:
+        except PatternTimeoutError as error:
             message = f"its regular expressions take more than {PATTERN_SECONDS:g} s"
             raise AdapterError(f"{self._file}: {self._name}: {message}") from error
         finally:

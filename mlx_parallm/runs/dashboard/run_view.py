@@ -20,11 +20,16 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-import regex
 
 from mlx_parallm.config.server import cache_directory
 from mlx_parallm.environments.row_images import IMAGES
-from mlx_parallm.errors import CheckpointError, ParallmError, RequestError, StoreError
+from mlx_parallm.errors import (
+    CheckpointError,
+    ParallmError,
+    PatternTimeoutError,
+    RequestError,
+    StoreError,
+)
 from mlx_parallm.execution.prompt_images import STORED
 from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per_s
 from mlx_parallm.runs.compare import differing, settings_of
@@ -34,6 +39,7 @@ from mlx_parallm.runs.explain import explain
 from mlx_parallm.runs.rollouts import Answers, Wanted
 from mlx_parallm.runs.run import Run, open_run
 from mlx_parallm.system.packages import is_installed
+from mlx_parallm.system.patterns import Pattern, PatternError
 from mlx_parallm.system.redaction import Redactor
 
 THUMBNAIL_SIDE = 192  # pixels at most
@@ -511,21 +517,17 @@ def _condition(search: Search) -> Callable[[Mapping[str, Any]], bool]:
     """Raises RequestError: the pattern is no regular expression."""
     text = search.text.casefold()
     try:
-        pattern = regex.compile(search.pattern) if search.pattern else None
-    except regex.error as error:
-        raise RequestError(
-            f"{search.pattern!r} is no regular expression: {error}", param="regex"
-        ) from error
+        pattern = Pattern(search.pattern, seconds=PATTERN_S) if search.pattern else None
+    except PatternError as error:
+        raise RequestError(str(error), param="regex") from error
 
     def matches(shown: str) -> bool:
         if pattern is None:
             return text in shown.casefold()
         try:
-            return pattern.search(shown, timeout=PATTERN_S, concurrent=True) is not None
-        except TimeoutError as error:
-            raise RequestError(
-                "the regular expression takes too long on one answer", param="regex"
-            ) from error
+            return pattern.search(shown) is not None
+        except PatternTimeoutError as error:
+            raise RequestError(str(error), param="regex") from error
 
     def fits(row: Mapping[str, Any]) -> bool:
         reward = row["reward"]

@@ -1,7 +1,6 @@
 """Routers that read request bodies as strict JSON: Python's `json` would let NaN and Infinity
 through."""
 
-import json
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
@@ -10,35 +9,16 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-MAX_CONTAINERS = 1 << 20
-MAX_DEPTH = 256  # lists and objects inside one another: what reads them calls itself once a level
+from mlx_parallm.system import foreign_json
+from mlx_parallm.system.foreign_json import TooDeepError, TooManyContainersError, read_json
 
 
 def check_containers(body: bytes) -> None:
-    """Raises HTTPException 413: so many lists and objects would take gigabytes ("[[],[],…" is 3
-    bytes a list)."""
-    if len(body) > MAX_CONTAINERS and body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
-        raise HTTPException(413, f"the body holds more than {MAX_CONTAINERS} lists and objects")
-
-
-def deeper_than(value: Any, most: int) -> bool:
-    """Whether more than `most` lists and objects lie inside one another."""
-    level = [value]
-    for _ in range(most + 1):
-        level = [item for item in level if isinstance(item, dict | list)]
-        if not level:
-            return False
-        level = [
-            inner for item in level for inner in (item.values() if isinstance(item, dict) else item)
-        ]
-    return True
-
-
-def _too_deep() -> HTTPException:
-    return HTTPException(
-        400,
-        (f"the body is nested too deeply: at most {MAX_DEPTH} lists and objects in one another"),
-    )
+    """Raises HTTPException 413: so many lists and objects would take gigabytes."""
+    try:
+        foreign_json.check_containers(body)
+    except TooManyContainersError as error:
+        raise HTTPException(413, f"the body holds {error}") from None
 
 
 def json_router(tag: str) -> APIRouter:
@@ -53,18 +33,15 @@ class StrictJSONRequest(Request):
         body = await self.body()
         check_containers(body)
         try:
-            value = json.loads(body.decode(), parse_constant=_refuse_constant)
+            return read_json(body, constant=_refuse_constant)
         except UnicodeDecodeError as error:
             raise HTTPException(
                 400, f"the body is not valid UTF-8: {error.reason} at byte {error.start}"
             ) from error
-        except RecursionError as error:
-            raise _too_deep() from error
+        except TooDeepError as error:
+            raise HTTPException(400, f"the body is {error}") from error
         except ValueError as error:
             raise HTTPException(400, f"the body is not valid JSON: {error}") from error
-        if body.count(b"[") + body.count(b"{") > MAX_DEPTH and deeper_than(value, MAX_DEPTH):
-            raise _too_deep()
-        return value
 
 
 class StrictJSONRoute(APIRoute):

@@ -7,7 +7,6 @@ end. Recording never fails a call: what cannot be read or written is left out, w
 log that says why and how many there are by now.
 """
 
-import json
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -32,6 +31,8 @@ from mlx_parallm.server.middleware import BodyLimitMiddleware
 from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.sse import event, until_hangup
+from mlx_parallm.system.foreign_http import Bounds, async_client
+from mlx_parallm.system.foreign_json import read_json
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.validation import faults
 from mlx_parallm.systems.traces.answers import MOST_CHOICES, ChunkReader, take_answer
@@ -43,6 +44,7 @@ from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, TurnStatus
 CHAT = "chat/completions"
 TIMEOUT_S = 600.0  # without a byte from the upstream
 LONGEST_EVENT = 8 << 20  # bytes
+BOUNDS = Bounds(event=LONGEST_EVENT)
 _HOP_BY_HOP = (
     "connection",
     "keep-alive",
@@ -108,14 +110,17 @@ class _Relay:
 
     def __init__(self, recorder: SessionRecorder, upstream: str) -> None:
         self._recorder, self._upstream = recorder, upstream
-        self._client: httpx.AsyncClient | None = None
+        self._client: Any = None
 
     @property
-    def _http(self) -> httpx.AsyncClient:
+    def _http(self) -> Any:
         if self._client is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            self._client = httpx.AsyncClient(
-                timeout=httpx.Timeout(TIMEOUT_S, pool=None), limits=limits
+            self._client = async_client(
+                BOUNDS,
+                timeout=httpx.Timeout(TIMEOUT_S, pool=None),
+                limits=limits,
+                return_redirects=True,
             )
         return self._client
 
@@ -277,7 +282,7 @@ class _Relayed(Response):
 
 def _json_object(content: bytes) -> dict[str, Any]:
     """Raises ValueError: no JSON object."""
-    value = json.loads(content)
+    value = read_json(content)
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value

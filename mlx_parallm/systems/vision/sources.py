@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from mlx_parallm.execution.prompt_images import data_url_bytes
+from mlx_parallm.system.foreign_http import BeyondBoundsError, Bounds, async_client
 from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.pictures import PictureError
 
@@ -50,19 +51,23 @@ async def fetched_bytes(url: str, settings: VisionConfig) -> bytes:
         )
     try:
         async with (
-            httpx.AsyncClient(timeout=settings.timeout_s, trust_env=False) as client,
+            async_client(
+                Bounds(body=settings.max_image_bytes + 1, seconds=settings.timeout_s),
+                timeout=settings.timeout_s,
+                trust_env=False,
+                return_redirects=True,
+            ) as client,
             client.stream("GET", url) as answer,
         ):
             if answer.status_code != httpx.codes.OK:
                 raise PictureError(f"{host} answered {answer.status_code}")
-            data = bytearray()
-            async for piece in answer.aiter_bytes():
-                data += piece
-                if len(data) > settings.max_image_bytes:
-                    raise _too_large(len(data), settings)
+            data: bytes = await answer.aread()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise PictureError(f"{host} gave no image: {type(error).__name__}") from error
-    return bytes(data)
+        reason = type(error).__name__  # no more: the client learns nothing of the network here
+        if isinstance(error.__cause__, BeyondBoundsError):
+            reason = f"{error} (vision.max_image_bytes, vision.timeout_s)"
+        raise PictureError(f"{host} gave no image: {reason}") from error
+    return bounded(data, settings)
 
 
 def bounded(data: bytes, settings: VisionConfig) -> bytes:

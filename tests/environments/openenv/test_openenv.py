@@ -21,6 +21,7 @@ from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
 from mlx_parallm.execution.tool_results import ToolResult
+from mlx_parallm.system import patterns
 from tests.environments.scripted_client import ScriptedClient
 
 pytest.importorskip("websockets")
@@ -404,6 +405,13 @@ def test_an_answer_as_an_action():
     }.items():
         with pytest.raises(ConfigError, match=message):
             Actions(schema, option)
+
+
+def test_an_answer_that_the_pattern_never_ends_on_loses_its_episode(monkeypatch):
+    monkeypatch.setattr(patterns, "SEARCH_S", 0.05)
+    schema = action_schema("A", ["move"], move={"type": "string"})
+    with pytest.raises(RolloutRejectedError, match="action_of: the regular expression"):
+        Actions(schema, r"^(?P<move>a|b|ab)*[^ab]{2}$").read("ab" * 2000 + "c")
 
 
 @pytest.mark.parametrize(

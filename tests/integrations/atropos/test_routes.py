@@ -16,7 +16,7 @@ from mlx_parallm.faces.atropos.queue import AtroposQueue
 from mlx_parallm.faces.atropos.routes import create_atropos_router
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.middleware import BodyLimitMiddleware
-from mlx_parallm.server.protocol.strict_json import MAX_CONTAINERS
+from mlx_parallm.system.foreign_json import MAX_CONTAINERS
 from scripts.soak.fuzz_openapi import atropos, fuzz, tiny_server
 from tests.integrations.atropos.groups import ATROPOS_SETTINGS, scored_data
 from tests.server.fake_engine import FakeEngine
