@@ -197,6 +197,7 @@ ENVIRONMENT_READERS = {
     "mlx_parallm/config/tools.py": "secrets of MCP servers",
     "mlx_parallm/system/redaction.py": "secrets, to hide them",
     "mlx_parallm/system/blas.py": "sets MKL's mode before MKL is used",
+    "mlx_parallm/system/processes.py": "marks what a program started here starts",
     "mlx_parallm/system/heap.py": "leaves malloc to whoever has set it",
     "mlx_parallm/cli/command.py": "gives a process without a PATH one",
     "mlx_parallm/system/hardware.py": "the rank that a launcher gave this process",

@@ -428,8 +428,8 @@ def violation(source: str, answer: str) -> str | None:
         value = json.loads(answer, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         return f"the answer is not JSON: {error}"[:LONGEST_REASON]
-    found = fault(source, value, what="the answer")
-    return None if found is None else found[:LONGEST_REASON]
+    reason = fault(source, value, what="the answer")
+    return None if reason is None else reason[:LONGEST_REASON]
 
 
 def _finite(number: str) -> float:

@@ -6,6 +6,7 @@ https://modelcontextprotocol.io/specification.
 """
 
 import asyncio
+import json
 import logging
 import os
 import time
@@ -15,7 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.errors import ConfigError, ToolFailedError
-from mlx_parallm.execution.tool_results import ToolResult, as_json
+from mlx_parallm.execution.mcp_process import TOO_LARGE, server_process
+from mlx_parallm.execution.tool_results import Failure, ToolResult, as_json
+from mlx_parallm.system.foreign_http import Bounds, async_client
+from mlx_parallm.system.json_schemas import fault, validator
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.packages import install
 
 CALL_TIMEOUT_S = 30.0
@@ -23,10 +28,14 @@ START_TIMEOUT_S = 30.0
 MAX_CONCURRENT = 16
 RESTARTS = 3
 RETRY_PAUSE_S = 60.0  # between two starts after `restarts` that failed
-STOP_TIMEOUT_S = 10.0  # the SDK itself waits 2 s, sends SIGTERM, waits 2 s, and kills
-CONNECTION_CLOSED, INVALID_PARAMS = -32000, -32602  # of JSON-RPC, as the SDK uses them
+STOP_TIMEOUT_S = 10.0  # it has 2 s to end, 2 s after SIGTERM, and is killed
+CONNECTION_CLOSED = -32000  # of JSON-RPC, as the SDK uses it
+ERRORS: Mapping[int, Failure] = {-32602: "arguments", TOO_LARGE: "too_large"}
 LAST_WORDS_S = 0.5  # a server that ended has written its last line by then
+MOST_PAGES, MOST_TOOLS = 1000, 10_000  # of tools/list
+ANSWER_BOUNDS = Bounds(body=16 << 20, event=16 << 20)
 KEPT_BYTES, SHOWN_LINES, SHOWN_CHARACTERS = 8192, 8, 800  # of what a server printed
+log = get_logger("tools")
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,7 @@ class MCPConnection:
         self.definitions: dict[str, dict[str, Any]] = {}
         self._read_only: set[str] = set()
         self._constant: set[str] = set()
+        self._output_schemas: dict[str, str] = {}
         self._failed_starts, self._why, self._retry_at = 0, "", 0.0
         self._answered = 0  # calls, since the last start
         self._slots = asyncio.Semaphore(server.max_concurrent)
@@ -156,7 +166,7 @@ class MCPConnection:
         is not installed."""
         try:
             import httpx2  # noqa: F401
-            from mcp import Client, StdioServerParameters  # noqa: F401
+            from mcp import Client  # noqa: F401
             from mcp.client.streamable_http import streamable_http_client  # noqa: F401
         except ImportError as error:  # no SDK, or one of before 2.0, to which many servers bind it
             raise ConfigError(f"{self._what}: {error}: {install('mcp')}") from error
@@ -187,57 +197,54 @@ class MCPConnection:
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[Any]:
         import httpx2
-        from mcp import Client, StdioServerParameters
-        from mcp.client.stdio import stdio_client
+        from mcp import Client
         from mcp.client.streamable_http import streamable_http_client
 
         printed = self._printed
-
-        @asynccontextmanager
-        async def process(parameters: Any) -> AsyncIterator[Any]:
-            async with AsyncExitStack() as stack:
-                writer = await printed.listen(stack)
-                try:
-                    streams = await stack.enter_async_context(
-                        stdio_client(parameters, errlog=writer)
-                    )
-                finally:
-                    writer.close()  # the process has its own
-                yield streams
-
         async with AsyncExitStack() as stack:
             if self.server.url:
-                http = httpx2.AsyncClient(
+                http = async_client(
+                    ANSWER_BOUNDS,
+                    library=httpx2,
+                    return_redirects=True,  # the SDK follows them on the same server
+                    look=printed.take_response,
+                    on_refusal=printed.take_refusal,
                     headers=dict(self.server.headers),
                     timeout=None,  # calls and starts have their own
-                    event_hooks={"response": [printed.take_response]},
                 )
                 transport: Any = streamable_http_client(
                     self.server.url, http_client=await stack.enter_async_context(http)
                 )
             else:
-                command, *arguments = self.server.command
-                transport = process(
-                    StdioServerParameters(
-                        command=command,
-                        args=arguments,
-                        env=dict(self.server.env),
-                        cwd=self.server.cwd,
-                    )
-                )
+                transport = self._process()
             self._stage = "initialize"
-            yield await stack.enter_async_context(
+            client = await stack.enter_async_context(
                 Client(transport, cache=None, message_handler=printed.take_message)
             )
+            # the SDK's check ends the call of a tool without structured content, and its patterns
+            # have no bound: `call` checks the result
+            client.session.validate_tool_result = _unchecked
+            yield client
+
+    @asynccontextmanager
+    async def _process(self) -> AsyncIterator[Any]:
+        async with AsyncExitStack() as stack:
+            writer = await self._printed.listen(stack)
+            try:
+                streams = await stack.enter_async_context(
+                    server_process(
+                        self.server.command,
+                        environment=self.server.env,
+                        directory=self.server.cwd,
+                        stderr=writer,
+                    )
+                )
+            finally:
+                writer.close()  # the process has its own
+            yield streams
 
     async def _list(self, session: Any) -> None:
-        self._stage, tools, cursor = "tools/list", {}, None
-        while True:
-            page = await session.list_tools(cursor=cursor)
-            tools.update({tool.name: tool for tool in page.tools})
-            cursor = page.next_cursor
-            if not cursor:
-                break
+        self._stage, tools = "tools/list", await self._all_tools(session)
         if missing := set(self.server.tools) - set(tools):
             raise ConfigError(
                 f"{self._what} has no tool {sorted(missing)[0]!r}; it has: {', '.join(tools)}"
@@ -258,6 +265,47 @@ class MCPConnection:
             for name in self._read_only
             if hints[name].idempotent_hint and not hints[name].open_world_hint
         }
+        self._output_schemas = {
+            tool.name: source for tool in chosen if (source := self._output_schema(tool))
+        }
+
+    async def _all_tools(self, session: Any) -> dict[str, Any]:
+        """Return the server's tools by name, of all pages."""
+        tools: dict[str, Any] = {}
+        cursor, seen = None, set[str]()
+        while True:
+            page = await session.list_tools(cursor=cursor)
+            tools.update({tool.name: tool for tool in page.tools})
+            cursor = page.next_cursor
+            if not cursor:
+                return tools
+            if cursor in seen or len(seen) == MOST_PAGES or len(tools) > MOST_TOOLS:
+                why = "the same again" if cursor in seen else "always another"
+                log.warning(
+                    "the list of a server's tools has no end; those that it listed are used",
+                    server=self._what,
+                    cursor=f"{cursor[:80]} ({why})",
+                    tools=len(tools),
+                )
+                return tools
+            seen.add(cursor)
+
+    def _output_schema(self, tool: Any) -> str | None:
+        """Return a tool's schema of results as JSON text, where it can be checked."""
+        if tool.output_schema is None:
+            return None
+        source = json.dumps(tool.output_schema)
+        try:
+            validator(source)
+        except ValueError as error:
+            log.warning(
+                "the results of a tool are not checked: its outputSchema cannot be read",
+                server=self._what,
+                tool=tool.name,
+                reason=str(error)[:300],
+            )
+            return None
+        return source
 
     async def call(
         self, name: str, arguments: Mapping[str, Any], timeout_s: float | None = None
@@ -289,19 +337,31 @@ class MCPConnection:
         except Exception as error:  # noqa: BLE001 - boundary: a server may answer anything
             return await self._failed(name, error, at_first)
         self._answered += 1
-        text = "\n".join(
-            block.text if block.type == ("text") else f"[{block.type}]" for block in answer.content
-        )
-        if not text and answer.structured_content is not None:
-            text = as_json(answer.structured_content)
-        return ToolResult(text, answer.structured_content, "tool" if answer.is_error else None)
+        return self._result(name, answer)
+
+    def _result(self, name: str, answer: Any) -> ToolResult:
+        structured = answer.structured_content
+        text = "\n".join(content_text(block) for block in answer.content)
+        if not text and structured is not None:
+            text = as_json(structured)
+        if answer.is_error:
+            return ToolResult(text, structured, "tool")
+        schema = self._output_schemas.get(name)
+        if structured is not None and schema is not None:
+            reason = fault(schema, structured, what="the result")
+            if reason is not None:
+                text = (
+                    f"{text}\n[{name}: the server breaks the tool's outputSchema: {reason[:300]}]"
+                )
+                return ToolResult(text, structured, "server")
+        return ToolResult(text, structured)
 
     async def _failed(self, name: str, error: Exception, session: Any) -> ToolResult:
         code, printed = getattr(error, "code", None), self._printed
         if isinstance(code, int) and code != CONNECTION_CLOSED:
             self._answered += 1
             text = f"{name}: {words(error)}{printed.http_in_words()}"
-            return ToolResult(text, error="arguments" if code == INVALID_PARAMS else "tool")
+            return ToolResult(text, error=ERRORS.get(code, "tool"))
         if session is not None and session is self._session:
             self._let_go()
         await printed.ended()
@@ -384,11 +444,15 @@ class PrintedOutput(asyncio.Protocol):
             self._stdout = [*self._stdout, line][-SHOWN_LINES:]
 
     async def take_response(self, response: Any) -> None:
-        """Take an HTTP answer (a hook of httpx)."""
+        """Take an HTTP answer before its body is read."""
         self._http = ""
         if response.status_code >= 400:
             body = (await response.aread())[:KEPT_BYTES].decode(errors="replace")
             self._http = f"HTTP {response.status_code} {_end_of(body)}".strip()
+
+    def take_refusal(self, words: str) -> None:
+        """Take why an HTTP answer was not read."""
+        self._http = words
 
     def http_in_words(self) -> str:
         return f"; the server's answer: {self._http}" if self._http else ""
@@ -404,6 +468,33 @@ class PrintedOutput(asyncio.Protocol):
             + (f"; on its stdout was no JSON-RPC: {stdout}" if stdout else "")
             + self.http_in_words()
         )
+
+
+def content_text(block: Any) -> str:
+    """Return a part of a result as the policy reads it: a text, a resource's text, a link's
+    address; of what is no text what it is and how large."""
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource":
+        resource = block.resource
+        if (text := getattr(resource, "text", None)) is not None:
+            return str(text)
+        return f"[resource {resource.uri}{_form(resource.mime_type, resource.blob)}]"
+    if block.type == "resource_link":
+        about = " ".join(
+            str(text) for text in (block.title or block.name, block.description) if text
+        )
+        return f"[{about}]({block.uri}){_form(block.mime_type, None)}"
+    return f"[{block.type}{_form(getattr(block, 'mime_type', None), getattr(block, 'data', None))}]"
+
+
+def _form(mime_type: str | None, base64: str | None) -> str:
+    size = "" if base64 is None else f", {len(base64) * 3 // 4:,} bytes"
+    return f"{f' {mime_type}' if mime_type else ''}{size}"
+
+
+async def _unchecked(name: str, result: Any) -> None:
+    """Take the place of the SDK's check of a result."""
 
 
 def _end_of(text: str) -> str:

@@ -14,13 +14,14 @@ most `function_timeout_s`.
 
 import asyncio
 import inspect
+import re
 import threading
 import time
 import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,9 +29,12 @@ from mlx_parallm.errors import ConfigError, EngineUnavailableError, ToolFailedEr
 from mlx_parallm.execution.mcp_connection import STOP_TIMEOUT_S, MCPConnection, MCPServer
 from mlx_parallm.execution.tool_calls import tool_definition
 from mlx_parallm.execution.tool_results import FAILURES, ToolResult, as_json, bounded, no_such_tool
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.loop_thread import LoopThread
 
 __all__ = ["MCPServer", "MCPToolClient", "ToolClient", "ToolResult"]
+
+log = get_logger("tools")
 
 FUNCTION_TIMEOUT_S = 30.0
 MOST_LEFT_BEHIND = 64  # calls of functions that did not return in time and still run
@@ -74,8 +78,8 @@ class ToolClient:
         # of each server, and of each function
         self._owners: dict[str, Counter[str]] = defaultdict(Counter)
         self._seconds = 0.0
-        self._resolving: asyncio.Task[dict[str, MCPConnection]] | None = None
-        self._served: dict[str, MCPConnection] | None = None
+        self._resolving: asyncio.Task[dict[str, _ServedTool]] | None = None
+        self._served: dict[str, _ServedTool] | None = None
         for function in functions:
             self.register_tool(tool_definition(function)["name"], function)
         # at exit, too
@@ -103,7 +107,10 @@ class ToolClient:
         ConfigError."""
         served = self._loop.run(self._tools_of_servers()) if self._connections else {}
         functions = [definition for _, definition in self._functions.values()]
-        return functions + [connection.definitions[name] for name, connection in served.items()]
+        return functions + [
+            {**tool.connection.definitions[tool.name], "name": name}
+            for name, tool in served.items()
+        ]
 
     def call(
         self,
@@ -176,7 +183,7 @@ class ToolClient:
         """End every server. May be called again."""
         self._finalizer()
 
-    async def _tools_of_servers(self) -> dict[str, MCPConnection]:
+    async def _tools_of_servers(self) -> "dict[str, _ServedTool]":
         """Start every server once; all who wait share one attempt, and its failure. Raises
         ConfigError."""
         if self._served is not None:
@@ -186,26 +193,37 @@ class ToolClient:
             self._resolving.add_done_callback(self._resolved)
         return await asyncio.shield(self._resolving)
 
-    def _resolved(self, attempt: "asyncio.Task[dict[str, MCPConnection]]") -> None:
+    def _resolved(self, attempt: "asyncio.Task[dict[str, _ServedTool]]") -> None:
         self._resolving = None
         if not attempt.cancelled():
             attempt.exception()  # so that it counts as retrieved where nobody waits any more
 
-    async def _resolve(self) -> dict[str, MCPConnection]:
+    async def _resolve(self) -> "dict[str, _ServedTool]":
+        """Name the tools of all servers. A name that several have, or a function has, gets its
+        server's name before it."""
         try:
             await asyncio.gather(
                 *(connection.ensure() for connection in self._connections.values())
             )
         except ToolFailedError as error:
             raise ConfigError(str(error)) from error
-        served: dict[str, MCPConnection] = {}
-        for connection in self._connections.values():
-            for name in connection.definitions:
-                if name in served or name in self._functions:
-                    raise ConfigError(
-                        f"MCP server {connection.server.name!r}: there is a tool {name!r} already"
-                    )
-                served[name] = connection
+        tools = [
+            _ServedTool(connection, name)
+            for connection in self._connections.values()
+            for name in connection.definitions
+        ]
+        times = Counter([*self._functions, *(tool.name for tool in tools)])
+        served: dict[str, _ServedTool] = {}
+        for tool in tools:
+            name = tool.name if times[tool.name] == 1 else tool.long_name
+            if name in served or name in self._functions or (name != tool.name and times[name]):
+                raise ConfigError(
+                    f"MCP server {tool.connection.server.name!r}: there is a tool {name!r} already:"
+                    " give the server another name"
+                )
+            served[name] = tool
+        if renamed := [name for name, tool in served.items() if name != tool.name]:
+            log.warning("tools of one name got their server's name before it", tools=renamed)
         self._served = served
         return served
 
@@ -229,17 +247,17 @@ class ToolClient:
                 result = bounded(name, await self._call_function(name, arguments, seconds))
         else:
             try:
-                connection = (await self._tools_of_servers()).get(name)
-                if connection is None:
+                tool = (await self._tools_of_servers()).get(name)
+                if tool is None:
                     result = no_such_tool(name, [*self._functions, *(self._served or {})])
-                elif cached and connection.is_cached(name):
+                elif cached and tool.connection.is_cached(tool.name):
                     shared = (*key, timeout_s, self._changes) in self._under_way
-                    result = await self._shared_call(connection, key, arguments, timeout_s)
-                elif connection.is_read_only(name):
-                    result = bounded(name, await connection.call(name, arguments, timeout_s))
+                    result = await self._shared_call(tool, key, arguments, timeout_s)
+                elif tool.connection.is_read_only(tool.name):
+                    result = await tool.call(name, arguments, timeout_s)
                 else:
                     async with self._change():
-                        result = bounded(name, await connection.call(name, arguments, timeout_s))
+                        result = await tool.call(name, arguments, timeout_s)
             except ConfigError as error:
                 result = ToolResult(str(error), error="server")
         hit = shared and result.error is None
@@ -249,7 +267,7 @@ class ToolClient:
 
     async def _shared_call(
         self,
-        connection: MCPConnection,
+        tool: "_ServedTool",
         key: tuple[str, str],
         arguments: Mapping[str, Any],
         timeout_s: float | None,
@@ -257,11 +275,11 @@ class ToolClient:
         """Call a tool whose answers are kept, and keep its result where nothing can have changed
         it meanwhile. Who asks the same waits for the same call: the episodes of a group often do.
         A server that was started anew may have another state."""
-        changes, starts = self._changes, connection.starts
+        changes, starts = self._changes, tool.connection.starts
 
         async def call() -> ToolResult:
-            result = bounded(key[0], await connection.call(key[0], arguments, timeout_s))
-            if connection.starts != starts:
+            result = await tool.call(key[0], arguments, timeout_s)
+            if tool.connection.starts != starts:
                 await self._forget()
             elif result.error is None and self._changes == changes and not self._changing:
                 self._keep(key, replace(result, cached=True))
@@ -329,6 +347,25 @@ class ToolClient:
             self._seconds += result.seconds
             if result.error is not None:
                 self._counts[result.error] += 1
+
+
+@dataclass(frozen=True)
+class _ServedTool:
+    """A tool of a server, by its name there."""
+
+    connection: MCPConnection
+    name: str
+
+    @property
+    def long_name(self) -> str:
+        server = re.sub(r"[^A-Za-z0-9_-]", "_", self.connection.server.name)
+        return f"{server}_{self.name}"
+
+    async def call(
+        self, shown: str, arguments: Mapping[str, Any], timeout_s: float | None
+    ) -> ToolResult:
+        """`shown`: its name in this client."""
+        return bounded(shown, await self.connection.call(self.name, arguments, timeout_s))
 
 
 MCPToolClient = ToolClient

@@ -63,10 +63,10 @@ def answer_match(
 
     def score(text: str, reference: Any) -> float:
         if find is not None:
-            found = find.last_part(text)
-            if found is None:
+            answer_part = find.last_part(text)
+            if answer_part is None:
                 return 0.0
-            text = found
+            text = answer_part
         return float(plain(text) == plain(str(reference)))
 
     return by_column(score, column)

@@ -74,13 +74,13 @@ class ToolCheck:
     async def _score(self, text: str, row: Mapping[str, Any], client: ToolClient) -> float | None:
         if self._find is not None:
             try:
-                found = await asyncio.to_thread(self._find.last_part, text)
+                answer_part = await asyncio.to_thread(self._find.last_part, text)
             except PatternTimeoutError as error:
                 log.warning("an answer is not scored", reason=str(error))
                 return None
-            if found is None:
+            if answer_part is None:
                 return 0.0
-            text = found
+            text = answer_part
         row = {**row, "completion": text}
         answer = await client.acall(self._question.tool, self._question.fill(row))
         if answer.error is not None:

@@ -145,6 +145,7 @@ def async_client(
     library: ModuleType = httpx,
     return_redirects: bool = False,
     look: Callable[[Any], Awaitable[None]] | None = None,
+    on_refusal: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Any:
     """Return an `AsyncClient` of `library`.
@@ -153,10 +154,12 @@ def async_client(
         library: `httpx`, or `httpx2`.
         return_redirects: the caller handles them: they are answers like others.
         look: is given each answer before its body is read, and may read it.
+        on_refusal: is told why an answer is refused, where the caller never sees the error.
         options: the client's own.
     """
     client = _async_client(library)(**_with_encoding(options))
-    client.bounds, client.return_redirects, client.look = bounds or Bounds(), return_redirects, look
+    client.bounds, client.return_redirects = bounds or Bounds(), return_redirects
+    client.look, client.on_refusal = look, on_refusal
     return client
 
 
@@ -211,10 +214,10 @@ def _following(response: Any) -> Any:
     following = response.next_request
     if following is None:
         return None
-    asked, leads = response.request.url, following.url
-    place = f"{leads.scheme}://{leads.netloc.decode('ascii', 'replace')}"[:200]
-    if (asked.scheme, asked.host, asked.port) != (leads.scheme, leads.host, leads.port) or (
-        leads.userinfo and leads.userinfo != asked.userinfo
+    origin, target = response.request.url, following.url
+    place = f"{target.scheme}://{target.netloc.decode('ascii', 'replace')}"[:200]
+    if (origin.scheme, origin.host, origin.port) != (target.scheme, target.host, target.port) or (
+        target.userinfo and target.userinfo != origin.userinfo
     ):
         raise BeyondBoundsError(
             f"HTTP {response.status_code} leads to {place}: a redirect to another server is not"
@@ -222,7 +225,7 @@ def _following(response: Any) -> Any:
         )
     if following.method != response.request.method:
         raise BeyondBoundsError(
-            f"HTTP {response.status_code} leads to {str(leads)[:200]} and would lose what was sent:"
+            f"HTTP {response.status_code} leads to {str(target)[:200]} and would lose what was sent:"
             " set its URL"
         )
     return following
@@ -232,7 +235,7 @@ def _following(response: Any) -> Any:
 def _async_client(library: Any) -> Any:
     """Return the client's class over `library`'s own."""
     error = type("ForeignAnswerError", (library.RequestError,), {})
-    body = type("ForeignBody", (_Body, library.AsyncByteStream), {"error": error})
+    body = type("ForeignBody", (_Body, library.AsyncByteStream), {})
     return type(
         "ForeignClient", (_Client, library.AsyncClient), {"error": error, "body_type": body}
     )
@@ -241,11 +244,10 @@ def _async_client(library: Any) -> Any:
 class _Body:
     """The unpacked bytes of an answer. `until`: of the loop's clock."""
 
-    error: Any
-
-    def __init__(self, response: Any, bounds: Bounds, until: float | None) -> None:
+    def __init__(self, response: Any, client: "_Client", until: float | None) -> None:
         self._stream, self._request = response.stream, response.request
-        self._unpacked, self._until = _unpacked(response, bounds), until
+        self._unpacked, self._until = _unpacked(response, client.bounds), until
+        self._client = client
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         pieces = aiter(self._stream)
@@ -254,7 +256,7 @@ class _Body:
                 for piece in self._unpacked.feed(data):
                     yield piece
         except BeyondBoundsError as error:
-            raise self.error(str(error), request=self._request) from error
+            raise self._client.refusal(error, self._request) from error
 
     async def _next(self, pieces: Any) -> bytes | None:
         try:
@@ -278,6 +280,7 @@ class _Client:
     bounds: Bounds
     return_redirects: bool
     look: Callable[[Any], Awaitable[None]] | None
+    on_refusal: Callable[[str], None] | None
 
     async def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
         """Send as the library does. Raises its RequestError: an answer beyond the bounds."""
@@ -289,16 +292,23 @@ class _Client:
                 response = await self._first_bytes(request, until, options)
                 async with AsyncExitStack() as unread:
                     unread.push_async_callback(response.aclose)
-                    response.stream = self.body_type(response, self.bounds, until)
+                    response.stream = self.body_type(response, self, until)
                     following = None if self.return_redirects else _following(response)
                     if following is None:
                         await self._read(response, stream=stream)
                         unread.pop_all()
                         return response
                     request = following
+            raise BeyondBoundsError(f"more than {MOST_REDIRECTS} redirects")
         except BeyondBoundsError as error:
-            raise self.error(str(error), request=request) from error
-        raise self.error(f"more than {MOST_REDIRECTS} redirects", request=request)
+            raise self.refusal(error, request) from error
+
+    def refusal(self, error: BeyondBoundsError, request: Any) -> Exception:
+        """Return the library's error of an answer beyond the bounds."""
+        if self.on_refusal is not None:
+            self.on_refusal(str(error))
+        made: Exception = self.error(str(error), request=request)
+        return made
 
     async def _first_bytes(self, request: Any, until: float | None, options: Any) -> Any:
         try:
@@ -358,6 +368,6 @@ class _SyncClient(httpx.Client):
                         unread.pop_all()
                         return response
                     request = following
+            raise BeyondBoundsError(f"more than {MOST_REDIRECTS} redirects")
         except BeyondBoundsError as error:
             raise httpx.RequestError(str(error), request=request) from error
-        raise httpx.RequestError(f"more than {MOST_REDIRECTS} redirects", request=request)

@@ -11,7 +11,7 @@ module.
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from re import _parser  # type: ignore[attr-defined]  # the only parse tree of Python's syntax
 from typing import Any
 
@@ -64,15 +64,15 @@ class Pattern:
     def search(self, text: str, *, seconds: float | None = None) -> "regex.Match[str] | None":
         """Return the first match. `seconds`: in the place of the pattern's own. Raises
         PatternTimeoutError."""
-        return self._ask("search", text, seconds)
+        return self._ask(self._regex.search, text, seconds)
 
     def match(self, text: str, *, seconds: float | None = None) -> "regex.Match[str] | None":
         """Return the match at the beginning. Raises PatternTimeoutError."""
-        return self._ask("match", text, seconds)
+        return self._ask(self._regex.match, text, seconds)
 
     def fullmatch(self, text: str, *, seconds: float | None = None) -> "regex.Match[str] | None":
         """Return the match of the whole text. Raises PatternTimeoutError."""
-        return self._ask("fullmatch", text, seconds)
+        return self._ask(self._regex.fullmatch, text, seconds)
 
     def last(self, text: str) -> "regex.Match[str] | None":
         """Return the last of all matches from left to right. Raises PatternTimeoutError."""
@@ -86,13 +86,13 @@ class Pattern:
     def last_part(self, text: str) -> str | None:
         """Return the first group of the last match, or the match where there is no group; "" for
         a group that took no part; None without a match. Raises PatternTimeoutError."""
-        found = self.last(text)
-        return None if found is None else found[1 if self.groups else 0] or ""
+        match = self.last(text)
+        return None if match is None else match[1 if self.groups else 0] or ""
 
-    def _ask(self, how: str, text: str, seconds: float | None) -> Any:
+    def _ask(self, how: Callable[..., Any], text: str, seconds: float | None) -> Any:
         limit = self.seconds if seconds is None else max(seconds, 1e-3)
         try:
-            return getattr(self._regex, how)(text, timeout=limit, concurrent=True)
+            return how(text, timeout=limit, concurrent=True)
         except TimeoutError as error:
             raise self._too_long(text, limit) from error
 

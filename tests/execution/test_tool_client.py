@@ -300,20 +300,14 @@ def test_what_cannot_be(client: ToolClient) -> None:
             MCPServer("s", **changes)
     with pytest.raises(ConfigError, match="already"):
         client.register_tool("greet", lambda: "")
-    with (
-        ToolClient([stdio(), stdio(name="again")]) as twice,
-        pytest.raises(ConfigError, match="there is a tool 'add'"),
-    ):
-        twice.definitions()
+    with pytest.raises(ConfigError, match="two MCP servers have one name"):
+        ToolClient([stdio(), stdio()])
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_no_process_is_left() -> None:
-    with (
-        ToolClient([stdio(), stdio(name="more", tools=["pid"])]) as client,
-        pytest.raises(ConfigError),
-    ):
+    with ToolClient([stdio(), stdio(name="more", tools=["pid"])]) as client:
         client.definitions()
     children = [
         child

@@ -175,12 +175,12 @@ def _pattern(option: str, properties: Mapping[str, Any]) -> ActionOf:
 
     def read(text: str) -> dict[str, Any] | None:
         try:
-            found = pattern.last(text)
+            match = pattern.last(text)
         except PatternTimeoutError as error:
             raise RolloutRejectedError(f"openenv: action_of: {error}") from error
-        if found is None:
+        if match is None:
             return None
-        named = {name: value for name, value in found.groupdict().items() if value is not None}
+        named = {name: value for name, value in match.groupdict().items() if value is not None}
         return {name: _typed(value, properties[name]) for name, value in named.items()}
 
     return read

@@ -34,6 +34,7 @@ from mlx_parallm.environments.openenv.session import (
 from mlx_parallm.errors import ConfigError, EndpointError
 from mlx_parallm.system.foreign_http import Bounds, is_local, json_of, sync_client
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.processes import end_family, marked
 
 log = get_logger("environments")
 
@@ -62,6 +63,12 @@ class Server:
     most_until: float = 0.0
     process: subprocess.Popen[bytes] | None = None
     output: "Tail | None" = None
+    mark: str = ""  # of what it started
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None, "it was started"
+        return self.process.pid
 
     def leave(self) -> None:
         self.sessions -= 1
@@ -248,9 +255,13 @@ def _start(server: Server) -> None:
         port = probe.getsockname()[1]
     server.url = f"http://127.0.0.1:{port}"
     words = [word.replace(PORT, str(port)) for word in server.command]
+    if server.process is not None:
+        end_family(server.pid, server.mark)  # of one that has ended
     try:
+        variables, server.mark = marked()
         server.process = subprocess.Popen(
             words,
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -320,15 +331,11 @@ def _check_schema(action: Any) -> None:
 
 
 def _stop(servers: Sequence[Server]) -> None:
-    for server in servers:
-        if server.process is not None and server.process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(server.process.pid, signal.SIGTERM)
-    for server in servers:
-        if server.process is not None:
-            try:
-                server.process.wait(timeout=2.0)
-            except subprocess.TimeoutExpired:
-                with suppress(ProcessLookupError):
-                    os.killpg(server.process.pid, signal.SIGKILL)
-                server.process.wait()
+    started = [server for server in servers if server.process is not None]
+    for server in started:  # all of them end at the same time
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(server.pid, signal.SIGTERM)
+    for server in started:
+        end_family(server.pid, server.mark)
+        assert server.process is not None, "it was started"
+        server.process.wait()

@@ -352,9 +352,9 @@ def _action_parser(option: str | None) -> Callable[[str], str]:
 
     def last_match(text: str) -> str:
         try:
-            found = pattern.last_part(text)
+            answer_part = pattern.last_part(text)
         except PatternTimeoutError as error:
             raise RolloutRejectedError(f"textarena: action_of: {error}") from error
-        return text if found is None else found  # the game says what is wrong with it
+        return text if answer_part is None else answer_part  # the game says what is wrong with it
 
     return last_match
