@@ -225,8 +225,8 @@ def _following(response: Any) -> Any:
         )
     if following.method != response.request.method:
         raise BeyondBoundsError(
-            f"HTTP {response.status_code} leads to {str(target)[:200]} and would lose what was sent:"
-            " set its URL"
+            f"HTTP {response.status_code} leads to {str(target)[:200]} and would lose what was"
+            " sent: set its URL"
         )
     return following
 
