@@ -177,7 +177,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     " training",
     "mlx_parallm/rl_training/monitor/trackers.py:Trackers._attempt": "a tracker that fails must"
     " not stop the training",
-    "mlx_parallm/execution/tool_calls.py:read_calls": "a model's malformed call makes mlx-lm's"
+    "mlx_parallm/execution/tool_calls.py:read_region": "a model's malformed call makes mlx-lm's"
     " parsers raise anything",
     "mlx_parallm/server/middleware.py:RequestContextMiddleware.__call__": "one HTTP request's bug"
     " stays its own",

@@ -1,26 +1,17 @@
-"""Text within a model's own tool calls that looks like their markup: where it is, and how the
-parsers read past it.
+"""Text within a model's own tool calls that looks like their markup: where it is.
 
     inside_value(form, text)   does the text of an unfinished call end within an argument? Then a
                                marker there is text
     decided_end(markup, text)  up to where arguments have certainly ended: what a stream may show
-    careful(form, parse)       the parser of mlx-lm, given the values in such a way that it takes
-                               them whole
+    end_of_value(markup, …)    where a value ends
 
-mlx-lm's parsers take the first end tag, bracket or marker, also one within a value, and drop what
-follows. Here an argument ends where its end tag is followed by what may follow an argument; tags
-within a value are counted, so that a value may hold a call of the same format. A call of which that
-leaves a part over is no call: never half of one.
+An argument ends where its end tag is followed by what may follow an argument; tags within a value
+are counted, so that a value may hold a call of the same format.
 """
 
-import ast
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
-
-Parse = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +21,36 @@ class Markup:
     Args:
         begins: how an opening tag begins.
         follows: what comes after an end tag; `may_end`: or the end of the call's text.
+        next: the tag that follows where it is no opening tag.
         call: how a call begins and ends, "" where there are no such tags.
+        cdata: a value may stand in a CDATA section, which ends it.
     """
 
     begins: str
     opened: re.Pattern[str]
     closed: str
     follows: re.Pattern[str]
+    next: str
     may_end: bool = False
     call: tuple[str, str] = ("", "")
+    cdata: bool = False
 
 
 def _markup(
-    begins: str, opened: str, closed: str, follows: str, call: str = "", *, may_end: bool = False
+    begins: str,
+    opened: str,
+    closed: str,
+    follows: str,
+    call: str = "",
+    *,
+    may_end: bool = False,
+    cdata: bool = False,
 ) -> Markup:
     following = re.compile(rf"\s*+(?:{opened}|{re.escape(follows)})", re.DOTALL)
     ends = (call, follows) if call else ("", "")
-    return Markup(begins, re.compile(opened, re.DOTALL), closed, following, may_end, ends)
+    return Markup(
+        begins, re.compile(opened, re.DOTALL), closed, following, follows, may_end, ends, cdata
+    )
 
 
 _GLM = _markup("<arg_value>", "<arg_value>", "</arg_value>", "<arg_key>", may_end=True)
@@ -62,7 +66,12 @@ MARKUP: Mapping[str, Markup] = {
         "<invoke name=",
     ),
     "minicpm5": _markup(
-        "<param name=", r"<param\s+name\s*=[^<>\n]+>", "</param>", "</function>", may_end=True
+        "<param name=",
+        r"<param\s+name\s*=[^<>\n]+>",
+        "</param>",
+        "</function>",
+        may_end=True,
+        cdata=True,
     ),
     "muse_spark": _markup(
         "<atem:parameter",
@@ -97,10 +106,10 @@ _QUOTES: Mapping[str, str] = {
 }
 # around a text, at both ends alike
 _DELIMITERS: Mapping[str, str] = {"function_gemma": "<escape>", "gemma4": '<|"|>'}
-_SHIELD = "\ue0f1"  # stands for "<" in a value; private use, so that no model writes it
-# in a pythonic call that is no Python: a bare word is a text
-_ARGUMENT = r"""\w+=(?:"[^"]*"|'[^']*'|[^,"'()]+)"""
-_BARE_CALL = re.compile(rf"\s*\[[\w.]+\((?:{_ARGUMENT}(?:,\s*|(?=\))))*\)\]\s*", re.DOTALL)
+
+
+LONGEST_TAG = 300  # an unfinished opening tag that is longer is text
+_CDATA = re.compile(r"\s*<!\[CDATA\[")
 
 
 def inside_value(form: str, text: str) -> bool:
@@ -138,14 +147,19 @@ def _values(markup: Markup, text: str, *, final: bool) -> Iterator[tuple[int, in
     """Where each value begins and ends; None: it has not ended, or (not `final`) may go on."""
     at = 0
     while (opening := markup.opened.search(text, at)) is not None:
-        end = _end_of_value(markup, text, opening.end(), final=final)
+        end = end_of_value(markup, text, opening.end(), final=final)
         yield opening.end(), end
         if end is None:
             return
         at = end + len(markup.closed)
 
 
-def _end_of_value(markup: Markup, text: str, start: int, *, final: bool) -> int | None:
+def end_of_value(markup: Markup, text: str, start: int, *, final: bool) -> int | None:
+    """Where a value that begins at `start` ends; None: it has not ended, or (not `final`) may go
+    on."""
+    if markup.cdata and (section := _CDATA.match(text, start)) is not None:
+        closing = re.compile(rf"\]\]>\s*{re.escape(markup.closed)}").search(text, section.end())
+        return None if closing is None else closing.end() - len(markup.closed)
     depth, otherwise = 0, None
     for tag in re.compile(
         f"{markup.opened.pattern}|{re.escape(markup.closed)}", re.DOTALL
@@ -173,97 +187,31 @@ def decided_end(markup: Markup, text: str) -> int:
 
 def certain_text(markup: Markup, text: str) -> str:
     """The text as far as it belongs to the value in which it ends, whatever comes next."""
-    at = decided_end(markup, text)
-    opening = markup.opened.search(text, at)
+    opening = markup.opened.search(text, decided_end(markup, text))
     if opening is None:
         return text
-    start = opening.end()
+    at = start = opening.end()
     if (inner := markup.opened.search(text, start)) is not None:
         text = text[: inner.start()]
-    at = start
     while (end := text.find(markup.closed, at)) >= 0:
         at = end + len(markup.closed)
-        if re.fullmatch(r"\s*(?:<[^<>]*)?", text[at:]):  # what follows may make it the end
+        if _may_follow(markup, text[at:].lstrip()):
             return text[:end]
-    tail = text[text.rfind("<") :] if "<" in text[start:] else ""
-    begun = (
-        markup.closed.startswith(tail)
-        or markup.begins.startswith(tail)
-        or tail.startswith(markup.begins)
-    )
-    return text.removesuffix(tail) if tail and begun else text
+    held = max(begun_mark(text[start:], markup.closed), begun_mark(text[start:], markup.begins))
+    tag = text.rfind(markup.begins, start)
+    if tag >= 0 and len(text) - tag < LONGEST_TAG:
+        held = max(held, len(text) - tag)
+    return text[: len(text) - held]
 
 
-def careful(parse: Parse) -> Parse:
-    """The parser of a format; any but mlx-lm's stays as it is."""
-    form = parse.__module__.rpartition(".")[2]
-    if ".tool_parsers." not in parse.__module__:
-        return parse
-    if (markup := MARKUP.get(form)) is not None:
-        return lambda text, tools: _restored(parse(_shielded(markup, text), tools))
-    if form == "kimi_k2":
-        return lambda text, tools: parse(
-            _STRING.sub(lambda match: match[0].replace("<", "\\u003c"), text), tools
-        )
-    if form == "pythonic":
-        return lambda text, tools: parse(_whole_pythonic(text), tools)
-    if form == "function_gemma":
-        return lambda text, tools: _parse_function_gemma(parse, text, tools)
-    return parse
+def _may_follow(markup: Markup, text: str) -> bool:
+    """Whether a text behind an end tag may be the beginning of what makes it the end of a value."""
+    if any(mark.startswith(text) for mark in (markup.next, markup.begins)):
+        return True
+    return text.startswith(markup.begins) and len(text) < LONGEST_TAG
 
 
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
-
-
-def _shielded(markup: Markup, text: str) -> str:
-    """The text with every "<" of its values replaced. Raises ValueError: a value has no end, or
-    a tag is left over."""
-    pieces, at = [], 0
-    for start, end in _values(markup, text, final=True):
-        if end is None or _SHIELD in text:
-            raise ValueError("a value of the call has no end")
-        pieces += [
-            text[at:start],
-            text[start:end].replace("<", _SHIELD).replace(f"{_SHIELD}![CDATA[", "<![CDATA["),
-        ]
-        at = end
-    pieces.append(text[at:])
-    whole = "".join(pieces)
-    if whole.count(markup.closed) != len(pieces) // 2:
-        raise ValueError("an end tag of the call is left over")
-    return whole
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.replace(_SHIELD, "<")
-    if isinstance(value, list):
-        return [_restored(each) for each in value]
-    if isinstance(value, dict):
-        return {_restored(key): _restored(each) for key, each in value.items()}
-    return value
-
-
-def _whole_pythonic(text: str) -> str:
-    """The text. Raises ValueError: mlx-lm would pick arguments out of it and leave the rest."""
-    try:
-        ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        if _BARE_CALL.fullmatch(text) is None:
-            raise ValueError("the call is no Python") from error
-    return text
-
-
-def _parse_function_gemma(parse: Parse, text: str, tools: Any) -> Any:
-    """Objects, lists, brackets in texts and several calls are Gemma 4's but for the marks around
-    texts."""
-    gemma4 = import_module(parse.__module__.replace("function_gemma", "gemma4"))
-    marks = _DELIMITERS["function_gemma"], _DELIMITERS["gemma4"]
-    if marks[1] not in text:
-        try:
-            return gemma4.parse_tool_call(text.replace(*marks), tools)
-        except ValueError:
-            pass  # a text without marks, which only the older format has
-    if text.count("{") != 1 or text.count("}") != 1:
-        raise ValueError("the call cannot be read as a whole")
-    return parse(text, tools)
+def begun_mark(text: str, mark: str) -> int:
+    """How many characters at the end of a text may begin a mark."""
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(mark[:length])), 0)

@@ -35,7 +35,8 @@ from mlx_parallm.execution.call_arguments import (
     read_json,
     read_object,
 )
-from mlx_parallm.execution.call_text import careful, inside_value
+from mlx_parallm.execution.call_formats import ARGUMENT_KEYS, Calls, reader_of
+from mlx_parallm.execution.call_text import inside_value
 from mlx_parallm.execution.chat_messages import content_text
 from mlx_parallm.types import ChatTokenizer
 
@@ -61,7 +62,7 @@ HOW_TO_CALL: Mapping[str, str] = {
 MOST_WORK = 10_000_000
 # the argument that holds the text of a USE_TOOL call whose arguments are plain words
 RAW_INPUT = "input"
-NAME_KEYS, ARGUMENT_KEYS = ("tool", "name"), ("arguments", "args", "parameters")
+NAME_KEYS = ("tool", "name")
 
 # A run of white space is taken whole (`*+`): tried in parts, a long one would hold up all threads
 # for minutes.
@@ -170,11 +171,28 @@ def read_calls(
 ) -> list[tuple[str, dict[str, Any], str | None]]:
     """Return (name, arguments, id or None) of the calls in a model's own format; [] without a
     call, or if any part of the text cannot be read."""
+    calls, rest = read_region(parse, text, tools)
+    return [] if rest.strip() else calls
+
+
+def read_region(parse: Callable[[str, Any], Any], text: str, tools: Any) -> Calls:
+    """Return the calls between a model's own markers, and the text behind them where the format
+    has no end marker; no calls if any other part cannot be read."""
     try:
-        parsed = careful(parse)(text, tools)
-        return [_own_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
-    except Exception:  # noqa: BLE001 - boundary: mlx-lm's parsers raise anything on a malformed call
-        return []
+        if (reader := reader_of(parse)) is not None:
+            calls, rest = reader(text, tools or ())
+        else:
+            parsed = parse(text, tools)
+            entries = parsed if isinstance(parsed, list) else [parsed]
+            calls, rest = [_own_call(call) for call in entries], ""
+        for name, arguments, _ in calls:
+            if not (isinstance(name, str) and name):
+                return Calls([])
+            name.encode()
+            json.dumps(arguments, allow_nan=False)
+        return Calls(calls, rest)
+    except Exception:  # noqa: BLE001 - boundary: a parser may raise anything on a malformed call
+        return Calls([])
 
 
 def _own_call(call: Any) -> tuple[str, dict[str, Any], str | None]:
@@ -182,10 +200,8 @@ def _own_call(call: Any) -> tuple[str, dict[str, Any], str | None]:
     name, arguments, call_id = call["name"], call.get("arguments") or {}, call.get("id")
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
-    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
-        raise TypeError("a call has a name and an object of arguments")
-    name.encode()
-    json.dumps(arguments, allow_nan=False)
+    if not isinstance(arguments, dict):
+        raise TypeError("a call has an object of arguments")
     return name, arguments, call_id if isinstance(call_id, str) and call_id else None
 
 

@@ -70,10 +70,34 @@ ANSWERS = {
         f"<tool_call>x</tool_call> {CALL}",
         ("", "<tool_call>x</tool_call>", [ADD]),
     ),
-    "called while thinking": (f"<think>hm {CALL}", ("hm", "", [ADD])),
+    "called while thinking": (f"<think>hm {CALL}", (f"hm {CALL}", "", [])),
     "thinking of a call": (
         f"<think>a <tool_call> b</think>c{CALL}",
         ("a <tool_call> b", "c", [ADD]),
+    ),
+    "a call that is drafted and dropped": (
+        f"<think>perhaps {CALL}? no</think>{CALL}",
+        (f"perhaps {CALL}? no", "", [ADD]),
+    ),
+    "thinking marks behind the thinking": (
+        "<think>r</think>Use `<think>draft</think>` so. <think>x</think>",
+        ("r", "Use `<think>draft</think>` so. <think>x</think>", []),
+    ),
+    "thinking marks behind content": ("So <think>x</think>", ("", "So <think>x</think>", [])),
+    "thinking marks behind a call": (f"{CALL}<think>x</think>", ("", "<think>x</think>", [ADD])),
+    "two calls between one pair of marks": (
+        CALL.replace("}}\n", '}}\n{"name": "b", "parameters": {}}\n'),
+        ("", "", [ADD, ("b", {})]),
+    ),
+    "a raw line end in JSON": (
+        CALL.replace('"a": 1', '"a": "x\ny\tz"'),
+        ("", "", [("add", {"a": "x\ny\tz"})]),
+    ),
+    "the last bracket is forgotten": (CALL.replace("}}", "}"), ("", "", [ADD])),
+    "a bracket too many": (CALL.replace("}}", "}}}"), ("", "", [ADD])),
+    "arguments beside the name": (
+        '<tool_call>{"name": "add", "a": 1}</tool_call>',
+        ("", '<tool_call>{"name": "add", "a": 1}</tool_call>', []),
     ),
     "thinking ends nowhere": ("a</think>b", ("", "a</think>b", [])),
     "a call with a thinking mark in it": (

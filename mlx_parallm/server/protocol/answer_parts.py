@@ -4,14 +4,17 @@ MLX.
     engine's text → AnswerSplitter.feed … finish → AnswerParts (what may be shown now) → api/chat.py
 
 An answer that is not streamed goes through the same code in one piece; where the text is cut makes
-no difference. The tokenizer brings the markers and the parser of calls (mlx-lm's knowledge of the
-model). Nothing is lost: text between tool markers that is no call becomes part of the text that it
-interrupted. (A parser may leave out text beside a call.) Whitespace beside a marker belongs to the
-marker. A marker within an argument of a call is text of that argument.
+no difference. The tokenizer brings the markers and the format of calls (mlx-lm's knowledge of the
+model). Nothing is lost: text between tool markers that is no call becomes content. Whitespace
+beside a marker belongs to the marker. A marker within an argument of a call is text of that
+argument.
 
-A streamed call is shown as it grows (begun_calls.py). So two answers differ from their streams: of
-a malformed call the stream has shown the beginning, as a call; and it is text in an answer that is
-sent whole.
+Reasoning comes first, and once: behind its end, or behind other text, its markers are text. Within
+it nothing is a call: a model may draft one there and drop it.
+
+A streamed call is shown as it grows (begun_calls.py). So one answer differs from its stream: of a
+malformed call the stream may have shown the beginning, as a call, before it shows all of it as
+content.
 """
 
 import json
@@ -20,16 +23,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_parallm.execution.call_formats import bare_calls
 from mlx_parallm.execution.call_text import inside_value
-from mlx_parallm.execution.tool_calls import read_calls
+from mlx_parallm.execution.tool_calls import Calls, read_region
 from mlx_parallm.server.protocol.begun_calls import BegunCall, BegunCalls, begun_calls, new_call_id
 from mlx_parallm.types import FinishReason
 
-# "content", "reasoning", or one of these: content without markers; inside tool markers that
-# interrupted it
+# "opening" (nothing but markers so far), "content", "reasoning", or one of these: content without
+# markers; inside tool markers; in a call without tool markers
 State = str
 _FINAL = "final content"
-_INTERRUPTED: dict[State, State] = {"tool": "content", "tool in reasoning": "reasoning"}
+_TOOL, _BARE = "tool", "bare call"
+_REGIONS = (_TOOL, _BARE)
 
 
 @dataclass(slots=True)
@@ -122,19 +127,23 @@ class AnswerFormat:
         there only the end of the calls ends the tool state, so a model that forgets it loses the
         rest of its answer."""
         next_states: dict[State, dict[str, State]] = {
-            state: {} for state in ("content", "reasoning", _FINAL, *_INTERRUPTED)
+            state: {} for state in ("opening", "content", "reasoning", _FINAL, *_REGIONS)
         }
         next_states["content"].update(dict.fromkeys(self.structural_markers, "content"))
         if self.tool_markers is not None:
             start, end = self.tool_markers
-            for inside, outside in _INTERRUPTED.items():
-                next_states[outside][start] = next_states[inside][start] = inside
-                if end:
-                    next_states[inside][end] = outside
+            next_states["content"][start] = next_states[_TOOL][start] = _TOOL
+            if end:
+                next_states[_TOOL][end] = "content"
+            starts, end = bare_calls(self.tool_format, self.tools)
+            next_states["content"].update(dict.fromkeys(starts, _BARE))
+            next_states[_BARE][end] = "content"
+        next_states["opening"].update(next_states["content"])
+        next_states["opening"].update(dict.fromkeys(self.structural_markers, "opening"))
         if self.think_markers is not None:
             start, end = self.think_markers
-            next_states["content"][start] = "reasoning"
-            next_states["reasoning"][end] = next_states["tool in reasoning"][end] = "content"
+            next_states["opening"][start] = "reasoning"
+            next_states["reasoning"][end] = "content"
         return next_states
 
 
@@ -155,7 +164,7 @@ class AnswerSplitter:
         self._format, self._streamed = answer_format, streamed
         self._transitions = answer_format.transitions()
         self._patterns = {state: _pattern(markers) for state, markers in self._transitions.items()}
-        self._state: State = "reasoning" if answer_format.starts_reasoning else "content"
+        self._state: State = "reasoning" if answer_format.starts_reasoning else "opening"
         self._region: list[str] = []  # the tool region's text, its start marker first
         self._begun: BegunCalls | None = None  # the region's calls …
         self._sent: list[str] = []  # … and what was shown of their arguments
@@ -173,9 +182,9 @@ class AnswerSplitter:
         text, at = self._pending + text, 0
         while (marker := self._patterns[self._state].search(text, at)) is not None:
             self._take(text[at : marker.start()], parts)
-            if self._state == _FINAL:
-                at = marker.start()
-                break
+            if marker.group() not in self._transitions[self._state]:
+                at = marker.start()  # what stands before it has made it text
+                continue
             again = self._cross(marker.group(), parts)
             at = marker.end()
             if again:
@@ -193,10 +202,10 @@ class AnswerSplitter:
     def finish(self, *, complete: bool) -> AnswerParts:
         """The rest. `complete`: the model itself ended the answer, so a tool call that lacks
         only its end counts; of one that a limit cut off there is the beginning."""
-        parts, thinking = AnswerParts(), self._state in ("reasoning", "tool in reasoning")
+        parts, thinking = AnswerParts(), self._state == "reasoning"
         self._take(self._pending, parts)
         self._pending = ""
-        while self._state in _INTERRUPTED:
+        while self._state in _REGIONS:
             if again := self._end_region("", parts, cut_off=not complete):
                 parts = parts.plus(self.feed(again))
                 self._take(self._pending, parts)
@@ -215,7 +224,7 @@ class AnswerSplitter:
 
     def _take(self, text: str, parts: AnswerParts) -> None:
         """Text of the present state, without a marker."""
-        if self._state in _INTERRUPTED:
+        if self._state in _REGIONS:
             self._region.append(text)
             if self._begun is not None:
                 self._begun.feed(text)
@@ -229,68 +238,85 @@ class AnswerSplitter:
         self._space = text[len(shown) :]
         self._after_marker = self._after_marker and not text
         parts.add(self._state, shown)
+        if shown and self._state == "opening":
+            self._state = "content"
         if shown and self._format.structured and self._state == "content":
             self._state = _FINAL
 
     def _cross(self, marker: str, parts: AnswerParts) -> str:
         """Take a marker. Returns text that is to be read again, now that it stands in no call."""
         after, again = self._transitions[self._state][marker], ""
-        if self._state in _INTERRUPTED:
-            if self._is_inside_argument():
+        if self._state in _REGIONS:
+            if self._is_inside_argument(marker):
                 self._take(marker, parts)
                 if self._first_inside is None:
                     self._first_inside = sum(map(len, self._region))
                 return ""
-            ends = self._format.tool_markers is not None and marker == self._format.tool_markers[1]
+            ends = after == "content"
             again = self._end_region(marker if ends else "", parts)
             if again:
                 return again if ends else again + marker
             if ends:
                 return ""
-        if after in _INTERRUPTED:
+        if after in _REGIONS:
             self._region, self._sent, self._first_inside = [marker], [], None
             assert self._format.parse is not None
             self._begun = begun_calls(
                 self._format.tool_format, self._format.parse, self._format.tools
             )
+            if after == _BARE:
+                self._begun.feed(marker)
         else:
             self._space, self._after_marker = "", True
         self._state = after
         return ""
 
-    def _is_inside_argument(self) -> bool:
+    def _is_inside_argument(self, marker: str) -> bool:
         text = "".join(self._region[1:])
         self._region[1:] = [text]
         self._work += len(text)
+        if self._state == _BARE:  # its tags are those of the call itself
+            text = f"{self._region[0]}{text}{marker}"
         return self._work < MOST_WORK and inside_value(self._format.tool_format, text)
 
-    def _end_region(self, end: str, parts: AnswerParts, *, cut_off: bool = False) -> str:
-        """Go back to the state that the region interrupted, which gets the text unless it is a
-        call, or a call that was cut off or shown before it turned out to be malformed. Of a
-        malformed call the text behind the first marker that seemed to stand in an argument is
-        returned: it is to be read again."""
+    def _read_region(self, end: str, *, cut_off: bool) -> Calls:
+        """The calls of the region, and the text behind them."""
         start, *body = self._region
-        self._state = _INTERRUPTED[self._state]
-        assert self._begun is not None and self._format.parse is not None
-        calls = [] if cut_off else read_calls(self._format.parse, "".join(body), self._format.tools)
+        markers = self._format.tool_markers
+        if cut_off and (markers is None or markers[1]):  # else what is complete is a call
+            return Calls([])
+        text = "".join([start, *body, end] if self._state == _BARE else body)
+        assert self._format.parse is not None
+        return read_region(self._format.parse, text, self._format.tools)
+
+    def _end_region(self, end: str, parts: AnswerParts, *, cut_off: bool = False) -> str:
+        """Go back to content, which gets the region's text unless it is a call, or a call that was
+        cut off. Of a malformed call the text behind the first marker that seemed to stand in an
+        argument is returned, and so is text behind a call without an end marker: it is to be read
+        again."""
+        calls, again = self._read_region(end, cut_off=cut_off)
+        whole = "".join([*self._region, end])
+        self._state = "content"
+        assert self._begun is not None
         for index, (name, arguments, call_id) in enumerate(calls):
             self._complete(index, name, arguments, call_id)
         if calls:
             del self._begun.calls[max(len(calls), len(self._sent)) :]
-        whole, again = "".join([start, *body, end]), ""
-        if not calls and not cut_off:
+        elif not cut_off:
             self._format.on_malformed()
             if self._first_inside is not None:
                 whole, again = whole[: self._first_inside], whole[self._first_inside :]
-        if not calls and not (cut_off and self._begun.calls) and not self._sent:
-            self._begun = None
+        shown, begun = bool(self._sent), bool(self._begun.calls)
+        if calls or (cut_off and begun):
+            self._show_begun(parts)
+        self.calls_made += len(self._sent)
+        self._begun, self._sent = None, []
+        if not calls and not (cut_off and begun):
             # the beginning of a call is no content
             if not (cut_off and (self._format.forced or self._format.structured)):
                 self._take(whole, parts)
-            return again
-        self._show_begun(parts)
-        self.calls_made += len(self._sent)
-        self._begun, self._sent = None, []
+            if not shown:
+                return again
         self._space, self._after_marker = "", True
         return again
 

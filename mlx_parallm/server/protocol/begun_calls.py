@@ -6,8 +6,8 @@ that is certain.
 
 Two ways, by the format: where the arguments are JSON, their text is shown as it comes
 (`_JsonCalls`). Elsewhere the text up to the last complete argument is closed and read by the
-format's parser (`_GrowingCalls`); a text argument is shown while it grows, if its format has it
-verbatim.
+format's reader (`_GrowingCalls`); a text argument is shown while it grows, if its format has it
+verbatim. Nothing of such a call is shown before something of its arguments is.
 """
 
 import ast
@@ -18,12 +18,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlx_parallm.execution.call_text import MARKUP, certain_text, decided_end, inside_value
+from mlx_parallm.execution.call_formats import ARGUMENT_KEYS
+from mlx_parallm.execution.call_text import (
+    MARKUP,
+    Markup,
+    begun_mark,
+    certain_text,
+    decided_end,
+    inside_value,
+)
 from mlx_parallm.execution.tool_calls import read_calls
+from mlx_parallm.execution.typed_values import argument_schema, is_text
 
 # a text of n characters is parsed again after n / 2^6 more: the work stays linear but for a factor
 READ_AGAIN = 6
-_NULLS = ("null", "none", "nil")  # parsers turn these words into nothing
 
 
 def new_call_id() -> str:
@@ -58,12 +66,19 @@ def begun_calls(
 # ------------------------------------------------------------------ arguments that are JSON
 
 _OBJECT = re.compile(
-    r'[\s,\[\]}]*+\{\s*+"name"\s*+:\s*+(?P<json>"(?:[^"\\]|\\.){1,256}+")\s*+,\s*+"arguments"\s*+:\s*+(?=\{)',
+    r'[\s,\[\]}]*+\{\s*+"name"\s*+:\s*+(?P<json>"(?:[^"\\]|\\.){1,256}+")\s*+,\s*+'
+    rf'"(?:{"|".join(ARGUMENT_KEYS)})"\s*+:\s*+(?=\{{)',
     re.DOTALL,
 )
 _HEADERS: Mapping[str, tuple[re.Pattern[str], ...]] = {  # up to where the arguments begin
     "json_tools": (_OBJECT,),
-    "mistral": (re.compile(r"\s*+(?P<name>[\w-]{1,256}+)\s*+\[ARGS\]\s*+(?=\{)"), _OBJECT),
+    "mistral": (
+        re.compile(
+            r"\s*+(?P<name>[^\s\[\]{}]{1,256}+)\s*+(?:\[CALL_ID\]\s*+(?P<id>[\w-]*+)\s*+)?"
+            r"\[ARGS\]\s*+(?=\{)"
+        ),
+        _OBJECT,
+    ),
     "kimi_k2": (
         re.compile(
             r"(?:\s|<\|tool_call_begin\|>|<\|tool_call_end\|>)*+(?P<id>(?:functions\.)?(?P<name>[^\s:<]{1,256}+):\d+)\s*+"
@@ -71,7 +86,7 @@ _HEADERS: Mapping[str, tuple[re.Pattern[str], ...]] = {  # up to where the argum
         ),
     ),
 }
-_IN_TEXT, _OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
+_IN_TEXT, _OUTSIDE = re.compile(r'["\\\x00-\x1f]'), re.compile(r'["{}\[\]]')
 
 
 class _JsonCalls:
@@ -86,9 +101,8 @@ class _JsonCalls:
     def feed(self, text: str) -> None:
         self._text += text
         while self._depth or self._begin():
-            start, call = self._at, self.calls[-1]
-            self._read_value()
-            call.arguments += self._text[start : self._at]
+            call = self.calls[-1]
+            call.arguments += self._read_value()
             if self._depth:
                 return
 
@@ -110,25 +124,31 @@ class _JsonCalls:
         self._at, self._depth, self._in_text = match.end() + 1, 1, False
         return True
 
-    def _read_value(self) -> None:
-        """Move on to the end of the arguments, or of what is there."""
+    def _read_value(self) -> str:
+        """Move on to the end of the arguments, or of what is there; return that text. A raw line
+        end within a string is escaped."""
+        pieces, start = list[str](), self._at
         while self._depth:
             match = (_IN_TEXT if self._in_text else _OUTSIDE).search(self._text, self._at)
             if match is None:
                 self._at = len(self._text)
-                return
+                break
             sign = match.group()
             if sign == "\\":
                 if match.end() == len(self._text):  # what it escapes is still to come
                     self._at = match.start()
-                    return
+                    break
                 self._at = match.end() + 1
                 continue
             self._at = match.end()
             if sign == '"':
                 self._in_text = not self._in_text
+            elif self._in_text:
+                pieces += [self._text[start : match.start()], json.dumps(sign)[1:-1]]
+                start = self._at
             else:
                 self._depth += 1 if sign in "{[" else -1
+        return "".join([*pieces, self._text[start : self._at]])
 
 
 # ------------------------------------------------------------------ arguments that a parser reads
@@ -136,16 +156,16 @@ class _JsonCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """The steps by which a text becomes a whole call: up to `opened` there is a name, `close` ends
-    the call. An argument ends as call_text.MARKUP says, or in the other formats at a comma.
+    """How the beginning of a call becomes a whole one: `close` ends it behind an argument. An
+    argument ends as call_text.MARKUP says, or in the other formats at `comma`.
 
-    `verbatim`: the text of an argument whose schema is a string stands there as it is. `valid`:
-    whether a closed text may be read, where the parser takes anything.
+    `delimiters`: around the texts of a format without tags; within them a text stands as it is.
+    `valid`: whether a closed text may be read, where one may seem to be closed.
     """
 
-    opened: re.Pattern[str]
-    close: str
-    verbatim: bool = False
+    close: str = ""
+    comma: re.Pattern[str] = re.compile("(?!)")
+    delimiters: tuple[str, ...] = ()
     valid: Callable[[str], bool] = lambda text: True
 
 
@@ -157,22 +177,23 @@ def _is_python(text: str) -> bool:
     return True
 
 
-_GLM = _Steps(re.compile("<arg_key>"), "", verbatim=True)
+_BEFORE_KEY = re.compile(r"""[,](?=\s*[^\s:{},\[\]"'<]+\s*:)""")
 _STEPS: Mapping[str, _Steps] = {
-    "qwen3_coder": _Steps(re.compile(r"<function=[^\s<>]+>"), "</function>", verbatim=True),
-    "glm47": _GLM,
-    "laguna": _GLM,
-    "longcat": _Steps(re.compile("<longcat_arg_key>"), "", verbatim=True),
-    "minimax_m2": _Steps(re.compile("<invoke name=[^>]+>"), "</invoke>", verbatim=True),
-    "minicpm5": _Steps(re.compile(r"""^\s*["']?[^"'<>]+["']?\s*>"""), "", verbatim=True),
-    "muse_spark": _Steps(re.compile('<atem:invoke[^>]*name="[^"]+">'), "</atem:invoke>"),
-    "kimi_k3": _Steps(
-        re.compile(r"<\|open\|>call(?:(?!<\|sep\|>).)*<\|sep\|>"), "<|close|>call<|sep|>"
+    "qwen3_coder": _Steps("</function>"),
+    "glm47": _Steps(),
+    "laguna": _Steps(),
+    "longcat": _Steps(),
+    "minimax_m2": _Steps("</invoke>"),
+    "minicpm5": _Steps(),
+    "muse_spark": _Steps("</atem:invoke>"),
+    "kimi_k3": _Steps("<|close|>call<|sep|>"),
+    "function_gemma": _Steps("}", _BEFORE_KEY, ("<escape>",)),
+    "gemma4": _Steps("}", _BEFORE_KEY, ('<|"|>',)),
+    "pythonic": _Steps(
+        ")]", re.compile(r"""[,](?=\s*[^\s,=()\[\]{}"']+\s*=)"""), ('"', "'"), _is_python
     ),
-    "function_gemma": _Steps(re.compile(r"call:\w+\{"), "}"),
-    "gemma4": _Steps(re.compile(r"call:[\w-]+\{"), "}"),
-    "pythonic": _Steps(re.compile(r"\[[\w.]+\("), ")]", valid=_is_python),
 }
+Read = tuple[str, dict[str, Any], str | None]
 
 
 class _GrowingCalls:
@@ -190,41 +211,65 @@ class _GrowingCalls:
         if self._steps is None or len(self._text) < self._next:
             return
         self._next = len(self._text) + max(1, len(self._text) >> READ_AGAIN)
-        end = (
-            self._text.rfind(",") if self._markup is None else decided_end(self._markup, self._text)
-        )
-        if end <= 0:
-            opened = self._steps.opened.search(self._text)
-            if opened is None:
-                return
-            end = opened.end()
-        closed = self._text[:end] + self._steps.close
-        if inside_value(self._form, closed) or not self._steps.valid(closed):
-            return
-        calls = read_calls(self._parse, closed, self._tools)
-        growing = self._with_open_text(calls) if self._steps.verbatim else None
+        calls = self._decided(self._steps)
+        growing = self._with_open_text(self._steps, calls)
         self._take(growing or calls, cut=2 if growing else 1)
 
-    def _with_open_text(
-        self, calls: list[tuple[str, dict[str, Any], str | None]]
-    ) -> list[Any] | None:
+    def _decided(self, steps: _Steps) -> list[Read]:
+        """The calls up to the last argument that has ended."""
+        if self._markup is not None:
+            end = decided_end(self._markup, self._text)
+        else:
+            end = max((comma.start() for comma in steps.comma.finditer(self._text)), default=0)
+        closed = self._text[:end] + steps.close
+        if end == 0 or inside_value(self._form, closed) or not steps.valid(closed):
+            return []
+        return read_calls(self._parse, closed, self._tools)
+
+    def _with_open_text(self, steps: _Steps, calls: Sequence[Read]) -> list[Read] | None:
         """The calls with the argument that is being written, where that is a text that will not
         be read otherwise."""
-        assert self._steps is not None and self._markup is not None
-        shown = certain_text(self._markup, self._text)
-        longer = read_calls(
-            self._parse, shown + self._markup.closed + self._steps.close, self._tools
-        )
-        if not calls or len(longer) != len(calls) or len(longer[-1][1]) != len(calls[-1][1]) + 1:
+        closed = self._closed_text(steps)
+        if closed is None or not steps.valid(closed):
+            return None
+        longer = read_calls(self._parse, closed, self._tools)
+        if _count(longer) != _count(calls) + 1 or not longer[-1][1]:
             return None
         name, arguments, _ = longer[-1]
         key, value = list(arguments.items())[-1]
-        word = value.lower() if isinstance(value, str) else ""
-        if not word or word.startswith("<") or any(null.startswith(word) for null in _NULLS):
+        if not isinstance(value, str) or not value:
             return None
-        return longer if _is_text(self._tools, name, key) else None
+        if self._markup is None:
+            return longer
+        if self._markup.cdata and value.lstrip()[:1] in ("", "<"):  # may begin a CDATA section
+            return None
+        return longer if self._wants_text(self._markup, name, key) else None
 
-    def _take(self, calls: Sequence[tuple[str, dict[str, Any], str | None]], *, cut: int) -> None:
+    def _closed_text(self, steps: _Steps) -> str | None:
+        """The call with the text that is being written closed; None: none is."""
+        if self._markup is not None:
+            return certain_text(self._markup, self._text) + self._markup.closed + steps.close
+        if not inside_value(self._form, self._text):
+            return None
+        if self._form == "pythonic":
+            quote = _open_quote(self._text)
+            text, mark = self._text, quote
+        else:
+            [mark] = steps.delimiters
+            text = self._text[: len(self._text) - begun_mark(self._text, mark)]
+        return None if mark is None else f"{text}{mark}{steps.close}"
+
+    def _wants_text(self, markup: Markup, name: str, key: str) -> bool:
+        if self._form == "kimi_k3":  # the tag says it
+            *_, opened = markup.opened.finditer(self._text)
+            return 'type="' not in opened[0] or 'type="string"' in opened[0]
+        for tool in self._tools:
+            if tool["function"]["name"] == name:
+                parameters = tool["function"].get("parameters")
+                return is_text(argument_schema(parameters, key), parameters)
+        return False
+
+    def _take(self, calls: Sequence[Read], *, cut: int) -> None:
         """`cut`: how many characters of the last call's JSON are not certain yet."""
         for index, (name, arguments, call_id) in enumerate(calls):
             written = json.dumps(arguments, ensure_ascii=False)
@@ -236,12 +281,17 @@ class _GrowingCalls:
                 call.arguments = written
 
 
-def _is_text(tools: Sequence[Mapping[str, Any]], name: str, key: str) -> bool:
-    for tool in tools:
-        function = tool["function"]
-        if function["name"] == name:
-            parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            schema = properties.get(key) if isinstance(properties, Mapping) else None
-            return isinstance(schema, Mapping) and schema.get("type") == "string"
-    return False
+def _count(calls: Sequence[Read]) -> int:
+    return sum(len(arguments) for _, arguments, _ in calls)
+
+
+_QUOTED = re.compile(
+    r"""(?:[^"'\\]|"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')*+(["'])[^\\]*+""", re.DOTALL
+)
+
+
+def _open_quote(text: str) -> str | None:
+    """The mark of the quotation in which a text ends; None: none, or one with an escape, which
+    some templates do not mean as one."""
+    quoted = _QUOTED.fullmatch(text)
+    return None if quoted is None else quoted[1]
