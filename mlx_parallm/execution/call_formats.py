@@ -387,9 +387,9 @@ class _Gemma:
         # a text ends at a delimiter that something follows which may follow a text
         self._string = re.compile(rf"(.*?){mark}(?=\s*(?:[,:}}\]]|\Z))", re.DOTALL)
         self._key = re.compile(r"\s*([^\s:{},\[\]](?:[^:{},\[\]]*[^\s:{},\[\]])?)\s*:")
-        self._bare = re.compile(r"[^,{}\[\]]+")
-        self._older = delimiter not in text
-        self._word = re.compile(r"[^{}\[\]]+?(?=\s*(?:,[^:,{}]+:|\}))")
+        self._bare = self._word = re.compile(r"[^,{}\[\]]+")
+        if delimiter not in text:  # texts without marks, which only older models write
+            self._word = re.compile(r"[^{}\[\]]+?(?=\s*(?:,[^:,{}]+:|\}))")
 
     def read(self) -> Calls:
         cursor, calls = self._cursor, list[Call]()
@@ -403,7 +403,7 @@ class _Gemma:
             )
         return Calls(calls)
 
-    def _object(self, parameters: Any = None) -> dict[str, Any]:
+    def _object(self, parameters: Any = None, *, outer: bool = False) -> dict[str, Any]:
         cursor, found = self._cursor, dict[str, Any]()
         cursor.needs("{")
         while not cursor.takes("}"):
@@ -416,10 +416,11 @@ class _Gemma:
                 key = cursor.match(self._key)[1]
             if key in found:
                 raise ValueError(f"the argument {key!r} is repeated")
-            found[key] = self._value(argument_schema(parameters, key), parameters)
+            schema = argument_schema(parameters, key)
+            found[key] = self._value(self._word if outer else self._bare, schema, parameters)
         return found
 
-    def _value(self, schema: Any = True, root: Any = None) -> Any:
+    def _value(self, bare: re.Pattern[str], schema: Any = True, root: Any = None) -> Any:
         cursor = self._cursor
         if cursor.takes(self._mark):
             return cursor.match(self._string)[1]
@@ -431,10 +432,9 @@ class _Gemma:
             while not cursor.takes("]"):
                 if items:
                     cursor.needs(",")
-                items.append(self._value())
+                items.append(self._value(self._bare))
             return items
-        bare = cursor.match(self._word if self._older else self._bare)[0]
-        return typed_value(bare.strip(), schema, root)
+        return typed_value(cursor.match(bare)[0].strip(), schema, root)
 
 
 _NEXT_ARGUMENT = r"""\s*(?:,\s*[^\s,=()\[\]{}"']+\s*=|\)\s*(?:,\s*[^\s,()\[\]{}"']+\(|\]\s*\Z))"""

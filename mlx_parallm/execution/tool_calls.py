@@ -35,7 +35,7 @@ from mlx_parallm.execution.call_arguments import (
     read_json,
     read_object,
 )
-from mlx_parallm.execution.call_formats import ARGUMENT_KEYS, Calls, reader_of
+from mlx_parallm.execution.call_formats import ARGUMENT_KEYS, Calls, bare_calls, reader_of
 from mlx_parallm.execution.call_text import inside_value
 from mlx_parallm.execution.chat_messages import content_text
 from mlx_parallm.types import ChatTokenizer
@@ -190,7 +190,7 @@ def read_region(parse: Callable[[str, Any], Any], text: str, tools: Any) -> Call
                 return Calls([])
             name.encode()
             json.dumps(arguments, allow_nan=False)
-        return Calls(calls, rest)
+        return Calls(calls, rest if calls else "")
     except Exception:  # noqa: BLE001 - boundary: a parser may raise anything on a malformed call
         return Calls([])
 
@@ -226,18 +226,34 @@ def _chosen(formats: Any, model_format: OwnFormat | None, tools: Tools) -> list[
 
 
 def _own_places(text: str, model_format: OwnFormat, tools: Tools) -> Iterator[Place]:
+    """The regions between the model's markers, and calls of declared tools that it wrote without
+    them."""
     start_marker, end_marker = model_format.markers
-    marks = re.compile("|".join(re.escape(marker) for marker in model_format.markers if marker))
-    at, work = text.find(start_marker), [0]
-    while at >= 0:
-        inside = at + len(start_marker)
-        ending = _end_of_own(
-            text, inside, marks, model_format.parse.__module__.rpartition(".")[2], work
-        )
+    form = model_format.parse.__module__.rpartition(".")[2]
+    bare, bare_end = bare_calls(form, openai_tools(tools.values()))
+    starts, work = _any_of(start_marker, *bare), [0]
+    begun = starts.search(text)
+    while begun is not None:
+        at, inside = begun.start(), begun.end()
+        if begun.group() in bare:
+            end = text.find(bare_end, inside)
+            while end >= 0 and inside_value(form, text[at : end + len(bare_end)]):
+                end = text.find(bare_end, end + len(bare_end))
+            end = len(text) if end < 0 else end + len(bare_end)
+            calls = read_calls(model_format.parse, text[at:end], openai_tools(tools.values()))
+            if calls:
+                yield at, end, partial(_plain_calls, calls)
+            begun = starts.search(text, end if calls else inside)
+            continue
+        ending = _end_of_own(text, inside, _any_of(start_marker, end_marker), form, work)
         stop = len(text) if ending is None else ending.start()
         end = stop if ending is None or ending.group() != end_marker else ending.end()
-        yield at, end, partial(_own_calls, model_format, text[inside:stop], tools)
-        at = text.find(start_marker, end)
+        read = read_region(model_format.parse, text[inside:stop], openai_tools(tools.values()))
+        if read.calls:
+            yield at, end - len(read.rest), partial(_plain_calls, read.calls)
+        else:
+            yield at, end, _unreadable
+        begun = starts.search(text, end)
 
 
 def _end_of_own(
@@ -256,6 +272,10 @@ def _end_of_own(
     if ending is None and first is not None and is_inside(len(text)):
         return first
     return ending
+
+
+def _any_of(*marks: str) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(mark) for mark in marks if mark))
 
 
 def _xml_places(text: str, tools: Tools) -> Iterator[Place]:
@@ -347,10 +367,11 @@ def _unclosed(what: str) -> list[Call]:
     raise UnreadableError(f"{what} is not closed")
 
 
-def _own_calls(model_format: OwnFormat, text: str, tools: Tools) -> list[Call]:
-    calls = read_calls(model_format.parse, text, openai_tools(tools.values()))
-    if not calls:
-        raise UnreadableError("the model's own format cannot be read")
+def _unreadable() -> list[Call]:
+    raise UnreadableError("the model's own format cannot be read")
+
+
+def _plain_calls(calls: Sequence[tuple[str, dict[str, Any], str | None]]) -> list[Call]:
     return [(name, arguments) for name, arguments, _ in calls]
 
 

@@ -70,7 +70,12 @@ ANSWERS = {
         f"<tool_call>x</tool_call> {CALL}",
         ("", "<tool_call>x</tool_call>", [ADD]),
     ),
-    "called while thinking": (f"<think>hm {CALL}", (f"hm {CALL}", "", [])),
+    "called while thinking": (f"<think>hm {CALL}", ("hm", "", [ADD])),
+    "two calls while thinking": (
+        f"<think>so {CALL} or {CALL}\n{CALL}\n",
+        (f"so {CALL} or", "", [ADD, ADD]),
+    ),
+    "drafted and never decided": (f"<think>hm {CALL} or", (f"hm {CALL} or", "", [])),
     "thinking of a call": (
         f"<think>a <tool_call> b</think>c{CALL}",
         ("a <tool_call> b", "c", [ADD]),

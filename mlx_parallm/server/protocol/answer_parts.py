@@ -9,8 +9,9 @@ model). Nothing is lost: text between tool markers that is no call becomes conte
 beside a marker belongs to the marker. A marker within an argument of a call is text of that
 argument.
 
-Reasoning comes first, and once: behind its end, or behind other text, its markers are text. Within
-it nothing is a call: a model may draft one there and drop it.
+Reasoning comes first, and once: behind its end, or behind other text, its markers are text. A call
+within it is a draft, and text, if the reasoning goes on; it is a call if the answer ends with it (the
+model forgot to end its reasoning).
 
 A streamed call is shown as it grows (begun_calls.py). So one answer differs from its stream: of a
 malformed call the stream may have shown the beginning, as a call, before it shows all of it as
@@ -20,7 +21,7 @@ content.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_parallm.execution.call_formats import bare_calls
@@ -30,10 +31,10 @@ from mlx_parallm.server.protocol.begun_calls import BegunCall, BegunCalls, begun
 from mlx_parallm.types import FinishReason
 
 # "opening" (nothing but markers so far), "content", "reasoning", or one of these: content without
-# markers; inside tool markers; in a call without tool markers
+# markers; inside tool markers; in a call without tool markers; in reasoning, from a tool marker on
 State = str
 _FINAL = "final content"
-_TOOL, _BARE = "tool", "bare call"
+_TOOL, _BARE, _DRAFT = "tool", "bare call", "draft"
 _REGIONS = (_TOOL, _BARE)
 
 
@@ -127,7 +128,7 @@ class AnswerFormat:
         there only the end of the calls ends the tool state, so a model that forgets it loses the
         rest of its answer."""
         next_states: dict[State, dict[str, State]] = {
-            state: {} for state in ("opening", "content", "reasoning", _FINAL, *_REGIONS)
+            state: {} for state in ("opening", "content", "reasoning", _FINAL, _DRAFT, *_REGIONS)
         }
         next_states["content"].update(dict.fromkeys(self.structural_markers, "content"))
         if self.tool_markers is not None:
@@ -143,7 +144,10 @@ class AnswerFormat:
         if self.think_markers is not None:
             start, end = self.think_markers
             next_states["opening"][start] = "reasoning"
-            next_states["reasoning"][end] = "content"
+            next_states["reasoning"][end] = next_states[_DRAFT][end] = "content"
+            if self.tool_markers is not None:
+                start = self.tool_markers[0]
+                next_states["reasoning"][start] = next_states[_DRAFT][start] = _DRAFT
         return next_states
 
 
@@ -166,6 +170,7 @@ class AnswerSplitter:
         self._patterns = {state: _pattern(markers) for state, markers in self._transitions.items()}
         self._state: State = "reasoning" if answer_format.starts_reasoning else "opening"
         self._region: list[str] = []  # the tool region's text, its start marker first
+        self._draft = ""  # the reasoning's text from a tool marker on
         self._begun: BegunCalls | None = None  # the region's calls …
         self._sent: list[str] = []  # … and what was shown of their arguments
         # where in the region the first marker within an argument ended
@@ -202,8 +207,10 @@ class AnswerSplitter:
     def finish(self, *, complete: bool) -> AnswerParts:
         """The rest. `complete`: the model itself ended the answer, so a tool call that lacks
         only its end counts; of one that a limit cut off there is the beginning."""
-        parts, thinking = AnswerParts(), self._state == "reasoning"
+        parts, thinking = AnswerParts(), self._state in ("reasoning", _DRAFT)
         self._take(self._pending, parts)
+        if self._state == _DRAFT:
+            self._end_draft(parts, may_call=complete)
         self._pending = ""
         while self._state in _REGIONS:
             if again := self._end_region("", parts, cut_off=not complete):
@@ -231,6 +238,10 @@ class AnswerSplitter:
                 if self._streamed:
                     self._show_begun(parts)
             return
+        if self._state == _DRAFT:
+            self._draft += text
+            self._drop_draft(parts)
+            return
         text = self._space + text
         if self._after_marker:
             text = text.lstrip()
@@ -246,6 +257,11 @@ class AnswerSplitter:
     def _cross(self, marker: str, parts: AnswerParts) -> str:
         """Take a marker. Returns text that is to be read again, now that it stands in no call."""
         after, again = self._transitions[self._state][marker], ""
+        if after == _DRAFT:
+            self._draft, self._state = self._draft + marker, _DRAFT
+            return ""
+        if self._state == _DRAFT:
+            self._end_draft(parts)
         if self._state in _REGIONS:
             if self._is_inside_argument(marker):
                 self._take(marker, parts)
@@ -270,6 +286,33 @@ class AnswerSplitter:
             self._space, self._after_marker = "", True
         self._state = after
         return ""
+
+    def _drop_draft(self, parts: AnswerParts) -> None:
+        """Go back to the reasoning if it goes on behind the calls."""
+        assert self._format.tool_markers is not None
+        start, end = self._format.tool_markers
+        at = self._draft.rfind(end) if end else -1
+        if self._draft.rfind(start) < at and self._draft[at + len(end) :].strip():
+            self._end_draft(parts)
+
+    def _end_draft(self, parts: AnswerParts, *, may_call: bool = False) -> None:
+        """Take the draft as reasoning, but for the calls that it ends with if it `may_call`."""
+        text, self._draft, self._state = self._draft, "", "reasoning"
+        assert self._format.tool_markers is not None
+        start, at, work = self._format.tool_markers[0], 0, 0
+        ends = replace(self._format, think_markers=None, starts_reasoning=False)
+        ends = replace(ends, on_malformed=lambda: None)
+        while may_call and at >= 0 and work < MOST_WORK:
+            made = ends.read(text[at:], "stop")
+            work += len(text) - at
+            if made.tool_calls and not (made.content + made.reasoning).strip():
+                self._take(text[:at], parts)
+                self._space, self._after_marker = "", True
+                parts.tool_calls += made.tool_calls
+                self.calls_made = len(made.whole_calls())
+                return
+            at = text.find(start, at + 1)
+        self._take(text, parts)
 
     def _is_inside_argument(self, marker: str) -> bool:
         text = "".join(self._region[1:])
@@ -307,13 +350,14 @@ class AnswerSplitter:
             if self._first_inside is not None:
                 whole, again = whole[: self._first_inside], whole[self._first_inside :]
         shown, begun = bool(self._sent), bool(self._begun.calls)
+        all_shown = shown and self._begun.shows_all
         if calls or (cut_off and begun):
             self._show_begun(parts)
         self.calls_made += len(self._sent)
         self._begun, self._sent = None, []
         if not calls and not (cut_off and begun):
             # the beginning of a call is no content
-            if not (cut_off and (self._format.forced or self._format.structured)):
+            if not (all_shown or (cut_off and (self._format.forced or self._format.structured))):
                 self._take(whole, parts)
             if not shown:
                 return again

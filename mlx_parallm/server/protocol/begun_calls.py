@@ -50,6 +50,11 @@ class BegunCall:
 class BegunCalls(Protocol):
     calls: list[BegunCall]
 
+    @property
+    def shows_all(self) -> bool:
+        """Whether all of the text so far is in the calls."""
+        ...
+
     def feed(self, text: str) -> None: ...
 
 
@@ -97,6 +102,10 @@ class _JsonCalls:
         self._at = 0  # what was read
         self._depth = 0  # open brackets of the arguments
         self._in_text = False
+
+    @property
+    def shows_all(self) -> bool:
+        return self._at == len(self._text)
 
     def feed(self, text: str) -> None:
         self._text += text
@@ -205,6 +214,10 @@ class _GrowingCalls:
         self._markup = MARKUP.get(form)
         self._text = ""
         self._next = 0  # length at which the text is read again
+
+    @property
+    def shows_all(self) -> bool:
+        return False
 
     def feed(self, text: str) -> None:
         self._text += text

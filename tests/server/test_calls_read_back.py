@@ -1,0 +1,90 @@
+"""A call that is rendered as its model writes it is read back equal, whole and streamed."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+
+from mlx_parallm.execution.tool_calls import OwnFormat, parse_tool_calls
+from mlx_parallm.models.mlx_lm_api import tool_parsers
+from mlx_parallm.server.protocol.answer_parts import AnswerFormat, AnswerParts, AnswerSplitter
+from tests.server.rendered_calls import FORMATS, calls, same
+from tests.server.test_answer_parts import IN_EVERY_FORMAT, shape
+
+BEFORE = ("", "so ", "<think>r</think>", "a < b\n")
+
+
+def answer_format(form: str, tools: Any) -> AnswerFormat:
+    parser = import_module(f"{tool_parsers.__name__}.{form}")
+    return AnswerFormat(
+        ("<think>", "</think>"),
+        (parser.tool_call_start, parser.tool_call_end),
+        parse=parser.parse_tool_call,
+        tools=tools,
+        tool_format=form,
+    )
+
+
+def streamed(form: AnswerFormat, text: str, cuts: list[int]) -> AnswerParts:
+    splitter, pieces = AnswerSplitter(form), []
+    for start, end in pairwise([0, *sorted(cuts), len(text)]):
+        pieces.append(splitter.feed(text[start:end]))
+    pieces.append(splitter.finish(complete=True))
+    calls = [call for piece in pieces for call in piece.tool_calls]
+    return AnswerParts(
+        "".join(piece.reasoning for piece in pieces),
+        "".join(piece.content for piece in pieces),
+        calls,
+    )
+
+
+def differences(form: str, count: int, seed: int) -> Iterator[tuple[Any, ...]]:
+    for number in range(count):
+        rng = Random(f"{form} {seed} {number}")
+        tools, made = calls(rng, form)
+        before = rng.choice(BEFORE)
+        text = before + FORMATS[form].render(made) if made else before
+        reading = answer_format(form, tools)
+        cuts = [rng.randrange(len(text) + 1) for _ in range(rng.randrange(8))]
+        answers = {
+            "whole": reading.read(text, "stop"),
+            "cut": streamed(reading, text, cuts),
+            "characters": streamed(reading, text, list(range(1, len(text)))),
+        }
+        expected = [list(call) for call in made]
+        for way, parts in answers.items():
+            try:
+                reasoning, content, got = shape(parts)
+            except ValueError as error:
+                yield number, way, text, expected, str(error)
+                continue
+            plain = (reasoning + content).strip() == before.replace("<think>r</think>", "r").strip()
+            if not (plain and same([list(call) for call in got], expected)):
+                yield number, way, text, expected, (reasoning, content, got)
+        own = OwnFormat(reading.tool_markers, reading.parse)  # type: ignore[arg-type]
+        functions = [tool["function"] for tool in tools]
+        episode = parse_tool_calls(text, functions, "own", model_format=own)
+        read = [[call.name, dict(call.arguments)] for call in episode]
+        if not same(read, expected):
+            yield number, "episode", text, expected, read
+
+
+def test_every_format_has_a_renderer() -> None:
+    assert set(FORMATS) == set(IN_EVERY_FORMAT)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_a_template_writes_is_read_back(form: str) -> None:
+    found = list(differences(form, 40, seed=1))
+    assert not found, found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMATS)
+def test_ten_thousand_calls_are_read_back(form: str) -> None:
+    found = list(differences(form, 10_000, seed=2))
+    assert not found, found[0]
