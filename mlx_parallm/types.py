@@ -76,6 +76,9 @@ class SamplingParams:
     n: int = 1
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    # markers of reasoning that the text may begin with, in which stop strings do not count; the
+    # first is "" where the prompt has opened it
+    reasoning: tuple[str, str] | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False

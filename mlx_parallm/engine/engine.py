@@ -563,6 +563,7 @@ class Engine:
                     params.stop,
                     include_stop=params.include_stop_str_in_output,
                     eager=request.stream,
+                    reasoning=params.reasoning,
                 ),
                 edits=LogitEdits(params, request.prompt_token_ids, forbidden, bad_words)
                 if LogitEdits.needed(params)

@@ -21,16 +21,21 @@ class OutputText:
         stop: stop strings, none empty.
         include_stop: keep the matched stop string in the text.
         eager: decode at each token (streams, stop strings).
+        reasoning: its markers, where the text may begin with some ("" and the end: it does). Stop
+            strings count behind it.
     """
 
     __slots__ = (
+        "_checked",
         "_decoder",
         "_done",
         "_eager",
+        "_first",
         "_include_stop",
         "_lazy",
         "_lookback",
         "_make",
+        "_reasoning",
         "_stop",
         "_taken",
         "_text",
@@ -43,6 +48,7 @@ class OutputText:
         *,
         include_stop: bool,
         eager: bool,
+        reasoning: tuple[str, str] | None = None,
     ) -> None:
         self._make = detokenizer
         self._decoder: Detokenizer | None = None
@@ -54,6 +60,9 @@ class OutputText:
         self._lazy: list[int] = []
         self._text = ""
         self._taken = 0
+        self._reasoning = reasoning  # None once it is over, or the text has none
+        self._first = 0  # where stop strings may begin
+        self._checked = 0  # where the text begins that may complete a stop string
         self._done = False
 
     def add(self, token_id: int, *, check_stop: bool = True) -> str | None:
@@ -94,12 +103,14 @@ class OutputText:
         self._done = True
 
     def _append(self, new: str, check_stop: bool) -> str | None:
-        before = len(self._text)
         self._text += new
-        if not (check_stop and new and self._stop):
+        if not (self._stop and new) or self._is_reasoning():
+            return None
+        checked, self._checked = self._checked, len(self._text)
+        if not check_stop:
             return None
         # a match ends in what is new
-        begins = ((max(0, before - len(text) + 1), text) for text in self._stop)
+        begins = ((max(self._first, checked - len(text) + 1), text) for text in self._stop)
         matches = [
             (at, text) for begin, text in begins if (at := self._text.find(text, begin)) >= 0
         ]
@@ -110,6 +121,25 @@ class OutputText:
         self._text = self._text[: at + (len(text) if self._include_stop else 0)]
         self._done = True
         return text
+
+    def _is_reasoning(self) -> bool:
+        """Whether the text may be reasoning still. Where it is over, what follows is checked."""
+        if self._reasoning is None:
+            return False
+        start, end = self._reasoning
+        opening = self._text.lstrip()
+        if start and not opening.startswith(start):
+            if start.startswith(opening):
+                return True
+            self._reasoning = None
+            return False
+        at = self._text.find(end, max(self._checked - len(end), 0))
+        self._checked = len(self._text)
+        if at < 0:
+            return True
+        self._reasoning, self._checked = None, at + len(end)
+        self._first = self._checked
+        return False
 
     def _longest_beginning_of_a_stop(self) -> int:
         end, longest = len(self._text), 0

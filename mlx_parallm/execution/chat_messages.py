@@ -102,8 +102,12 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
         }
     if isinstance(fields.get("function"), Mapping):
         fields["function"] = {
-            key: value for key, value in fields["function"].items() if value is not None
+            key: without_nulls(value) if key in SCHEMAS else value
+            for key, value in fields["function"].items()
+            if value is not None
         }
+    if "input_schema" in fields:
+        fields["input_schema"] = without_nulls(fields["input_schema"])
     return fields
 
 
@@ -121,6 +125,28 @@ class PartsText(str):
 
     def __getnewargs__(self) -> tuple[tuple[str, ...]]:  # type: ignore[override]
         return (self.parts,)
+
+
+SCHEMAS = ("parameters", "input_schema", "inputSchema", "returns", "return", "output_schema")
+"""Fields of a function's definition that are JSON schemas."""
+_VALUES = ("default", "const", "enum", "examples", "example")  # values, which may be null
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def without_nulls(schema: Any, *, by_name: bool = False) -> Any:
+    """Return a schema without the nulls that Arrow puts where another row has a key. A default,
+    constant or listed value that is null stays. `by_name`: an object of schemas by name."""
+    if isinstance(schema, list | tuple):
+        return [without_nulls(each) for each in schema if each is not None]
+    if not isinstance(schema, Mapping):
+        return schema
+    if by_name:
+        return {key: without_nulls(each) for key, each in schema.items() if each is not None}
+    return {
+        key: value if key in _VALUES else without_nulls(value, by_name=key in _BY_NAME)
+        for key, value in schema.items()
+        if value is not None or key in ("default", "const", "example")
+    }
 
 
 def content_text(content: Any, where: str) -> str:

@@ -56,25 +56,27 @@ def render_template(
     if not continue_final_message:
         return text
     end = text.rfind(CONTINUED.strip())
-    if end < 0 or final not in text:
+    shown = text[: max(end, 0)]
+    if shown.endswith(final):
+        return shown
+    # the template trims messages: what is continued stays as it is
+    if end < 0 or not shown.endswith(final.lstrip()):
         raise RequestError(
             "the chat template does not show the message to continue", param="messages"
         )
-    if text[end : end + len(CONTINUED)] == CONTINUED:
-        return text[:end]
-    return text[:end].rstrip()  # the template trims messages
+    return shown.removesuffix(final.lstrip()) + final
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Put CONTINUED behind the last text of a message, and return that text, trimmed."""
+    """Put CONTINUED behind the last text of a message, and return that text."""
     content = message["content"]
     if isinstance(content, str):
         message["content"] = content + CONTINUED
-        return content.strip()
+        return content
     part = next(part for part in reversed(content) if "text" in part)
     text = str(part["text"])
     part["text"] = text + CONTINUED
-    return text.strip()
+    return text
 
 
 def _as_template_reads(

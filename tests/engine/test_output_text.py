@@ -207,3 +207,26 @@ def test_engine_stop_strings_wait_for_min_tokens():
     completion = run(served.engine, [request("r", [1], **params)])["r"].completions[0]
     assert len(completion.token_ids) == 6, "the first token after the minimum completes a match"
     assert completion.stop_reason == "aa"
+
+
+def test_a_stop_string_counts_behind_the_reasoning():
+    """Opened by the prompt, or by the text; a text without reasoning is checked from its start."""
+    cases = [
+        (("", "</r>"), b"Q: x</r>a Q: b", "Q: x</r>a "),
+        (("<r>", "</r>"), b" <r>Q: x</r>a Q: b", " <r>Q: x</r>a "),
+        (("<r>", "</r>"), b"<Q: x</r>a Q: b", "<"),
+        (("<r>", "</r>"), b"Q: x", ""),
+        (("", "</r>"), b"Q: xQ:</r>: b", "Q: xQ:</r>: b"),
+    ]
+    for eager in (True, False):
+        for reasoning, data, expected in cases:
+            text = OutputText(
+                ByteTokenizer().detokenizer,
+                ("Q:",),
+                include_stop=False,
+                eager=eager,
+                reasoning=reasoning,
+            )
+            shown, matched = feed(text, data)
+            assert text.finish() == expected == "".join(shown) + text.take(), data
+            assert matched == (None if expected == data.decode() else "Q:")

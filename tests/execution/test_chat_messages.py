@@ -224,6 +224,30 @@ def test_definitions_of_tools_have_one_form() -> None:
             read_tools(wrong)
 
 
+def test_nulls_leave_a_schema_but_for_its_values() -> None:
+    schema = {
+        "type": "object",
+        "required": None,
+        "properties": {
+            "a": {"type": "string", "enum": None, "description": None, "default": None},
+            "default": None,
+            "b": {"anyOf": [{"const": None, "title": None}, {"enum": [None, 1]}], "items": None},
+        },
+        "$defs": {"x": None},
+    }
+    expected = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string", "default": None},
+            "b": {"anyOf": [{"const": None}, {"enum": [None, 1]}]},
+        },
+        "$defs": {},
+    }
+    function = {"name": "f", "parameters": schema}
+    for tool in (function, {"type": "function", "function": function}):
+        assert read_tools([tool])[0]["function"]["parameters"] == expected
+
+
 ODD = (
     '{"a": 1.10, "b": 1e400, "c": -0, "d": 1E5, "a": 123456789012345678901234567890, "e": [1.0,'
     ' {"ü": null}]}'

@@ -178,6 +178,15 @@ def test_transformers_renders_the_same(name: str) -> None:
     )
 
 
+def test_a_final_message_that_is_continued_keeps_its_white_space() -> None:
+    trims = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+    for prefill in ("{\n  ", "OK!\n", "  x", " \n x \n", "x"):
+        chat = [USER, {"role": "assistant", "content": prefill}]
+        for template in (trims, trims.replace(" | trim", "")):
+            text = with_template(template).render_chat_text(chat, continue_final_message=True)
+            assert text == f"[user]{USER['content']}[assistant]{prefill}", repr(prefill)
+
+
 def test_a_final_message_that_is_not_shown_cannot_be_continued() -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"

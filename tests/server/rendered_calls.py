@@ -7,6 +7,7 @@ allows, and a format's own end of a text within one.
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -229,10 +230,10 @@ def _pythonic(made: Sequence[Call]) -> str:
 class Format:
     render: Callable[[Sequence[Call]], str]
     bare: bool = False  # values stand as bare text, typed by the schema
-    own: tuple[str, ...] = ()  # what it cannot say within a text
+    own: str = "(?!)"  # a pattern of what it cannot say within a text
 
     def cannot_say(self, text: str) -> bool:
-        return any(mark in text for mark in self.own)
+        return re.search(self.own, text, re.DOTALL) is not None
 
 
 def _hermes(name: str, arguments: dict[str, Any]) -> str:
@@ -282,26 +283,30 @@ FORMATS: dict[str, Format] = {
     ),
     "kimi_k3": Format(
         _wrapped("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", _kimi_k3),
-        own=("<|close|>argument", "<|close|>call"),
+        own=r"<\|close\|>(?:argument|call)",
     ),
-    "qwen3_coder": Format(_each(_qwen), bare=True),
+    "qwen3_coder": Format(
+        _each(_qwen), bare=True, own="<parameter name=.*(?:<parameter=|</function>)"
+    ),
     "minimax_m2": Format(
-        _wrapped("<minimax:tool_call>\n", "</minimax:tool_call>", _invoke("")), bare=True
+        _wrapped("<minimax:tool_call>\n", "</minimax:tool_call>", _invoke("")),
+        bare=True,
+        own="<parameter=.*(?:<parameter name=|</invoke>)",
     ),
     "muse_spark": Format(
         _wrapped("<atem:function_calls>\n", "</atem:function_calls>", _invoke("atem:")), bare=True
     ),
-    "minicpm5": Format(_each(_minicpm5), bare=True, own=("<![CDATA[",)),
+    "minicpm5": Format(_each(_minicpm5), bare=True, own=r"<!\[CDATA\["),
     "glm47": Format(_each(_glm), bare=True),
     "laguna": Format(_each(_glm), bare=True),
     "longcat": Format(_each(_longcat), bare=True),
     "function_gemma": Format(
         _each(lambda *call: f"<start_function_call>{_gemma('<escape>')(*call)}<end_function_call>"),
-        own=("<escape>",),
+        own="<escape>",
     ),
     "gemma4": Format(
         _each(lambda *call: "<|tool_call>" + _GEMMA4(*call) + "<tool_call|>"),
-        own=('<|"|>',),
+        own=r'<\|"\|>',
     ),
     "pythonic": Format(_pythonic),
 }

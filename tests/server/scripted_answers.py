@@ -131,7 +131,14 @@ class ScriptedEngine(FakeEngine):
         make = partial(
             self._tokenizer.detokenizer, opens_text=request.opens_text, skip_special_tokens=skips
         )
-        return OutputText(make, request.params.stop, include_stop=False, eager=request.stream)
+        params = request.params
+        return OutputText(
+            make,
+            params.stop,
+            include_stop=False,
+            eager=request.stream,
+            reasoning=params.reasoning,
+        )
 
 
 def script(client: Any, *texts: str, reason: FinishReason = "stop") -> Any:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.execution.tool_calls import OwnFormat, parse_tool_calls
 from mlx_parallm.models.mlx_lm_api import tool_parsers
 from mlx_parallm.server.protocol.answer_parts import AnswerFormat, AnswerParts, AnswerSplitter
 
@@ -266,6 +267,84 @@ def test_arguments_grow_as_they_are_written(name):
     assert json.loads(whole["arguments"]) == {"code": code, "n": 12}
     by_argument = ("function_gemma", "gemma4", "kimi_k3", "muse_spark", "pythonic")
     assert len(pieces) >= (3 if name in by_argument else 25)
+
+
+NO_CALLS = {  # format → texts that look like calls
+    "glm47": (
+        "The `<tool_call></tool_call>` marks.",
+        "<tool_call>add<arg_key>a</arg_key>x</tool_call>",
+        "<tool_call>I will now edit the file.</tool_call>",
+        "<tool_call>edit</tool_call>",
+    ),
+    "longcat": (
+        "<longcat_tool_call></longcat_tool_call>",
+        "<longcat_tool_call>so</longcat_tool_call>",
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>\n</tool_call>",
+        "<tool_call><function=add>so</function></tool_call>",
+        "use <function=add> so",
+        "<function=other>\n</function>",
+    ),
+    "minimax_m2": ('<minimax:tool_call><invoke name="add">1</invoke></minimax:tool_call>',),
+    "muse_spark": ('<atem:function_calls><atem:invoke name="add"></atem:function_calls>',),
+    "minicpm5": (
+        '<function name="add">1</function>',
+        '<function name="add"><param name="a">1</function>',
+    ),
+    "kimi_k2": ("<|tool_calls_section_begin|>functions.add:0 {}<|tool_calls_section_end|>",),
+    "kimi_k3": ("<|open|>tools<|sep|>add<|close|>tools<|sep|>",),
+    "mistral": ("[TOOL_CALLS] so", "[TOOL_CALLS]add[ARGS]1"),
+    "function_gemma": ("<start_function_call>call:add so<end_function_call>",),
+    "gemma4": (
+        "<|tool_call>call:add{a:1} then<tool_call|>",
+        "<|tool_call>call:add{a:1<tool_call|>",
+    ),
+    "pythonic": (
+        "<|tool_call_start|>[add(1)]<|tool_call_end|>",
+        "<|tool_call_start|>[]<|tool_call_end|>",
+    ),
+    "json_tools": ('<tool_call>{"name": "add", "arguments": {}, "why": 1}</tool_call>',),
+}
+
+
+@pytest.mark.parametrize("name", NO_CALLS)
+def test_what_is_no_call_is_text(name):
+    answer_format = form(import_module(f"{tool_parsers.__name__}.{name}"))
+    for text in NO_CALLS[name]:
+        assert shape(answer_format.read(text, "stop")) == ("", text, []), text
+        shown = streamed(answer_format, text, range(len(text)))
+        # the object of arguments has ended before the key of no meaning comes
+        assert (shown.content, shape(shown)[2]) == (text, [("add", {})] if "why" in text else [])
+
+
+BARE = {
+    "qwen3_coder": "<function=add>\n<parameter=a>\n</function>\n</parameter>\n</function>",
+    "minimax_m2": '<invoke name="add"><parameter name="a">\n</function>\n</parameter></invoke>',
+    "muse_spark": '<atem:invoke name="add"><atem:parameter name="a">\n</function>\n'
+    "</atem:parameter></atem:invoke>",
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_a_call_of_a_declared_tool_needs_no_tool_markers(name):
+    answer_format = form(import_module(f"{tool_parsers.__name__}.{name}"))
+    called = ("add", {"a": "</function>" if name == "qwen3_coder" else "\n</function>\n"})
+    text = f"so {BARE[name]}\n{BARE[name]} then"
+    expected = ("", "sothen", [called, called])
+    assert shape(answer_format.read(text, "stop")) == expected
+    assert shape(streamed(answer_format, text, range(len(text)))) == expected
+    own = OwnFormat(answer_format.tool_markers, answer_format.parse)
+    calls = parse_tool_calls(text, ["add"], "own", model_format=own)
+    assert [(call.name, call.arguments) for call in calls] == [called, called]
+    assert calls[1].raw_text == BARE[name] and not calls.malformed
+
+
+def test_text_behind_a_call_without_an_end_mark_is_content():
+    text = '[TOOL_CALLS]add[ARGS]{"a": 1} then [TOOL_CALLS]add[ARGS]{"a": 1} so'
+    for reason in ("stop", "length"):
+        assert shape(form(MISTRAL).read(text, reason)) == ("", "thenso", [ADD, ADD])
+    assert shape(streamed(form(MISTRAL), text, range(len(text)))) == ("", "thenso", [ADD, ADD])
 
 
 @pytest.mark.parametrize(

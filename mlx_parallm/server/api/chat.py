@@ -81,7 +81,12 @@ async def answer_chat(
     plan = plan_answer(context, body, prompt.token_ids)
     params = body.with_defaults(context.sampling_defaults).to_params()
     skips = params.skip_special_tokens and not plan.answer_format.needs_special_tokens
-    params = replace(params, skip_special_tokens=skips, structure=plan.structure)
+    params = replace(
+        params,
+        skip_special_tokens=skips,
+        structure=plan.structure,
+        reasoning=_shown_reasoning(context, plan, skips=skips),
+    )
     check = await answer_check(
         context,
         params,
@@ -125,6 +130,7 @@ class AnswerPlan:
     called_schemas: Mapping[str, Structure]
     # how its content and calls are told from its reasoning, which the client may not want
     checked_format: AnswerFormat
+    thinking: Thinking | None
 
 
 def plan_answer(
@@ -185,7 +191,20 @@ def plan_answer(
             structured=True,
             starts_reasoning=may_think.opened,
         )
-    return AnswerPlan(answer_format, structure, schema, called, checked_format)
+    return AnswerPlan(answer_format, structure, schema, called, checked_format, thinking)
+
+
+def _shown_reasoning(
+    context: ServerContext, plan: AnswerPlan, *, skips: bool
+) -> tuple[str, str] | None:
+    """Return the markers of the reasoning that the answer may begin with (`SamplingParams`); None:
+    it has none, or its text does not show them."""
+    if plan.thinking is None:
+        return None
+    start, end = plan.thinking.markers
+    if skips and any(map(context.tokenizer.hides, (start, end))):
+        return None
+    return ("" if plan.thinking.opened else start, end)
 
 
 def _thinking(

@@ -10,8 +10,8 @@ beside a marker belongs to the marker. A marker within an argument of a call is 
 argument.
 
 Reasoning comes first, and once: behind its end, or behind other text, its markers are text. A call
-within it is a draft, and text, if the reasoning goes on; it is a call if the answer ends with it (the
-model forgot to end its reasoning).
+within it is a draft, and text, if the reasoning goes on; it is a call if the answer ends with it
+(the model forgot to end its reasoning).
 
 A streamed call is shown as it grows (begun_calls.py). So one answer differs from its stream: of a
 malformed call the stream may have shown the beginning, as a call, before it shows all of it as
@@ -318,9 +318,12 @@ class AnswerSplitter:
         text = "".join(self._region[1:])
         self._region[1:] = [text]
         self._work += len(text)
-        if self._state == _BARE:  # its tags are those of the call itself
-            text = f"{self._region[0]}{text}{marker}"
-        return self._work < MOST_WORK and inside_value(self._format.tool_format, text)
+        if self._work >= MOST_WORK:
+            return False
+        if self._state == _BARE and marker not in self._region[0]:
+            # the tag ends the call if that makes it one
+            return marker != self._region[0] and not self._read_region(marker, cut_off=False).calls
+        return inside_value(self._format.tool_format, text)
 
     def _read_region(self, end: str, *, cut_off: bool) -> Calls:
         """The calls of the region, and the text behind them."""
