@@ -236,11 +236,7 @@ def _own_places(text: str, model_format: OwnFormat, tools: Tools) -> Iterator[Pl
     while begun is not None:
         at, inside = begun.start(), begun.end()
         if begun.group() in bare:
-            end = text.find(bare_end, inside)
-            while end >= 0 and inside_value(form, text[at : end + len(bare_end)]):
-                end = text.find(bare_end, end + len(bare_end))
-            end = len(text) if end < 0 else end + len(bare_end)
-            calls = read_calls(model_format.parse, text[at:end], openai_tools(tools.values()))
+            calls, end = _bare_call(text, at, bare_end, model_format, tools, work)
             if calls:
                 yield at, end, partial(_plain_calls, calls)
             begun = starts.search(text, end if calls else inside)
@@ -254,6 +250,21 @@ def _own_places(text: str, model_format: OwnFormat, tools: Tools) -> Iterator[Pl
         else:
             yield at, end, _unreadable
         begun = starts.search(text, end)
+
+
+def _bare_call(
+    text: str, at: int, end_tag: str, model_format: OwnFormat, tools: Tools, work: list[int]
+) -> tuple[list[tuple[str, dict[str, Any], str | None]], int]:
+    """The call that begins at `at`, and its end: the first end tag that makes it one."""
+    end = text.find(end_tag, at)
+    while end >= 0 and work[0] < MOST_WORK:
+        end += len(end_tag)
+        work[0] += end - at
+        calls = read_calls(model_format.parse, text[at:end], openai_tools(tools.values()))
+        if calls:
+            return calls, end
+        end = text.find(end_tag, end)
+    return [], at
 
 
 def _end_of_own(

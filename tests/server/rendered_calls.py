@@ -297,8 +297,8 @@ FORMATS: dict[str, Format] = {
         _wrapped("<atem:function_calls>\n", "</atem:function_calls>", _invoke("atem:")), bare=True
     ),
     "minicpm5": Format(_each(_minicpm5), bare=True, own=r"<!\[CDATA\["),
-    "glm47": Format(_each(_glm), bare=True),
-    "laguna": Format(_each(_glm), bare=True),
+    "glm47": Format(_each(_glm), bare=True, own="<arg_value>.*</?tool_call>"),
+    "laguna": Format(_each(_glm), bare=True, own="<arg_value>.*</?tool_call>"),
     "longcat": Format(_each(_longcat), bare=True),
     "function_gemma": Format(
         _each(lambda *call: f"<start_function_call>{_gemma('<escape>')(*call)}<end_function_call>"),
