@@ -1,6 +1,6 @@
 """Read the calls that stand between a model's own tool markers, in each format that mlx-lm names.
 
-    READERS[form](text, tools) -> Calls      the whole text is calls, or ValueError: it is text
+    READERS[form](text, tools) -> ReadCalls      the whole text is calls, or ValueError: it is text
 
 mlx-lm finds a model's format and its markers. Its parsers are not used here: they guess the types
 of values, strip white space, take what they can find and drop the rest. A reader here takes all of
@@ -22,14 +22,14 @@ Call = tuple[str, dict[str, Any], str | None]
 """Name, arguments, id or None."""
 
 
-class Calls(NamedTuple):
+class ReadCalls(NamedTuple):
     """`rest`: text behind the calls of a format without an end marker; it is no part of them."""
 
     calls: list[Call]
     rest: str = ""
 
 
-Reader = Callable[[str, Sequence[Mapping[str, Any]]], Calls]
+Reader = Callable[[str, Sequence[Mapping[str, Any]]], ReadCalls]
 
 NAME_KEYS = ("name", "tool", "function")
 ARGUMENT_KEYS = ("arguments", "args", "parameters")
@@ -95,11 +95,11 @@ def json_call(value: Any) -> Call:
             raise ValueError("a call has a key of no meaning")
         value = {**outer, **inner}
     names = [key for key in NAME_KEYS if key in value]
-    given = [key for key in ARGUMENT_KEYS if key in value]
-    others = value.keys() - {*names, *given, *OTHER_KEYS}
-    if len(names) != 1 or len(given) > 1 or others:
+    keys = [key for key in ARGUMENT_KEYS if key in value]
+    others = value.keys() - {*names, *keys, *OTHER_KEYS}
+    if len(names) != 1 or len(keys) > 1 or others:
         raise ValueError("no call, or one with a key of no meaning")
-    name, arguments = value[names[0]], value[given[0]] if given else None
+    name, arguments = value[names[0]], value[keys[0]] if keys else None
     if isinstance(arguments, str):
         arguments = json.loads(arguments or "{}", strict=False, parse_constant=_refuse)
     arguments = {} if arguments is None else arguments
@@ -109,7 +109,7 @@ def json_call(value: Any) -> Call:
     return name, arguments, call_id if isinstance(call_id, str) and call_id else None
 
 
-def _read_json(text: str, tools: Any = None) -> Calls:
+def _read_json(text: str, tools: Any = None) -> ReadCalls:
     """Objects one after another, or a list of them."""
     calls, at = list[Call](), _skip(text, 0)
     while at < len(text):
@@ -121,7 +121,7 @@ def _read_json(text: str, tools: Any = None) -> Calls:
         calls += map(json_call, value if isinstance(value, list) else [value])
         closers = _CLOSERS.match(text, min(end, len(text)))
         at = closers.end() if closers else len(text)
-    return Calls(calls)
+    return ReadCalls(calls)
 
 
 _MISTRALS_HEAD = re.compile(
@@ -130,17 +130,17 @@ _MISTRALS_HEAD = re.compile(
 )
 
 
-def _read_mistral(text: str, tools: Any = None) -> Calls:
+def _read_mistral(text: str, tools: Any = None) -> ReadCalls:
     """`name[ARGS]{…}`, several times, or a list of objects; what follows is no call."""
     at = _skip(text, 0)
     if text.startswith("[", at):
         value, end = _DECODER.raw_decode(text, at)
-        return Calls(list(map(json_call, value)), text[end:])
+        return ReadCalls(list(map(json_call, value)), text[end:])
     calls = list[Call]()
     while (head := _MISTRALS_HEAD.match(text, at)) is not None:
         arguments, at = _DECODER.raw_decode(text, head.end())
         calls.append(json_call({"name": head["name"], "arguments": arguments, "id": head["id"]}))
-    return Calls(calls, text[at:])
+    return ReadCalls(calls, text[at:])
 
 
 _KIMIS_HEAD = re.compile(
@@ -151,7 +151,7 @@ _KIMIS_HEAD = re.compile(
 _KIMIS_END = re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*")
 
 
-def _read_kimi_k2(text: str, tools: Any = None) -> Calls:
+def _read_kimi_k2(text: str, tools: Any = None) -> ReadCalls:
     calls, at = list[Call](), 0
     while at < len(text):
         head = _KIMIS_HEAD.match(text, at)
@@ -161,7 +161,7 @@ def _read_kimi_k2(text: str, tools: Any = None) -> Calls:
         calls.append(json_call({"name": head["name"], "arguments": arguments, "id": head["id"]}))
         closed = _KIMIS_END.match(text, end)
         at = closed.end() if closed else end
-    return Calls(calls)
+    return ReadCalls(calls)
 
 
 # ------------------------------------------------------------------ values between tags
@@ -227,7 +227,7 @@ _OTHER_NAME = r"""[^\s<>"'{}\[\]]+"""
 def _tagged_reader(form: str) -> Reader:
     tags, markup = _TAGS[form], MARKUP[form]
 
-    def read(text: str, tools: Sequence[Mapping[str, Any]]) -> Calls:
+    def read(text: str, tools: Sequence[Mapping[str, Any]]) -> ReadCalls:
         at = _skip(text, 0)
         if not tags.end and text.startswith("{", at):  # GLM's other form
             return _read_json(text)
@@ -248,7 +248,7 @@ def _tagged_reader(form: str) -> Reader:
             elif not pairs and tags.head is not _TAGS["minicpm5"].head:
                 _check_bare(name, tools)
             calls.append((name, _typed(pairs, _parameters(tools, name)), None))
-        return Calls(calls)
+        return ReadCalls(calls)
 
     return read
 
@@ -304,7 +304,7 @@ _XTML_JSON = re.compile(
 _XTML_END = "<|close|>call<|sep|>"
 
 
-def _read_kimi_k3(text: str, tools: Sequence[Mapping[str, Any]]) -> Calls:
+def _read_kimi_k3(text: str, tools: Sequence[Mapping[str, Any]]) -> ReadCalls:
     """Arguments that name their types, or one JSON object."""
     markup, calls, at = MARKUP["kimi_k3"], list[Call](), _skip(text, 0)
     while at < len(text):
@@ -317,17 +317,17 @@ def _read_kimi_k3(text: str, tools: Sequence[Mapping[str, Any]]) -> Calls:
             arguments, at = json_call({"name": name, "arguments": whole[1]})[1], whole.end()
         while (opened := _XTML_ARGUMENT.match(text, at)) is not None:
             end = end_of_value(markup, text, opened.end(), final=True)
-            given = _attributes(opened[1])
-            if end is None or given["key"] in arguments:
+            attributes = _attributes(opened[1])
+            if end is None or attributes["key"] in arguments:
                 raise ValueError("an argument has no end, or is repeated")
-            value, kind = text[opened.end() : end], given.get("type", "string")
-            arguments[given["key"]] = typed_value(value, {"type": kind})
+            value, kind = text[opened.end() : end], attributes.get("type", "string")
+            arguments[attributes["key"]] = typed_value(value, {"type": kind})
             at = _skip(text, end + len(markup.closed))
         if not text.startswith(_XTML_END, at):
             raise ValueError("the call has no end")
         calls.append((name, arguments, None))
         at = _skip(text, at + len(_XTML_END))
-    return Calls(calls)
+    return ReadCalls(calls)
 
 
 def _attributes(text: str) -> dict[str, str]:
@@ -365,11 +365,11 @@ class _Cursor:
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str]:
         """Raises ValueError."""
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        matched = pattern.match(self.text, self.at)
+        if matched is None:
             raise ValueError("the call cannot be read")
-        self.at = found.end()
-        return found
+        self.at = matched.end()
+        return matched
 
     @property
     def done(self) -> bool:
@@ -391,7 +391,7 @@ class _Gemma:
         if delimiter not in text:  # texts without marks, which only older models write
             self._word = re.compile(r"[^{}\[\]]+?(?=\s*(?:,[^:,{}]+:|\}))")
 
-    def read(self) -> Calls:
+    def read(self) -> ReadCalls:
         cursor, calls = self._cursor, list[Call]()
         names = _names(self._tools, r"[^\s{}]+")
         head = re.compile(rf"\s*call:(?P<name>{names})(?=\{{)")
@@ -401,24 +401,24 @@ class _Gemma:
             calls.append(
                 (name, self._object(lambda key, p=parameters: (argument_schema(p, key), p)), None)
             )
-        return Calls(calls)
+        return ReadCalls(calls)
 
     def _object(self, parameters: Any = None, *, outer: bool = False) -> dict[str, Any]:
-        cursor, found = self._cursor, dict[str, Any]()
+        cursor, arguments = self._cursor, dict[str, Any]()
         cursor.needs("{")
         while not cursor.takes("}"):
-            if found:
+            if arguments:
                 cursor.needs(",")
             if cursor.takes(self._mark):
                 key = cursor.match(self._string)[1]
                 cursor.needs(":")
             else:
                 key = cursor.match(self._key)[1]
-            if key in found:
+            if key in arguments:
                 raise ValueError(f"the argument {key!r} is repeated")
             schema = argument_schema(parameters, key)
-            found[key] = self._value(self._word if outer else self._bare, schema, parameters)
-        return found
+            arguments[key] = self._value(self._word if outer else self._bare, schema, parameters)
+        return arguments
 
     def _value(self, bare: re.Pattern[str], schema: Any = True, root: Any = None) -> Any:
         cursor = self._cursor
@@ -453,7 +453,7 @@ class _Pythonic:
         self._verbatim = re.compile(rf"""(["'])(.*?)\1(?={_NEXT_ARGUMENT})""", re.DOTALL)
         self._bare = re.compile(rf"""[^"'\[{{(].*?(?={_NEXT_ARGUMENT})""", re.DOTALL)
 
-    def read(self) -> Calls:
+    def read(self) -> ReadCalls:
         cursor, calls = self._cursor, list[Call]()
         names = _names(self._tools, r"""[^\s,()\[\]{}="']+""")
         head = re.compile(rf"\s*({names})\s*\(")
@@ -475,7 +475,7 @@ class _Pythonic:
             calls.append((name, arguments, None))
         if not cursor.done or not calls:
             raise ValueError("text is left over, or there is no call")
-        return Calls(calls)
+        return ReadCalls(calls)
 
     def _value(self, schema: Any, root: Any) -> Any:
         cursor = self._cursor
@@ -519,8 +519,8 @@ class _JSONNames(ast.NodeTransformer):
     _values: Mapping[str, Any] = {"true": True, "false": False, "null": None}
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        known = node.id in self._values
-        return ast.copy_location(ast.Constant(self._values[node.id]), node) if known else node
+        is_json = node.id in self._values
+        return ast.copy_location(ast.Constant(self._values[node.id]), node) if is_json else node
 
 
 _BARE_CALLS: Mapping[str, tuple[str, str]] = {

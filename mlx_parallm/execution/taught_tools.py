@@ -11,9 +11,10 @@ GENERIC).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.json_values import template_arguments, write_json
 from mlx_parallm.execution.tool_calls import OwnFormat, with_instructions
 
@@ -58,6 +59,41 @@ def with_taught_tools(
         taught = str(with_instructions("", definitions, HOW_TO_CALL))
         plain[first]["content"] = [{"type": "text", "text": taught}, *content]
     return plain
+
+
+def with_written_calls(
+    messages: Sequence[Mapping[str, Any]], form: str, markers: tuple[str, str]
+) -> list[dict[str, Any]]:
+    """Return messages whose calls stand at the end of their content as a model writes them, for
+    templates that leave calls out; unchanged where the format has no writer here. `form`,
+    `markers`: of the model's calls."""
+    if form not in WRITERS:
+        return [dict(message) for message in messages]
+    written = []
+    for message in messages:
+        plain = {key: value for key, value in message.items() if key != "tool_calls"}
+        if calls := message.get("tool_calls"):
+            text = WRITERS[form]([call["function"] for call in calls])
+            plain["content"] = f"{message['content']}{markers[0]}{text}{markers[1]}"
+        written.append(plain)
+    return written
+
+
+def _pythonic(functions: Sequence[Mapping[str, Any]]) -> str:
+    def value(item: Any) -> str:
+        return repr(str(item)) if isinstance(item, str) else write_json(item)
+
+    calls = []
+    for function in functions:
+        arguments = template_arguments(function["arguments"])
+        if not isinstance(arguments, Mapping):
+            raise RequestError("the arguments of a call are no object", param="messages")
+        pairs = ", ".join(f"{key}={value(item)}" for key, item in arguments.items())
+        calls.append(f"{function['name']}({pairs})")
+    return f"[{', '.join(calls)}]"
+
+
+WRITERS: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {"pythonic": _pythonic}
 
 
 def _plain_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

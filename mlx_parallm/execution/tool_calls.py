@@ -35,7 +35,7 @@ from mlx_parallm.execution.call_arguments import (
     read_json,
     read_object,
 )
-from mlx_parallm.execution.call_formats import ARGUMENT_KEYS, Calls, bare_calls, reader_of
+from mlx_parallm.execution.call_formats import ARGUMENT_KEYS, ReadCalls, bare_calls, reader_of
 from mlx_parallm.execution.call_text import inside_value
 from mlx_parallm.execution.chat_messages import content_text
 from mlx_parallm.types import ChatTokenizer
@@ -175,7 +175,7 @@ def read_calls(
     return [] if rest.strip() else calls
 
 
-def read_region(parse: Callable[[str, Any], Any], text: str, tools: Any) -> Calls:
+def read_region(parse: Callable[[str, Any], Any], text: str, tools: Any) -> ReadCalls:
     """Return the calls between a model's own markers, and the text behind them where the format
     has no end marker; no calls if any other part cannot be read."""
     try:
@@ -187,12 +187,12 @@ def read_region(parse: Callable[[str, Any], Any], text: str, tools: Any) -> Call
             calls, rest = [_own_call(call) for call in entries], ""
         for name, arguments, _ in calls:
             if not (isinstance(name, str) and name):
-                return Calls([])
+                return ReadCalls([])
             name.encode()
             json.dumps(arguments, allow_nan=False)
-        return Calls(calls, rest if calls else "")
+        return ReadCalls(calls, rest if calls else "")
     except Exception:  # noqa: BLE001 - boundary: a parser may raise anything on a malformed call
-        return Calls([])
+        return ReadCalls([])
 
 
 def _own_call(call: Any) -> tuple[str, dict[str, Any], str | None]:

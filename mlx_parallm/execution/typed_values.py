@@ -58,19 +58,19 @@ def kinds_of(schema: Any, root: Any = None) -> frozenset[str]:
 def _kinds(schema: Any, root: Any, depth: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or depth == 0:
         return KINDS
-    found = KINDS
+    kinds = KINDS
     for choices in _alternatives(schema, root):
-        found &= frozenset[str]().union(*(_kinds(each, root, depth - 1) for each in choices))
+        kinds &= frozenset[str]().union(*(_kinds(each, root, depth - 1) for each in choices))
     for values in _listed(schema):
-        found &= {_kind(value) for value in values}
+        kinds &= {_kind(value) for value in values}
     if (names := schema.get("type")) is not None:
         named = frozenset(map(_named, [names] if isinstance(names, str) else names))
-        found &= KINDS if None in named else named | ({"integer"} if "number" in named else set())
-    elif found == KINDS:
-        found = frozenset(_HINTS[key] for key in schema if key in _HINTS) or KINDS
+        kinds &= KINDS if None in named else named | ({"integer"} if "number" in named else set())
+    elif kinds == KINDS:
+        kinds = frozenset(_HINTS[key] for key in schema if key in _HINTS) or KINDS
     if schema.get("nullable") is True:  # OpenAPI's
-        found |= {"null"}
-    return frozenset(found) or KINDS  # a schema that allows nothing says nothing
+        kinds |= {"null"}
+    return frozenset(kinds) or KINDS  # a schema that allows nothing says nothing
 
 
 def _alternatives(schema: Mapping[str, Any], root: Any) -> Iterator[Sequence[Any]]:
@@ -115,7 +115,7 @@ def _kind(value: Any) -> str:
 
 
 def _target(ref: Any, root: Any) -> Any:
-    """What a local `$ref` points at; None: nothing that can be found here."""
+    """Return the part of `root` that a local `$ref` names; None: there is none."""
     if not isinstance(ref, str) or not ref.startswith("#"):
         return None
     place = root

@@ -17,9 +17,10 @@ from mlx_parallm.execution.prompt_images import (
     with_images,
     without_sources,
 )
-from mlx_parallm.execution.taught_tools import with_taught_tools
+from mlx_parallm.execution.taught_tools import with_taught_tools, with_written_calls
 from mlx_parallm.models.chat_template import render_template, with_arguments
 from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
+from mlx_parallm.models.shown_parts import ShownParts, with_one_system
 from mlx_parallm.models.token_text import Detokenizer, TextReader, TokenPieces
 from mlx_parallm.types import PromptImage
 
@@ -48,6 +49,7 @@ class Tokenizer:
         self, wrapper: TokenizerWrapper, *, reads_tools: bool = True, splits_reasoning: bool = True
     ) -> None:
         self.images: ImageReader | None = None  # of stored images; None: messages hold texts alone
+        self._shown_parts = ShownParts()
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer
         self._rust = _rust_decoder(self._hf)
@@ -235,14 +237,56 @@ class Tokenizer:
         }
         render = partial(self._render, options=options | dict(template_kwargs or {}), refs=refs)
         taught = list(tools) if tools and teach_tools and self._teaches_tools else []
+        key = f"{options} {template_kwargs}"
         if not taught and (self.template_takes_tools or self._shows_results(chat, render)):
-            return render(chat, tools)
+            return self._render_all(chat, tools, render, key)
         try:
-            return render(with_taught_tools(chat, taught), None)
+            return self._render_all(with_taught_tools(chat, taught), None, render, key)
         except RequestError:
             if not taught or any(message["role"] == "system" for message in chat):
                 raise
-            return render(with_taught_tools(chat, taught, in_system=False), None)
+            plain = with_taught_tools(chat, taught, in_system=False)
+            return self._render_all(plain, None, render, key)
+
+    def _render_all(
+        self,
+        chat: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        render: Callable[..., str],
+        key: str,
+    ) -> str:
+        """Render a conversation of which the template leaves nothing out: system messages that it
+        does not show, or refuses, are moved to the first one, and calls are written as text where
+        this model's format is known. Raises RequestError: what is left out all the same."""
+
+        def lost_in(chat: Sequence[Mapping[str, Any]]) -> list[str]:
+            def rendered(copy: list[dict[str, Any]]) -> str:
+                return str(render(copy, tools, refs=()))
+
+            return self._shown_parts.lost(chat, f"{key} {bool(tools)}", rendered)
+
+        try:
+            text = render(chat, tools)
+        except RequestError:
+            moved = with_one_system(chat)
+            if moved == chat:
+                raise
+            chat, text = moved, render(moved, tools)
+        lost = lost_in(chat)
+        if not lost:
+            return text
+        for carried in (with_one_system, self._with_written_calls):
+            if not (lost := lost_in(chat := carried(chat))):
+                return render(chat, tools)
+        reason = f"{lost[0]}: this model's chat template leaves it out"
+        raise RequestError(reason, param=lost[0])
+
+    def _with_written_calls(self, chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return a conversation whose calls are text, as the model writes them; unchanged where no
+        writer of its format is here."""
+        if self.tool_format == "" or self.tool_markers is None:
+            return with_taught_tools(chat, [])
+        return with_written_calls(chat, self.tool_format, self.tool_markers)
 
     @property
     def _teaches_tools(self) -> bool:

@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_parallm.execution.call_formats import bare_calls
+from mlx_parallm.execution.call_formats import ReadCalls, bare_calls
 from mlx_parallm.execution.call_text import inside_value
-from mlx_parallm.execution.tool_calls import Calls, read_region
+from mlx_parallm.execution.tool_calls import read_region
 from mlx_parallm.server.protocol.begun_calls import BegunCall, BegunCalls, begun_calls, new_call_id
 from mlx_parallm.types import FinishReason
 
@@ -325,12 +325,12 @@ class AnswerSplitter:
             return marker != self._region[0] and not self._read_region(marker, cut_off=False).calls
         return inside_value(self._format.tool_format, text)
 
-    def _read_region(self, end: str, *, cut_off: bool) -> Calls:
+    def _read_region(self, end: str, *, cut_off: bool) -> ReadCalls:
         """The calls of the region, and the text behind them."""
         start, *body = self._region
         markers = self._format.tool_markers
         if cut_off and (markers is None or markers[1]):  # else what is complete is a call
-            return Calls([])
+            return ReadCalls([])
         text = "".join([start, *body, end] if self._state == _BARE else body)
         assert self._format.parse is not None
         return read_region(self._format.parse, text, self._format.tools)

@@ -1,0 +1,121 @@
+"""Find the parts of a conversation that its chat template leaves out.
+
+A template prints what it knows and drops the rest without a word: a call beside content, the result
+of a tool, a second system message. A copy of the conversation with a mark in each of these places
+is rendered, and the marks are looked for in the text.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.chat_messages import REASONING
+
+MOST_SHAPES = 256  # of conversations whose answer is kept
+Chat = Sequence[Mapping[str, Any]]
+
+
+class ShownParts:
+    """Which parts a template leaves out, by the shape of the conversation."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[str, ...]] = {}
+
+    def lost(
+        self, chat: Chat, key: str, render: Callable[[list[dict[str, Any]]], str]
+    ) -> list[str]:
+        """Return the places of calls, results and system messages that are left out, such as
+        `messages.2.tool_calls.0`; [] where the template refuses the copy. `key`: what else the text
+        depends on; `render` makes it."""
+        shape = (key, *map(_shape, chat))
+        if shape not in self._known:
+            if len(self._known) >= MOST_SHAPES:
+                self._known.clear()
+            self._known[shape] = tuple(_lost(chat, render))
+        return list(self._known[shape])
+
+
+def _shape(message: Mapping[str, Any]) -> Any:
+    content = message["content"]
+    kinds = bool(content.strip()) if isinstance(content, str) else len(content)
+    others = tuple(sorted(key for key in message if key not in ("role", "content", "tool_calls")))
+    return message["role"], kinds, len(message.get("tool_calls", ())), others
+
+
+def _lost(chat: Chat, render: Callable[[list[dict[str, Any]]], str]) -> list[str]:
+    marks: list[tuple[str, str]] = []  # place and mark
+
+    def mark(place: str) -> str:
+        marks.append((place, f"zq{len(marks)}x{len(chat)}zq"))
+        return marks[-1][1]
+
+    copy = [_marked(message, f"messages.{at}", mark) for at, message in enumerate(chat)]
+    if not marks:
+        return []
+    try:
+        text = render(copy)
+    except RequestError:  # nothing is left out in silence
+        return []
+    shown: dict[str, list[bool]] = {}
+    for place, sign in marks:
+        shown.setdefault(place, []).append(sign in text)
+    return [place for place, parts in shown.items() if _is_lost(place, parts, copy, text, render)]
+
+
+def _is_lost(
+    place: str,
+    shown: list[bool],
+    copy: list[dict[str, Any]],
+    text: str,
+    render: Callable[[list[dict[str, Any]]], str],
+) -> bool:
+    """Whether a part is left out. `shown`: of a call its name and its arguments. A call of which
+    neither stands in the text may be there in another way: then the text is another one without
+    it."""
+    if len(shown) == 1 or any(shown):
+        return not shown[-1]
+    _, at, _, index = place.split(".")
+    message = copy[int(at)]
+    calls = [call for n, call in enumerate(message["tool_calls"]) if n != int(index)]
+    without = {**message, "tool_calls": calls}
+    if not calls:
+        del without["tool_calls"]
+    try:
+        return render([*copy[: int(at)], without, *copy[int(at) + 1 :]]) == text
+    except RequestError:
+        return False
+
+
+def _marked(message: Mapping[str, Any], place: str, mark: Callable[[str], str]) -> dict[str, Any]:
+    role, content = message["role"], message["content"]
+    copy = dict(message)
+    if role in ("system", "developer", "tool"):
+        if isinstance(content, str) and content.strip():
+            copy["content"] = mark(f"{place}.content")
+    elif isinstance(content, str) and content.strip():
+        copy["content"] = "text"
+    for name in REASONING:
+        if isinstance(copy.get(name), str) and copy[name].strip():
+            copy[name] = "thought"
+    if calls := message.get("tool_calls"):
+        copy["tool_calls"] = [
+            _marked_call(call, f"{place}.tool_calls.{index}", mark)
+            for index, call in enumerate(calls)
+        ]
+    return copy
+
+
+def _marked_call(call: Mapping[str, Any], place: str, mark: Callable[[str], str]) -> dict[str, Any]:
+    name, arguments = mark(place), json.dumps({"value": mark(place)})
+    return {**call, "function": {**call["function"], "name": name, "arguments": arguments}}
+
+
+def with_one_system(chat: Chat) -> list[dict[str, Any]]:
+    """Return a conversation whose system messages are one, at its start, in their order."""
+    texts = [m["content"] for m in chat if m["role"] == "system" and isinstance(m["content"], str)]
+    others = [dict(message) for message in chat if message["role"] != "system"]
+    if not texts:
+        return others
+    first = next(message for message in chat if message["role"] == "system")
+    return [{**first, "content": "\n\n".join(text for text in texts if text)}, *others]
