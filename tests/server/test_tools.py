@@ -527,7 +527,7 @@ def test_a_model_may_call_or_answer_in_the_schema(kind, tmp_path):
         return tokenizer_with(tmp_path / "t", tokens, sampled=True, chat_template=template)
 
     with (
-        running_tiny_engine(500, tokenizer) as engine,
+        running_tiny_engine(600, tokenizer) as engine,
         running_server(engine.client, tokenizer()) as server,
     ):
         mine = tokenizer()
