@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.execution.chat_messages import REASONING
+from mlx_parallm.execution.chat_messages import REASONING, PartsText
 
 MOST_SHAPES = 256  # of conversations whose answer is kept
 Chat = Sequence[Mapping[str, Any]]
@@ -38,7 +38,7 @@ class ShownParts:
 
 def _shape(message: Mapping[str, Any]) -> Any:
     content = message["content"]
-    kinds = bool(content.strip()) if isinstance(content, str) else len(content)
+    kinds = (type(content), bool(content.strip()) if isinstance(content, str) else len(content))
     others = tuple(sorted(key for key in message if key not in ("role", "content", "tool_calls")))
     return message["role"], kinds, len(message.get("tool_calls", ())), others
 
@@ -92,9 +92,9 @@ def _marked(message: Mapping[str, Any], place: str, mark: Callable[[str], str]) 
     copy = dict(message)
     if role in ("system", "developer", "tool"):
         if isinstance(content, str) and content.strip():
-            copy["content"] = mark(f"{place}.content")
+            copy["content"] = _like(content, mark(f"{place}.content"))
     elif isinstance(content, str) and content.strip():
-        copy["content"] = "text"
+        copy["content"] = _like(content, "text")
     for name in REASONING:
         if isinstance(copy.get(name), str) and copy[name].strip():
             copy[name] = "thought"
@@ -104,6 +104,11 @@ def _marked(message: Mapping[str, Any], place: str, mark: Callable[[str], str]) 
             for index, call in enumerate(calls)
         ]
     return copy
+
+
+def _like(content: str, text: str) -> str:
+    """The text, written as parts where the content is."""
+    return PartsText([text]) if isinstance(content, PartsText) else text
 
 
 def _marked_call(call: Mapping[str, Any], place: str, mark: Callable[[str], str]) -> dict[str, Any]:
