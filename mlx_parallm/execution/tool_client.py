@@ -336,7 +336,7 @@ class ToolClient:
 
     def _count(self, name: str, result: ToolResult) -> None:
         served = (self._served or {}).get(name)
-        owner = name if served is None else served.server.name
+        owner = name if served is None else served.connection.server.name
         with self._lock:
             if name in self._functions or served is not None:
                 self._owners[owner]["calls"] += 1
