@@ -23,22 +23,15 @@ WEIGHTS = "model*.safetensors"
 _SHARD = re.compile(r"(model.*-)(\d+)-of-(\d+)\.safetensors")
 _ADAPTER_FILES = {"adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"}
 _PYTORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Formats of `quantization_config.quant_method` that mlx-lm does not read, or (GPTQ) takes for
-# another's layout.
-_FOREIGN = {
-    "gptq",
-    "bitsandbytes",
-    "aqlm",
-    "hqq",
-    "eetq",
-    "exl2",
-    "exl3",
-    "quanto",
-    "torchao",
-    "vptq",
-    "higgs",
-    "spqr",
-}
+# Values of `quantization_config.quant_method` that mlx-lm reads, of some architectures at least.
+_READ = ("awq", "bitnet", "compressed-tensors", "fp8", "modelopt", "mxfp4", "mxfp8")
+_COMPRESSED = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "pack-quantized")
+MODELOPT_FILE = "hf_quant_config.json"  # where older exports of NVIDIA's ModelOpt say it
+_INSTEAD = (
+    "use the checkpoint that it was made from (with rl_training.lora.quantize_base = true for 4"
+    " bits), or convert that one once: `mlx_lm.convert --hf-path OWNER/NAME -q --mlx-path"
+    " converted`"
+)
 
 
 def directory_of(model: str) -> Path | None:
@@ -143,24 +136,31 @@ def check_directory(path: Path) -> None:
             )
 
 
-def check_quantization(config: Mapping[str, Any], where: str, *, quantize: bool) -> None:
-    """Raises ModelError: a quantisation that mlx-lm cannot read; ConfigError: `quantize` of a
-    quantised checkpoint."""
+def quantization_of(
+    config: Mapping[str, Any], directory: Path | None = None
+) -> Mapping[str, Any] | None:
+    """Return how a checkpoint is quantised; None: it is not. `directory`: for ModelOpt's own file.
+
+    MLX's `quantization` comes before `quantization_config`, which repeats it.
+    """
     settings = config.get("quantization") or config.get("quantization_config")
     settings = settings or (config.get("text_config") or {}).get("quantization_config")
-    if not isinstance(settings, Mapping):
+    if settings is None and directory is not None and (directory / MODELOPT_FILE).is_file():
+        settings = _modelopt_settings(directory / MODELOPT_FILE)
+    return settings if isinstance(settings, Mapping) else None
+
+
+def check_quantization(
+    config: Mapping[str, Any], where: str, *, quantize: bool, directory: Path | None = None
+) -> None:
+    """Raises ModelError: a quantisation that mlx-lm cannot read; ConfigError: `quantize` of a
+    quantised checkpoint. `directory`: the checkpoint's, once it is there."""
+    settings = quantization_of(config, directory)
+    if settings is None:
         return
-    method, bits = str(settings.get("quant_method", "mlx")).lower(), settings.get("bits")
-    if method in _FOREIGN or (
-        method == "awq" and (bits != 4 or settings.get("version", "gemm") != "gemm")
-    ):
-        raise ModelError(
-            f"{where} is quantised by {method.upper()}{f' to {bits} bits' if bits else ''}, which"
-            " mlx-lm does not read:"
-            " use the checkpoint that it was made from (with rl_training.lora.quantize_base ="
-            " true for 4 bits), or"
-            " convert that one once: `mlx_lm.convert --hf-path OWNER/NAME -q --mlx-path converted`"
-        )
+    method, bits = _method(settings, config), settings.get("bits")
+    if (reason := _not_read(method, settings)) is not None:
+        raise ModelError(f"{where} {reason}: {_INSTEAD}")
     if quantize:
         size = f"{bits} bits" + (
             (f", groups of {settings['group_size']}") if "group_size" in settings else ""
@@ -169,6 +169,84 @@ def check_quantization(config: Mapping[str, Any], where: str, *, quantize: bool)
             f"{where} is already quantised ({size if bits else method}): set"
             " rl_training.lora.quantize_base = false"
         )
+
+
+def load_fault(directory: Path, config: Mapping[str, Any], error: Exception) -> ModelError:
+    """Return the error of a checkpoint that mlx-lm could not load, by its quantisation if it has
+    one of another program's."""
+    settings = quantization_of(config, directory)
+    method = "mlx" if settings is None else _method(settings, config)
+    if method == "mlx":
+        return ModelError(f"{directory} cannot be loaded: {error}")
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ModelError(
+        f"{directory} is quantised by {method.upper()}, which mlx-lm does not read for"
+        f" {config.get('model_type')} ({reason:.120}): {_INSTEAD}"
+    )
+
+
+def check_numbers(model: Any, where: str) -> None:
+    """Raises ModelError: a layer whose weight is packed or in 8 bits, and that has no scales: its
+    numbers would be taken for the weights themselves."""
+    for path, module in model.named_modules():
+        weight = module.get("weight")
+        scaled = any("scale" in name for name in module)
+        if weight is not None and hasattr(weight, "dtype") and not scaled:
+            kind = str(weight.dtype).rpartition(".")[2]
+            if not kind.startswith(("float", "bfloat", "complex")):
+                raise ModelError(
+                    f"{where}: {path}.weight holds {kind} numbers without scales, which are no"
+                    f" weights: {_INSTEAD}"
+                )
+
+
+def _method(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Return the program or format that wrote quantised weights: "mlx", "fp8", …"""
+    if settings is config.get("quantization"):
+        return "mlx"
+    return str(settings.get("quant_method")).lower()
+
+
+def _not_read(method: str, settings: Mapping[str, Any]) -> str | None:
+    """Return why a quantisation is not read, or None."""
+    bits, form = settings.get("bits"), settings.get("format")
+    if method == "none":
+        return "has a quantization_config without quant_method"
+    named = f"is quantised by {method.upper()}{f' to {bits} bits' if bits else ''}"
+    refused = method not in ("mlx", *_READ)
+    if method == "awq":
+        refused = bits != 4 or settings.get("version", "gemm") != "gemm"
+    elif method == "compressed-tensors":
+        named += f" as {form}"
+        refused = form not in _COMPRESSED or not all(map(_fits_packing, _weights_of(settings)))
+    elif method == "modelopt":
+        algorithm = settings.get("quantization", settings).get("quant_algo")
+        named += f" as {algorithm}"
+        refused = algorithm != "NVFP4"
+    return f"{named}, which mlx-lm does not read" if refused else None
+
+
+def _weights_of(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the schemes of compressed-tensors' groups, where they are integers."""
+    if settings.get("format") != "pack-quantized":
+        return []
+    groups = settings.get("config_groups") or {}
+    return [group.get("weights") or {} for group in groups.values() if isinstance(group, Mapping)]
+
+
+def _fits_packing(scheme: Mapping[str, Any]) -> bool:
+    """Whether mlx-lm's bias of minus eight scales is a scheme's own: 4 bits about zero."""
+    return scheme.get("num_bits", 4) == 4 and scheme.get("symmetric", True) is True
+
+
+def _modelopt_settings(file: Path) -> Mapping[str, Any]:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    if not isinstance(settings, dict) or not isinstance(settings.get("quantization", {}), dict):
+        raise ModelError(f"{file} cannot be read: expected the object `quantization`")
+    return {"quant_method": "modelopt", **settings}
 
 
 def _named_shards(path: Path) -> set[str]:

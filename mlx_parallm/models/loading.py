@@ -23,9 +23,11 @@ from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.formats import (
     check_directory,
     check_names,
+    check_numbers,
     check_quantization,
     directory_of,
     is_gguf,
+    load_fault,
 )
 from mlx_parallm.models.gguf.cache import converted
 from mlx_parallm.models.hub import download, fetch_config
@@ -109,7 +111,8 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
     """Loads and evaluates the base model; 4-bit quantises it first when asked. Raises
     ModelError, ConfigError."""
     path = resolve_model_path(config.base_path, config.revision, dtype=config.dtype)
-    check_quantization(read_config(path), config.base_path, quantize=quantize)
+    model_config = read_config(path)
+    check_quantization(model_config, config.base_path, quantize=quantize, directory=path)
     try:
         if quantize:
             model, model_config = load_quantized(
@@ -121,7 +124,10 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
             model, model_config = load_hf_model(
                 path, lazy=True, trust_remote_code=config.trust_remote_code
             )
+        check_numbers(model, config.base_path)
         _make_ready(model, config.dtype)
+    except ModelError:
+        raise
     except FileNotFoundError as error:
         raise ModelError(f"{path}: {error}") from error
     except (
@@ -135,7 +141,7 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
         ArithmeticError,
         SystemError,
     ) as error:
-        raise ModelError(f"{path} cannot be loaded: {error}") from error
+        raise load_fault(path, model_config, error) from error
     give_back_freed_memory()  # of the weights as they were on disk
     return LoadedModel(model, model_config, path, _context_length(model_config), config.base_path)
 

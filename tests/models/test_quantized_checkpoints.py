@@ -1,0 +1,267 @@
+"""Quantised checkpoints: read to the number that their layout means, worked out in numpy, or
+refused by the name of their format."""
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.errors import ConfigError, ModelError
+from mlx_parallm.models.formats import check_quantization
+from mlx_parallm.models.loading import load_model
+from tests.tiny_models import QWEN3, save_checkpoint
+
+Stored = dict[str, tuple[str, np.ndarray]]  # name → safetensors' dtype, numbers of that many bytes
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+LATENT = QWEN3 | {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def fp8(codes: np.ndarray) -> np.ndarray:
+    """E4M3: sign, four bits of exponent with bias 7, three of fraction."""
+    sign, power, part = np.where(codes & 128, -1.0, 1.0), (codes >> 3) & 15, codes & 7
+    return sign * np.where(power, (1 + part / 8) * 2.0 ** (power - 7.0), part / 8 * 2.0**-6)
+
+
+def packed(levels: np.ndarray, bits: int) -> np.ndarray:
+    """Rows of levels as MLX packs them: little-endian bits in words of 32."""
+    digits = (levels[..., None] >> np.arange(bits)) & 1
+    rows = np.packbits(digits.reshape(len(levels), -1).astype(np.uint8), axis=1, bitorder="little")
+    return rows.view("<u4")
+
+
+def of_layer(
+    rng: np.random.Generator, shape: tuple[int, ...], bits: int, group: int, mode: str
+) -> tuple[dict[str, tuple[str, np.ndarray]], np.ndarray]:
+    """The arrays of a layer in one of MLX's modes, and the weights that they mean."""
+    out, width = shape
+    groups = (out, width // group)
+    levels = rng.integers(0, 1 << bits, shape)
+    if mode == "mxfp8":
+        levels = rng.integers(0, 120, shape)  # no NaN
+    if mode == "affine":
+        scales, biases = (rng.uniform(-0.05, 0.05, groups).astype("f4") for _ in range(2))
+        wide = [np.repeat(each, group, axis=1) for each in (scales, biases)]
+        arrays = {"scales": ("F32", scales), "biases": ("F32", biases)}
+        meant = levels * wide[0] + wide[1]
+    elif mode == "nvfp4":
+        scales = rng.integers(30, 60, groups).astype("u1")
+        arrays, meant = {"scales": ("U8", scales)}, FP4[levels]
+        meant = meant * np.repeat(fp8(scales), group, axis=1)
+    else:
+        scales = rng.integers(118, 126, groups).astype("u1")
+        values = FP4[levels] if mode == "mxfp4" else fp8(levels)
+        arrays = {"scales": ("U8", scales)}
+        meant = values * np.repeat(2.0 ** (scales.astype(float) - 127), group, axis=1)
+    return {"weight": ("U32", packed(levels, bits)), **arrays}, meant
+
+
+def write(file: Path, tensors: Stored) -> None:
+    header, blobs, end = {}, [], 0
+    for name, (dtype, array) in tensors.items():
+        blob = np.ascontiguousarray(array).tobytes()
+        offsets = [end, end + len(blob)]
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": offsets}
+        blobs.append(blob)
+        end += len(blob)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(blobs))
+
+
+def rewritten(
+    path: Path,
+    change: Callable[[str, np.ndarray], Stored],
+    config: Mapping[str, Any],
+    base: Mapping[str, Any] = QWEN3,
+) -> Path:
+    """A tiny checkpoint whose projections have been changed, with more keys in config.json."""
+    save_checkpoint(path, dict(base))
+    stored: Stored = {}
+    for name, array in dict(mx.load(str(path / "model.safetensors"))).items():
+        numbers = np.array(array)
+        projection = name.endswith("proj.weight")
+        stored |= change(name, numbers) if projection else {name: ("F32", numbers)}
+    write(path / "model.safetensors", stored)
+    (path / "config.json").write_text(json.dumps({**base, **config}))
+    return path
+
+
+def test_each_layer_has_its_own_bits_and_mode(tmp_path: Path) -> None:
+    """An MLX checkpoint of mixed bits, modes and skipped layers; one layer is in no list, and its
+    shapes tell how it is packed."""
+    rng = np.random.default_rng(0)
+    prefix = "model.layers.0.self_attn."
+    kinds: dict[str, tuple[int, int, str] | None] = {
+        prefix + "q_proj": (8, 32, "affine"),
+        prefix + "k_proj": (4, 32, "mxfp4"),
+        prefix + "v_proj": (4, 16, "nvfp4"),
+        prefix + "o_proj": (8, 32, "mxfp8"),
+        "model.layers.0.mlp.gate_proj": (2, 64, "affine"),
+        "model.layers.0.mlp.up_proj": (3, 32, "affine"),
+        "model.layers.0.mlp.down_proj": (6, 128, "affine"),
+        "model.layers.1.mlp.down_proj": (5, 64, "affine"),
+        "model.layers.1.mlp.up_proj": None,
+    }
+    unlisted = "model.layers.1.mlp.gate_proj"
+    meant: dict[str, np.ndarray] = {}
+
+    def change(name: str, numbers: np.ndarray) -> Stored:
+        path = name.removesuffix(".weight")
+        kind = (8, 64, "affine") if path == unlisted else kinds.get(path, (4, 64, "affine"))
+        if kind is None:
+            meant[path] = numbers
+            return {name: ("F32", numbers)}
+        arrays, meant[path] = of_layer(rng, numbers.shape, *kind)
+        return {f"{path}.{part}": array for part, array in arrays.items()}
+
+    entry: dict[str, Any] = {"group_size": 64, "bits": 4, "mode": "affine"}
+    entry |= {
+        path: False
+        if kind is None
+        else dict(zip(("bits", "group_size", "mode"), kind, strict=True))
+        for path, kind in kinds.items()
+    }
+    path = rewritten(tmp_path / "m", change, {"quantization": entry, "quantization_config": entry})
+    modules = dict(load_model(ModelConfig(base_path=str(path))).model.named_modules())
+    assert len(meant) == 14
+    for name, weights in meant.items():
+        layer = modules[name]
+        x = rng.normal(size=(3, weights.shape[1])).astype("f4")
+        expected = x @ weights.T
+        assert np.allclose(np.array(layer(mx.array(x))), expected, rtol=1e-4, atol=1e-4), name
+        if name != "model.layers.1.mlp.up_proj":
+            kind = kinds.get(name) or ((8, 64, "affine") if name == unlisted else (4, 64, "affine"))
+            assert (layer.bits, layer.group_size, layer.mode) == kind, name
+
+
+def test_fp8_in_blocks_where_the_architecture_reads_it(tmp_path: Path) -> None:
+    """DeepSeek's: E4M3 times one factor for each block of 128 × 128."""
+    rng, meant = np.random.default_rng(1), {}
+
+    def change(name: str, numbers: np.ndarray) -> Stored:
+        codes = rng.integers(0, 100, numbers.shape).astype("u1")
+        blocks = tuple(-(-size // 128) for size in numbers.shape)
+        factors = rng.choice([0.25, 0.5, 2.0], blocks).astype("f4")
+        wide = np.repeat(np.repeat(factors, 128, 0), 128, 1)[: len(codes), : codes.shape[1]]
+        meant[name.removesuffix(".weight")] = fp8(codes) * wide
+        return {name: ("F8_E4M3", codes), f"{name}_scale_inv": ("F32", factors)}
+
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config = {"quantization_config": settings}
+    base = LATENT | {"intermediate_size": 192}
+    path = rewritten(tmp_path / "m", change, config, base)
+    modules = dict(load_model(ModelConfig(base_path=str(path))).model.named_modules())
+    compared = 0
+    for name, weights in meant.items():
+        if name in modules:  # kv_b_proj becomes two
+            assert np.array_equal(np.array(modules[name].weight.astype(mx.float32)), weights), name
+            compared += 1
+    assert compared > 6
+
+
+def plain(name: str, numbers: np.ndarray) -> Stored:
+    return {name: ("F32", numbers)}
+
+
+def eight_bits(*scales: str) -> Callable[[str, np.ndarray], Stored]:
+    def change(name: str, numbers: np.ndarray) -> Stored:
+        codes = np.full(numbers.shape, 56, "u1")
+        one = np.ones((1, 1), "f4")
+        return {name: ("F8_E4M3", codes), **{f"{name}{scale}": ("F32", one) for scale in scales}}
+
+    return change
+
+
+def blocks(name: str, numbers: np.ndarray) -> Stored:
+    out, width = numbers.shape
+    path = name.removesuffix(".weight")
+    return {
+        f"{path}_blocks": ("U8", np.zeros((out, width // 32, 16), "u1")),
+        f"{path}_scales": ("U8", np.zeros((out, width // 32), "u1")),
+    }
+
+
+INTEGERS = {"num_bits": 4, "symmetric": True, "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "text"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, plain, "GPTQ to 4 bits"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, plain, "BITSANDBYTES"),
+        ({"quant_method": "fbgemm_fp8"}, eight_bits("_scale"), "FBGEMM_FP8"),
+        ({"quant_method": "quark"}, eight_bits(), "QUARK"),
+        ({"quant_method": "auto-round", "bits": 4}, plain, "AUTO-ROUND to 4 bits"),
+        ({"quant_method": "of tomorrow"}, plain, "OF TOMORROW"),
+        ({"bits": 4, "group_size": 64}, plain, "quantization_config without quant_method"),
+        (
+            {"quant_method": "compressed-tensors", "format": "float-quantized"},
+            eight_bits("_scale"),
+            "COMPRESSED-TENSORS as float-quantized",
+        ),
+        *(
+            (
+                {
+                    "quant_method": "compressed-tensors",
+                    "format": "pack-quantized",
+                    "config_groups": {"group_0": {"weights": INTEGERS | changed}},
+                },
+                plain,
+                "COMPRESSED-TENSORS as pack-quantized",
+            )
+            for changed in ({"num_bits": 8}, {"symmetric": False})
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            eight_bits("_scale"),
+            "MODELOPT as FP8",
+        ),
+        (
+            {"quant_method": "fp8"},
+            eight_bits("_scale_inv"),
+            "FP8, which mlx-lm does not read for qwen3",
+        ),
+        ({"quant_method": "fp8"}, eight_bits(), "holds uint8 numbers without scales"),
+        ({"quant_method": "mxfp4"}, blocks, "MXFP4, which mlx-lm does not read for qwen3"),
+        (None, eight_bits(), "holds uint8 numbers without scales"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(
+    settings: Any, change: Callable[[str, np.ndarray], Stored], text: str, tmp_path: Path
+) -> None:
+    config = {} if settings is None else {"quantization_config": settings}
+    path = rewritten(tmp_path / "m", change, config)
+    with pytest.raises(ModelError, match=text) as caught:
+        load_model(ModelConfig(base_path=str(path)))
+    assert "\n" not in str(caught.value) and "use the checkpoint that it was" in str(caught.value)
+
+
+def test_modelopts_own_file(tmp_path: Path) -> None:
+    path = rewritten(tmp_path / "m", eight_bits("_scale"), {})
+    file = path / "hf_quant_config.json"
+    file.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(ModelError, match="MODELOPT as FP8"):
+        load_model(ModelConfig(base_path=str(path)))
+    file.write_text("{")
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json cannot be read"):
+        load_model(ModelConfig(base_path=str(path)))
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again() -> None:
+    for settings in ({"bits": 4, "group_size": 64}, {"bits": 8, "group_size": 32, "mode": "mxfp8"}):
+        with pytest.raises(ConfigError, match=f"already quantised \\({settings['bits']} bits"):
+            check_quantization({"quantization": settings}, "acme/model", quantize=True)
