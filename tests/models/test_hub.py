@@ -57,12 +57,14 @@ def test_a_model_is_downloaded_and_found_again_without_the_hub(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.files["README.md"] = b"not for us"
+    of_tokenizers = {"spiece.model", "tokenizer.model.v3", "source.spm", "chat_template.json"}
+    hub.files |= dict.fromkeys(of_tokenizers, b"{}")
     check_model(ModelConfig(base_path=REPOSITORY), train=True)
     assert hub.fetched == {"config.json"}
     loaded = load_model(ModelConfig(base_path=REPOSITORY))
     assert loaded.vocab_size == QWEN3["vocab_size"]
     assert "model.safetensors" in hub.fetched
-    assert "README.md" not in hub.fetched
+    assert "README.md" not in hub.fetched and of_tokenizers <= hub.fetched
     hub.info = hub.content = Refusal(503)
     check_model(ModelConfig(base_path=REPOSITORY), train=True)
     assert load_model(ModelConfig(base_path=REPOSITORY)).path == loaded.path
