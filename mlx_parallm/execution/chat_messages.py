@@ -45,7 +45,7 @@ ROLE_OF = {name: role for role, names in _SPEAKERS.items() for name in names}
 """Names of speakers in other programs' logs and rows (ShareGPT's, Gemini's) → roles."""
 # an assistant's turn whose text is the call, as JSON
 CALLERS = ("function_call", "tool_call", "function-call")
-REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
 # what an assistant may write in place of content
 ANSWERS = (*REASONING, "tool_calls", "function_call", "refusal")
 

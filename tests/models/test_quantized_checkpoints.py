@@ -173,6 +173,52 @@ def test_fp8_in_blocks_where_the_architecture_reads_it(tmp_path: Path) -> None:
     assert compared > 6
 
 
+def test_mxfp4_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """Blocks of 32 numbers, two to a byte, the lower half first; rows of gate and up in turns."""
+    rng, meant = np.random.default_rng(2), {}
+    base = QWEN3 | {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": False,
+    }
+    path = save_checkpoint(tmp_path / "m", base)
+    stored: Stored = {}
+    for name, array in dict(mx.load(str(path / "model.safetensors"))).items():
+        expert = name.rpartition(".experts.")[2]
+        if expert in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
+            prefix = name.removesuffix(".weight")
+            count, out, width = array.shape
+            levels = rng.integers(0, 16, (count, out, width // 32, 32))
+            scales = rng.integers(118, 126, (count, out, width // 32)).astype("u1")
+            values = FP4[levels] * 2.0 ** (scales[..., None].astype(float) - 127)
+            meant[prefix] = values.reshape(count, out, width)
+            halves = (levels[..., ::2] | levels[..., 1::2] << 4).astype("u1")
+            stored |= {f"{prefix}_blocks": ("U8", halves), f"{prefix}_scales": ("U8", scales)}
+        else:
+            name = name.replace("gate_proj.bias", "gate_proj_bias")
+            name = name.replace("up_proj.bias", "up_proj_bias")
+            stored[name.replace("down_proj.bias", "down_proj_bias")] = ("F32", np.array(array))
+    for name in [name for name in stored if "experts.gate_proj" in name]:
+        gate, up = (stored.pop(each)[1] for each in (name, name.replace("gate_", "up_")))
+        rows = np.stack([gate, up], 2).reshape(len(gate), -1, *gate.shape[2:])
+        stored[name.replace("gate_proj", "gate_up_proj")] = (
+            "U8" if gate.dtype == "u1" else "F32",
+            rows,
+        )
+    write(path / "model.safetensors", stored)
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (path / "config.json").write_text(json.dumps(base | {"quantization_config": settings}))
+    modules = dict(load_model(ModelConfig(base_path=str(path))).model.named_modules())
+    assert len(meant) == 6
+    for name, weights in meant.items():
+        layer = modules[name]
+        got = mx.dequantize(layer.weight, layer.scales, None, group_size=32, bits=4, mode="mxfp4")
+        assert np.array_equal(np.array(got.astype(mx.float32)), weights), name
+
+
 def plain(name: str, numbers: np.ndarray) -> Stored:
     return {name: ("F32", numbers)}
 

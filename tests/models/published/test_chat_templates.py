@@ -55,7 +55,7 @@ TEMPLATES = {
     # Qwen2.5's and Qwen3's
     "hermes": "{{ bos_token }}{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
     "</tools>{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
-    "{% if m.reasoning_content is string %}<think>{{ m.reasoning_content.strip('\n') }}</think>"
+    "{{ m.thinking or '' }}{% if m.reasoning_content is string %}<think>{{ m.reasoning_content.strip('\n') }}</think>"
     "{% endif %}{% for call in m.tool_calls or [] %}{% set tool_call = call.function %}"
     "<tool_call>{{ tool_call.name }} {{ tool_call.arguments | tojson }}</tool_call>{% endfor %}"
     "</s>\n{% endfor %}"
@@ -121,8 +121,9 @@ def conversation(rng: random.Random, name: str) -> tuple[list[dict[str, Any]], A
     for turn in range(rng.randint(1, 3)):
         messages.append({"role": "user", "content": content()})
         answer = {"role": "assistant", "content": content()}
-        if rng.random() < 0.3:
-            answer["reasoning_content"] = rng.choice(TEXTS)
+        for reasoning in ("reasoning", "thinking", "reasoning_content"):
+            if rng.random() < 0.15:
+                answer[reasoning] = rng.choice(TEXTS)
         if tools and rng.random() < 0.5:
             call = {"name": rng.choice(["weather", "now"]), "arguments": rng.choice(CALLS)}
             answer["tool_calls"] = [{"id": f"c{turn}", "type": "function", "function": call}]
