@@ -16,14 +16,17 @@ from typing import Any
 from mlx_parallm.config.server import cache_directory
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.execution.chat_messages import is_image, read_messages
-from mlx_parallm.execution.prompt_images import STORED, data_url_bytes, image_refs
-from mlx_parallm.system.files import local_path, write_atomically
+from mlx_parallm.execution.prompt_images import STORED, data_url_bytes, image_refs, stored_digest
+from mlx_parallm.system.files import local_path, read_bounded, write_atomically
 
 IMAGES = "images"  # of the user's cache
 COLUMNS = ("images", "image")
 LONGEST_EXAMPLE = 1000  # characters of a content with its images that a person can still paste
 _SOURCES = ("image", "url", "image_url")
 _KINDS = {b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}  # first bytes; else PNG
+_BEGINNINGS = (*_KINDS, b"\x89PNG")
+LARGEST = 256 << 20
+"""Bytes of an image's file."""
 
 
 def has_images(row: Mapping[str, Any], messages: Any = "") -> bool:
@@ -132,8 +135,8 @@ def _as_data_url(part: Mapping[str, Any]) -> Mapping[str, Any]:
         return part
     name = part["image"]
     try:
-        data = (cache_directory(IMAGES) / name.removeprefix(STORED)).read_bytes()
-    except OSError as error:
+        data = read_bounded(cache_directory(IMAGES) / stored_digest(name), LARGEST)
+    except (OSError, ValueError) as error:
         raise RolloutRejectedError(f"the image {name}: {error}") from error
     kind = next((kind for begin, kind in _KINDS.items() if data.startswith(begin)), "png")
     url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
@@ -190,9 +193,14 @@ def _bytes(value: Any, folder: Path, where: str) -> bytes:
     if isinstance(value, str | os.PathLike) and str(value):
         path = local_path(str(value).removeprefix("file://"))
         try:
-            return (folder / path).read_bytes()
-        except OSError as error:
+            data = read_bounded(folder / path, LARGEST)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{where}: the image {value} cannot be read: {error}") from error
+        if not data.startswith(_BEGINNINGS):  # it would be stored, and sent to other servers
+            raise ConfigError(
+                f"{where}: {value} is no image that is read here: PNG, JPEG, WebP or GIF"
+            )
+        return data
     if callable(save := getattr(value, "save", None)) and hasattr(value, "mode"):  # Pillow's
         file = io.BytesIO()
         save(file, "PNG")

@@ -7,6 +7,7 @@ MLX, no picture is opened here.
 
 import base64
 import binascii
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from mlx_parallm.types import PromptImage
 PARTS = ("visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.")
 """Beginnings of names of the part that sees, in checkpoints and adapters."""
 STORED = "sha256:"  # begins the name of an image that this process has stored
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHOWN = 60  # characters of what a client wrote, in an error
 _SOURCES = ("image_url", "image", "url", "source")
 _IGNORED = frozenset({"type", "cache_control", "prompt_cache_breakpoint", "place"})
@@ -30,6 +32,15 @@ class ImageSource:
     where: str
     value: Any
     detail: str | None = None  # OpenAI's: "low", "high", "auto", "original"
+
+
+def stored_digest(name: str) -> str:
+    """Return the digest in the name of a stored image, which is the name of its file too. Raises
+    ValueError: it is none, and may lead anywhere."""
+    digest = name.removeprefix(STORED)
+    if not _DIGEST.fullmatch(digest):
+        raise ValueError(f"{name[:_SHOWN]!r} is no name of a stored image")
+    return digest
 
 
 class ImageReader(Protocol):

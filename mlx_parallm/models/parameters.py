@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 
@@ -62,6 +63,30 @@ def check_weights(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
             raise ValueError(f"{name} has the shape {weights[name].shape}, not {shape}")
         if not mx.isfinite(weights[name]).all().item():
             raise ValueError(f"{name} has numbers that are not finite")
+
+
+def check_optimizer(optimizer: Optimizer, module: nn.Module, state: Any) -> None:
+    """Check a loaded state. Raises ValueError: it is not one of a module's optimizer, or a number
+    is not finite.
+
+    Args:
+        optimizer: a new one of the same kind and settings.
+    """
+    bare = dict(tree_flatten(optimizer.state))
+    found = dict(tree_flatten(state))
+    if found.keys() - bare.keys():  # it has made an update
+        optimizer.init(module.trainable_parameters())
+    expected = dict(tree_flatten(optimizer.state))
+    if odd := sorted(expected.keys() ^ found.keys()):
+        raise ValueError(f"missing or unknown states of the optimizer: {', '.join(odd[:5])}")
+    for name, array in expected.items():
+        value = found[name]
+        if not isinstance(value, mx.array) or value.shape != array.shape:
+            raise ValueError(f"the optimizer's {name} has not the shape {array.shape}")
+        if not mx.isfinite(value).all().item() or (
+            name.endswith(".v") and mx.min(value).item() < 0
+        ):
+            raise ValueError(f"the optimizer's {name} has numbers that none can have")
 
 
 def scalar(array: mx.array) -> float:

@@ -17,13 +17,14 @@ Which paths need no key: those that an `AddedRouter` calls public (`create_app` 
 
 import base64
 import binascii
+import hashlib
 import hmac
 import ipaddress
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_parallm.errors import ConfigError, RefusedError
@@ -31,6 +32,7 @@ from mlx_parallm.server.errors import HEALTH, error_response
 
 ANY_ORIGIN = "*"
 SHORTEST_KEY = 8
+CLIENT = "client"  # in the state of a request
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:@/\\\[\]]+)(?::\d{0,5})?")
 _CROSS_SITE, _SAME_SITE = b"cross-site", b"same-site"  # the latter: another port of the same name
 _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(?P<authority>[^\s/?#]+)")
@@ -180,7 +182,16 @@ class AuthMiddleware:
             )
             await response(scope, receive, send)
             return
+        scope.setdefault("state", {})[CLIENT] = self._client(scope)
         await self._app(scope, receive, send)
+
+    def _client(self, scope: Scope) -> str | None:
+        """Return what stands for the user's key of a request; None: the server's own, or none."""
+        bearer = bearer_key(scope)
+        keys = [key.encode() for users in self._users for key in users.keys]
+        if bearer is None or sum(hmac.compare_digest(bearer, key) for key in keys) == 0:
+            return None
+        return hashlib.sha256(bearer).hexdigest()
 
     def _has_key(self, scope: Scope, key: bytes) -> bool:
         path: str = scope["path"]
@@ -199,6 +210,13 @@ class AuthMiddleware:
         ):
             return hmac.compare_digest(_basic_password(value.strip()), key)
         return False
+
+
+def client_of(request: HTTPConnection) -> str | None:
+    """Return whose request it is: a secret name of a user's key; None: of the server's own key, or
+    of a server without one. What one client leaves on the server is not for another."""
+    client: str | None = getattr(request.state, CLIENT, None)
+    return client
 
 
 def bearer_key(scope: Scope) -> bytes | None:

@@ -32,6 +32,7 @@ from mlx_parallm.execution.prompt_images import (
     without_sources,
 )
 from mlx_parallm.rollout_store.completions import Choice
+from mlx_parallm.server.auth import client_of
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import ClientDisconnectedError
 from mlx_parallm.server.protocol.answers import (
@@ -204,12 +205,14 @@ def build_requests(
     params: SamplingParams,
     model: ServedModel,
     body: QueueFields,
+    http_request: HTTPRequest,
     *,
     stream: bool = False,
 ) -> list[Request]:
-    """One engine request a prompt; n choices of a prompt are one request. Raises RequestError:
-    too many."""
+    """One engine request a prompt; n choices of a prompt are one request. Prefixes are shared under
+    the body's cache_salt, else among requests of the same key. Raises RequestError: too many."""
     check_count(len(prompts), params.n)
+    salt = client_of(http_request) if body.cache_salt is None else body.cache_salt
     return [
         Request(
             f"{response_id}-{position}",
@@ -217,7 +220,7 @@ def build_requests(
             params,
             model.adapter,
             stream,
-            cache_salt=body.cache_salt,
+            cache_salt=salt,
             priority=body.priority,
             # a grammar's text is what it has matched
             opens_text=prompt.opens_text and params.structure is None,

@@ -13,6 +13,7 @@ import hashlib
 import os
 import resource
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -55,6 +56,38 @@ def is_directory(text: str | Path) -> bool:
         return local_path(text).is_dir()
     except (OSError, ValueError):
         return False
+
+
+def inside(root: Path, name: str | Path) -> Path:
+    """Return a path below `root`, without links, that a foreign file, an archive or a request
+    names. Raises OSError: it leads out of `root`, or is no path."""
+    try:
+        path = (root / name).resolve()
+    except (ValueError, RuntimeError) as error:  # a null character; a circle of links
+        raise OSError(errno.EINVAL, f"{str(name)[:200]!r} is no path") from error
+    if not path.is_relative_to(root.resolve()):
+        raise OSError(errno.EACCES, f"{str(name)[:200]!r} leads out of {root}")
+    return path
+
+
+def check_regular(path: Path, most: int | None = None) -> None:
+    """Raises OSError: not there, no regular file (a pipe makes its reader wait for ever, a device
+    never ends), or larger than `most` bytes."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, f"{path} is no regular file")
+    if most is not None and status.st_size > most:
+        raise OSError(errno.EFBIG, f"{path} has {status.st_size} bytes, more than {most}")
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """Return the content of a regular file of at most `most` bytes. Raises OSError."""
+    check_regular(path, most)
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:  # it grows
+        raise OSError(errno.EFBIG, f"{path} has more than {most} bytes")
+    return content
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -154,7 +187,8 @@ def flush_to_disk(descriptor: int) -> None:
 
 
 def sha256_of(file: Path) -> str:
-    """Return the hexadecimal digest of a file. Raises OSError."""
+    """Return the hexadecimal digest of a regular file. Raises OSError."""
+    check_regular(file)
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

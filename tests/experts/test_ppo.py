@@ -364,6 +364,14 @@ def test_goes_on_from_what_it_saved(tmp_path: Path) -> None:
         np.testing.assert_array_equal(one[1], other[1], err_msg=one[0])
     with pytest.raises(CheckpointError, match="holds another expert"):
         RecurrentPPO(expert_for(task, "lstm"), task).load(tmp_path / "latest")
+    file = tmp_path / "latest" / "optimizer.safetensors"
+    whole = dict(mx.load(str(file)))
+    mx.save_safetensors(
+        str(file), {name: mx.full(a.shape, float("nan")) for name, a in whole.items()}
+    )
+    with pytest.raises(CheckpointError, match="numbers that none can have"):
+        second.load(tmp_path / "latest")
+    mx.save_safetensors(str(file), whole)
     (tmp_path / "latest" / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         second.load(tmp_path / "latest")

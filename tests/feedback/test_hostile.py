@@ -16,7 +16,13 @@ from mlx_parallm.systems.feedback.judge import JudgeFailedError
 from mlx_parallm.systems.feedback.routes import FeedbackBody
 from mlx_parallm.systems.feedback.signals import Signal
 from mlx_parallm.systems.feedback.source import RETRY_S, TRIES, feedback_source
-from mlx_parallm.systems.feedback.store import FeedbackStore, KeptAnswer, NewAnswer
+from mlx_parallm.systems.feedback.store import (
+    ENOUGH,
+    MOST_BASELINES,
+    FeedbackStore,
+    KeptAnswer,
+    NewAnswer,
+)
 from tests.feedback.test_source import LEARN, Chat, chat, configuration, said, user
 from tests.rollout_store.groups import VOCAB_SIZE
 
@@ -204,3 +210,37 @@ def test_no_counts_where_both_are_sent(chat: Chat) -> None:
             json={"messages": [user("Sum: 2+3")], "max_tokens": 2},
         )
     assert chat.status()["answers"] == {}
+
+
+def test_a_new_task_for_each_chat_escapes_no_mean(tmp_path: Path) -> None:
+    """Nor does a new name of a user: only the key is not the client's choice."""
+    clock = [0.0]
+    store = FeedbackStore(
+        tmp_path / "f.sqlite",
+        settle_s=0,
+        weights=WEIGHTS,
+        most_per_hour=100,
+        clock=lambda: clock[0],
+    )
+
+    def give(number: int, key: str, value: float) -> None:
+        new = NewAnswer(f"{number}", f"{key}/u{number}", f"t{number}", "b", "c", "q", "a", b"x")
+        store.record([new], [])
+        store.signal(Signal(new.id, "thumb", value))
+        store.decide(review=False, decay=0.95, keep_s=3600)
+
+    for number in range(60):
+        give(number, "anna", -1.0)
+    ready = [each.advantage for each in store.ready(1000)]
+    assert ready[0] == -1.0 and -0.06 < ready[-1] < 0, "compared with nothing"
+    assert sum(ready) > -7
+    give(60, "ben", -1.0)  # another key's own
+    assert store.ready(1000)[-1].advantage == -1.0
+    for number in range(61, 1100):
+        give(number, "anna", -1.0)
+    assert len(store.baselines()) <= MOST_BASELINES
+    assert store.counts()["answer", "", ENOUGH] == 999
+    clock[0] = 3601.0
+    give(1100, "anna", 1.0)
+    assert store.ready(1000)[-1].id == "1100"
+    store.close()

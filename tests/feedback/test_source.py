@@ -406,3 +406,55 @@ def test_settings_that_contradict(
 def test_a_server_that_trains_nothing_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="for `mlx_parallm train`"):
         refuse_to_serve(configuration(tmp_path).section(FeedbackConfig), None)  # type: ignore[arg-type]
+
+
+def test_what_a_key_leaves_on_the_server_is_not_for_another(
+    tmp_path: Path, store: RolloutStore, tiny_engine: TinyEngine, tiny_tokenizer: Any
+) -> None:
+    """Neither its prompts, by `cached_tokens`, nor its stored responses, by their ids."""
+    keys = tmp_path / "keys"
+    keys.write_text("anna key-of-anna\nben key-of-ben\n")
+    config = configuration(tmp_path, **{"feedback.keys_file": str(keys)})
+    context = SourceContext(config, tmp_path, store, VOCAB_SIZE, [], lambda: 0, lambda: 0)
+    source = feedback_source(context)
+    assert source is not None
+    with running_server(
+        tiny_engine.client, tiny_tokenizer, routers=[source.router], api_key="the-server-key"
+    ) as server:
+        anna, ben, owner = (
+            server.http(headers={"Authorization": f"Bearer {key}"})
+            for key in ("key-of-anna", "key-of-ben", "the-server-key")
+        )
+
+        def ask(client: Any, **more: Any) -> Any:
+            body = {"input": "My PIN is 4711. " * 8, "max_output_tokens": 2} | more
+            reply = client.post("/v1/responses", json=body)
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+        def cached(client: Any, **more: Any) -> int:
+            return int(ask(client, **more)["usage"]["input_tokens_details"]["cached_tokens"])
+
+        first = ask(anna)
+        assert cached(anna) > 0
+        assert cached(ben) == 0 and cached(owner) < 10  # others have asked as the owner
+        assert cached(ben, cache_salt="ours") == 0 and cached(anna, cache_salt="ours") > 0
+
+        path = f"/v1/responses/{first['id']}"
+        item = first["output"][0]["id"]
+        for client in (ben, owner):
+            assert client.get(path).status_code == 404
+            assert client.get(f"{path}/input_items").status_code == 404
+            assert client.post(f"{path}/cancel", json={}).status_code == 404
+            assert client.delete(path).status_code == 404
+            for body in (
+                {"input": "And?", "previous_response_id": first["id"]},
+                {"input": [{"type": "item_reference", "id": item}]},
+            ):
+                assert client.post("/v1/responses", json=body).status_code == 400
+        assert anna.get(path).json()["id"] == first["id"]
+        assert ask(anna, input="And?", previous_response_id=first["id"])
+        assert anna.delete(path).status_code == 200
+        for client in (anna, ben, owner):
+            client.close()
+    source.stop()

@@ -1,6 +1,7 @@
 """The service over real HTTP: routes, errors, feedback, checkpoints, and what survives."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -289,6 +291,43 @@ def test_after_a_kill_what_was_acknowledged_is_there(tmp_path: Path) -> None:
             1,
         )
         assert client.post("/feedback", json={"id": opened, "reward": 1}).json()["buffer_size"] == 6
+
+
+def test_a_damaged_optimizer_and_a_pipe_are_refused(tmp_path: Path) -> None:
+    """Before anything has changed: the service learns on from what it has."""
+    with serving(tmp_path) as client:
+        for number in range(8):
+            client.post("/store_experience", json=experience_body(number))
+        client.post("/update")
+        client.post("/save", json={"path": "good"})
+        good = next(tmp_path.rglob("good"))
+        file = good / "optimizer.safetensors"
+        whole = dict(mx.load(str(file)))
+        name = next(name for name in whole if name.endswith(".v"))
+        damages: dict[str, Any] = {
+            "missing": {key: value for key, value in whole.items() if key != name},
+            "shape": whole | {name: mx.zeros((3,))},
+            "infinite": whole | {name: mx.full(whole[name].shape, float("nan"))},
+            "negative": whole | {name: mx.full(whole[name].shape, -1.0)},
+            "unknown": whole | {"0.more": mx.zeros((1,))},
+            "empty": {},
+        }
+        for place, tensors in damages.items():
+            shutil.copytree(good, good.with_name(place))
+            mx.save_safetensors(str(good.with_name(place) / file.name), tensors)
+        for part in (file.name, "state.json"):
+            place = f"pipe-{part}"
+            shutil.copytree(good, good.with_name(place))
+            (good.with_name(place) / part).unlink()
+            os.mkfifo(good.with_name(place) / part)
+            damages[place] = None
+        for place in damages:
+            reply = client.post("/load", json={"path": place})
+            assert reply.status_code == 409, (place, reply.text)
+        assert client.post("/load", json={"path": "good"}).status_code == 200
+        for number in range(8, 16):
+            client.post("/store_experience", json=experience_body(number))
+        assert client.post("/update").status_code == 200
 
 
 def test_a_service_that_shuts_down_is_not_healthy(tmp_path: Path) -> None:

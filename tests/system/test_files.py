@@ -13,7 +13,10 @@ import pytest
 from mlx_parallm.system import files
 from mlx_parallm.system.files import (
     flush_to_disk,
+    inside,
     raise_file_limit,
+    read_bounded,
+    sha256_of,
     write_atomically,
     write_directory,
 )
@@ -178,3 +181,30 @@ def test_only_what_dead_processes_and_this_one_left_is_removed(tmp_path: Path) -
     files.remove_of_the_dead(tmp_path, "out.tmp-")
     files.remove_of_the_dead(tmp_path / "none", "out.tmp-")
     assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+@pytest.mark.parametrize(
+    "name", ["../out", "/etc/hostname", "link", "loop", "a\0b", "sub/../../out"]
+)
+def test_a_path_from_outside_stays_inside(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "root"
+    (root / "sub").mkdir(parents=True)
+    (root / "sub" / "file").write_text("x")
+    (root / "link").symlink_to(tmp_path)
+    (root / "loop").symlink_to("loop")
+    assert inside(root, "sub/../sub/file") == (root / "sub" / "file").resolve()
+    with pytest.raises(OSError, match=r"leads out|is no path|Symlink|Too many"):
+        inside(root, name)
+
+
+def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"12345")
+    assert read_bounded(tmp_path / "large", 5) == b"12345"
+    for path, reason in ((tmp_path / "pipe", "no regular"), (Path("/dev/zero"), "no regular")):
+        with pytest.raises(OSError, match=reason):
+            read_bounded(path, 5)
+        with pytest.raises(OSError, match=reason):
+            sha256_of(path)
+    with pytest.raises(OSError, match="5 bytes, more than 4"):
+        read_bounded(tmp_path / "large", 4)

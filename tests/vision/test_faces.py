@@ -1,5 +1,6 @@
 """The faces in Python show pictures too: inference, and TRL's trainers with a column `images`."""
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from PIL import Image
 
 from mlx_parallm import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from mlx_parallm.config.load import Config
-from mlx_parallm.environments.row_images import with_data_urls, with_stored_images
+from mlx_parallm.environments.row_images import stored, with_data_urls, with_stored_images
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.faces.atropos.wire import from_scored_data
 from mlx_parallm.faces.inference.module import InferenceModule
@@ -121,6 +122,18 @@ def test_an_endpoint_gets_data_urls(tmp_path: Path) -> None:
     assert image["image_url"]["url"] == data_url(file.read_bytes(), "image/jpeg")
     assert text == question(file)[0]["content"][1]
     assert with_data_urls("a text") == "a text"
+    for name in ("sha256:../../../../etc/hostname", "sha256:/etc/hostname", "sha256:abc"):
+        with pytest.raises(RolloutRejectedError, match="no name of a stored image"):
+            with_data_urls(({"role": "user", "content": [{"type": "image", "image": name}]},))
+
+
+def test_an_image_of_a_row_is_an_image(tmp_path: Path) -> None:
+    """It would be kept, and sent to the server that answers."""
+    (tmp_path / "secret").write_text("password")
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in (("secret", "no image"), ("pipe", "no regular"), ("/dev/zero", "regular")):
+        with pytest.raises(ConfigError, match=reason):
+            stored(name, tmp_path, "row 1")
 
 
 def test_grpo_trainer_takes_images(checkpoint: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ beside it, ENV and LABEL; then its files are laid out as it says. Anything else 
 """
 
 import ast
+import errno
 import re
 import shlex
 import sys
@@ -20,10 +21,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.files import inside, read_bounded
 from mlx_parallm.system.packages import require
 
 LARGEST = 4 << 20
 """Bytes of all files of a task together."""
+MOST_FILES = 10_000
+"""Of a task."""
 WORKDIR = "/app"
 PLAIN_IMAGE = re.compile(
     r"(?:docker\.io/)?(?:library/)?(?:python|ubuntu|debian)(?::[\w.-]+)?"
@@ -86,14 +90,59 @@ def task_paths(root: Path) -> list[Path]:
 def read_folder(path: Path) -> TaskFolder:
     """Read a task folder. Raises NeedsContainerError: it cannot run in the sandbox."""
     try:
-        return _harbor(path) if (path / "task.toml").is_file() else _terminal_bench(path)
-    except (OSError, ValueError, TypeError) as error:  # a time-out of words, an open quote, …
+        task = _Reader(path)
+        return _harbor(task) if (path / "task.toml").is_file() else _terminal_bench(task)
+    # a time-out of words, an open quote, brackets in brackets, …
+    except (OSError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise NeedsContainerError(f"it cannot be read: {error}") from error
 
 
-def _harbor(path: Path) -> TaskFolder:
+class _Reader:
+    """Reads the files of one task folder: inside of it alone, and no more than LARGEST bytes and
+    MOST_FILES files together. Sizes are looked at first. Raises NeedsContainerError, OSError."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._bytes, self._files = LARGEST, MOST_FILES
+
+    def text(self, path: Path) -> str:
+        return self.content(path).decode()
+
+    def content(self, path: Path) -> bytes:
+        if self._files == 0:
+            raise NeedsContainerError(f"it has more than {MOST_FILES} files")
+        real, shown = inside(self.root, path.relative_to(self.root)), path.relative_to(self.root)
+        try:
+            content = read_bounded(real, self._bytes)
+        except OSError as error:
+            if error.errno == errno.EFBIG:
+                raise NeedsContainerError(
+                    f"{shown}: with it the task's files hold more than {LARGEST} bytes"
+                ) from error
+            raise
+        self._bytes -= len(content)
+        self._files -= 1
+        return content
+
+    def below(self, directory: Path) -> dict[str, bytes]:
+        """Return the files below a directory. A link counts as what it leads to."""
+        inside(self.root, directory.relative_to(self.root))
+        files: dict[str, bytes] = {}
+        for number, file in enumerate(directory.rglob("*")):
+            if number >= MOST_FILES:
+                raise NeedsContainerError(f"{directory.name}/ has more than {MOST_FILES} entries")
+            if file.is_symlink() and file.is_dir():
+                shown = file.relative_to(self.root)
+                raise NeedsContainerError(f"{shown} is a link to a directory: put the files there")
+            if not file.is_dir():
+                files[file.relative_to(directory).as_posix()] = self.content(file)
+        return dict(sorted(files.items()))
+
+
+def _harbor(task: _Reader) -> TaskFolder:
+    path = task.root
     try:
-        settings = tomllib.loads((path / "task.toml").read_text())
+        settings = tomllib.loads(task.text(path / "task.toml"))
     except tomllib.TOMLDecodeError as error:
         raise NeedsContainerError(f"task.toml: {error}") from error
     environment, verifier = _table(settings, "environment"), _table(settings, "verifier")
@@ -111,11 +160,11 @@ def _harbor(path: Path) -> TaskFolder:
         raise NeedsContainerError("its verifier wants an environment of its own")
     if (path / "environment" / "docker-compose.yaml").exists():
         raise NeedsContainerError("environment/docker-compose.yaml needs containers")
-    workdir, files, variables = _layout(path / "environment")
-    tests = _files(path / "tests") if (path / "tests").is_dir() else {}
+    workdir, files, variables = _layout(task, path / "environment")
+    tests = task.below(path / "tests") if (path / "tests").is_dir() else {}
     return TaskFolder(
         path.name,
-        _instruction((path / "instruction.md").read_text()),
+        _instruction(task.text(path / "instruction.md")),
         workdir,
         files,
         tests,
@@ -133,14 +182,28 @@ def _harbor(path: Path) -> TaskFolder:
     )
 
 
-def _terminal_bench(path: Path) -> TaskFolder:
+def _read_yaml(text: str) -> Any:
+    """Read YAML without aliases, by which 300 bytes stand for any number of values. Raises
+    NeedsContainerError."""
     require("task_folders: a task.yaml", "yaml")
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                line = self.peek_event().start_mark.line + 1
+                raise NeedsContainerError(f"task.yaml, line {line}: aliases (*name) are not read")
+            return super().compose_node(parent, index)
+
     try:
-        settings = yaml.safe_load((path / "task.yaml").read_text())
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise NeedsContainerError(f"task.yaml: {' '.join(str(error).split())}") from error
+
+
+def _terminal_bench(task: _Reader) -> TaskFolder:
+    path = task.root
+    settings = _read_yaml(task.text(path / "task.yaml"))
     if not isinstance(settings, Mapping) or not isinstance(settings.get("instruction"), str):
         raise NeedsContainerError("task.yaml has no instruction")
     if settings.get("parser_name", "pytest") != "pytest":
@@ -148,12 +211,12 @@ def _terminal_bench(path: Path) -> TaskFolder:
             f"task.yaml: parser_name = {settings['parser_name']!r}: only pytest's tests are read"
         )
     compose = next(path.glob("docker-compose.y*ml"), None)
-    if compose is not None and re.search(r"^  \w+:", compose.read_text(), re.MULTILINE):
-        services = re.findall(r"^  (\w[\w-]*):", compose.read_text(), re.MULTILINE)
+    if compose is not None:
+        services = re.findall(r"^  (\w[\w-]*):", task.text(compose), re.MULTILINE)
         if len(services) > 1:
             raise NeedsContainerError(f"{compose.name} has {len(services)} services")
-    workdir, files, variables = _layout(path)
-    tests = _files(path / "tests") if (path / "tests").is_dir() else {}
+    workdir, files, variables = _layout(task, path)
+    tests = task.below(path / "tests") if (path / "tests").is_dir() else {}
     seconds = float(settings.get("max_test_timeout_sec", 60.0))
     tests = {name: content for name, content in tests.items() if name != "test.sh"}
     skipped = ("instruction", "parser_name", "max_test_timeout_sec")
@@ -186,26 +249,16 @@ def _table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(table)
 
 
-def _files(directory: Path) -> dict[str, bytes]:
-    """Return the files below a directory. Raises NeedsContainerError: they are too large."""
-    files: dict[str, bytes] = {}
-    for file in sorted(directory.rglob("*")):
-        if file.is_file() and not file.is_symlink():
-            files[file.relative_to(directory).as_posix()] = file.read_bytes()
-    if (size := sum(map(len, files.values()))) > LARGEST:
-        raise NeedsContainerError(f"{directory.name}/ holds {size} bytes, more than {LARGEST}")
-    return files
-
-
-def _layout(context: Path) -> tuple[str, dict[str, bytes], dict[str, str]]:
+def _layout(task: _Reader, context: Path) -> tuple[str, dict[str, bytes], dict[str, str]]:
     """Return working directory, files and environment variables as the Dockerfile says; without
     one the files lie as they are."""
     dockerfile = context / "Dockerfile"
     if not dockerfile.is_file():
-        return WORKDIR, _files(context) if context.name == "environment" else {}, {}
+        is_harbors = context.name == "environment" and context.is_dir()
+        return WORKDIR, task.below(context) if is_harbors else {}, {}
     workdir, files, variables = WORKDIR, dict[str, bytes](), dict[str, str]()
     stages = 0
-    for number, instruction, rest in _instructions(dockerfile.read_text()):
+    for number, instruction, rest in _instructions(task.text(dockerfile)):
         where = f"{dockerfile.name}, line {number}: {instruction} {rest}"[:160]
         if instruction == "FROM":
             stages += 1
@@ -217,7 +270,7 @@ def _layout(context: Path) -> tuple[str, dict[str, bytes], dict[str, str]]:
             if not place.is_absolute() or workdir == "/" or ".." in place.parts:
                 raise NeedsContainerError(f"{where}: no directory of its own")
         elif instruction == "COPY" and not rest.startswith("-"):
-            files |= _copied(context, rest, workdir, where)
+            files |= _copied(task, context, rest, workdir, where)
         elif instruction == "ENV" and "=" in rest:
             variables |= dict(word.split("=", 1) for word in shlex.split(rest) if "=" in word)
         elif instruction not in ("LABEL", "MAINTAINER"):
@@ -241,7 +294,7 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
         yield began, instruction.upper(), rest.strip()
 
 
-def _copied(context: Path, rest: str, workdir: str, where: str) -> dict[str, bytes]:
+def _copied(task: _Reader, context: Path, rest: str, workdir: str, where: str) -> dict[str, bytes]:
     """Return what a COPY puts below the working directory. Raises NeedsContainerError."""
     *sources, target = shlex.split(rest)
     place = PurePosixPath(workdir) / target
@@ -250,14 +303,16 @@ def _copied(context: Path, rest: str, workdir: str, where: str) -> dict[str, byt
     base = place.relative_to(workdir)
     files: dict[str, bytes] = {}
     for source in sources:
-        path = (context / source).resolve()
-        if not path.is_relative_to(context.resolve()) or not path.exists():
+        path = context / source
+        real = path.resolve()
+        if not real.is_relative_to(context.resolve()) or not path.exists():
             raise NeedsContainerError(f"{where}: there is no {source!r} beside the Dockerfile")
+        path = context / real.relative_to(context.resolve())
         if path.is_dir():
-            files |= {(base / name).as_posix(): data for name, data in _files(path).items()}
+            files |= {(base / name).as_posix(): data for name, data in task.below(path).items()}
         else:
             into_directory = target.endswith(("/", ".")) or len(sources) > 1
-            files[(base / path.name if into_directory else base).as_posix()] = path.read_bytes()
+            files[(base / path.name if into_directory else base).as_posix()] = task.content(path)
     return files
 
 

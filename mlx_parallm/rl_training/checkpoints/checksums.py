@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.system.files import sha256_of
+from mlx_parallm.system.files import inside, sha256_of
 
 CHECKSUMS_FILE = "SHA256SUMS"  # as `sha256sum -c` reads it
 
@@ -26,7 +26,9 @@ def damaged_files(checkpoint: Path) -> list[str] | None:
         return None
     try:
         expected = [line.split("  ", 1) for line in sums.read_text(encoding="utf-8").splitlines()]
-        damaged = [name for checksum, name in expected if sha256_of(checkpoint / name) != checksum]
+        damaged = [
+            name for checksum, name in expected if sha256_of(inside(checkpoint, name)) != checksum
+        ]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{sums}: the checkpoint cannot be checked: {error}") from error
     return damaged if expected else [CHECKSUMS_FILE]

@@ -245,6 +245,8 @@ class PolicyOptimizer:
                 raise CheckpointError(
                     f"optimizer state of {name}: expected {array.shape}, found {shape}"
                 )
+            if not mx.isfinite(tensors[name]).all().item():
+                raise CheckpointError(f"optimizer state of {name}: a number is not finite")
         loaded = zip(self._slots.names, self._slots.read(), strict=True)
         self._set_masters(
             [tensors.get(f"{n}.master", array.astype(mx.float32)) for n, array in loaded]

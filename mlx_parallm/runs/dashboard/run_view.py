@@ -30,7 +30,7 @@ from mlx_parallm.errors import (
     RequestError,
     StoreError,
 )
-from mlx_parallm.execution.prompt_images import STORED
+from mlx_parallm.execution.prompt_images import stored_digest
 from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per_s
 from mlx_parallm.runs.compare import differing, settings_of
 from mlx_parallm.runs.dashboard.bounded import cut, sendable
@@ -63,10 +63,8 @@ def _thumbnail(name: str) -> str:
     """Return "" for an image that is gone, too large, or damaged: the page says its name."""
     from PIL import Image
 
-    digest = name.removeprefix(STORED)
-    if not digest.isalnum():
-        return ""
     try:
+        digest = stored_digest(name)
         with Image.open(cache_directory(IMAGES) / digest, formats=IMAGE_FORMATS) as picture:
             if picture.width * picture.height > MOST_PIXELS:
                 return ""

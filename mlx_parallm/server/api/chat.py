@@ -95,7 +95,9 @@ async def answer_chat(
         must_call=bool(body.forced_tools),
         read=plan.checked_format.read,
     )
-    requests = build_requests(response_id, [prompt], params, model, body, stream=body.stream)
+    requests = build_requests(
+        response_id, [prompt], params, model, body, request, stream=body.stream
+    )
     if (observer := observer_of(request)) is not None:
         observer.begun(body)
     answer = _ChatResponse(context, model, response_id, body, plan.answer_format, requests[0])

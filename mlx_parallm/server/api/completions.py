@@ -44,7 +44,9 @@ async def create_completion(body: CompletionBody, request: Request, context: Con
     response_id = new_id("cmpl")
     params = body.with_defaults(context.sampling_defaults).to_params()
     check = await answer_check(context, params, content=params.structure)
-    requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
+    requests = build_requests(
+        response_id, prompts, params, model, body, request, stream=body.stream
+    )
     answer = _CompletionsResponse(context, model, response_id, body, prompts, requests)
     options = body.stream_options
     return await respond(

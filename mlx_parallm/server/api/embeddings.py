@@ -63,7 +63,7 @@ async def create_embedding(body: EmbeddingBody, request: Request, context: Conte
         max_tokens=0, pooling=body.pooling or context.deps.config.embedding_pooling
     )
     outputs = await run(
-        context, request, build_requests(new_id(UNNAMED), texts, params, model, body)
+        context, request, build_requests(new_id(UNNAMED), texts, params, model, body, request)
     )
     data = [
         {"object": "embedding", "index": index, "embedding": _shown(output.embedding or (), body)}

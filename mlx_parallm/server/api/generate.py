@@ -210,7 +210,7 @@ async def _vllm(body: VllmBody, request: Request, context: ServerContext) -> Res
     model = resolve_model(context, body.model)
     prompt, params = encode_prompt(context, body.prompt_value()), body.to_params()
     check = await answer_check(context, params, content=params.structure)
-    requests = build_requests(new_id(UNNAMED), [prompt], params, model, body)
+    requests = build_requests(new_id(UNNAMED), [prompt], params, model, body, request)
     [output] = await run(context, request, requests, check=check)
     return check.with_header(JSONResponse(_vllm_answer(body, output, model.policy_version)))
 
@@ -224,7 +224,7 @@ async def _sglang(body: SglangBody, request: Request, context: ServerContext) ->
     check_count(len(values), max(params.n for params in params_of))
     prompts = [encode_prompt(context, value) for value in values]
     requests = [
-        build_requests(f"{response_id}-{position}", [prompt], params, model, body)[0]
+        build_requests(f"{response_id}-{position}", [prompt], params, model, body, request)[0]
         for position, (prompt, params) in enumerate(zip(prompts, params_of, strict=True))
     ]
     if len({params.structure for params in params_of}) > 1:

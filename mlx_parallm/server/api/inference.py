@@ -100,7 +100,9 @@ async def generate_tokens(body: InferenceBody, request: Request, context: Contex
     answer = _TokensResponse(context, model, body.request_id or response_id, body)
     prompts = [EncodedPrompt(tuple(body.token_ids))]
     params = body.sampling_params.to_params()
-    requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
+    requests = build_requests(
+        response_id, prompts, params, model, body, request, stream=body.stream
+    )
     check = await answer_check(context, params, content=params.structure)
     return await respond(
         answer,

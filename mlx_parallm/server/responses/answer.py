@@ -11,7 +11,7 @@ from mlx_parallm.server.protocol.to_chat import ChatFields
 from mlx_parallm.server.responses.body import SEALED_REASONING, ResponsesBody, ToolNames
 from mlx_parallm.server.responses.items import Item
 from mlx_parallm.server.responses.output import COMPLETED, INCOMPLETE, Event, OutputItems
-from mlx_parallm.server.responses.store import ResponseStore, StoredItem
+from mlx_parallm.server.responses.store import ClientResponses, StoredItem
 
 CANCELLED, FAILED, IN_PROGRESS = "cancelled", "failed", "in_progress"
 # by the chat's finish reason; of all others COMPLETED
@@ -37,7 +37,7 @@ class ResponseForm:
         model: str,
         earlier: Sequence[StoredItem],
         new_items: Sequence[Item],
-        store: ResponseStore,
+        store: ClientResponses,
     ) -> None:
         self.id = response_id
         self._body, self._earlier, self._new_items, self._store = body, earlier, new_items, store

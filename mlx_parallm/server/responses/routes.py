@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from mlx_parallm.errors import RefusedError, RequestError
 from mlx_parallm.server.api.chat import answer_chat
+from mlx_parallm.server.auth import client_of
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.errors import ERROR_CONTENT
 from mlx_parallm.server.generation import encode_conversation, resolve_model
@@ -18,7 +19,7 @@ from mlx_parallm.server.protocol.to_chat import renamed
 from mlx_parallm.server.responses.answer import CANCELLED, ResponseForm
 from mlx_parallm.server.responses.body import IN_CHAT, ResponsesBody, ToolNames
 from mlx_parallm.server.responses.items import Item
-from mlx_parallm.server.responses.store import StoredItem
+from mlx_parallm.server.responses.store import ClientResponses, StoredItem
 from mlx_parallm.server.sse import AnswerResponse
 
 router = json_router("openai")
@@ -32,8 +33,8 @@ async def create_response(body: ResponsesBody, request: Request, context: Contex
     """Answer a chat whose messages are items. It is kept for `previous_response_id` unless
     `store` is false."""
     model = resolve_model(context, body.model)
-    earlier, new_items, chat, names = _chat_of(body, context)
-    store = context.responses
+    store = _responses(request, context)
+    earlier, new_items, chat, names = _chat_of(body, context, store)
     shown = body.with_defaults(context.sampling_defaults)
     form = ResponseForm(
         shown, names, f"resp_{uuid.uuid4().hex}", model.id, earlier, new_items, store
@@ -48,17 +49,17 @@ async def create_response(body: ResponsesBody, request: Request, context: Contex
 
 
 @router.post("/v1/responses/input_tokens")
-async def count_input_tokens(body: ResponsesBody, context: Context) -> Response:
+async def count_input_tokens(body: ResponsesBody, request: Request, context: Context) -> Response:
     """Count the tokens of the prompt of this request."""
     resolve_model(context, body.model)
-    chat = _chat_of(body, context)[2]
+    chat = _chat_of(body, context, _responses(request, context))[2]
     count = len((await encode_conversation(context, chat)).token_ids)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
 @router.get("/v1/responses/{response_id}")
 async def show_response(
-    response_id: str, context: Context, stream: Annotated[bool, Query()] = False
+    response_id: str, request: Request, context: Context, stream: Annotated[bool, Query()] = False
 ) -> Response:
     """A response that is kept, or that is being generated."""
     if stream:
@@ -66,28 +67,28 @@ async def show_response(
             "'stream' is of POST /v1/responses: the events of a response are not kept",
             param="stream",
         )
-    running = context.responses.running(response_id)
-    return AnswerResponse(
-        running.snapshot() if running else context.responses.find(response_id).load()
-    )
+    responses = _responses(request, context)
+    running = responses.running(response_id)
+    return AnswerResponse(running.snapshot() if running else responses.find(response_id).load())
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, context: Context) -> Response:
-    context.responses.delete(response_id)
+async def delete_response(response_id: str, request: Request, context: Context) -> Response:
+    _responses(request, context).delete(response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(
     response_id: str,
+    request: Request,
     context: Context,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
     """The items that a response answers, the newest first."""
-    listed: Sequence[StoredItem] = context.responses.find(response_id).input
+    listed: Sequence[StoredItem] = _responses(request, context).find(response_id).input
     if order == "desc":
         listed = listed[::-1]
     if after is not None:
@@ -105,23 +106,28 @@ async def list_input_items(
 
 
 @router.post("/v1/responses/{response_id}/cancel", responses=_CONFLICT)
-async def cancel_response(response_id: str, context: Context) -> Response:
+async def cancel_response(response_id: str, request: Request, context: Context) -> Response:
     """End a response that is being generated; its own request is answered with what there is."""
-    running = context.responses.running(response_id)
+    responses = _responses(request, context)
+    running = responses.running(response_id)
     if running is None:
-        context.responses.find(response_id)
+        responses.find(response_id)
         raise RefusedError(f"{response_id!r} has ended already", 409, "response_id")
     for request_id in context.running.find([response_id]):
         context.engine.abort(request_id)
     return AnswerResponse(running.snapshot() | {"status": CANCELLED})
 
 
+def _responses(request: Request, context: ServerContext) -> ClientResponses:
+    return context.responses.of(client_of(request))
+
+
 def _chat_of(
-    body: ResponsesBody, context: ServerContext
+    body: ResponsesBody, context: ServerContext, responses: ClientResponses
 ) -> tuple[tuple[StoredItem, ...], list[Item], ChatBody, ToolNames]:
     """The items of earlier responses, those of this request, and the chat that they make."""
-    earlier = context.responses.conversation(body.previous_response_id)
-    new_items = context.responses.resolve(body.items)
+    earlier = responses.conversation(body.previous_response_id)
+    new_items = responses.resolve(body.items)
     chat, names = body.to_chat(
         [*(item.load() for item in earlier), *new_items],
         first=len(earlier),

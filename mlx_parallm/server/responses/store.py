@@ -78,64 +78,86 @@ class RunningResponse(Protocol):
         """The response as it is now."""
 
 
+Name = tuple[str | None, str]
+"""A client (`auth.client_of`), and the id of one of its responses."""
+
+
 class ResponseStore:
-    """The server's thread only. `max_bytes`: of all that is kept, as JSON; the oldest goes
-    first, 0 = nothing is."""
+    """The responses of all clients. The server's thread only. `max_bytes`: of all that is kept, as
+    JSON; the oldest goes first, 0 = nothing is."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._size = 0
-        self._kept: dict[str, StoredResponse] = {}  # oldest first
-        self._running: dict[str, RunningResponse] = {}
+        self.kept: dict[Name, StoredResponse] = {}  # oldest first
+        self.running: dict[Name, RunningResponse] = {}
+
+    def of(self, client: str | None) -> "ClientResponses":
+        """Return the responses of one client."""
+        return ClientResponses(self, client)
+
+    def add(self, name: Name, stored: StoredResponse) -> None:
+        if stored.size > self.max_bytes:
+            return
+        self.kept[name] = stored
+        self._size += stored.size
+        while self._size > self.max_bytes:
+            self.delete(next(iter(self.kept)))
+
+    def delete(self, name: Name) -> None:
+        self._size -= self.kept.pop(name).size
+
+
+class ClientResponses:
+    """The responses of one client: the only ones that its requests can name."""
+
+    def __init__(self, store: ResponseStore, client: str | None) -> None:
+        self._store, self._client = store, client
 
     @property
     def enabled(self) -> bool:
-        return self._max_bytes > 0
+        return self._store.max_bytes > 0
 
     @contextmanager
     def holding(self, response: RunningResponse) -> Iterator[None]:
         """While it is generated."""
-        self._running[response.id] = response
+        self._store.running[self._client, response.id] = response
         try:
             yield
         finally:
-            self._running.pop(response.id, None)
+            self._store.running.pop((self._client, response.id), None)
 
     def running(self, response_id: str) -> RunningResponse | None:
-        return self._running.get(response_id)
+        return self._store.running.get((self._client, response_id))
 
     def add(self, response: Mapping[str, Any], before: Sequence[StoredItem]) -> None:
         """Keep a response that has ended; `before`: the items that it answers."""
         output = tuple(StoredItem.of(item) for item in response["output"])
         stored = StoredResponse(json.dumps(response), tuple(before), output)
-        if stored.size > self._max_bytes:
-            return
-        self._kept[response["id"]] = stored
-        self._size += stored.size
-        while self._size > self._max_bytes:
-            self.delete(next(iter(self._kept)))
+        self._store.add((self._client, response["id"]), stored)
 
     def find(self, response_id: str) -> StoredResponse:
         """Raises RefusedError (404)."""
-        stored = self._kept.get(response_id)
+        stored = self._store.kept.get((self._client, response_id))
         if stored is None:
             raise RefusedError(self._missing("response", response_id), 404, "response_id")
         return stored
 
     def delete(self, response_id: str) -> None:
         """Raises RefusedError (404)."""
-        self._size -= self.find(response_id).size
-        del self._kept[response_id]
+        self.find(response_id)
+        self._store.delete((self._client, response_id))
 
     def conversation(self, response_id: str | None) -> tuple[StoredItem, ...]:
         """The items up to the end of this response; () for None. Raises RequestError: it is not
         kept."""
         if response_id is None:
             return ()
-        if response_id not in self._kept:
+        kept = self._store.kept.get((self._client, response_id))
+        if kept is None:
             param, code = "previous_response_id", "previous_response_not_found"
             raise RequestError(self._missing("response", response_id), param=param, code=code)
-        return self._kept[response_id].items
+        return kept.items
 
     def resolve(self, items: Sequence[Item]) -> list[Item]:
         """A request's items, with those that `item_reference`s name. Raises RequestError: one is
@@ -143,7 +165,12 @@ class ResponseStore:
         wanted = {item.get("id"): n for n, item in enumerate(items) if _is_reference(item)}
         if not wanted:
             return list(items)
-        kept_items = {item.id: item for stored in self._kept.values() for item in stored.items}
+        kept_items = {
+            item.id: item
+            for (client, _), stored in self._store.kept.items()
+            if client == self._client
+            for item in stored.items
+        }
         resolved = []
         for position, item in enumerate(items):
             if not _is_reference(item):
@@ -161,10 +188,9 @@ class ResponseStore:
 
     def _missing(self, what: str, name: object) -> str:
         return (
-            f"no {what} {name!r} is kept: it was not stored, was deleted, or was the oldest of"
-            " more than "
-            f"server.stored_responses_bytes = {self._max_bytes}; send the whole conversation as"
-            " 'input'"
+            f"no {what} {name!r} is kept for this key: it was not stored, was deleted, or was the"
+            " oldest of more than server.stored_responses_bytes ="
+            f" {self._store.max_bytes}; send the whole conversation as 'input'"
         )
 
 

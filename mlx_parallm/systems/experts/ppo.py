@@ -31,7 +31,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.losses.ppo import Loss, Steps, clipped_ppo, gae, loss_inputs, update_parts
-from mlx_parallm.system.files import write_directory
+from mlx_parallm.models.parameters import check_optimizer
+from mlx_parallm.system.files import check_regular, write_directory
 from mlx_parallm.systems.experts.expert import PackedState, RNNExpertBase
 from mlx_parallm.systems.experts.saving import load_expert, save_expert
 from mlx_parallm.systems.experts.tasks import VectorTask
@@ -323,7 +324,7 @@ class RecurrentPPO:
             config or RecurrentPPOConfig(),
             seed,
         )
-        self.optimizer = optimizers.Adam(self.config.learning_rate, eps=1e-5)
+        self.optimizer = self._new_optimizer()
         self.optimizer.init(expert.trainable_parameters())
         self.steps = self.updates = 0
         self.finished = EpisodeStatistics()
@@ -450,6 +451,9 @@ class RecurrentPPO:
 
         write_directory(Path(directory), fill)
 
+    def _new_optimizer(self) -> optimizers.Adam:
+        return optimizers.Adam(self.config.learning_rate, eps=1e-5)
+
     def load(self, directory: str | Path) -> None:
         """Go on from `save`: weights, optimizer, counts. Episodes begin anew. Raises
         CheckpointError."""
@@ -460,8 +464,12 @@ class RecurrentPPO:
                 f"{directory} holds another expert: {loaded.kind}, {loaded.config}"
             )
         try:
+            for name in (STATE_FILE, OPTIMIZER_FILE):
+                check_regular(directory / name)
             state = json.loads((directory / STATE_FILE).read_text())
-            optimizer: Any = mx.load(str(directory / OPTIMIZER_FILE))
+            flat: Any = mx.load(str(directory / OPTIMIZER_FILE))
+            optimizer: Any = tree_unflatten(list(flat.items()))
+            check_optimizer(self._new_optimizer(), loaded, optimizer)
             self.steps, self.updates = int(state["steps"]), int(state["updates"])
             self._order.bit_generator.state = state["order"]
             self.scale = replace(
@@ -475,7 +483,7 @@ class RecurrentPPO:
                 f"{directory} is not a checkpoint of recurrent PPO: {error}"
             ) from error
         self.expert.update(loaded.parameters())
-        self.optimizer.state = tree_unflatten(list(optimizer.items()))
+        self.optimizer.state = optimizer
         self.seed, self._observations = derive_seed("recurrent PPO", self.seed, self.steps), None
 
     def _memory(self, hidden: mx.array) -> mx.array:

@@ -104,6 +104,9 @@ class FeedbackConfig(Section):
     max_answers: int = Field(100_000, ge=1)
     """Answers that are remembered. Beyond it those go that were decided on longest ago, and then
     the oldest that were not, which are counted."""
+    max_answers_per_hour: int = Field(2000, ge=1)
+    """Answers that are learned of one key of `keys_file` in an hour (of the server's own key: of
+    all whose chats have the header). Those beyond are not learned, and are counted."""
     regenerate_within_s: float = Field(600.0, gt=0)
     """The same question later than this is a new question."""
     review: bool = False

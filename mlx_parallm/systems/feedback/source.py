@@ -101,6 +101,7 @@ class FeedbackSource(RolloutSource):
             context.directory / FEEDBACK_FILE,
             settle_s=section.settle_s,
             weights=section.rewards.model_dump(),
+            most_per_hour=section.max_answers_per_hour,
         )
         self._agreement, self._judge = Agreement(section), reply_judge(section)
         owner = config.resolve_api_key()

@@ -23,6 +23,8 @@ FEEDBACK_FILE = "feedback.sqlite"
 LOCK_TIMEOUT_S = 5.0
 LISTED = 100
 HOUR_S = 3600.0
+MOST_BASELINES = 1000
+AFTER_KEY = chr(ord("/") + 1)
 # what becomes of an answer or a signal that is not used, beside the reasons of checks
 NO_SIGNAL = "no signal within keep_s"
 REJECTED = "rejected in the review"
@@ -34,6 +36,7 @@ WEAKER = "a stronger signal decided"
 NOBODY_JUDGES = "nobody judges it"
 REPLACED = "replaced by a later one"
 LATE = "the answer was decided on already"
+ENOUGH = "more answers of one key in an hour than max_answers_per_hour"
 NO_ROOM = "more answers than max_answers wait"
 FORGOTTEN = "forgotten", "", "decided on, beyond max_answers"
 
@@ -136,6 +139,7 @@ class FeedbackStore:
     Args:
         settle_s: between the first signal of an answer and its decision.
         weights: what a kind of signal counts; a kind of 0 is no signal.
+        most_per_hour: answers of one key that are learned in an hour; None: no bound.
     """
 
     def __init__(
@@ -144,12 +148,14 @@ class FeedbackStore:
         *,
         settle_s: float,
         weights: Mapping[str, float],
+        most_per_hour: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._database = Database(
             path, lock_timeout_s=LOCK_TIMEOUT_S, read_only=False, schema=FEEDBACK
         )
         self._settle_s, self._weights, self._clock = settle_s, weights, clock
+        self._most_per_hour = most_per_hour
 
     # ------------------------------------------------------------------ what comes
 
@@ -368,21 +374,48 @@ class FeedbackStore:
             else:
                 _give_up(connection, answer, NO_LABEL)
             return
-        row = connection.execute(
-            "SELECT weight, total FROM baselines WHERE task = ?", (task,)
-        ).fetchone()
-        baseline = Baseline(*row) if row else Baseline()
-        later = baseline.after(reward, decay)
-        connection.execute(
-            "INSERT OR REPLACE INTO baselines VALUES (?, ?, ?)", (task, later.mass, later.total)
+        advantage = reward - self._compare(
+            connection, _key_of(connection, answer), task, reward, decay
         )
-        advantage = reward - baseline.mean
         if not advantage:
             _give_up(connection, answer, NOTHING_NEW)
             return
         self._make_ready(connection, answer, advantage)
 
+    def _compare(
+        self, connection: Connection, key: str, task: str, reward: float, decay: float
+    ) -> float:
+        """Return the mean that a reward of a task is compared with, and add the reward to it.
+
+        A task that is new begins with the mean of its key: a client that names a new task for each
+        chat is compared with its own earlier rewards.
+        """
+        own = _baseline(connection, key) or Baseline()
+        baseline = _baseline(connection, task) or own
+        for name, before in ((key, own), (task, baseline)):
+            later = before.after(reward, decay)
+            connection.execute(
+                "INSERT OR REPLACE INTO baselines VALUES (?, ?, ?)", (name, later.mass, later.total)
+            )
+        # a replaced row is the newest: what goes was not used for the longest time
+        connection.execute(
+            "DELETE FROM baselines WHERE rowid IN (SELECT rowid FROM baselines ORDER BY rowid DESC"
+            " LIMIT -1 OFFSET ?)",
+            (MOST_BASELINES,),
+        )
+        return baseline.mean
+
     def _make_ready(self, connection: Connection, answer: str, advantage: float) -> None:
+        if self._most_per_hour is not None:
+            key = _key_of(connection, answer)
+            (number,) = connection.execute(
+                "SELECT COUNT(*) FROM answers WHERE user >= ? AND user < ? AND at > ? AND state IN"
+                " ('ready', 'released')",
+                (key, key[:-1] + AFTER_KEY, self._clock() - HOUR_S),
+            ).fetchone()
+            if number >= self._most_per_hour:
+                _give_up(connection, answer, ENOUGH)
+                return
         connection.execute(
             "UPDATE answers SET state = 'ready', advantage = ? WHERE id = ?", (advantage, answer)
         )
@@ -450,7 +483,9 @@ class FeedbackStore:
     def baselines(self) -> dict[str, float]:
         """Return the mean that a task's next reward is compared with."""
         with self._database.reading() as connection:
-            rows = connection.execute("SELECT task, weight, total FROM baselines").fetchall()
+            rows = connection.execute(
+                "SELECT task, weight, total FROM baselines WHERE task NOT LIKE '%/'"
+            ).fetchall()
         return {task: Baseline(weight, total).mean for task, weight, total in rows}
 
     def count(self, what: str, kind: str, outcome: str) -> None:
@@ -468,6 +503,21 @@ def _qualified(columns: str) -> str:
 def _kept(connection: Connection, answer: str) -> KeptAnswer | None:
     row: Any = connection.execute(f"SELECT {_KEPT} FROM answers WHERE id = ?", (answer,)).fetchone()
     return None if row is None else KeptAnswer(*row)
+
+
+def _key_of(connection: Connection, answer: str) -> str:
+    """Return the key of an answer's user, with the slash that no task's name has. What comes after
+    it the client has chosen."""
+    (user,) = connection.execute("SELECT user FROM answers WHERE id = ?", (answer,)).fetchone()
+    return f"{user.partition('/')[0]}/"
+
+
+def _baseline(connection: Connection, name: str) -> Baseline | None:
+    """Return the mean of a task, or of a key."""
+    row = connection.execute(
+        "SELECT weight, total FROM baselines WHERE task = ?", (name,)
+    ).fetchone()
+    return Baseline(*row) if row else None
 
 
 def _count(connection: Connection, what: str, kind: str, outcome: str, *, number: int = 1) -> None:

@@ -28,8 +28,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.losses.ppo import Steps, clipped_ppo, gae, loss_inputs, update_parts
-from mlx_parallm.models.parameters import check_weights
-from mlx_parallm.system.files import write_directory
+from mlx_parallm.models.parameters import check_optimizer, check_weights
+from mlx_parallm.system.files import check_regular, write_directory
 from mlx_parallm.systems.prompt_policy.config import PromptPPOConfig
 from mlx_parallm.systems.prompt_policy.experience import Experience, History, Novelty
 from mlx_parallm.systems.prompt_policy.networks import PolicyNetwork, ValueNetwork
@@ -225,6 +225,8 @@ class PPOTrainer:
         """Go on from a checkpoint. Raises CheckpointError, and changes nothing: none, damaged,
         other sizes."""
         try:
+            for name in (STATE_FILE, WEIGHTS_FILE, OPTIMIZER_FILE):
+                check_regular(directory / name)
             state = json.loads((directory / STATE_FILE).read_text())
             weights: Any = mx.load(str(directory / WEIGHTS_FILE))
             flat: Any = mx.load(str(directory / OPTIMIZER_FILE))
@@ -245,6 +247,14 @@ class PPOTrainer:
             ) from error
         try:
             check_weights(self.networks, weights)
+            states = [
+                optimizer[number] if isinstance(optimizer, list) else optimizer[str(number)]
+                for number in range(len(self._optimizers))
+            ]
+            for one, part in zip(states, self._parts(), strict=True):
+                check_optimizer(self._optimizer(), part, one)
+        except (KeyError, IndexError) as error:
+            raise CheckpointError(f"{directory} has no optimizer {error}: damaged") from error
         except ValueError as error:
             raise CheckpointError(
                 f"{directory} holds a policy of other sizes, or is damaged: {error};"
@@ -252,8 +262,8 @@ class PPOTrainer:
             ) from error
         self.networks.update(tree_unflatten(list(weights.items())))
         self.networks.eval()
-        for number, one in enumerate(self._optimizers):
-            one.state = optimizer[number] if isinstance(optimizer, list) else optimizer[str(number)]
+        for one, its_state in zip(self._optimizers, states, strict=True):
+            one.state = its_state
         with self._lock:
             history.through = max(self.history.through, history.through if ours else 0)
             self.history, self.novelty = history, novelty

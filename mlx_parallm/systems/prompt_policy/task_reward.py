@@ -80,7 +80,8 @@ class ServedAnswers:
         tokens = tuple(context.tokenizer.render_chat([{"role": "user", "content": prompt}]))
         encoded = EncodedPrompt(tokens, prompt, opens_text=True)
         model = resolve_model(context, None)
-        requests = build_requests(new_id(UNNAMED), [encoded], self._params, model, QueueFields())
+        fields = QueueFields()
+        requests = build_requests(new_id(UNNAMED), [encoded], self._params, model, fields, request)
         [output] = await run(context, request, requests)
         return [completion.text for completion in output.completions]
 

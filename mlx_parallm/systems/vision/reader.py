@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from mlx_parallm.config.server import cache_directory
 from mlx_parallm.environments.row_images import IMAGES, stored
 from mlx_parallm.errors import ModelError, RequestError
-from mlx_parallm.execution.prompt_images import PARTS, STORED, ImageSource
+from mlx_parallm.execution.prompt_images import PARTS, ImageSource, stored_digest
 from mlx_parallm.models.formats import weight_files
 from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.systems.vision.config import VisionConfig
@@ -110,7 +110,10 @@ class PictureReader:
         return image
 
     def stored(self, name: str) -> PromptImage:
-        digest = name.removeprefix(STORED)
+        try:
+            digest = stored_digest(name)
+        except ValueError as error:
+            raise RequestError(str(error), param="images") from error
         with self._lock:
             if (image := self._kept.get((digest, False))) is not None:
                 return image

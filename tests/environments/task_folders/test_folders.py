@@ -1,6 +1,8 @@
 """Task folders are read, played in the sandbox, scored by their own tests, or refused by name."""
 
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,11 @@ import pytest
 from mlx_parallm.config.load import load_config
 from mlx_parallm.environments.registry import create_environment
 from mlx_parallm.environments.task_folders.environment import FolderState, TaskFoldersEnvironment
-from mlx_parallm.environments.task_folders.folder import NeedsContainerError, read_folder
+from mlx_parallm.environments.task_folders.folder import (
+    MOST_FILES,
+    NeedsContainerError,
+    read_folder,
+)
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from tests.integration.in_process import train_here
 from tests.integration.processes import metrics, write_config
@@ -164,6 +170,94 @@ def test_what_needs_a_container_is_refused_by_name(
     path = harbor(tmp_path, **changes)
     with pytest.raises(NeedsContainerError, match=reason):
         read_folder(path)
+
+
+def out_of(path: Path) -> Path:
+    (path.parent / "outside").mkdir()
+    (path.parent / "outside" / "secret").write_text("secret")
+    return path.parent / "outside"
+
+
+def linked(name: str, target: str = "secret") -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        outside = out_of(path)
+        entry = path / name
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+        entry.symlink_to(outside / target)
+
+    return change
+
+
+def sparse(name: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        with (path / name).open("wb") as file:
+            file.truncate(3 << 30)
+
+    return change
+
+
+def many(path: Path) -> None:
+    for number in range(MOST_FILES + 1):
+        (path / "tests" / f"{number}").touch()
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        (linked("instruction.md"), "instruction.md' leads out"),
+        (linked("task.toml"), "task.toml' leads out"),
+        (linked("environment", "."), "environment' leads out|environment.*leads out"),
+        (linked("tests", "."), "tests' leads out"),
+        (linked("tests/a"), "tests/a' leads out"),
+        (linked("tests/a", "."), "tests/a is a link to a directory"),
+        (linked("environment/Dockerfile"), "leads out"),
+        (linked("environment/data"), "beside the Dockerfile"),
+        (linked("environment/data/seed.txt"), "leads out"),
+        (sparse("instruction.md"), "more than"),
+        (sparse("task.toml"), "more than"),
+        (sparse("environment/Dockerfile"), "more than"),
+        (sparse("environment/data/a"), "more than"),
+        (sparse("tests/a"), "more than"),
+        (lambda path: os.mkfifo(path / "tests" / "pipe"), "no regular file"),
+        (lambda path: (path / "tests" / "z").symlink_to("/dev/zero"), "leads out"),
+        (many, "more than"),
+        (lambda path: (path / "task.toml").write_text("a = " + "[" * 100_000), "cannot be read"),
+        (lambda path: (path / "tests/test.sh").symlink_to("test.sh"), "no path|[Ss]ymlink"),
+    ],
+)
+def test_a_folder_is_read_inside_and_within_bounds(
+    tmp_path: Path, attack: Callable[[Path], object], reason: str
+) -> None:
+    path = harbor(tmp_path)
+    (path / "tests/test.sh").rename(path / "tests/test.sh.old")
+    if reason != "no path|[Ss]ymlink":
+        (path / "tests/test.sh.old").rename(path / "tests/test.sh")
+    attack(path)
+    with pytest.raises(NeedsContainerError, match=reason):
+        read_folder(path)
+
+
+def test_a_link_inside_counts_as_its_file(tmp_path: Path) -> None:
+    path = harbor(tmp_path)
+    (path / "tests" / "more").symlink_to("../environment/data/seed.txt")
+    assert read_folder(path).tests["more"] == b"seed"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\ninstruction: hi\n", "aliases"),
+        ("base: &b {k: 1}\nmore:\n  <<: *b\ninstruction: hi\n", "aliases"),
+        ("instruction: " + "[" * 5000, "cannot be read|task.yaml"),
+        ("instruction: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ],
+)
+def test_yaml_that_stands_for_more_than_it_is(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(NeedsContainerError, match=reason):
+        read_folder(folder(tmp_path, "bench", {"task.yaml": text}))
 
 
 def test_refused_tasks_end_the_start_or_are_counted(tmp_path: Path) -> None:
