@@ -73,14 +73,14 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module, state: Any) -> None
         optimizer: a new one of the same kind and settings.
     """
     bare = dict(tree_flatten(optimizer.state))
-    found = dict(tree_flatten(state))
-    if found.keys() - bare.keys():  # it has made an update
+    loaded = dict(tree_flatten(state))
+    if loaded.keys() - bare.keys():  # it has made an update
         optimizer.init(module.trainable_parameters())
     expected = dict(tree_flatten(optimizer.state))
-    if odd := sorted(expected.keys() ^ found.keys()):
+    if odd := sorted(expected.keys() ^ loaded.keys()):
         raise ValueError(f"missing or unknown states of the optimizer: {', '.join(odd[:5])}")
     for name, array in expected.items():
-        value = found[name]
+        value = loaded[name]
         if not isinstance(value, mx.array) or value.shape != array.shape:
             raise ValueError(f"the optimizer's {name} has not the shape {array.shape}")
         if not mx.isfinite(value).all().item() or (

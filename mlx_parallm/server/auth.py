@@ -215,7 +215,7 @@ class AuthMiddleware:
 def client_of(request: HTTPConnection) -> str | None:
     """Return whose request it is: a secret name of a user's key; None: of the server's own key, or
     of a server without one. What one client leaves on the server is not for another."""
-    client: str | None = getattr(request.state, CLIENT, None)
+    client: str | None = request.scope.get("state", {}).get(CLIENT)
     return client
 
 

@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.gguf import architectures, packed
+from mlx_parallm.models.gguf.header import check_finite, check_header
 from mlx_parallm.models.gguf.hf_tokenizer import write_tokenizer
 from mlx_parallm.models.mlx_lm_api import model_classes, save_config, save_model
 from mlx_parallm.system.files import free_bytes, write_directory
@@ -153,6 +154,7 @@ class GGUFFile:
         if start[4:6] == b"\0\0":
             raise ModelError(f"{path} is a big-endian GGUF file: only little-endian ones are read")
         try:
+            check_header(path)
             reader = gguf.GGUFReader(path)
             self._fields = {name: field.contents() for name, field in reader.fields.items()}
         except (
@@ -165,6 +167,8 @@ class GGUFFile:
             UnicodeDecodeError,
         ) as error:
             raise ModelError(f"{path} is damaged or cut short: {error}") from error
+        for name, value in self._fields.items():
+            check_finite(path, name, value)
         self.tensors: list[gguf.ReaderTensor] = list(reader.tensors)
         self._read_keys = {"general.architecture", "general.type"}
         if (parts := self.get(SPLIT_COUNT, 0)) > 1:
@@ -243,6 +247,11 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in names,
         "mlp_bias": "blk.0.ffn_gate.bias" in names,
     }
+    if (layers := config["num_hidden_layers"]) > len(names):
+        raise ModelError(
+            f"{file.path}: {file.architecture}.block_count = {layers}, but there are"
+            f" {len(names)} tensors"
+        )
     if len(tokens) != config["vocab_size"]:
         raise ModelError(
             f"{file.path}: {len(tokens)} tokens, but a vocabulary of {config['vocab_size']}"

@@ -390,9 +390,9 @@ class FeedbackStore:
         A task that is new begins with the mean of its key: a client that names a new task for each
         chat is compared with its own earlier rewards.
         """
-        own = _baseline(connection, key) or Baseline()
-        baseline = _baseline(connection, task) or own
-        for name, before in ((key, own), (task, baseline)):
+        key_mean = _baseline(connection, key) or Baseline()
+        baseline = _baseline(connection, task) or key_mean
+        for name, before in ((key, key_mean), (task, baseline)):
             later = before.after(reward, decay)
             connection.execute(
                 "INSERT OR REPLACE INTO baselines VALUES (?, ?, ?)", (name, later.mass, later.total)
