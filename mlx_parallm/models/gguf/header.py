@@ -23,6 +23,7 @@ ALIGNMENT = "general.alignment"
 SCORES = "tokenizer.ggml.scores"
 MOST_ENTRIES = 20_000_000
 """Keys, tensors and entries of arrays together: each is read by itself."""
+LONGEST_NAME = 1000
 DEEPEST, MOST_DIMENSIONS = 4, 4
 
 
@@ -71,7 +72,7 @@ class _Header:
                 )
 
     def _key(self) -> str:
-        name = self._string("a key's name")
+        name = self._name("a key's name")
         [kind] = self._numbers("<I")
         if name == ALIGNMENT and kind == UINT32:
             [self._alignment] = self._numbers("<I")
@@ -85,7 +86,7 @@ class _Header:
         if kind in SIZES:
             self._move(SIZES[kind], name)
         elif kind == STRING:
-            self._string(name)
+            self._text(name)
         elif kind == ARRAY and depth < DEEPEST:
             inner, count = self._numbers("<IQ")
             self._count(count, SIZES.get(inner, 8), name)
@@ -99,7 +100,7 @@ class _Header:
 
     def _tensor(self) -> tuple[int, int, str]:
         """Return the tensor's offset, its bytes and its name."""
-        name = self._string("a tensor's name")
+        name = self._name("a tensor's name")
         [dimensions] = self._numbers("<I")
         if dimensions > MOST_DIMENSIONS:
             raise ValueError(f"the tensor {name} has {dimensions} dimensions")
@@ -124,11 +125,18 @@ class _Header:
             raise ValueError(f"{what}: {number} entries, with {left} bytes left in the file")
         self._left -= number
 
-    def _string(self, what: str) -> str:
+    def _name(self, what: str) -> str:
+        [length] = self._numbers("<Q")
+        if length > LONGEST_NAME:
+            raise ValueError(f"{what} has {length} characters, and {LONGEST_NAME} are the most")
+        name = self._file.read(length).decode(errors="replace")
+        return name if name.isprintable() else ascii(name)
+
+    def _text(self, what: str) -> None:
         [length] = self._numbers("<Q")
         if length > self._size - self._file.tell():
             raise ValueError(f"{what} has {length} characters, more than are left in the file")
-        return self._file.read(length).decode(errors="replace")
+        self._file.seek(length, 1)
 
     def _move(self, count: int, what: str) -> None:
         if count > self._size - self._file.tell():
