@@ -2,12 +2,16 @@
 
     ShareGPT  conversations: [{"from": "human", "value": …}, …], with `system`, `tools`, `chosen`,
               `rejected`, `label`
-    Alpaca    instruction, input, output, with `system` and `history`
+    Alpaca    instruction, input, output (or chosen and rejected), with `system` and `history`
     NeMo Gym  responses_create_params: {input, instructions, tools, …} of the Responses API
+    LLaMA-Factory  messages whose content is parts {"type", "value"}; `kto_tag`
 
 They become `messages`, and `prompt` and `completion` around the last answer, so that prompts,
 preferences and SFT find their columns. The row keeps its own columns beside them. A row that has
-one of ours is left as it is, apart from messages in it that say `from` and `value`.
+one of ours is left as it is, apart from such messages and parts in it.
+
+`with_system` puts a row's system text, which may stand in a column of its own in every form, before
+its messages.
 """
 
 import json
@@ -17,40 +21,90 @@ from typing import Any
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF
 
-SHAREGPT, ALPACA, NEMO_GYM = "ShareGPT", "Alpaca", "NeMo Gym"
+SHAREGPT, ALPACA, NEMO_GYM, VALUED = "ShareGPT", "Alpaca", "NeMo Gym", "LLaMA-Factory"
+SAYERS = "ShareGPT's turns"  # under our own names of columns
 NEMO_GYM_COLUMN = "responses_create_params"
 CONVERSATION_COLUMNS = ("conversations", "conversation")
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 OWN_COLUMNS = (*MESSAGE_COLUMNS, "text")
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+KTO_TAG = "kto_tag"  # LLaMA-Factory's name of `label`
+LAYOUT_COLUMNS: dict[str, tuple[str, ...]] = {
+    SHAREGPT: CONVERSATION_COLUMNS,
+    ALPACA: ("instruction", "input", "output", "history"),
+    NEMO_GYM: (NEMO_GYM_COLUMN,),
+}
+"""Columns that a layout's rows are read from; `SYSTEM_COLUMNS` beside them."""
+_QUESTIONS = ("user", "human", "query", "question", "instruction", "prompt")
+_ANSWERS = ("assistant", "gpt", "response", "answer", "output", "completion")
 
 
 def known_row(row: dict[str, Any], where: str) -> tuple[dict[str, Any], str | None]:
     """Return a row with the columns that are read here, and the layout that it had; None: it had
     them already.
 
-    Raises ConfigError, which begins with `where`: a turn of nobody that is known.
+    Raises ConfigError, which begins with `where`: a turn of nobody that is known, a column of a
+    layout that does not hold what it should.
     """
-    if isinstance(row.get(NEMO_GYM_COLUMN), Mapping) and not any(
-        row.get(name) is not None for name in OWN_COLUMNS
-    ):
+    if row.get(KTO_TAG) is not None and row.get("label") is None:
+        row = {**row, "label": row[KTO_TAG]}
+    if isinstance(row.get(NEMO_GYM_COLUMN), Mapping) and not _has(row, OWN_COLUMNS):
         return row | _of_responses(row[NEMO_GYM_COLUMN], f"{where}: {NEMO_GYM_COLUMN}"), NEMO_GYM
+    answers = () if _has(row, ("chosen", "rejected")) else ("completion",)
     for column in CONVERSATION_COLUMNS:
-        if isinstance(row.get(column), list | tuple) and row.get("messages") is None:
+        if isinstance(row.get(column), list | tuple) and not _has(
+            row, ("messages", "prompt", *answers)
+        ):
             return _of_conversation(row, column, where), SHAREGPT
-    if isinstance(row.get("instruction"), str) and not any(
-        row.get(name) is not None for name in OWN_COLUMNS
+    if isinstance(row.get("instruction"), str) and not _has(
+        row, ("messages", "prompt", "text", *answers)
     ):
-        return row | _of_instruction(row), ALPACA
+        return row | _of_instruction(row, where), ALPACA
     conversations = {
         name: _messages(row[name], f"{where}: {name}")
         for name in MESSAGE_COLUMNS
         if _has_sayers(row.get(name))
     }
-    return (row | conversations, SHAREGPT) if conversations else (row, None)
+    if not conversations:
+        return row, None
+    is_valued = any(_is_valued(entry) for name in conversations for entry in _entries(row[name]))
+    return row | conversations, VALUED if is_valued else SAYERS
+
+
+def _has(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
+    return any(row.get(name) is not None for name in columns)
+
+
+def with_system(messages: Any, row: Mapping[str, Any], where: str, *, name: str = "prompt") -> Any:
+    """Return a prompt, a text or messages, with the system text of its row before it.
+
+    A text becomes a user's message. A system text that stands there already, but for white space,
+    stays alone. Raises ConfigError, which begins with `where`: two different ones.
+    """
+    texts = {
+        column: row[column]
+        for column in SYSTEM_COLUMNS
+        if isinstance(row.get(column), str) and row[column].strip()
+    }
+    if not texts:
+        return messages
+    (column, text), *others = texts.items()
+    turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
+    held = first.get("content") if first.get("role") in ("system", "developer") else None
+    for other_column, other in (*others, *([(name, held)] if isinstance(held, str) else [])):
+        if other.split() != text.split():
+            raise ConfigError(
+                f"{where}: column {column!r} and {other_column!r} have two different system texts:"
+                f" {text[:60]!r} and {other[:60]!r}; keep one of them"
+            )
+    if held is not None:
+        return messages
+    return type(turns)([{"role": "system", "content": text}, *turns])
 
 
 def _of_conversation(row: dict[str, Any], column: str, where: str) -> dict[str, Any]:
-    messages = _opened(_messages(row[column], f"{where}: {column}"), row.get("system"))
+    messages = with_system(_messages(row[column], f"{where}: {column}"), row, where, name=column)
     sides = {
         name: _messages(row[name], f"{where}: {name}")
         for name in ("chosen", "rejected")
@@ -81,7 +135,13 @@ def _of_responses(params: Mapping[str, Any], where: str) -> dict[str, Any]:
         else tool
         for tool in params.get("tools") or ()
     ]
-    columns: dict[str, Any] = {"prompt": _opened(messages, params.get("instructions"))}
+    instructions = params.get("instructions")
+    if isinstance(instructions, str) and instructions:
+        if messages[0]["role"] == "system":
+            messages[0]["content"] = f"{instructions}\n\n{messages[0]['content']}"
+        else:
+            messages = [{"role": "system", "content": instructions}, *messages]
+    columns: dict[str, Any] = {"prompt": messages}
     return columns | ({"tools": tools} if tools else {})
 
 
@@ -110,22 +170,55 @@ def _text_of_parts(content: Any, where: str) -> str:
     return "".join(map(str, texts))
 
 
-def _of_instruction(row: Mapping[str, Any]) -> dict[str, Any]:
-    history = row.get("history") or ()
-    messages = [
-        {"role": role, "content": text}
-        for turn in history
-        if isinstance(turn, list | tuple)
-        for role, text in zip(("user", "assistant"), turn, strict=False)
-    ]
+def _of_instruction(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for name in ("input", "output"):
+        if not isinstance(row.get(name), str | None):
+            raise ConfigError(f"{where}: {name} is {row[name]!r:.120}; expected a text")
+    history = _past_turns(row.get("history"), where)
     question = "\n".join(filter(None, (row["instruction"], row.get("input"))))
-    messages = _opened([*messages, {"role": "user", "content": question}], row.get("system"))
+    messages = with_system([*history, {"role": "user", "content": question}], row, where)
+    if _has(row, ("chosen", "rejected")):
+        return {"prompt": messages}
     answer = row.get("output")
     if len(messages) == 1:  # texts, which need no chat template
         return {"prompt": question} | ({} if answer is None else {"completion": answer})
     return _divided(
         messages if answer is None else [*messages, {"role": "assistant", "content": answer}]
     )
+
+
+def _past_turns(history: Any, where: str) -> list[dict[str, Any]]:
+    """Read Alpaca's `history`: pairs of question and answer, objects of both, or messages. Raises
+    ConfigError: anything else."""
+    if history is None or history in ("", [], ()):
+        return []
+    if not isinstance(history, list | tuple):
+        raise ConfigError(f"{where}: history is {history!r:.120}; expected a list of turns")
+    messages: list[dict[str, Any]] = []
+    for number, turn in enumerate(history):
+        place = f"{where}: history, turn {number}"
+        if isinstance(turn, Mapping) and ("role" in turn or "from" in turn):
+            messages.append(_message(turn, place))
+            continue
+        pair = turn
+        if isinstance(turn, Mapping):
+            names = [[name for name in each if name in turn] for each in (_QUESTIONS, _ANSWERS)]
+            is_pair = all(len(each) == 1 for each in names) and len(turn) == 2
+            pair = [turn[name] for (name,) in names] if is_pair else None
+        if (
+            not isinstance(pair, list | tuple)
+            or len(pair) != 2
+            or not all(isinstance(text, str) for text in pair)
+        ):
+            raise ConfigError(
+                f'{place}: {turn!r:.120} is no pair of texts; expected ["question", "answer"],'
+                ' {"user": …, "assistant": …}, or a message'
+            )
+        messages += [
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+    return messages
 
 
 def _divided(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -135,25 +228,33 @@ def _divided(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {"messages": messages, "prompt": before} | ({"completion": last} if last else {})
 
 
-def _opened(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
-    """Put a row's `system` before its messages, where they have none."""
-    if (
-        not isinstance(system, str)
-        or not system
-        or any(message.get("role") == "system" for message in messages[:1])
-    ):
-        return messages
-    return [{"role": "system", "content": system}, *messages]
-
-
 def _is_said(value: Any) -> bool:
     return isinstance(value, Mapping) or (isinstance(value, list | tuple) and bool(value))
 
 
-def _has_sayers(value: Any) -> bool:
+def _entries(value: Any) -> Sequence[Any]:
     entries = [value] if isinstance(value, Mapping) else value
-    return isinstance(entries, list | tuple) and any(
-        isinstance(entry, Mapping) and "from" in entry for entry in entries
+    return entries if isinstance(entries, list | tuple) else ()
+
+
+def _has_sayers(value: Any) -> bool:
+    return any(
+        isinstance(entry, Mapping) and ("from" in entry or _is_valued(entry))
+        for entry in _entries(value)
+    )
+
+
+def _is_valued(entry: Any) -> bool:
+    """Whether a message's content has parts {"type", "value"}."""
+    content = entry.get("content") if isinstance(entry, Mapping) else None
+    return isinstance(content, list | tuple) and any(map(_is_valued_part, content))
+
+
+def _is_valued_part(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and part.get("value") is not None
+        and not _has(part, ("text", "image", "image_url", "url"))
     )
 
 
@@ -167,25 +268,59 @@ def _message(entry: Any, where: str) -> dict[str, Any]:
         raise ConfigError(f'{where}: expected {{"from": …, "value": …}}, got {entry!r:.200}')
     if "from" not in entry:
         named = "role" in entry and "value" in entry and "content" not in entry
-        return {
+        message = {
             (("content") if named and key == "value" else key): item for key, item in entry.items()
         }
-    sayer, value = entry["from"], entry.get("value")
+        return _of_valued(message, where) if _is_valued(message) else message
+    sayer, value = entry["from"], entry.get("value", entry.get("content"))
     sayer = sayer.lower() if isinstance(sayer, str) else sayer
     rest = {
         key: item
         for key, item in entry.items()
         if key not in ("from", "value") and item is not None
     }
-    if rest.get("train") is False or rest.get("loss") is False:
-        rest["weight"] = 0
+    if rest.pop("content", value) != value:
+        raise ConfigError(f"{where}: 'value' and 'content' are different: keep one of them")
     if sayer in CALLERS:
-        return {"role": "assistant", **_called(value), **rest}
+        return {**rest, "role": "assistant", **_called(value)}
     role = ROLE_OF.get(sayer) if isinstance(sayer, str) else None
     if role is None:
         senders = ", ".join((*ROLE_OF, *CALLERS))
         raise ConfigError(f"{where}: 'from' is {sayer!r}; known are {senders}")
-    return {"role": role, "content": value, **rest}
+    if rest.pop("role", role) != role:
+        raise ConfigError(f"{where}: 'from' is {sayer!r} and 'role' is {entry['role']!r}")
+    message = {"role": role, "content": value, **rest}
+    return _of_valued(message, where) if _is_valued(message) else message
+
+
+def _of_valued(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Read LLaMA-Factory's parts: text, reasoning, calls as JSON, images. Raises ConfigError: a
+    part of another type, or a call that is no JSON."""
+    content: list[Any] = []
+    made: dict[str, Any] = {}
+    for number, part in enumerate(message["content"]):
+        kind, place = part.get("type") if isinstance(part, Mapping) else None, f"part {number}"
+        value = part["value"] if _is_valued_part(part) else None
+        others = [] if value is None else [key for key in part if key not in ("type", "value")]
+        if value is None:
+            content.append(part)
+        elif kind == "text":
+            rest = {key: part[key] for key in others}
+            content.append({"type": "text", "text": value, **rest})
+        elif others:
+            raise ConfigError(f"{where}, {place}: a part of type {kind!r} has {others[0]!r} too")
+        elif kind == "reasoning" and isinstance(value, str):
+            made["reasoning_content"] = made.get("reasoning_content", "") + value
+        elif kind == "tool_call" and "tool_calls" in (calls := _called(value)):
+            made["tool_calls"] = [*made.get("tool_calls", ()), *calls["tool_calls"]]
+        elif kind in ("image", "image_url"):
+            content.append({"type": "image", "image": value})
+        else:
+            raise ConfigError(
+                f"{where}, {place}: a part of type {kind!r} with the value {value!r:.80}; known are"
+                " text, reasoning, tool_call (JSON with a name) and image_url"
+            )
+    return {**message, "content": content, **made}
 
 
 def _called(value: Any) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from mlx_parallm.system.files import local_path, read_bounded, write_atomically
 IMAGES = "images"  # of the user's cache
 COLUMNS = ("images", "image")
 LONGEST_EXAMPLE = 1000  # characters of a content with its images that a person can still paste
+OTHER_MEDIA = ("videos", "video", "audios", "audio")
+MARK = "<image>"  # LLaVA's and LLaMA-Factory's place of an image in a text
 _SOURCES = ("image", "url", "image_url")
 _KINDS = {b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}  # first bytes; else PNG
 _BEGINNINGS = (*_KINDS, b"\x89PNG")
@@ -42,13 +44,16 @@ def with_row_images(
 ) -> list[dict[str, Any]]:
     """Return a prompt's messages with the row's images, stored.
 
-    As many as its messages have places for them ({"type": "image"}) go there; where there is no
-    place, all stand before the text of the first user's message, as in TRL.
+    As many as its messages have places for them ({"type": "image"}, or `<image>` in a user's text)
+    go there; where there is no place, all stand before the text of the first user's message, as in
+    TRL.
 
     Raises ConfigError: an image that cannot be read, or not as many as places.
     """
     folder = local_path(data).parent if not data.startswith("hf:") else Path()
     values = _values(row, where)
+    if values:
+        messages = [_with_places(message) for message in messages]
     places = [
         part
         for message in messages
@@ -92,6 +97,25 @@ def with_row_images(
             *parts,
         ]
     return read
+
+
+def _with_places(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a user's message with a place for an image where its text has `<image>`."""
+    content = message["content"]
+    if message["role"] != "user" or not isinstance(content, str) or MARK not in content:
+        return dict(message)
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(content.split(MARK)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return {**message, "content": parts}
+
+
+def refuse_other_media(row: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError: a row has videos or sound, which no model here takes."""
+    for name in OTHER_MEDIA:
+        if row.get(name) not in (None, [], ""):
+            raise ConfigError(f"{where}: column {name!r}: only texts and images can be read")
 
 
 def with_stored_images(prompt: Any, what: str) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from mlx_parallm.config.environment import HUB_PREFIX, PASS_RATE, EnvironmentConfig
 from mlx_parallm.environments.base import Split
-from mlx_parallm.environments.row_forms import known_row
+from mlx_parallm.environments.row_forms import known_row, with_system
 from mlx_parallm.environments.row_images import has_images, refuse_images, with_row_images
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.chat_messages import read_messages, read_tools
@@ -290,12 +290,20 @@ def rows_of(
     Rows of other programs' layouts get the columns of ours (`row_forms`). Raises ConfigError, which
     begins with `key`.
     """
+    for where, row, _ in formed_rows(data, subset, split, key):
+        yield where, row
+
+
+def formed_rows(
+    data: str, subset: str | None, split: str, key: str
+) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+    """Yield (place, row, layout), as `rows_of`. `layout`: what the row was read as; None: ours."""
     forms: Counter[str] = Counter()
     for where, row in _as_they_are(data, subset, split, key):
         converted, form = known_row(row, f"{key}: {where}")
         if form is not None:
             forms[form] += 1
-        yield where, converted
+        yield where, converted, form
     for form, rows in forms.items():
         log.info("rows of another layout are read as messages", layout=form, rows=rows, data=data)
 
@@ -409,6 +417,7 @@ def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[Data
             prompt: Prompt = _from_template(template, entry, where)
         else:
             prompt = _from_column(entry, column, where)
+            prompt = with_system(prompt, entry, f"environments: {where}", name=column)
         if config.prompt_format == "text":
             refuse_images(entry, prompt, f"environments: {where}")
         elif has_images(entry, prompt):

@@ -46,6 +46,9 @@ ROLE_OF = {name: role for role, names in _SPEAKERS.items() for name in names}
 # an assistant's turn whose text is the call, as JSON
 CALLERS = ("function_call", "tool_call", "function-call")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
+ARGUMENT_NAMES = ("arguments", "parameters", "input", "args")
+"""Names of a call's arguments in rows and logs; the first is OpenAI's."""
+_OF_CALLS = ("name", "id", "call_id", "tool_call_id", "type", "index", "description", "strict")
 # what an assistant may write in place of content
 ANSWERS = (*REASONING, "tool_calls", "function_call", "refusal")
 
@@ -193,10 +196,14 @@ def part_text(part: Any, where: str) -> str:
     kind = part.get("type", "text") if isinstance(part, Mapping) else _kind(part)
     name = TEXT_PARTS.get(kind) if isinstance(part, Mapping) and isinstance(kind, str) else None
     text = None if name is None else part.get(name)
-    if not isinstance(text, str):
-        reason = f"{where}: only text parts can be read (got {kind!r})"
-        raise RequestError(reason, param=where, code="unsupported_content")
-    return text
+    if isinstance(text, str):
+        return text
+    reason = f"{where}: only text parts can be read (got {kind!r})"
+    if name is not None:
+        others = ", ".join(repr(key) for key in part if key != "type") or "nothing else"
+        problem = f"has no field {name!r}" if text is None else f"has a {name!r} that is no text"
+        reason = f"{where}: a part of type {kind!r} {problem} (it has {others})"
+    raise RequestError(reason, param=where, code="unsupported_content")
 
 
 def in_known_roles(
@@ -300,19 +307,35 @@ def _call(call: Any, place: str) -> dict[str, Any]:
         fields["type"], function = "function", {"name": custom.get("name"), "arguments": written}
     # the function's own fields, as many data sets have them
     elif function is None and "name" in fields:
-        function = {
-            name: fields.pop(name) for name in ("name", "arguments", "parameters") if name in fields
-        }
-        if "arguments" not in function and "parameters" in function:
-            function["arguments"] = function.pop("parameters")
+        function = {name: fields.pop(name) for name in ("name", *ARGUMENT_NAMES) if name in fields}
+        if len(function) == 1:
+            function |= {key: fields[key] for key in fields if key not in _OF_CALLS}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f"{place}: a tool call has a 'function' with a 'name'", param=place)
+    function = _with_arguments(function, place)
     arguments = function.get("arguments")
     if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
         arguments = {}
     if not isinstance(arguments, str):
         arguments = _json_object(arguments, f"{place}.function.arguments")
     return {"type": "function", **fields, "function": {**function, "arguments": arguments}}
+
+
+def _with_arguments(function: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a call's function with its arguments under that name. Raises RequestError: they may
+    be under a name that is not read."""
+    fields = {key: value for key, value in function.items() if value is not None}
+    if "arguments" not in fields:
+        name = next((name for name in ARGUMENT_NAMES if name in fields), None)
+        if name is not None:
+            return {("arguments" if key == name else key): fields[key] for key in fields}
+        if others := [key for key in fields if key not in _OF_CALLS]:
+            raise RequestError(
+                f"{place}: a call of {fields['name']!r} has no 'arguments' (it has"
+                f" {', '.join(map(repr, others))})",
+                param=place,
+            )
+    return fields
 
 
 def _json_object(value: Any, place: str) -> dict[str, Any]:

@@ -254,7 +254,7 @@ def test_rows_of_nemo_gym_are_prompts_with_tools() -> None:
     )
     assert layout == "NeMo Gym"
     assert row["prompt"][:2] == [
-        {"role": "system", "content": "Rules."},
+        {"role": "system", "content": "Be short.\n\nRules."},
         {"role": "user", "content": "Where?"},
     ]
     assert row["prompt"][2]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
@@ -281,3 +281,100 @@ def test_rows_of_nemo_gym_are_prompts_with_tools() -> None:
 def test_rows_of_nemo_gym_that_are_no_text(params: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         known_row({"responses_create_params": params}, "row 7")
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt", "system_message"])
+def test_a_column_of_system_text_stands_before_the_messages_of_every_form(
+    tmp_path: Path, column: str
+) -> None:
+    """Once, where the messages begin with it already; in prompts of an environment too."""
+    wrong = {"role": "assistant", "content": "5"}
+    about = {column: "Be brief."}
+    forms: list[tuple[str, dict[str, Any]]] = [
+        ("sft", {"messages": [USER, ANSWER]}),
+        ("sft", {"messages": [{**SYSTEM, "content": "Be  brief.\n"}, USER, ANSWER]}),
+        ("sft", {"prompt": "2+2?", "completion": "4"}),
+        ("sft", {"prompt": [USER], "completion": [USER, ANSWER]}),
+        ("kto", {"messages": [USER, ANSWER], "label": True}),
+        ("dpo", {"prompt": "2+2?", "chosen": "4", "rejected": "5"}),
+        ("dpo", {"chosen": [USER, ANSWER], "rejected": [USER, wrong]}),
+        ("dpo", {"instruction": "2+2?", "chosen": "4", "rejected": "5"}),
+    ]
+    for algorithm, row in forms:
+        [example] = examples(tmp_path, algorithm, row | about)
+        read = [*example.prompt, *example.completions[0]]
+        assert [message["role"] for message in read] == ["system", "user", "assistant"]
+        assert read[0]["content"].split() == ["Be", "brief."]
+    rows = read_prompts(environment(write(tmp_path, {"prompt": "2+2?"} | about)), seed=0).train
+    assert rows[0].prompt == [SYSTEM, USER]
+    other = {"messages": [{**SYSTEM, "content": "Be long."}, USER, ANSWER]}
+    for row, message in (
+        (other | about, "two different system texts"),
+        ({"prompt": "2+2?", "system": "a", "system_message": "b", "completion": "4"}, "different"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            examples(tmp_path, "sft", row)
+    plain = DataConfig(
+        path=write(tmp_path, {"prompt": "a", "completion": "b"} | about), prompt_format="text"
+    )
+    with pytest.raises(ConfigError, match="a system text needs the chat template"):
+        read_examples(plain, "sft")
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [["1+1?", "2"]],
+        [{"user": "1+1?", "assistant": "2"}],
+        [{"answer": "2", "question": "1+1?"}],
+        [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}],
+        [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}],
+    ],
+)
+def test_the_history_of_alpacas_rows(tmp_path: Path, history: Any) -> None:
+    row = {"instruction": "2+2?", "output": "4", "history": history}
+    [example] = examples(tmp_path, "sft", row)
+    assert [message["content"] for message in example.completions[0]] == ["1+1?", "2", "2+2?", "4"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"history": [{"q": "a", "b": "c"}]}, "history, turn 0: .* is no pair of texts"),
+        ({"history": [["a"]]}, "history, turn 0: .* is no pair of texts"),
+        ({"history": [["a", "b", "c"]]}, "history, turn 0: .* is no pair of texts"),
+        ({"history": [["a", None]]}, "history, turn 0: .* is no pair of texts"),
+        ({"history": "a"}, "history is 'a'; expected a list of turns"),
+        ({"input": ["a"]}, r"input is \['a'\]; expected a text"),
+        ({"output": {"a": 1}}, "output is .*; expected a text"),
+    ],
+)
+def test_columns_of_alpacas_rows_that_are_none(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl:1: {message}"):
+        examples(tmp_path, "sft", {"instruction": "2+2?", "output": "4"} | row)
+
+
+def test_the_parts_of_llama_factory(tmp_path: Path) -> None:
+    """`reason_tool_use_demo_50.jsonl`: every part has its text, thought or call in `value`."""
+
+    def part(kind: str, value: str) -> dict[str, str]:
+        return {"type": kind, "value": value}
+
+    call = json.dumps({"name": "look", "arguments": {"q": 1}})
+    messages = [
+        {"role": "system", "content": [part("text", "Be brief.")]},
+        {"role": "user", "content": [part("text", "2+2?")]},
+        {"role": "assistant", "content": [part("reasoning", "hm"), part("tool_call", call)]},
+        {"role": "tool", "content": [part("text", "4")]},
+        {"role": "assistant", "content": [part("text", "4")], "loss_weight": 0.0},
+    ]
+    [example] = examples(tmp_path, "sft", {"messages": messages})
+    system, user, calls, result, last = example.completions[0]
+    assert (system, user["content"], result["content"]) == (SYSTEM, "2+2?", "4")
+    assert calls["reasoning_content"] == "hm"
+    assert calls["tool_calls"][0]["function"] == {"name": "look", "arguments": {"q": 1}}
+    assert last == {"role": "assistant", "content": "4", "weight": 0}
+    for kind, value in (("tool_call", "look()"), ("video", "a.mp4")):
+        wrong = {"messages": [{"role": "user", "content": [part(kind, value)]}]}
+        with pytest.raises(ConfigError, match=f"turn 0, part 0: a part of type '{kind}'"):
+            examples(tmp_path, "sft", wrong)

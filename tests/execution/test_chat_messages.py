@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {
     "a part without text": (
         {"role": "user", "content": [{"type": "text"}]},
         "messages.0.content.0",
-        "text parts",
+        "has no field 'text'",
     ),
     "sound": (
         {"role": "assistant", "content": "", "audio": {"id": "x"}},

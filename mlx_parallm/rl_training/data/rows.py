@@ -1,11 +1,13 @@
 """Rows of `[data]`, checked one by one, each as an `Example`. An error names file and line. No MLX.
 
 Forms (TRL's): `prompt, chosen, rejected`, or `chosen, rejected` whose common beginning is the
-prompt; KTO: `prompt, completion, label`, or pairs, which are split up; SFT: `messages`, `prompt,
-completion` or `text`. Prompts and completions are strings or lists of messages. ShareGPT's and
-Alpaca's rows come as these (`environments/row_forms.py`). Each form may have `tools` (a list of
-definitions, or JSON text of one). An assistant's message of `weight` 0 is context that is not
-learned. A reward model's pairs may have a `margin`.
+prompt; KTO: `prompt, completion, label`, `messages, label`, or pairs, which are split up; SFT:
+`messages`, `prompt, completion` or `text`. Prompts and completions are strings or lists of
+messages. ShareGPT's and Alpaca's rows come as these (`environments/row_forms.py`). Each form may
+have `tools` (a list of definitions, or JSON text of one) and `system`. An assistant's message of
+`weight` 0 is context that is not learned. A reward model's pairs may have a `margin`.
+
+Nothing of a row is left out without a word: what is not read is counted by name (`Leftovers`).
 """
 
 import difflib
@@ -17,17 +19,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config.data import PAIRED, REWARD_MODEL, DataConfig
-from mlx_parallm.environments.row_images import has_images, refuse_images, with_row_images
-from mlx_parallm.environments.rows import prompt_key, read_splits, rows_of
+from mlx_parallm.environments.row_forms import SYSTEM_COLUMNS, with_system
+from mlx_parallm.environments.row_images import (
+    has_images,
+    refuse_images,
+    refuse_other_media,
+    with_row_images,
+)
+from mlx_parallm.environments.rows import formed_rows, prompt_key, read_splits
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.chat_messages import read_messages, read_tools
+from mlx_parallm.execution.user_code import shown
+from mlx_parallm.rl_training.data.leftovers import Leftovers
 
 SECTION = "data"
 FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    "pairs": (
+        ("prompt", "chosen", "rejected"),
+        ("messages", "chosen", "rejected"),
+        ("chosen", "rejected"),
+    ),
     "kto": (
         ("prompt", "completion", "label"),
         ("prompt", "chosen", "rejected"),
+        ("messages", "label"),
+        ("messages", "chosen", "rejected"),
         ("chosen", "rejected"),
     ),
     "sft": (("messages",), ("prompt", "completion"), ("text",)),
@@ -38,6 +54,9 @@ Text = str | tuple[Mapping[str, Any], ...]
 """A piece of a conversation: its messages, or with prompt_format = "text" a string."""
 
 SAME = "chosen and rejected are the same: there is nothing to prefer"
+SIDES = ("chosen", "rejected")
+WEIGHTS = ("weight", "train", "trainable", "loss", "loss_weight", "loss_mask")
+"""Fields of messages in many programs' rows that say whether an answer is learned: 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +89,23 @@ def read_examples(config: DataConfig, algorithm: str) -> tuple[list[Example], li
 def _read(config: DataConfig, algorithm: str, file: str, split: str) -> list[Example]:
     forms = FORMS["pairs" if algorithm in PAIRED else algorithm]
     chat = config.prompt_format == "chat"
-    examples = []
-    for where, row in rows_of(file, config.subset, split, SECTION):
+    examples: list[Example] = []
+    leftovers = Leftovers(shown(file))
+    for where, row, layout in formed_rows(file, config.subset, split, SECTION):
         columns = _form(row, forms, algorithm, where)
-        row = _with_images(row, file, algorithm, chat=chat, where=where)
+        row = _prepared(row, columns, file, algorithm, chat=chat, where=where)
+        leftovers.count(row, columns, layout, algorithm)
         tools = _tools(row.get("tools"), where)
         if "chosen" in columns:
-            prompt, chosen, rejected = _pair(row, chat=chat, where=where)
+            pair = _pair(row, chat=chat, where=where, leftovers=leftovers)
+            if pair is None:
+                continue
+            prompt, chosen, rejected = pair
             key = prompt_key(prompt or chosen)
             if algorithm in PAIRED:
                 margin = _margin(row.get("margin"), where) if algorithm == REWARD_MODEL else None
-                pair = chosen, rejected
-                examples.append(Example(where, prompt, pair, key, tools=tools, margin=margin))
+                both = chosen, rejected
+                examples.append(Example(where, prompt, both, key, tools=tools, margin=margin))
             else:
                 sides = ((chosen, True), (rejected, False))
                 examples += [
@@ -91,17 +115,50 @@ def _read(config: DataConfig, algorithm: str, file: str, split: str) -> list[Exa
         label = row.get("label", True)
         if "label" in columns and not isinstance(label, bool):
             raise _bad(where, f"label is {label!r}; expected true (desirable) or false")
-        prompt, completion = _single(row, columns, chat=chat, where=where)
+        prompt, completion = _single(row, columns, chat=chat, where=where, leftovers=leftovers)
         key = prompt_key(prompt or _opening(completion))
         examples.append(Example(where, prompt, (completion,), key, label, tools))
+    if leftovers.same and not examples:
+        raise _bad(leftovers.same[0], SAME)
+    leftovers.report()
     return examples
 
 
-def _with_images(
-    row: dict[str, Any], file: str, algorithm: str, *, chat: bool, where: str
+def _prepared(
+    row: dict[str, Any],
+    columns: Sequence[str],
+    file: str,
+    algorithm: str,
+    *,
+    chat: bool,
+    where: str,
 ) -> dict[str, Any]:
-    """Return a row whose messages name its images, stored. Raises ConfigError."""
-    names = ("prompt",) if row.get("prompt") is not None else ("messages", "chosen", "rejected")
+    """Return a row whose messages have its system text and its images. Raises ConfigError."""
+    place = f"{SECTION}: {where}"
+    refuse_other_media(row, place)
+    name = next((name for name in ("prompt", "messages") if name in columns), None)
+    names = [name] if name is not None else [each for each in columns if each in SIDES]
+    if any(isinstance(row.get(each), str) and row[each].strip() for each in SYSTEM_COLUMNS):
+        if names and not chat:
+            raise ConfigError(
+                f"{place}: a system text needs the chat template: set data.prompt_format ="
+                ' "chat", or leave out its column'
+            )
+        opened = {each: with_system(row[each], row, place, name=each) for each in names}
+        row = {**row, **opened}
+    return _with_images(row, names, file, algorithm, chat=chat, where=where)
+
+
+def _with_images(
+    row: dict[str, Any],
+    names: Sequence[str],
+    file: str,
+    algorithm: str,
+    *,
+    chat: bool,
+    where: str,
+) -> dict[str, Any]:
+    """Return a row whose messages under `names` hold its images, stored. Raises ConfigError."""
     read = {
         name: [{"role": "user", "content": value}]
         if isinstance(value, str)
@@ -147,17 +204,20 @@ def _form(
 # ---------------------------------------------------------------------- forms
 
 
-def _pair(row: Mapping[str, Any], *, chat: bool, where: str) -> tuple[Text, Text, Text]:
-    if "prompt" in row and row["prompt"] is not None:
-        prompt = _prompt(row["prompt"], chat=chat, where=where)
-        chosen, rejected = (
-            _completion(row, name, prompt, chat=chat, where=where)
-            for name in ("chosen", "rejected")
-        )
+def _pair(
+    row: Mapping[str, Any], *, chat: bool, where: str, leftovers: "Leftovers"
+) -> tuple[Text, Text, Text] | None:
+    """Return prompt, chosen and rejected; None, which is counted, where both sides are the same."""
+    prompt: Text
+    asked = next((row[name] for name in ("prompt", "messages") if row.get(name) is not None), None)
+    if row.get("prompt") is None and asked is not None and not _is_open(asked):
+        asked = None  # the conversation of one side
+    if asked is not None:
+        prompt, (chosen, rejected) = _asked(row, asked, SIDES, chat=chat, where=where)
+        if not chat or isinstance(row["chosen"], str):
+            chosen, rejected = leftovers.without_prompt(prompt, (chosen, rejected), where)
     elif not chat:
-        texts = [
-            _completion(row, name, "", chat=False, where=where) for name in ("chosen", "rejected")
-        ]
+        texts = [_completion(row, name, chat=False, where=where) for name in ("chosen", "rejected")]
         prompt, chosen, rejected = _split_texts(*map(str, texts))
     elif isinstance(row["chosen"], str):
         text_mode = 'data.prompt_format = "text" takes their common beginning'
@@ -177,12 +237,80 @@ def _pair(row: Mapping[str, Any], *, chat: bool, where: str) -> tuple[Text, Text
                 ),
             )
         if shared == len(one) == len(other):
-            raise _bad(where, SAME)
+            leftovers.same.append(where)
+            return None
         chosen = _answered(one[shared:], "chosen", where)
         rejected = _answered(other[shared:], "rejected", where)
     if chosen == rejected:
-        raise _bad(where, SAME)
+        leftovers.same.append(where)
+        return None
     return prompt, chosen, rejected
+
+
+def _is_open(value: Any) -> bool:
+    """Whether messages end before an answer."""
+    last = value[-1] if isinstance(value, list | tuple) and value else None
+    return isinstance(last, Mapping) and last.get("role") != "assistant"
+
+
+def _asked(
+    row: Mapping[str, Any], asked: Any, names: Sequence[str], *, chat: bool, where: str
+) -> tuple[Text, list[Text]]:
+    """Return a row's prompt, and the completions under `names` without it, where they repeat it
+    with or without what stands before it. Raises ConfigError."""
+    prompt = _prompt(asked, chat=chat, where=where)
+    if not chat:
+        return prompt, [_completion(row, name, chat=False, where=where) for name in names]
+    assert not isinstance(prompt, str)
+    completions = [_completion(row, name, chat=True, where=where) for name in names]
+    openings = [
+        tuple(itertools.takewhile(lambda message: message["role"] != "assistant", completion))
+        for completion in completions
+        if not isinstance(completion, str)
+    ]
+    first = openings[0]
+    if (
+        len(first) > len(prompt)
+        and _alike(first[len(first) - len(prompt) :], prompt)
+        and all(_alike(first, each) for each in openings)
+    ):
+        prompt = first  # all sides begin with more of the conversation than the prompt has
+    kept: list[Text] = []
+    for name, completion, opening in zip(names, completions, openings, strict=True):
+        rest = completion
+        if _alike(completion[: len(prompt)], prompt):
+            rest = completion[len(prompt) :]
+        elif opening and _alike(opening, prompt[-len(opening) :]):
+            rest = completion[len(opening) :]
+        elif opening and any(message["role"] != "system" for message in prompt):
+            raise _bad(
+                where,
+                f"{name} begins with a message of role {opening[0]['role']!r} that is not the"
+                " prompt's: a completion begins with the answer, or repeats the whole prompt",
+            )
+        assert not isinstance(rest, str)
+        kept.append(_answered(tuple(rest), name, where))
+    return prompt, kept
+
+
+def _alike(some: Any, others: Any) -> bool:
+    """Whether two lists of messages are the same but for white space."""
+    return len(some) == len(others) and all(
+        one["role"] == other["role"]
+        and _words(one["content"]) == _words(other["content"])
+        and one.get("tool_calls") == other.get("tool_calls")
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _words(content: Any) -> Any:
+    if isinstance(content, str):
+        return content.split()
+    return [
+        part["text"].split() if part.get("type") == "text" else part
+        for part in content
+        if part.get("type") != "text" or part["text"].strip()
+    ]
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -201,7 +329,12 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 
 def _single(
-    row: Mapping[str, Any], columns: Sequence[str], *, chat: bool, where: str
+    row: Mapping[str, Any],
+    columns: Sequence[str],
+    *,
+    chat: bool,
+    where: str,
+    leftovers: "Leftovers",
 ) -> tuple[Text, Text]:
     if "text" in columns:
         return "", _string(row["text"], "text", where)
@@ -211,9 +344,13 @@ def _single(
         messages = _messages(row["messages"], "messages", where)
         if messages[0]["role"] == "assistant":
             raise _bad(where, "messages begin with the assistant's: there is no prompt before it")
-        return (), _answered(messages, "messages", where)
-    prompt = _prompt(row["prompt"], chat=chat, where=where)
-    return prompt, _completion(row, "completion", prompt, chat=chat, where=where)
+        answered = _answered(messages, "messages", where)
+        # a label is of the last answer
+        return (answered[:-1], answered[-1:]) if "label" in columns else ((), answered)
+    prompt, [completion] = _asked(row, row["prompt"], ("completion",), chat=chat, where=where)
+    if not chat or isinstance(row["completion"], str):
+        leftovers.note_repeat(prompt, completion, where)
+    return prompt, completion
 
 
 def _prompt(value: Any, *, chat: bool, where: str) -> Text:
@@ -227,7 +364,7 @@ def _prompt(value: Any, *, chat: bool, where: str) -> Text:
     return messages
 
 
-def _completion(row: Mapping[str, Any], name: str, prompt: Text, *, chat: bool, where: str) -> Text:
+def _completion(row: Mapping[str, Any], name: str, *, chat: bool, where: str) -> Text:
     value = row[name]
     if isinstance(value, str):
         if not chat:
@@ -235,10 +372,7 @@ def _completion(row: Mapping[str, Any], name: str, prompt: Text, *, chat: bool, 
         return ({"role": "assistant", "content": value},)
     if not chat:
         raise _bad(where, f'{name} is a list of messages: set data.prompt_format = "chat"')
-    messages = _messages(value, name, where)
-    if messages[: len(prompt)] == prompt:  # the whole conversation, as many hub data sets have it
-        messages = messages[len(prompt) :]
-    return _answered(messages, name, where)
+    return _answered(_messages(value, name, where), name, where)
 
 
 def _answered(messages: tuple[Mapping[str, Any], ...], name: str, where: str) -> Text:
@@ -257,12 +391,30 @@ def _opening(conversation: Text) -> Text:
 
 
 def _messages(value: Any, name: str, where: str) -> tuple[Mapping[str, Any], ...]:
+    value = [value] if isinstance(value, Mapping) and "role" in value else value
     if not isinstance(value, list | tuple) or not value:
         raise _bad(where, f"{name} is {value!r}; expected a string or a list of messages")
     try:
-        return tuple(read_messages(value, name, images=True))
+        read = read_messages(value, name, images=True)
     except RequestError as error:
         raise _bad(where, str(error)) from error
+    return tuple(_weighed(each, f"{name}.{number}", where) for number, each in enumerate(read))
+
+
+def _weighed(message: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    """Return a message whose `weight` is 0 where a field says that it is not learned. Raises
+    ConfigError: a weight that is neither 0 nor 1."""
+    fields = {key: message[key] for key in WEIGHTS if key in message}
+    for key, value in fields.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise _bad(
+                where,
+                f"{name}.{key} is {value!r}; expected 0 (context that is not learned) or 1",
+            )
+    kept = {key: value for key, value in message.items() if key not in WEIGHTS}
+    if message["role"] != "assistant" or not fields:
+        return kept
+    return kept | {"weight": int(all(fields.values()))}
 
 
 def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:

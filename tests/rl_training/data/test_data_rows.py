@@ -7,12 +7,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from mlx_parallm.config.data import DataConfig
 from mlx_parallm.config.load import load_config, parse_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.json_values import template_arguments
 from mlx_parallm.rl_training.data.rows import Example, read_examples
+from mlx_parallm.system.log import configure_logging
 
 USER = {"role": "user", "content": "hi"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("good", "bad"))
@@ -123,13 +125,6 @@ def test_text_goes_as_it_is(tmp_path: Path) -> None:
             "is missing; did you mean 'choosen'",
         ),
         ("dpo", PAIR | {"chosen": 5}, {}, "chosen is 5; expected a string or a list of messages"),
-        ("dpo", PAIR | {"chosen": "bad"}, {}, "chosen and rejected are the same"),
-        (
-            "dpo",
-            {"chosen": [USER, GOOD], "rejected": [USER, GOOD]},
-            {},
-            "chosen and rejected are the same",
-        ),
         (
             "dpo",
             {"chosen": [GOOD], "rejected": [BAD]},
@@ -162,12 +157,6 @@ def test_text_goes_as_it_is(tmp_path: Path) -> None:
             {"chosen": "a b", "rejected": "a c"},
             {},
             "chosen is a text, and there is no column 'prompt'",
-        ),
-        (
-            "dpo",
-            {"chosen": "a", "rejected": "a"},
-            {"prompt_format": "text"},
-            "the same: there is nothing to prefer",
         ),
         (
             "kto",
@@ -203,6 +192,98 @@ def test_a_bad_row_says_where_it_is_and_what_would_be_right(
     good = {"dpo": PAIR, "kto": PAIR, "sft": {"text": "x"}}[algorithm]
     with pytest.raises(ConfigError, match=rf"^data: .*pairs\.jsonl:3: .*{message}"):
         read(tmp_path, algorithm, good, "", row, **config)
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "kto"])
+@pytest.mark.parametrize(
+    ("row", "config"),
+    [
+        (PAIR | {"chosen": "bad"}, {}),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, {}),
+        ({"chosen": "a", "rejected": "a"}, {"prompt_format": "text"}),
+    ],
+)
+def test_pairs_of_equal_sides_are_left_out_and_counted(
+    tmp_path: Path, algorithm: str, row: Any, config: dict[str, Any]
+) -> None:
+    """One of many ends no run; alone there is nothing to learn."""
+    good = {"chosen": "x a", "rejected": "x b"} if config else PAIR
+    configure_logging(level="warning")
+    with capture_logs() as entries:
+        kept = read(tmp_path, algorithm, good, row, row, **config)
+    assert len(kept) == (1 if algorithm == "dpo" else 2)
+    [entry] = [entry for entry in entries if "are the same" in entry["event"]]
+    assert entry["rows"] == 2 and entry["first"].endswith("pairs.jsonl:2")
+    with pytest.raises(ConfigError, match=r"^data: .*pairs\.jsonl:1: .*the same"):
+        read(tmp_path, algorithm, row, **config)
+
+
+LONG = "Which of the two comes first?"
+ASKED, SPACED = ({"role": "user", "content": text} for text in (LONG, f" {LONG}\n\n"))
+RULES = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": LONG, "chosen": [ASKED, GOOD], "rejected": [SPACED, BAD]}, (ASKED,)),
+        ({"prompt": [SPACED], "chosen": [ASKED, GOOD], "rejected": [BAD]}, (SPACED,)),
+        ({"prompt": [RULES, ASKED], "chosen": [SPACED, GOOD], "rejected": [BAD]}, (RULES, ASKED)),
+        (
+            {"prompt": LONG, "chosen": [RULES, ASKED, GOOD], "rejected": [RULES, ASKED, BAD]},
+            (RULES, ASKED),
+        ),
+        ({"prompt": LONG, "chosen": f"{LONG}\ngood", "rejected": f" {LONG} bad"}, (ASKED,)),
+        ({"messages": [ASKED], "chosen": GOOD, "rejected": [BAD]}, (ASKED,)),
+        ({"messages": [ASKED, GOOD], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, (ASKED,)),
+    ],
+)
+def test_a_prompt_that_stands_again_in_the_completions(
+    tmp_path: Path, row: dict[str, Any], prompt: tuple[Any, ...]
+) -> None:
+    """It may differ in white space, or stand there with more or less of what is before it."""
+    [example] = read(tmp_path, "dpo", row)
+    assert (example.prompt, example.completions) == (prompt, ((GOOD,), (BAD,)))
+    if row.get("prompt") is not None and not isinstance(row["chosen"], str):
+        single = {"prompt": row["prompt"], "completion": row["chosen"]}
+        [example] = read(tmp_path, "sft", single)
+        assert (example.prompt, example.completions) == (prompt, ((GOOD,),))
+
+
+def test_a_text_that_begins_with_its_prompt(tmp_path: Path) -> None:
+    """Of both sides it is left out; one answer, or a short prompt, may begin so by chance."""
+    asked = f"Q: {LONG}\nA: "
+    pair = {"prompt": asked, "chosen": f"{asked}good", "rejected": f"Q: {LONG} A:  bad"}
+    [example] = read(tmp_path, "dpo", pair, prompt_format="text")
+    assert (example.prompt, example.completions) == (asked, ("good", "bad"))
+    short = {"prompt": "Hi", "chosen": "Hi there", "rejected": "Hi."}
+    assert read(tmp_path, "dpo", short)[0].completions[0][0]["content"] == "Hi there"
+    configure_logging(level="warning")
+    with capture_logs() as entries:
+        read(tmp_path, "sft", {"prompt": LONG, "completion": f"{LONG} The first."})
+    assert ["begin with their prompt" in entry["event"] for entry in entries] == [True]
+    other = {"role": "user", "content": "another question"}
+    with pytest.raises(ConfigError, match="chosen begins with a message of role 'user'"):
+        read(tmp_path, "dpo", {"prompt": LONG, "chosen": [other, GOOD], "rejected": [BAD]})
+
+
+@pytest.mark.parametrize("field", ["weight", "train", "trainable", "loss", "loss_weight"])
+def test_whether_an_answer_is_learned_is_0_or_1(tmp_path: Path, field: str) -> None:
+    for value, weight in ((0, 0), (0.0, 0), (False, 0), (1, 1), (1.0, 1), (True, 1)):
+        [example] = read(tmp_path, "sft", {"messages": [USER, {**GOOD, field: value}, USER, BAD]})
+        assert example.completions[0][1] == {**GOOD, "weight": weight}
+    for value in ("0", 0.5, 2, "false", [0]):
+        with pytest.raises(ConfigError, match=rf"messages\.1\.{field} is .*; expected 0"):
+            read(tmp_path, "sft", {"messages": [USER, {**GOOD, field: value}]})
+
+
+def test_rows_with_a_label_of_their_last_answer(tmp_path: Path) -> None:
+    """LLaMA-Factory's KTO: only the last answer is judged."""
+    messages = [USER, BAD, USER, GOOD]
+    for row in ({"label": True}, {"kto_tag": True}):
+        [example] = read(tmp_path, "kto", {"messages": messages, **row})
+        assert (example.prompt, example.completions) == ((USER, BAD, USER), ((GOOD,),))
+        assert example.label is True
 
 
 def test_held_out_rows_share_no_prompt_with_the_others(tmp_path: Path) -> None:
