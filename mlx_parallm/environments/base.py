@@ -11,7 +11,7 @@ mask and log-probabilities are recorded by the episode.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -193,6 +193,11 @@ class EnvironmentSource(ABC):
     def task(self, index: int, split: Split = "train") -> Task:
         """Return task number `index` of a split: a pure function of configuration, seed, index
         and split."""
+
+    def long_tasks(self, size: int) -> Iterator[tuple[str, Task]]:
+        """Yield place and task of each row whose prompt has more than `size` bytes of text; of an
+        environment without rows: none."""
+        return iter(())
 
     def attach(self, inference: PolicyInference) -> None:
         """Take the run's engine, once it is there, for environments and rewards that generate."""

@@ -1,8 +1,9 @@
 """A check before a run whether the prompts of its environments leave room for an answer, and how
 many tokens their tools take.
 
-A prompt that does not fit is dropped with its group. Where none fits, a run would drop group after
-group, so it is refused, with the tokens of each part.
+A prompt that does not fit is dropped with its group: rows with such a prompt are counted, with
+their places. Where none fits, a run would drop group after group, so it is refused, with the tokens
+of each part.
 """
 
 import itertools
@@ -13,7 +14,7 @@ from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.runner import attempt
 from mlx_parallm.environments.state import Prompt
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.execution.prompt_images import image_refs
 from mlx_parallm.system.log import get_logger
 
@@ -21,6 +22,8 @@ log = get_logger("environments")
 
 PROMPTS = 16
 MUCH = 0.5  # of the limit: then tools are a warning
+MOST_MEASURED = 5_000  # long prompts of a data set: seconds of work
+SHOWN = 5
 
 
 def check_room(
@@ -29,7 +32,7 @@ def check_room(
     limit: str,
     tasks: Sequence[Sequence[Task]] | None = None,
 ) -> None:
-    """Log what tools take of each prompt.
+    """Log what tools take of each prompt, and which rows' prompts leave no room.
 
     Args:
         limit: the name of the setting that bounds a sequence.
@@ -54,7 +57,10 @@ def check_room(
         prompt, tools = prompts[shortest]
         if not any(each is not None and len(each) < policy.longest for each in ids):
             refused.append(_no_room(source, policy, prompt, tools, ids, limit))
-        elif tools is not None:
+            continue
+        if tasks is None:
+            _count_long_rows(source, policy, limit)
+        if tools is not None:
             taken = _taken_by_tools(policy, source, prompt, tools)
             say = log.warning if sum(taken.values()) > MUCH * policy.longest else log.info
             words = _listed(taken)
@@ -66,6 +72,35 @@ def check_room(
             )
     if refused:
         raise ConfigError(f"environments: {'; '.join(refused)}")
+
+
+def _count_long_rows(source: EnvironmentSource, policy: EpisodePolicy, limit: str) -> None:
+    """Log the rows whose prompt leaves no room for an answer: they are in no group. A prompt with
+    fewer bytes than half the tokens that are allowed fits."""
+    places, measured = list[str](), 0
+    for where, task in itertools.islice(source.long_tasks(policy.longest // 2), MOST_MEASURED):
+        measured += 1
+        tools = source.tools_of(task)
+        prompt, options = task.opening, dict(task.options)
+        try:
+            if tools is not None:
+                prompt, _, options = policy.with_tools(prompt, tools)
+            fits = len(policy.ids(prompt, source.config, options)) < policy.longest
+        except RolloutRejectedError:
+            fits = False
+        except RequestError:  # the template's: the run reports it
+            continue
+        if not fits:
+            places.append(where)
+    if places:
+        log.warning(
+            "rows whose prompt leaves no room for an answer are in no group",
+            environment=source.name,
+            rows=len(places),
+            of_long_ones=measured,
+            first=", ".join(places[:SHOWN]),
+            key=f"{limit} = {policy.longest}",
+        )
 
 
 def _openings(source: EnvironmentSource) -> list[tuple[Prompt, EpisodeTools | None]]:

@@ -50,15 +50,15 @@ def known_row(row: dict[str, Any], where: str) -> tuple[dict[str, Any], str | No
         row = {**row, "label": row[KTO_TAG]}
     if isinstance(row.get(NEMO_GYM_COLUMN), Mapping) and not _has(row, OWN_COLUMNS):
         return row | _of_responses(row[NEMO_GYM_COLUMN], f"{where}: {NEMO_GYM_COLUMN}"), NEMO_GYM
-    answers = () if _has(row, ("chosen", "rejected")) else ("completion",)
+    is_pair = _has(row, ("chosen", "rejected"))
+    of_ours: tuple[str, ...] = ("messages", "prompt", "completion")
+    if is_pair:
+        of_ours = ("messages", "prompt") if is_conversation(row.get("messages")) else ("prompt",)
     for column in CONVERSATION_COLUMNS:
-        if isinstance(row.get(column), list | tuple) and not _has(
-            row, ("messages", "prompt", *answers)
-        ):
+        if isinstance(row.get(column), list | tuple) and not _has(row, of_ours):
             return _of_conversation(row, column, where), SHAREGPT
-    if isinstance(row.get("instruction"), str) and not _has(
-        row, ("messages", "prompt", "text", *answers)
-    ):
+    is_whole = row.get("text") is not None and not is_pair
+    if isinstance(row.get("instruction"), str) and not is_whole and not _has(row, of_ours):
         return row | _of_instruction(row, where), ALPACA
     conversations = {
         name: _messages(row[name], f"{where}: {name}")
@@ -230,6 +230,15 @@ def _divided(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _is_said(value: Any) -> bool:
     return isinstance(value, Mapping) or (isinstance(value, list | tuple) and bool(value))
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a value is a list of objects, as messages are."""
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(entry, Mapping) for entry in value)
+    )
 
 
 def _entries(value: Any) -> Sequence[Any]:

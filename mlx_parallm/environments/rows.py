@@ -53,6 +53,7 @@ class DataRow:
     key: str  # hash of the prompt
     pass_rate: float | None = None  # mean reward of its answers, 0 to 1; None: not measured
     tools: Sequence[Mapping[str, Any]] = ()  # definitions for the chat template
+    where: str = ""  # file and line
 
 
 class Keyed(Protocol):
@@ -435,7 +436,12 @@ def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[Data
         )
         rows.append(
             DataRow(
-                prompt, {name: entry.get(name) for name in columns}, prompt_key(prompt), rate, tools
+                prompt,
+                {name: entry.get(name) for name in columns},
+                prompt_key(prompt),
+                rate,
+                tools,
+                where,
             )
         )
     return rows

@@ -312,12 +312,13 @@ def _call(call: Any, place: str) -> dict[str, Any]:
             function |= {key: fields[key] for key in fields if key not in _OF_CALLS}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f"{place}: a tool call has a 'function' with a 'name'", param=place)
+    written = next((key for key in ARGUMENT_NAMES if key in function), ARGUMENT_NAMES[0])
     function = _with_arguments(function, place)
     arguments = function.get("arguments")
     if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
         arguments = {}
     if not isinstance(arguments, str):
-        arguments = _json_object(arguments, f"{place}.function.arguments")
+        arguments = _json_object(arguments, f"{place}.function.{written}")
     return {"type": "function", **fields, "function": {**function, "arguments": arguments}}
 
 

@@ -7,6 +7,7 @@ import re
 import threading
 
 import pytest
+from structlog.testing import capture_logs
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.tools import ToolsConfig
@@ -19,6 +20,7 @@ from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import ToolClient
+from mlx_parallm.system.log import configure_logging
 from tests.environments.scripted_client import ScriptedClient
 from tests.environments.templates import QWEN3, with_template
 from tests.environments.test_state_episodes import InEpisode
@@ -304,6 +306,25 @@ async def test_prompts_without_room_are_refused_before_the_run(tokenizer, tools,
     with pytest.raises(ConfigError, match="the prompt has"):
         check_room([source], EpisodePolicy(client, tokenizer, 1.0, 40), "max_token_length")
     check_room([source], EpisodePolicy(client, tokenizer, 1.0, 800), "max_token_length")
+
+
+async def test_rows_without_room_are_counted_by_line_and_key(tokenizer, tools, tmp_path):
+    """One of them is far too long to be tokenised; with the run's tools another one is too long."""
+    lengths = [3, 1000, 3, 400, 100_000]
+    data = tmp_path / "rows.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": "word " * n, "answer": "x"}) + "\n" for n in lengths)
+    )
+    config = EnvironmentConfig(kind="dataset", data=str(data), heldout_fraction=0, **SCORED)
+    configure_logging(level="warning")
+    for with_tools, places in ((None, (2, 5)), (tools, (2, 4, 5))):
+        sources = build_sources([config], seed=0, tools=with_tools)
+        policy = EpisodePolicy(answering(tokenizer, "hm"), tokenizer, 1.0, 700)
+        with capture_logs() as entries:
+            check_room(sources, policy, "max_token_length")
+        [entry] = [entry for entry in entries if "no group" in entry["event"]]
+        assert entry["first"] == ", ".join(f"{data}:{place}" for place in places)
+        assert (entry["rows"], entry["key"]) == (len(places), "max_token_length = 700")
 
 
 async def test_a_hanging_tool_holds_up_no_other_episode(tokenizer):

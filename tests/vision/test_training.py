@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from mlx_parallm.config.data import DataConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm
 from tests.images.gemma3 import save_gemma3
@@ -113,6 +115,46 @@ def test_grpo_samples_and_learns_from_one_picture(save: Any, tmp_path: Path) -> 
     assert {len(images) for images in names} == {1, 2}
     [[red]] = [images for images in names if len(images) == 1]
     assert all(images[-1] == red and red.startswith("sha256:") for images in names)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row"),
+    [
+        ("sft", {"messages": ["<image>Which?<image>", "red"]}),
+        ("sft", {"conversations": ["<image>Which?<image>", "red"]}),
+        ("kto", {"messages": ["<image>Which?<image>", "red"], "label": True}),
+        ("dpo", {"prompt": "<image>Which?<image>", "chosen": "red", "rejected": "blue"}),
+    ],
+)
+def test_a_mark_in_a_text_is_the_place_of_a_picture(
+    algorithm: str, row: dict[str, Any], tmp_path: Path
+) -> None:
+    """LLaVA's and LLaMA-Factory's rows."""
+    keys = {"messages": ("role", "content"), "conversations": ("from", "value")}
+    for name, (role, text) in keys.items():
+        if name in row:
+            row[name] = [
+                {role: speaker, text: said}
+                for speaker, said in zip(("user", "assistant"), row[name], strict=True)
+            ]
+    file = tmp_path / "rows.jsonl"
+    pictures = [data_url(colour("red")), data_url(colour("blue"))]
+
+    def read(**more: Any) -> Any:
+        file.write_text(json.dumps(row | more) + "\n")
+        return read_examples(DataConfig(path=str(file), eval_fraction=0), algorithm)[0][0]
+
+    example = read(images=pictures)
+    content = [*example.prompt, *example.completions[0]][0]["content"]
+    assert [part["type"] for part in content] == ["image", "text", "image"]
+    assert content[0] != content[2] and content[1]["text"] == "Which?"
+    assert "<image>" in str(read())
+    for more, message in (
+        ({"images": pictures[:1]}, "2 places for images, and the row has 1"),
+        ({"images": pictures, "videos": ["a.mp4"]}, "column 'videos': only texts and images"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read(**more)
 
 
 def test_sft_tells_pictures_apart(checkpoint: Path, tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ See docs/your_data.md.
 """
 
 import copy
+from collections.abc import Iterator
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
-from mlx_parallm.environments.rows import common_columns, read_prompts
+from mlx_parallm.environments.rows import DataRow, common_columns, read_prompts
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.functions import Prompt, RewardFunctions
 
@@ -42,7 +43,16 @@ class DatasetSource(EnvironmentSource):
 
     def task(self, index: int, split: Split = "train") -> Task:
         """Return row `index` of the split as a task. Raises ConfigError: no held-out rows."""
-        row = self.rows.row(index, split)
+        return self._task_of(self.rows.row(index, split))
+
+    def long_tasks(self, size: int) -> Iterator[tuple[str, Task]]:
+        """As `EnvironmentSource` says; a place is file and line."""
+        for row in (*self.rows.train, *self.rows.heldout):
+            turns = [row.prompt] if isinstance(row.prompt, str) else row.prompt
+            if sum(len(str(turn).encode(errors="surrogatepass")) for turn in turns) > size:
+                yield row.where, self._task_of(row)
+
+    def _task_of(self, row: DataRow) -> Task:
         plain = self.config.prompt_format == "text"
         turns = (
             ({"role": "user", "content": row.prompt},)

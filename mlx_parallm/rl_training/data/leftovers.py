@@ -36,22 +36,30 @@ class Leftovers:
         self.same: list[str] = []
 
     def count(
-        self, row: Mapping[str, Any], columns: Sequence[str], layout: str | None, algorithm: str
+        self,
+        row: Mapping[str, Any],
+        columns: Sequence[str],
+        layout: str | None,
+        algorithm: str,
+        *,
+        chat: bool,
     ) -> None:
         """Count the columns of a row, and the fields of its messages, that nothing reads.
 
         Args:
-            columns: of the row's form; `layout`: what the row was converted from.
+            columns: of the row's form; `layout`: what the row was converted from; `chat`: whether
+                there is a chat template.
         """
-        read = {*columns, "tools", *IMAGE_COLUMNS}
-        if "text" not in columns:
+        read = {*columns}
+        if chat and "text" not in columns:
+            read |= {"tools", *IMAGE_COLUMNS}
             read |= {name for name in SYSTEM_COLUMNS if isinstance(row.get(name), str)}
         if algorithm == REWARD_MODEL:
             read.add("margin")
         if sources := LAYOUT_COLUMNS.get(layout or ""):
             read |= {*sources, "messages", "prompt", "completion"}
             if "chosen" in columns:
-                read -= {"output", "completion"}
+                read -= {"output", "completion", "messages"} - {*columns}
         self._columns.update(
             name for name, value in row.items() if name not in read and not _is_nothing(value)
         )

@@ -19,7 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config.data import PAIRED, REWARD_MODEL, DataConfig
-from mlx_parallm.environments.row_forms import SYSTEM_COLUMNS, with_system
+from mlx_parallm.environments.row_forms import (
+    CONVERSATION_COLUMNS,
+    SYSTEM_COLUMNS,
+    is_conversation,
+    with_system,
+)
 from mlx_parallm.environments.row_images import (
     has_images,
     refuse_images,
@@ -55,6 +60,7 @@ Text = str | tuple[Mapping[str, Any], ...]
 
 SAME = "chosen and rejected are the same: there is nothing to prefer"
 SIDES = ("chosen", "rejected")
+SOURCES = (*CONVERSATION_COLUMNS, "instruction")  # of a prompt, in other programs' layouts
 WEIGHTS = ("weight", "train", "trainable", "loss", "loss_weight", "loss_mask")
 """Fields of messages in many programs' rows that say whether an answer is learned: 0 or 1."""
 
@@ -94,10 +100,10 @@ def _read(config: DataConfig, algorithm: str, file: str, split: str) -> list[Exa
     for where, row, layout in formed_rows(file, config.subset, split, SECTION):
         columns = _form(row, forms, algorithm, where)
         row = _prepared(row, columns, file, algorithm, chat=chat, where=where)
-        leftovers.count(row, columns, layout, algorithm)
+        leftovers.count(row, columns, layout, algorithm, chat=chat)
         tools = _tools(row.get("tools"), where)
         if "chosen" in columns:
-            pair = _pair(row, chat=chat, where=where, leftovers=leftovers)
+            pair = _pair(row, columns, chat=chat, where=where, leftovers=leftovers)
             if pair is None:
                 continue
             prompt, chosen, rejected = pair
@@ -183,6 +189,8 @@ def _form(
     row: Mapping[str, Any], forms: Sequence[tuple[str, ...]], algorithm: str, where: str
 ) -> tuple[str, ...]:
     present = [name for name, value in row.items() if value is not None]
+    if not _is_open(row.get("messages")):  # the conversation of one side
+        forms = [form for form in forms if form != ("messages", *SIDES)]
     for columns in forms:
         if all(name in present for name in columns):
             return columns
@@ -205,13 +213,16 @@ def _form(
 
 
 def _pair(
-    row: Mapping[str, Any], *, chat: bool, where: str, leftovers: "Leftovers"
+    row: Mapping[str, Any],
+    columns: Sequence[str],
+    *,
+    chat: bool,
+    where: str,
+    leftovers: "Leftovers",
 ) -> tuple[Text, Text, Text] | None:
     """Return prompt, chosen and rejected; None, which is counted, where both sides are the same."""
     prompt: Text
-    asked = next((row[name] for name in ("prompt", "messages") if row.get(name) is not None), None)
-    if row.get("prompt") is None and asked is not None and not _is_open(asked):
-        asked = None  # the conversation of one side
+    asked = next((name for name in ("prompt", "messages") if name in columns), None)
     if asked is not None:
         prompt, (chosen, rejected) = _asked(row, asked, SIDES, chat=chat, where=where)
         if not chat or isinstance(row["chosen"], str):
@@ -248,17 +259,16 @@ def _pair(
 
 
 def _is_open(value: Any) -> bool:
-    """Whether messages end before an answer."""
-    last = value[-1] if isinstance(value, list | tuple) and value else None
-    return isinstance(last, Mapping) and last.get("role") != "assistant"
+    """Whether a value is messages that end before an answer."""
+    return is_conversation(value) and value[-1].get("role") != "assistant"
 
 
 def _asked(
-    row: Mapping[str, Any], asked: Any, names: Sequence[str], *, chat: bool, where: str
+    row: Mapping[str, Any], asked: str, names: Sequence[str], *, chat: bool, where: str
 ) -> tuple[Text, list[Text]]:
-    """Return a row's prompt, and the completions under `names` without it, where they repeat it
-    with or without what stands before it. Raises ConfigError."""
-    prompt = _prompt(asked, chat=chat, where=where)
+    """Return the prompt of the column `asked`, and the completions under `names` without it, where
+    they repeat it with or without what stands before it. Raises ConfigError."""
+    prompt = _prompt(row[asked], chat=chat, where=where)
     if not chat:
         return prompt, [_completion(row, name, chat=False, where=where) for name in names]
     assert not isinstance(prompt, str)
@@ -283,10 +293,11 @@ def _asked(
         elif opening and _alike(opening, prompt[-len(opening) :]):
             rest = completion[len(opening) :]
         elif opening and any(message["role"] != "system" for message in prompt):
+            source = next((each for each in SOURCES if row.get(each) is not None), asked)
             raise _bad(
                 where,
-                f"{name} begins with a message of role {opening[0]['role']!r} that is not the"
-                " prompt's: a completion begins with the answer, or repeats the whole prompt",
+                f"{name} begins with a message of role {opening[0]['role']!r} that is none of"
+                f" {source!r}: a completion begins with the answer, or repeats the whole prompt",
             )
         assert not isinstance(rest, str)
         kept.append(_answered(tuple(rest), name, where))
@@ -344,10 +355,11 @@ def _single(
         messages = _messages(row["messages"], "messages", where)
         if messages[0]["role"] == "assistant":
             raise _bad(where, "messages begin with the assistant's: there is no prompt before it")
-        answered = _answered(messages, "messages", where)
+        names = (*(name for name in CONVERSATION_COLUMNS if row.get(name)), "messages")
+        answered = _answered(messages, names[0], where)
         # a label is of the last answer
         return (answered[:-1], answered[-1:]) if "label" in columns else ((), answered)
-    prompt, [completion] = _asked(row, row["prompt"], ("completion",), chat=chat, where=where)
+    prompt, [completion] = _asked(row, "prompt", ("completion",), chat=chat, where=where)
     if not chat or isinstance(row["completion"], str):
         leftovers.note_repeat(prompt, completion, where)
     return prompt, completion

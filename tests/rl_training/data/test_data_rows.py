@@ -267,6 +267,18 @@ def test_a_text_that_begins_with_its_prompt(tmp_path: Path) -> None:
         read(tmp_path, "dpo", {"prompt": LONG, "chosen": [other, GOOD], "rejected": [BAD]})
 
 
+def test_a_text_has_no_tools(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    configure_logging(level="info")
+    for row, config in (
+        ({"text": "x"}, {}),
+        ({"prompt": "x", "completion": "y"}, {"prompt_format": "text"}),
+    ):
+        with capture_logs() as entries:
+            read(tmp_path, "sft", row | {"tools": tools}, **config)
+        assert [entry["rows"] for entry in entries if "rows" in entry] == ["tools (1)"]
+
+
 @pytest.mark.parametrize("field", ["weight", "train", "trainable", "loss", "loss_weight"])
 def test_whether_an_answer_is_learned_is_0_or_1(tmp_path: Path, field: str) -> None:
     for value, weight in ((0, 0), (0.0, 0), (False, 0), (1, 1), (1.0, 1), (True, 1)):

@@ -9,7 +9,7 @@ import copy
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,43 +85,33 @@ def dicts(value: Any, key: str) -> list[Row]:
 
 def changed(row: Row, random: random.Random, mark: str) -> tuple[Row, str, Any] | None:
     """A row with something more in it, its name, and its value; None: the form has no such place."""
-    row = copy.deepcopy(row)
-    place = random.choice(("column", "message", "part", "part type", "call", "named column"))
-    value = values(random, mark)
-    if place in ("column", "named column"):
-        name = random.choice(COLUMNS) if place == "named column" else f"own_{random.random()}"
-        if name in row:
-            return None
-        return {**row, name: value}, name, value
+    row, value = copy.deepcopy(row), values(random, mark)
+    place = random.choice(("own column", "column", "message", "part", "part type", "call"))
+    if place.endswith("column"):
+        name = random.choice(COLUMNS) if place == "column" else f"own_{random.random()}"
+        return None if name in row else ({**row, name: value}, name, value)
     messages = [each for listed in lists_of(row) for each in dicts(listed, "role")]
     if not messages:
         return None
     message = random.choice(messages)
-    if place == "message":
-        name = random.choice(MESSAGE_KEYS)
-        if name in message:
-            return None
-        message[name] = value
-        return row, name, value
-    calls = dicts(messages, "arguments")
+    holder, names = message, MESSAGE_KEYS
     if place == "call":
-        if not calls:
-            return None
-        call, name = random.choice(calls), random.choice(CALL_KEYS)
-        if random.random() < 0.5:
-            del call["arguments"]
-        call[name] = value
+        calls = dicts(messages, "arguments")
+        holder, names = (random.choice(calls) if calls else {}), CALL_KEYS
+        if calls and random.random() < 0.5:
+            del holder["arguments"]
+    elif place.startswith("part"):
+        if not isinstance(message["content"], list):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        holder, names = message["content"][0], PART_KEYS
+    if place == "part type":
+        name = random.choice(PART_TYPES)
+        message["content"].append({"type": name, random.choice(("text", "value", name)): value})
         return row, name, value
-    if not isinstance(message["content"], list):
-        message["content"] = [{"type": "text", "text": message["content"]}]
-    if place == "part":
-        name = random.choice(PART_KEYS)
-        if name in message["content"][0]:
-            return None
-        message["content"][0][name] = value
-        return row, name, value
-    name = random.choice(PART_TYPES)
-    message["content"].append({"type": name, random.choice(("text", "value", name)): value})
+    name = random.choice(names)
+    if not holder or name in holder:
+        return None
+    holder[name] = value
     return row, name, value
 
 
