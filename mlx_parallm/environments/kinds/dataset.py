@@ -46,7 +46,7 @@ class DatasetSource(EnvironmentSource):
         return self._task_of(self.rows.row(index, split))
 
     def long_tasks(self, size: int) -> Iterator[tuple[str, Task]]:
-        """As `EnvironmentSource` says; a place is file and line."""
+        """Yield file and line, and task, of each row with a longer prompt."""
         for row in (*self.rows.train, *self.rows.heldout):
             turns = [row.prompt] if isinstance(row.prompt, str) else row.prompt
             if sum(len(str(turn).encode(errors="surrogatepass")) for turn in turns) > size:

@@ -222,9 +222,9 @@ def _pair(
 ) -> tuple[Text, Text, Text] | None:
     """Return prompt, chosen and rejected; None, which is counted, where both sides are the same."""
     prompt: Text
-    asked = next((name for name in ("prompt", "messages") if name in columns), None)
-    if asked is not None:
-        prompt, (chosen, rejected) = _asked(row, asked, SIDES, chat=chat, where=where)
+    prompt_column = next((name for name in ("prompt", "messages") if name in columns), None)
+    if prompt_column is not None:
+        prompt, (chosen, rejected) = _asked(row, prompt_column, SIDES, chat=chat, where=where)
         if not chat or isinstance(row["chosen"], str):
             chosen, rejected = leftovers.without_prompt(prompt, (chosen, rejected), where)
     elif not chat:
@@ -264,11 +264,11 @@ def _is_open(value: Any) -> bool:
 
 
 def _asked(
-    row: Mapping[str, Any], asked: str, names: Sequence[str], *, chat: bool, where: str
+    row: Mapping[str, Any], prompt_column: str, names: Sequence[str], *, chat: bool, where: str
 ) -> tuple[Text, list[Text]]:
-    """Return the prompt of the column `asked`, and the completions under `names` without it, where
-    they repeat it with or without what stands before it. Raises ConfigError."""
-    prompt = _prompt(row[asked], chat=chat, where=where)
+    """Return the prompt of a column, and the completions under `names` without it, where they
+    repeat it with or without what stands before it. Raises ConfigError."""
+    prompt = _prompt(row[prompt_column], chat=chat, where=where)
     if not chat:
         return prompt, [_completion(row, name, chat=False, where=where) for name in names]
     assert not isinstance(prompt, str)
@@ -293,7 +293,7 @@ def _asked(
         elif opening and _alike(opening, prompt[-len(opening) :]):
             rest = completion[len(opening) :]
         elif opening and any(message["role"] != "system" for message in prompt):
-            source = next((each for each in SOURCES if row.get(each) is not None), asked)
+            source = next((each for each in SOURCES if row.get(each) is not None), prompt_column)
             raise _bad(
                 where,
                 f"{name} begins with a message of role {opening[0]['role']!r} that is none of"
