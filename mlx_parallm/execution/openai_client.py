@@ -18,6 +18,10 @@ RETRIED = (429, 502, 503, 504)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 
 
+class UnusableAnswerError(EndpointError):
+    """An answer came, and is no JSON object or beyond the bounds."""
+
+
 class OpenAIEndpoint:
     """One server. It belongs to the asyncio loop that first uses it.
 
@@ -72,9 +76,10 @@ class OpenAIEndpoint:
         """Return the ids of the endpoint's models. One try only: a check that the endpoint is
         there."""
         reply = await self._answer("GET", "/models", None, retries=0)
+        listed = reply.get("data")
         return [
             str(entry["id"])
-            for entry in reply.get("data", [])
+            for entry in (listed if isinstance(listed, list) else ())
             if isinstance(entry, Mapping) and "id" in entry
         ]
 
@@ -112,7 +117,9 @@ class OpenAIEndpoint:
                 f"{where} cannot be reached: {str(error) or type(error).__name__}"
             )
             return problem, min(usual_pause_s, LONGEST_PAUSE_S)
-        except (httpx.RequestError, httpx.InvalidURL, ValueError) as error:
+        except httpx.RequestError as error:  # it has answered, beyond the bounds
+            raise UnusableAnswerError(f"{where}: {error}") from error
+        except (httpx.InvalidURL, ValueError) as error:
             raise EndpointError(f"{where}: {error}") from error
         if reply.is_success:
             return reply
@@ -131,7 +138,7 @@ class OpenAIEndpoint:
         except ValueError as error:
             value, reason = _beginning(reply), f" ({error})"
         if not isinstance(value, dict):
-            raise EndpointError(
+            raise UnusableAnswerError(
                 f"{self.base_url}{path} answered {str(value)[:80]!r}: is this an OpenAI endpoint?"
                 f"{reason}"
             )

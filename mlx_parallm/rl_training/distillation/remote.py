@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_parallm.config.distillation import TeacherConfig
 from mlx_parallm.errors import ConfigError, EndpointError
-from mlx_parallm.execution.openai_client import OpenAIEndpoint
+from mlx_parallm.execution.openai_client import OpenAIEndpoint, UnusableAnswerError
 from mlx_parallm.losses.distillation import LEAST_LOGPROB
 from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -31,9 +31,14 @@ from mlx_parallm.rl_training.distillation.tokenizers import (
 )
 from mlx_parallm.rl_training.factory import TeacherContext
 from mlx_parallm.system.files import local_path
+from mlx_parallm.system.foreign_http import Bounds
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.loop_thread import LoopThread
 
+LARGEST_ANSWER, MOST_CONTAINERS = 512 << 20, 8 << 20  # a hundred tokens for each of 32 thousand
+MASS_TOLERANCE = 0.01  # of rounding in half precision
+UNUSABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What an answer of another form than the API's raises."""
 TURN_S = 0.1
 """Between two looks at a stop request, while answers are on their way."""
 log = get_logger("distillation")
@@ -54,6 +59,7 @@ class RemoteTeacher:
     """Args:
         tokenizer: the policy's, of the trainer's thread.
         keep: as `Teacher.score` will be asked.
+        note: called with the reason where an answer has no score.
 
     Raises ConfigError: what is asked is not in this API, or a file that cannot be read.
     """
@@ -61,8 +67,14 @@ class RemoteTeacher:
     reads_images = False
 
     def __init__(
-        self, config: TeacherConfig, context: TeacherContext, tokenizer: Tokenizer, keep: int | None
+        self,
+        config: TeacherConfig,
+        context: TeacherContext,
+        tokenizer: Tokenizer,
+        keep: int | None,
+        note: Callable[[str], None],
     ) -> None:
+        self._note, self._has_scored = note, False
         self.name, self._config, self._vocab_size = config.name, config, context.vocab_size
         self._what = f"distillation: teacher {config.name!r} ({config.url})"
         if keep is not None and config.api == "completions":
@@ -97,6 +109,7 @@ class RemoteTeacher:
             timeout_s=config.timeout_s,
             retries=config.tries - 1,
             max_in_flight=config.requests_at_once,
+            bounds=Bounds(body=LARGEST_ANSWER, containers=MOST_CONTAINERS),
         )
         self._models = OpenAIEndpoint(f"{root}/v1", key, timeout_s=config.timeout_s, retries=0)
 
@@ -197,7 +210,29 @@ class RemoteTeacher:
 
     # ------------------------------------------------------------------ one answer
 
-    async def _one(self, answer: Answer, keep: int | None) -> Scored:
+    async def _one(self, answer: Answer, keep: int | None) -> Scored | None:
+        """Return the scores; None, noted, where the answer is not of this API: one of them ends
+        no run. Raises ConfigError: none was of it so far; EndpointError: there
+        is no answer."""
+        try:
+            scored = await self._ask(answer, keep)
+        except ConfigError as error:
+            if not self._has_scored:
+                raise
+            self._note(str(error).removeprefix(f"{self._what}").lstrip(": "))
+        except UnusableAnswerError as error:
+            self._note(str(error))
+        except UNUSABLE as error:
+            self._note(
+                f"an answer is not of the api {self._config.api!r}:"
+                f" {type(error).__name__}: {str(error)[:80]}"
+            )
+        else:
+            self._has_scored = True
+            return scored
+        return None
+
+    async def _ask(self, answer: Answer, keep: int | None) -> Scored:
         tokens = list(answer.rollout.tokens)
         count = 1 if keep is None else keep
         if self._config.api == "sglang":
@@ -305,11 +340,16 @@ class RemoteTeacher:
                     " rl_training.distillation.top_k, or raise the server's limit (vLLM:"
                     " --max-logprobs)"
                 )
-            if (largest := max(token for token, _ in best)) >= self._vocab_size:
+            chosen = [token for token, _ in best]
+            if (largest := max(chosen)) >= self._vocab_size:
                 raise ConfigError(
                     f"{self._what} likes token {largest}, and the policy has {self._vocab_size}"
                 )
-            ids[place] = [token for token, _ in best]
+            if min(chosen) < 0 or len(set(chosen)) < keep:
+                raise ValueError(f"its best tokens are {str(chosen)[:60]}")
+            if math.fsum(math.exp(number) for _, number in best) > 1 + MASS_TOLERANCE:
+                raise ValueError("the probabilities of its best tokens have a sum above 1")
+            ids[place] = chosen
             targets[place] = [*(number for _, number in best), rest_of([n for _, n in best])]
         return Scored(logprobs, agrees, ids, targets)
 

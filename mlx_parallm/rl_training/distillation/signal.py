@@ -9,6 +9,7 @@ prompt, and what comes back becomes columns of the step.
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -83,6 +84,10 @@ class Teachers:
         self._requested = self._unscored = self._taken = 0
         self._reasons = Counter[str]()
         self._lost = ""
+        # of this step, by teacher: how many of its answers cannot be used, and why the last one
+        self._unusable: dict[str, tuple[int, str]] = {}
+        self._requested_of = Counter[str]()
+        self._warned = set[str]()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -98,7 +103,8 @@ class Teachers:
         if config.kind == "group":
             return GroupTeacher(config.name, context.vocab_size, self.keep, self._note)
         if config.kind == "http":
-            return RemoteTeacher(config, context, self.tokenizer, self.keep)
+            note = partial(self._note_unusable, config.name)
+            return RemoteTeacher(config, context, self.tokenizer, self.keep, note)
         return OtherModel(config, context, self.tokenizer, self.keep, self._note)
 
     # ------------------------------------------------------------------ who teaches what
@@ -148,6 +154,13 @@ class Teachers:
             log.warning("no signal from a teacher", reason=reason)
         self._reasons[reason] += 1
 
+    def _note_unusable(self, name: str, reason: str) -> None:
+        """Count an answer of a teacher that has no score, or scores that are no numbers."""
+        self._unusable[name] = self._unusable.get(name, (0, ""))[0] + 1, reason
+        if name not in self._warned:
+            self._warned.add(name)
+            log.warning("a teacher's answers cannot be used", teacher=name, reason=reason)
+
     # ------------------------------------------------------------------ a step
 
     def score(
@@ -157,6 +170,7 @@ class Teachers:
         self._requested = self._unscored = 0
         self._taken = sum(sequence.from_dataset for sequence in batch.sequences)
         self._lost = ""
+        self._unusable, self._requested_of = {}, Counter()
         places = sequence_groups(batch)
         rows: dict[str, list[tuple[int, Answer]]] = {name: [] for name in self._by_name}
         prompts = [self._prompt_of(group) for group in batch.groups] if places else []
@@ -221,6 +235,7 @@ class Teachers:
         if self._config.on_teacher_lost == "wait":
             self._lost = ""
         self._requested += len(answers)
+        self._requested_of[name] += len(answers)
         for number, answer in answers:
             if (one := scores.get(number)) is None:
                 self._unscored += 1
@@ -231,7 +246,18 @@ class Teachers:
                 )
             else:
                 scored[number] = one
+                self._check_numbers(name, one)
         return True
+
+    def _check_numbers(self, name: str, scored: Scored) -> None:
+        """Note scores that are no numbers, which have no signal. A group may bring some of them
+        by design."""
+        if isinstance(self._by_name[name][1], GroupTeacher):
+            return
+        if np.isnan(scored.logprobs).any() or (
+            scored.targets is not None and np.isnan(scored.targets).any()
+        ):
+            self._note_unusable(name, "log-probabilities that are no numbers (NaN, null)")
 
     def _answers(
         self, name: str, answers: list[tuple[int, Answer]], should_stop: Callable[[], bool]
@@ -303,7 +329,14 @@ class Teachers:
         }
 
     def health(self) -> str | None:
-        return self._lost or None
+        if self._lost:
+            return self._lost
+        unusable = [
+            f"teacher {name}: {count} of {self._requested_of[name]} answers of the step cannot be"
+            f" used, or not all of their tokens: {reason}"
+            for name, (count, reason) in self._unusable.items()
+        ]
+        return "; ".join(unusable) or None
 
     def close(self) -> None:
         for _, teacher, _ in self._by_name.values():

@@ -233,6 +233,92 @@ def test_what_it_answers_wrongly_ends_the_run(tiny: LoadedModel, refuse: Any, wo
         trainer.teachers.close()
 
 
+def with_entry(entry: Any) -> Callable[[dict[str, Any]], Any]:
+    """Of vLLM: every token's entry in the place of its own."""
+
+    def change(reply: dict[str, Any]) -> Any:
+        rows = reply["choices"][0]["prompt_logprobs"]
+        reply["choices"][0]["prompt_logprobs"] = [None, *([entry] * (len(rows) - 1))]
+        return reply
+
+    return change
+
+
+def with_numbers(number: Any) -> Callable[[dict[str, Any]], Any]:
+    """Of vLLM: every token's log-probabilities in the place of its own."""
+
+    def change(reply: dict[str, Any]) -> Any:
+        for entries in reply["choices"][0]["prompt_logprobs"][1:]:
+            for entry in entries.values():
+                entry["logprob"] = number
+        return reply
+
+    return change
+
+
+def negative(reply: dict[str, Any]) -> Any:
+    for entries in reply["choices"][0]["prompt_logprobs"][1:]:
+        entries["-7"] = {"logprob": -0.001}
+    return reply
+
+
+def last_of(meta: str, entry: Any) -> Callable[[dict[str, Any]], Any]:
+    def change(reply: dict[str, Any]) -> Any:
+        reply["meta_info"][meta][-1] = entry
+        return reply
+
+    return change
+
+
+ODD: list[tuple[str, Any, str]] = [
+    ("vllm", lambda _: [1, 2], "is this an OpenAI endpoint"),
+    ("vllm", lambda _: "[" * 5000, "nested too deeply"),
+    ("vllm", lambda _: {"choices": {"0": {}}}, "no choices"),
+    ("vllm", with_entry(5), "AttributeError"),
+    ("vllm", with_entry({"x": {"logprob": -1.0}}), "ValueError"),
+    ("vllm", with_entry({"1": -1.0}), "prompt_logprobs without the token itself"),
+    ("vllm", with_numbers(None), "TypeError"),
+    ("vllm", with_numbers("much"), "ValueError"),
+    ("vllm", with_numbers(10**400), "OverflowError"),
+    ("vllm", with_numbers(float("nan")), "no numbers"),
+    ("vllm", with_numbers(-0.0), "have a sum above 1"),
+    ("vllm", negative, "its best tokens are"),
+    ("sglang", lambda reply: {**reply, "meta_info": [1]}, "AttributeError"),
+    ("sglang", last_of("input_token_logprobs", []), "IndexError"),
+    ("sglang", last_of("input_token_logprobs", [-1.0, None]), "TypeError"),
+    ("sglang", last_of("input_top_logprobs", [[-1.0, 3]] * 5), "its best tokens are"),
+    ("sglang", last_of("input_top_logprobs", {"3": -1.0}), "Error"),
+]
+
+
+@pytest.mark.parametrize(("api", "change", "words"), ODD)
+def test_an_answer_of_another_form_has_no_score_and_ends_no_run(
+    tiny: LoadedModel, api: str, change: Any, words: str
+) -> None:
+    """The first three answers are right, the others odd: those have no score, health names the
+    teacher and says why."""
+    right, asked = scripted(), 0
+
+    def answer(path: str, body: Any) -> Any:
+        nonlocal asked
+        reply = right(path, body)
+        if path not in ("/v1/completions", "/generate"):
+            return reply
+        asked += 1
+        return reply if asked <= 3 else (200, {}, change(reply[2]))
+
+    groups = [question(number) for number in range(3)]
+    with scripted_http(answer) as (url, _):
+        one = teacher(url, api=api, requests_at_once=1)
+        trainer = tiny_trainer(tiny, one, mode="loss", top_k=5)
+        metrics = trainer.train_step(batch_of(*groups)).metrics
+        health = trainer.teachers.health()
+        trainer.teachers.close()
+    assert health is not None and health.startswith("teacher big: ") and words in health
+    assert 0 < metrics["teacher_share"] < 1
+    assert np.isfinite(metrics["loss"])
+
+
 def test_the_files_of_its_tokenizer_will_do(tiny: LoadedModel) -> None:
     with scripted_http(scripted(refuse=no_tokenize)) as (url, received):
         trainer = tiny_trainer(tiny, teacher(url, path=str(mlx_tiny())))
