@@ -152,6 +152,13 @@ def without_nulls(schema: Any, *, by_name: bool = False) -> Any:
     }
 
 
+def parts_as_written(content: Any) -> Any:
+    """Return a content that was written as parts as a list of them again; others as they are."""
+    if not isinstance(content, PartsText):
+        return content
+    return [{"type": "text", "text": text} for text in content.parts]
+
+
 def content_text(content: Any, where: str) -> str:
     """Return a message's content as text: a string, or the joined texts of its parts
     (`PartsText`). Raises RequestError."""

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.execution.chat_messages import PartsText
+from mlx_parallm.execution.chat_messages import PartsText, parts_as_written
 from mlx_parallm.execution.json_values import (
     TESTS,
     holds_json_values,
@@ -100,10 +100,9 @@ def _as_template_reads(
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message["content"]
-    if not isinstance(content, str):
-        return dict(message)
-    texts = content.parts if isinstance(content, PartsText) else (content,)
-    return {**message, "content": [{"type": "text", "text": text} for text in texts]}
+    if type(content) is str:
+        content = PartsText([content])
+    return {**message, "content": parts_as_written(content)}
 
 
 def _shown(

@@ -213,3 +213,25 @@ def test_over_http_too(server, conversation):
             assert answer.status_code == 200, answer.text
             prompts.append(answer.json()["prompt_token_ids"])
         assert prompts[0] == prompts[1] == prompts[2]
+
+
+def test_parts_stay_parts() -> None:
+    """A template that trims or separates parts (Gemma 3's) gets them from every API."""
+    texts = [" a ", "b", " c"]
+
+    def parts(kind: str) -> list[dict[str, str]]:
+        return [{"type": kind, "text": text} for text in texts]
+
+    said = {"role": "user", "content": parts("text")}
+    items = [{"role": "user", "content": parts("input_text")}]
+    bodies = [
+        ChatBody.model_validate({"messages": [said]}),
+        ResponsesBody.model_validate({"input": items}).to_chat(items)[0],
+        MessagesBody.model_validate({"messages": [said], "max_tokens": 1}).to_chat(),
+    ]
+    contents = [body.template_messages()[-1]["content"] for body in bodies]
+    assert [(content, content.parts) for content in contents] == [(" a b c", tuple(texts))] * 3
+    system = MessagesBody.model_validate(
+        {"messages": [said], "max_tokens": 1, "system": parts("text")}
+    )
+    assert system.to_chat().template_messages()[0]["content"].parts == tuple(texts)

@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.execution.chat_messages import add_text, is_image
-from mlx_parallm.execution.prompt_images import text_of
+from mlx_parallm.execution.chat_messages import PartsText, is_image
 from mlx_parallm.server.protocol.fields import Body, ListOf, QueueFields, SamplingFields
 from mlx_parallm.server.protocol.openai import LONGEST_WORD, MAX_MESSAGES, MAX_TOOLS, ChatBody
 from mlx_parallm.server.protocol.to_chat import (
@@ -214,10 +213,11 @@ def _chat_turn(
         if images and turn.role == "user" and block.get("type") == "image":
             messages[-1]["content"].append(_image(block, place))
         else:
-            add_text(messages[-1]["content"], _text(block, place))
+            messages[-1]["content"].append({"type": "text", "text": _text(block, place)})
     for message in messages:
-        if isinstance(message["content"], list) and not any(map(is_image, message["content"])):
-            message["content"] = text_of(message["content"])
+        parts = message["content"]
+        if isinstance(parts, list) and not any(map(is_image, parts)):
+            message["content"] = PartsText(part["text"] for part in parts)
     return messages
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.chat_messages import PartsText, parts_as_written
 from mlx_parallm.server.errors import request_error
 from mlx_parallm.server.protocol.fields import QueueFields, SamplingFields
 from mlx_parallm.server.protocol.openai import ChatBody
@@ -44,13 +45,13 @@ class ChatFields:
 
 
 def joined_text(content: Any, where: str, text: Callable[[Any, str], str]) -> str:
-    """A string, or the texts of its parts; `text`: of one part and its place. Raises
-    RequestError."""
+    """A string, or the joined texts of its parts (`PartsText`); `text`: of one part and its place.
+    Raises RequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RequestError(f"{where}: must be a string or a list of parts", param=where)
-    return "".join(text(part, f"{where}.{index}") for index, part in enumerate(content))
+    return PartsText(text(part, f"{where}.{index}") for index, part in enumerate(content))
 
 
 def refuse_choices(body: SamplingFields) -> None:
@@ -71,8 +72,14 @@ def shared_fields(body: BaseModel) -> dict[str, Any]:
 def chat_body(fields: Mapping[str, Any], in_chat: Mapping[str, str]) -> ChatBody:
     """The chat of these fields. `in_chat`: the chat's names → the client's, for errors. Raises
     RequestError."""
+    messages = [
+        {**message, "content": parts_as_written(content)}
+        if isinstance(content := message.get("content"), PartsText) and len(content.parts) > 1
+        else message
+        for message in fields["messages"]
+    ]
     try:
-        return ChatBody.model_validate(fields)
+        return ChatBody.model_validate({**fields, "messages": messages})
     except ValidationError as error:
         raise renamed(request_error(error.errors()), in_chat) from error
     except RequestError as error:
