@@ -431,6 +431,8 @@ PATTERN_CALLS = (
 )  # fmt: skip
 # "mlx_parallm/x.py:line's text": a pattern that is put together, of texts in the source alone
 BUILT_PATTERNS = {
+    "mlx_parallm/execution/action_grammar.py": "of names, escaped",
+    "mlx_parallm/execution/call_formats.py": "of a format's table and of names, escaped",
     "mlx_parallm/execution/call_text.py": "of the marks of a format's table",
     "mlx_parallm/execution/tool_calls.py": "of names, escaped",
     "mlx_parallm/system/secret_forms.py": "of the table's own forms",

@@ -14,7 +14,7 @@ text is a thought. A call that cannot be read is an action with `error`: no text
 import json
 import keyword
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ ActionKind = Literal["tool", "delegate", "answer", "think"]
 HOW_TO_ACT = "To call one, write a line such as\nTOOL: NAME(key=value)"
 
 _KEYWORD = re.compile(r"^[ \t]*+(TOOL|DELEGATE|ANSWER|THINK):", re.MULTILINE)
+_WORD = re.compile(r"[\w.\-/]+")
 _CALLED = re.compile(r"\s*+([\w.\-/]++)[ \t]*+")
 _KINDS: Mapping[str, ActionKind] = {
     "TOOL": "tool",
@@ -44,6 +45,20 @@ class Action:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # JSON values
     text: str = ""  # of an answer or thought, without white space around it
     error: str | None = None  # why a call cannot be read
+
+
+def any_name(names: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of one of the names, in any case: the longest that stands there ("far
+    left", not "left"). A name that begins or ends with a letter or digit does so at the edge of a
+    word; signs ("→") need no edge."""
+    before, behind = r"(?<!\w)", r"(?!\w)"
+    edged = [
+        (before if name[:1].isalnum() else "")
+        + re.escape(name)
+        + (behind if name[-1:].isalnum() else "")
+        for name in sorted(names, key=len, reverse=True)
+    ]
+    return re.compile("|".join(edged) or "(?!)", re.IGNORECASE)
 
 
 def parse_actions(
@@ -87,6 +102,15 @@ def _thought(text: str, start: int, end: int) -> Iterator[Action]:
         yield Action("think", start, end, text=thought)
 
 
+def _called(names: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of the name behind a keyword: the longest known one that ends there, or a word."""
+    signs = sorted((name for name in names if _WORD.fullmatch(name) is None), key=len, reverse=True)
+    if not signs:
+        return _CALLED
+    any_sign = "|".join(map(re.escape, signs))
+    return re.compile(rf"\s*+((?:{any_sign})(?=\s*(?:\(|$))|[\w.\-/]++)[ \t]*+", re.MULTILINE)
+
+
 def _call(
     kind: ActionKind,
     text: str,
@@ -98,7 +122,7 @@ def _call(
     """Read the call after a keyword, which ends at `inside`; the next keyword is at `end`."""
     line_end = text.find("\n", inside, end)
     line_end = end if line_end < 0 else line_end
-    called = _CALLED.match(text, inside, line_end)
+    called = _called(parameters).match(text, inside, line_end)
     if called is None:
         return Action(kind, start, line_end, error=f"{kind.upper()}: is followed by no name")
     name, opening = called[1], called.end()

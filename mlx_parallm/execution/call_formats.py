@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mlx_parallm.execution.call_text import MARKUP, Markup, end_of_value
+from mlx_parallm.execution.call_text import LONGEST_TAG, MARKUP, Markup, end_of_value
 from mlx_parallm.execution.typed_values import argument_schema, typed_value
 
 Call = tuple[str, dict[str, Any], str | None]
@@ -144,11 +144,10 @@ def _read_mistral(text: str, tools: Any = None) -> ReadCalls:
 
 
 _KIMIS_HEAD = re.compile(
-    r"\s*(?:<\|tool_call_begin\|>)?\s*(?P<id>(?:functions\.)?(?P<name>(?:(?!<\|).)+?):\d+)\s*"
-    r"<\|tool_call_argument_begin\|>\s*",
-    re.DOTALL,
+    r"\s*+(?:<\|tool_call_begin\|>)?+\s*+(?P<id>(?:functions\.)?(?P<name>[^\s<]+?):\d+)\s*+"
+    r"<\|tool_call_argument_begin\|>\s*+"
 )
-_KIMIS_END = re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*")
+_KIMIS_END = re.compile(r"\s*+(?:<\|tool_call_end\|>)?+\s*+")
 
 
 def _read_kimi_k2(text: str, tools: Any = None) -> ReadCalls:
@@ -184,7 +183,7 @@ class _Tags:
     line: bool = False
 
 
-_QUOTED = r"""(?:"(?P<key>[^"\n]+)"|'(?P<key1>[^'\n]+)'|(?P<key2>[^<>"'\n]+?))"""
+_QUOTED = r"""(?:"(?P<key>[^"\n]+)"|'(?P<key1>[^'\n]+)'|(?P<key2>[^\s<>"']+))"""
 _GLM = _Tags(
     r"(?P<name>NAME)(?=\s*(?:<arg_key>|\Z))",
     re.compile(r"<arg_key>(?P<key>(?:(?!</?arg_).)+?)</arg_key>(?:\\n|\s)*<arg_value>", re.DOTALL),
@@ -192,7 +191,7 @@ _GLM = _Tags(
 _TAGS: Mapping[str, _Tags] = {
     "qwen3_coder": _Tags(
         r"<function=\s*(?P<name>NAME)\s*>",
-        re.compile(r"<parameter=\s*(?P<key>[^<>\n]+?)\s*>"),
+        re.compile(r"<parameter=(?P<key>[^<>\n]+)>"),
         "</function>",
         line=True,
     ),
@@ -206,8 +205,8 @@ _TAGS: Mapping[str, _Tags] = {
         re.compile(rf"<param\s+name\s*=\s*{_QUOTED}\s*>"),
     ),
     "muse_spark": _Tags(
-        r'<atem:invoke\b[^<>]*?\bname="(?P<name>NAME)"[^<>]*>',
-        re.compile(r'<atem:parameter\b[^<>]*?\bname="(?P<key>[^"]+)"[^<>]*>'),
+        r'<atem:invoke\b[^<>]{0,200}?\bname="(?P<name>NAME)"[^<>]{0,200}>',
+        re.compile(r'<atem:parameter\b[^<>]{0,200}?\bname="(?P<key>[^"]{1,200})"[^<>]{0,200}>'),
         "</atem:invoke>",
     ),
     "glm47": _GLM,
@@ -332,7 +331,7 @@ def _read_kimi_k3(text: str, tools: Sequence[Mapping[str, Any]]) -> ReadCalls:
 
 def _attributes(text: str) -> dict[str, str]:
     """Raises ValueError."""
-    if _XTML_ATTRIBUTES.sub("", text).strip():
+    if len(text) > LONGEST_TAG or _XTML_ATTRIBUTES.sub("", text).strip():
         raise ValueError("no attributes")
     pairs = _XTML_ATTRIBUTES.findall(text)
     return {key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in pairs}
@@ -389,7 +388,7 @@ class _Gemma:
         self._key = re.compile(r"\s*([^\s:{},\[\]](?:[^:{},\[\]]*[^\s:{},\[\]])?)\s*:")
         self._bare = self._word = re.compile(r"[^,{}\[\]]+")
         if delimiter not in text:  # texts without marks, which only older models write
-            self._word = re.compile(r"[^{}\[\]]+?(?=\s*(?:,[^:,{}]+:|\}))")
+            self._word = re.compile(r"[^{}\[\]]+?(?<!\s)(?=\s*(?:,[^:,{}]+:|\}))")
 
     def read(self) -> ReadCalls:
         cursor, calls = self._cursor, list[Call]()
@@ -451,7 +450,7 @@ class _Pythonic:
             rf"""(?:"(?:[^"\\\n]|\\.)*+"|'(?:[^'\\\n]|\\.)*+')(?={_NEXT_ARGUMENT})""", re.DOTALL
         )
         self._verbatim = re.compile(rf"""(["'])(.*?)\1(?={_NEXT_ARGUMENT})""", re.DOTALL)
-        self._bare = re.compile(rf"""[^"'\[{{(].*?(?={_NEXT_ARGUMENT})""", re.DOTALL)
+        self._bare = re.compile(rf"""[^"'\[{{(].*?(?<!\s)(?={_NEXT_ARGUMENT})""", re.DOTALL)
 
     def read(self) -> ReadCalls:
         cursor, calls = self._cursor, list[Call]()

@@ -91,7 +91,7 @@ MARKUP: Mapping[str, Markup] = {
     ),
     "kimi_k3": _markup(
         "<|open|>argument",
-        r"<\|open\|>argument(?:(?!<\|sep\|>).)*<\|sep\|>",
+        r"<\|open\|>argument(?:(?!<\|sep\|>).){0,300}<\|sep\|>",
         "<|close|>argument<|sep|>",
         "<|close|>call<|sep|>",
         "<|open|>call",

@@ -35,9 +35,16 @@ from mlx_parallm.execution.call_arguments import (
     read_json,
     read_object,
 )
-from mlx_parallm.execution.call_formats import ARGUMENT_KEYS, ReadCalls, bare_calls, reader_of
+from mlx_parallm.execution.call_formats import (
+    ARGUMENT_KEYS,
+    OTHER_KEYS,
+    ReadCalls,
+    bare_calls,
+    reader_of,
+)
 from mlx_parallm.execution.call_text import inside_value
 from mlx_parallm.execution.chat_messages import content_text
+from mlx_parallm.execution.typed_values import argument_schema, typed_value
 from mlx_parallm.types import ChatTokenizer
 
 Format = Literal["own", "xml", "json", "use_tool", "tool_line", "function"]
@@ -354,7 +361,8 @@ def _function_places(text: str, tools: Tools) -> Iterator[Place]:
     names = (
         "|".join(re.escape(name) for name in sorted(tools, key=len, reverse=True)) or r"[^\W\d]\w*"
     )
-    pattern, at = re.compile(rf"(?<![\w.])({names})\s*\("), 0
+    # "add" is no part of "re-add" or "ns/add"
+    pattern, at = re.compile(rf"(?<![\w.])(?<!\w[-/])({names})\s*\("), 0
     while (match := pattern.search(text, at)) is not None:
         end = closing_bracket(text, match.end() - 1, "\"'")
         at = len(text) if end is None else end
@@ -393,14 +401,16 @@ def _xml_call(match: re.Match[str], tools: Tools) -> list[Call]:
     parameters, rest = _xml_parameters(match[2] or "")
     if rest:
         raise UnreadableError(f"there is {rest[:40]!r} between the parameters")
-    properties, arguments = tools.get(name, {}).get("parameters", {}).get("properties", {}), {}
+    parameters_schema, arguments = tools.get(name, {}).get("parameters"), dict[str, Any]()
     for parameter in parameters:
-        key, value = _attribute(parameter[1]), html.unescape(parameter[2]).strip()
+        key, value = _attribute(parameter[1]), html.unescape(parameter[2])
         if not key or key in arguments:
             raise UnreadableError("a parameter has no name, or is repeated")
-        schema = properties.get(key)
-        wants_text = isinstance(schema, Mapping) and schema.get("type") == "string"
-        arguments[key] = value if wants_text else _json_or_text(value)
+        schema = argument_schema(parameters_schema, key)
+        if schema is True:  # undeclared
+            arguments[key] = _json_or_text(value.strip())
+        else:
+            arguments[key] = typed_value(value, schema, parameters_schema)
     return [(name, arguments)]
 
 
@@ -450,6 +460,9 @@ def _json_call(value: Any) -> Call | None:
         return None
     if not isinstance(name, str) or not name:
         raise UnreadableError(f"the tool's name is {name!r}")
+    others = sorted(value.keys() - {*NAME_KEYS, *OTHER_KEYS, "thought", "reasoning"})
+    if not keys and others:
+        raise UnreadableError(f"the call has no arguments, but {', '.join(map(repr, others))}")
     arguments = (value[keys[0]] if keys else None) or {}
     return name, read_object(arguments) if isinstance(arguments, str) else checked_object(arguments)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.execution.action_grammar import Action, parse_actions, write_action
+from mlx_parallm.execution.action_grammar import Action, any_name, parse_actions, write_action
 from mlx_parallm.execution.tool_calls import parse_tool_calls
 
 JSON = st.recursive(
@@ -134,3 +134,21 @@ def test_tool_lines_are_calls_beside_the_other_formats() -> None:
         ("now", {}, '<invoke name="now"/>'),
     ]
     assert [bad.raw_text for bad in calls.malformed] == ["TOOL: broken("]
+
+
+def test_names_inside_names_and_names_of_signs() -> None:
+    parameters = {"→": ["x"], "→→": ["x"], "add": ["a"], "c++": []}
+    for name in parameters:
+        [action] = parse_actions(f"TOOL: {name}(1)" if name != "c++" else "TOOL: c++()", parameters)
+        assert action.name == name and action.error is None
+    assert parse_actions("TOOL: add-two(1)", {"add": ["a"]})[0].name == "add-two"
+    calls = parse_tool_calls("re-add(1) ns/add(2) add(3)", [{"name": "add"}], "function")
+    assert [call.raw_text for call in (*calls, *calls.malformed)] == ["add(3)"]
+    names = any_name(["left", "far left", "↑", "↑↑", "left!"])
+    for text, expected in (
+        ("I go far left now", ["far left"]),
+        ("LEFT, or leftover", ["LEFT"]),
+        ("go ↑↑", ["↑↑"]),
+        ("a↑b left!", ["↑", "left!"]),
+    ):
+        assert names.findall(text) == expected

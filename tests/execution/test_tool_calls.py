@@ -350,3 +350,20 @@ def test_function_style_takes_pythons_own_spelling(name: str, arguments: dict[st
     keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     [call] = found(f"so {name}({keywords}) it is", tools=(), formats="function")
     assert (call.name, call.arguments) == (name, arguments)
+
+
+def test_values_of_the_text_formats_have_the_schemas_types() -> None:
+    properties = {
+        "text": {"type": "string"},
+        "some": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]},
+    }
+    schema = {"type": "object", "properties": properties, "$defs": {"N": {"type": "integer"}}}
+    tools = [{"name": "f", "parameters": schema}]
+    body = (
+        '<parameter name="text">    null &lt;\n</parameter><parameter name="some"> 5 </parameter>'
+    )
+    for form in ("xml", "auto"):
+        [call] = parse_tool_calls(f'<invoke name="f">{body}</invoke>', tools, form)
+        assert call.arguments == {"text": "    null <\n", "some": 5}
+    flat = parse_tool_calls('```json\n{"tool": "f", "text": "a"}\n```', tools, "json")
+    assert not flat and "the call has no arguments, but 'text'" in flat.malformed[0].reason

@@ -20,6 +20,7 @@ from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.execution.action_grammar import any_name
 from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
 from mlx_parallm.system.packages import require
 from mlx_parallm.types import Structure, Trajectory
@@ -229,13 +230,10 @@ class GymnasiumEnvironment(BaseEnvironment):
 
     def _discrete_action(self, text: str) -> int | None:
         """Return the one action name in the answer, else its one whole number."""
-        words = [
-            n
-            for n, name in enumerate(self._names)
-            if re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE)
-        ]
         if self._names:
-            return int(self._space.start) + words[0] if len(words) == 1 else None
+            numbers_of = {name.casefold(): n for n, name in enumerate(self._names)}
+            words = {match[0].casefold() for match in any_name(self._names).finditer(text)}
+            return int(self._space.start) + numbers_of[words.pop()] if len(words) == 1 else None
         numbers = WHOLE_NUMBER.findall(text)
         # what an int64 holds
         return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 19 else None

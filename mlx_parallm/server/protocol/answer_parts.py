@@ -92,6 +92,7 @@ class AnswerParts:
         )
 
 
+MOST_CALLS = 64  # that an answer may end with which has not ended its reasoning
 MOST_WORK = 10_000_000
 """Characters that are read, in one answer, to tell whether markers stand in arguments: a
 degenerate answer has no end of them. Beyond it every marker counts."""
@@ -299,19 +300,18 @@ class AnswerSplitter:
         """Take the draft as reasoning, but for the calls that it ends with if it `may_call`."""
         text, self._draft, self._state = self._draft, "", "reasoning"
         assert self._format.tool_markers is not None
-        start, at, work = self._format.tool_markers[0], 0, 0
+        start = re.escape(self._format.tool_markers[0])
+        begins = [match.start() for match in re.finditer(start, text)]
         ends = replace(self._format, think_markers=None, starts_reasoning=False)
         ends = replace(ends, on_malformed=lambda: None)
-        while may_call and at >= 0 and work < MOST_WORK:
+        for at in begins[-MOST_CALLS:] if may_call else ():
             made = ends.read(text[at:], "stop")
-            work += len(text) - at
             if made.tool_calls and not (made.content + made.reasoning).strip():
                 self._take(text[:at], parts)
                 self._space, self._after_marker = "", True
                 parts.tool_calls += made.tool_calls
                 self.calls_made = len(made.whole_calls())
                 return
-            at = text.find(start, at + 1)
         self._take(text, parts)
 
     def _is_inside_argument(self, marker: str) -> bool:
