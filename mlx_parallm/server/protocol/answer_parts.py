@@ -300,8 +300,8 @@ class AnswerSplitter:
         """Take the draft as reasoning, but for the calls that it ends with if it `may_call`."""
         text, self._draft, self._state = self._draft, "", "reasoning"
         assert self._format.tool_markers is not None
-        start = re.escape(self._format.tool_markers[0])
-        begins = [match.start() for match in re.finditer(start, text)]
+        start = self._format.tool_markers[0]
+        begins = [match.start() for match in re.finditer(re.escape(start), text)]
         ends = replace(self._format, think_markers=None, starts_reasoning=False)
         ends = replace(ends, on_malformed=lambda: None)
         for at in begins[-MOST_CALLS:] if may_call else ():

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlx_parallm.execution.call_formats import ARGUMENT_KEYS
 from mlx_parallm.execution.call_text import (
     MARKUP,
     Markup,
@@ -72,7 +71,7 @@ def begun_calls(
 
 _OBJECT = re.compile(
     r'[\s,\[\]}]*+\{\s*+"name"\s*+:\s*+(?P<json>"(?:[^"\\]|\\.){1,256}+")\s*+,\s*+'
-    rf'"(?:{"|".join(ARGUMENT_KEYS)})"\s*+:\s*+(?=\{{)',
+    r'"(?:arguments|args|parameters)"\s*+:\s*+(?=\{)',
     re.DOTALL,
 )
 _HEADERS: Mapping[str, tuple[re.Pattern[str], ...]] = {  # up to where the arguments begin
