@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_parallm.config.load import parse_config
@@ -196,6 +197,58 @@ def test_rank_and_alpha_are_pefts(tmp_path: Path) -> None:
             scale(**settings)
     with pytest.raises(AdapterError, match=r"rank_pattern: unterminated|rank_pattern: .*"):
         scale(rank_pattern={"(": 4})
+
+
+def _drawn(rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, int]]:
+    """Settings of PEFT's LoraConfig, any of them not its default, and the rank of each layer."""
+    ranks = {"q_proj": int(rng.integers(1, 5)), "v_proj": int(rng.integers(1, 5))}
+    settings: dict[str, Any] = {"r": ranks["q_proj"], "lora_alpha": int(rng.integers(1, 33))}
+    if ranks["v_proj"] != ranks["q_proj"]:
+        key = rng.choice(["v_proj", r"layers\.\d\.self_attn\.v_proj", ".*v_proj"])
+        settings["rank_pattern"] = {str(key): ranks["v_proj"]}
+    if rng.random() < 0.5:
+        settings["alpha_pattern"] = {"k_proj": 99, "self_attn.v_proj": int(rng.integers(1, 33))}
+    settings["use_rslora"] = bool(rng.random() < 0.5)
+    settings["lora_dropout"] = 0.1
+    settings["layers_to_transform"] = [0]
+    for name in rng.choice([*CHANGING], int(rng.integers(0, 2)) * int(rng.integers(1, 3))):
+        settings[str(name)] = CHANGING[str(name)]
+    return settings, ranks
+
+
+def test_any_settings_are_obeyed_or_refused_by_name(tmp_path: Path) -> None:
+    """What is computed is alpha / r · B A, worked out in numpy: of each layer its own."""
+    rng = np.random.default_rng(0)
+    outcomes = set()
+    for number in range(60):
+        settings, ranks = _drawn(rng)
+        arrays = {
+            (layer, part): rng.normal(size=(rank, 8) if part == "A" else (8, rank)).astype("f4")
+            for layer, rank in ranks.items()
+            for part in "AB"
+        }
+        tensors = {
+            f"{LAYER.replace('q_proj', layer)}.lora_{part}.weight": mx.array(array)
+            for (layer, part), array in arrays.items()
+        }
+        directory = peft(tmp_path / str(number), tensors, **settings)
+        refused = [name for name in settings if name in CHANGING]
+        outcomes.add(bool(refused))
+        if refused:
+            with pytest.raises(AdapterError, match="|".join(refused)):
+                load_adapter(directory)
+            continue
+        layers = load_adapter(directory).layers
+        for layer, rank in ranks.items():
+            alpha = settings["lora_alpha"]
+            if layer == "v_proj":
+                alpha = settings.get("alpha_pattern", {}).get("self_attn.v_proj", alpha)
+            factor = alpha / (rank**0.5 if settings["use_rslora"] else rank)
+            pair = layers[f"model.layers.0.self_attn.{layer}"]
+            update = pair.scale * np.array(pair.a @ pair.b).T
+            expected = factor * arrays[layer, "B"] @ arrays[layer, "A"]
+            assert np.allclose(update, expected, rtol=1e-5, atol=1e-5), settings
+    assert outcomes == {True, False}
 
 
 def test_every_tensor_is_applied_or_refused_by_its_name(tmp_path: Path) -> None:
