@@ -9,11 +9,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from mlx_parallm.config.algorithm import AlgorithmName
+from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.environment import HUB_PREFIX
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.user_code import PREFIX, absolute
+from mlx_parallm.execution.user_code import PREFIX, absolute, did_you_mean
 from mlx_parallm.models.formats import billions_in, directory_of, is_gguf
 from mlx_parallm.system.files import is_directory, local_path
 from mlx_parallm.system.hardware import Hardware, detect
@@ -106,8 +108,22 @@ def dataset_toml(
 
     Raises ConfigError: no reward function; or one beside an algorithm that needs none.
     """
+    if algorithm == "grpo" and rewards:
+        algorithm = None  # what rewards are learned by unless something else is set
     if algorithm is None and not rewards:
         raise ConfigError("--data needs a reward function: --reward score.py:function")
+    if algorithm is not None and algorithm not in DATA_ALGORITHMS:
+        known = get_args(AlgorithmName)
+        if algorithm not in known:
+            raise ConfigError(
+                f"--algorithm {algorithm}: there is none of that name"
+                f"{did_you_mean(algorithm, known)}; from the rows alone learn"
+                f" {', '.join(DATA_ALGORITHMS)}"
+            )
+        raise ConfigError(
+            f"--algorithm {algorithm} learns from rollouts: leave it out (a reward function trains"
+            f" by grpo), or --set rl_training.algorithm={algorithm}"
+        )
     if algorithm is not None and rewards:
         raise ConfigError(f"--algorithm {algorithm} learns from the rows alone: leave out --reward")
     directories = [Path.cwd()]

@@ -1,7 +1,7 @@
 """ToolResult: what a call of a tool gave, and the bounds of what is kept of it."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -21,6 +21,20 @@ class ToolResult:
     error: Failure | None = None
     seconds: float = 0.0
     cached: bool = False
+
+    @property
+    def value(self) -> Any:
+        """The structured result, or what the text says as JSON: servers without output schemas send
+        that, whole or as a structured text. None: it is neither."""
+        given = self.structured
+        if isinstance(given, Mapping) and set(given) == {"result"}:
+            given = given["result"]
+        if given is not None and not isinstance(given, str):
+            return given
+        try:
+            return json.loads(self.text if given is None else given)
+        except ValueError:
+            return given
 
 
 def no_such_tool(name: str, names: Iterable[str]) -> ToolResult:

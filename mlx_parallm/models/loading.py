@@ -47,6 +47,10 @@ from mlx_parallm.system.files import is_directory, is_file, local_path
 from mlx_parallm.system.heap import give_back_freed_memory
 
 # of a file that model.chat_template names
+TOKENIZER_FILES = (
+    *("tokenizer*.json", "tokenizer.model", "tekken.json", "vocab.*", "*.tiktoken"),
+    *("spiece.model", "sentencepiece*.model", "*.bpe*"),
+)
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")
 # Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
 _MOST: dict[str, float] = {
@@ -212,6 +216,11 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
                 f" {', '.join(parsers)}"
             )
         extra["tool_parser_type"] = config.tool_parser
+    if not any(next(path.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        raise ModelError(
+            f"{path} has no tokenizer.json, nor another file of a tokenizer: copy them from where"
+            " the model's weights come from"
+        )
     ends = end_tokens(path, read_config(path))
     if is_generic(path):
         extra["config"] = PreTrainedConfig()  # of no family, so that transformers keeps the class

@@ -69,14 +69,10 @@ def _bind_problem(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
             f"port {port} on {host} is already in use: stop the process that has it, or choose"
-            " another with "
-            "--port or server.port (0 takes a free one)"
+            " another with server.port (0 takes a free one)"
         )
     if error.errno in (errno.EACCES, errno.EPERM):
-        return (
-            f"port {port} on {host} needs privileges: choose one above 1023 with --port or"
-            " server.port"
-        )
+        return f"port {port} on {host} needs privileges: choose one above 1023 with server.port"
     return f"cannot listen on {host}:{port}: {error.strerror}"
 
 

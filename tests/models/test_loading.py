@@ -133,3 +133,12 @@ def test_chat_templates_from_text_and_file(tmp_path: Path) -> None:
     )
     with pytest.raises(RequestError, match="refuses these messages: no system role"):
         broken.render_chat_text(messages)
+
+
+def test_a_directory_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
+    """`serve` started and answered 400 "no chat template"; `train` blamed the prompts."""
+    model = save_checkpoint(tmp_path / "m")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"m has no tokenizer\.json"):
+        load_tokenizer(model, ModelConfig(base_path=str(model)))

@@ -17,7 +17,7 @@ from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import CheckpointError, ConfigError
-from mlx_parallm.execution.tool_client import ToolClient
+from mlx_parallm.execution.tool_client import ToolClient, ToolResult
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.monitor.health import find
 from mlx_parallm.systems.experts import save_expert
@@ -193,6 +193,24 @@ def test_a_summary_in_the_place_of_the_conversation(
 def broken_simulator(angle: float, velocity: float, wind: float = 0.0) -> str:
     """Answer in words where the loop reads a number."""
     return "it flew far"
+
+
+@pytest.mark.parametrize(
+    ("text", "structured", "value"),
+    [
+        ('{"distance": 118.3}', None, {"distance": 118.3}),
+        ("", {"distance": 118.3}, {"distance": 118.3}),
+        ("", {"result": '{"distance": 118.3}'}, {"distance": 118.3}),
+        ("", {"result": {"distance": 118.3}}, {"distance": 118.3}),
+        ("it flew far", None, None),
+        ("", {"result": "it flew far"}, "it flew far"),
+    ],
+)
+def test_json_that_a_tool_answers_as_text_is_its_result(
+    text: str, structured: Any, value: Any
+) -> None:
+    """Each delegation to a server without an output schema failed with "returned no distance"."""
+    assert ToolResult(text, structured).value == value
 
 
 def test_delegations_that_fail_are_counted_and_health_says_so(

@@ -123,6 +123,12 @@ def initial_adapter(
             run=str(other),
         )
         return None
+    run = file.resolve().parent.parent.name if named else ""
+    log.info(
+        "training goes on from an adapter (model.lora_path); leave it out for a new one",
+        file=str(file),
+        **({"of_run": run} if run else {}),
+    )
     return dict(load_adapter(file).layers)
 
 

@@ -114,9 +114,8 @@ class ProjectileLoop:
         return {"angle": float(angle), "velocity": float(velocity), "wind": self._wind}
 
     def take(self, result: ToolResult) -> Judgement:
-        landed = (
-            result.structured.get("distance") if isinstance(result.structured, Mapping) else None
-        )
+        value = result.value
+        landed = value.get("distance") if isinstance(value, Mapping) else None
         if (
             isinstance(landed, bool)
             or not isinstance(landed, int | float)
@@ -218,7 +217,7 @@ def run_loop(
             break
         memory = acted.memory
         trajectory.append(
-            {"arguments": arguments, "result": result.structured, "reward": judgement.reward}
+            {"arguments": arguments, "result": result.value, "reward": judgement.reward}
         )
         if steps is not None:
             steps.observations.append(_short(seen))

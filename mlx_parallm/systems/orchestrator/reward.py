@@ -259,11 +259,11 @@ def nearest_shot(episode: EpisodeView) -> float:
     if target is None:
         return math.inf
     landed = [
-        _number((call.result.structured or {}).get("distance"))
+        _number(call.result.value.get("distance"))
         for call in episode.calls
         if call.name == SIMULATOR
         and call.result.error is None
-        and isinstance(call.result.structured, Mapping)
+        and isinstance(call.result.value, Mapping)
         if _number(call.arguments.get("wind", 0.0)) == wind
     ]
     return min(
