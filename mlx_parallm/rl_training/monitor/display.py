@@ -304,7 +304,9 @@ class TrainingDisplay:
         if len(self._pace) < 2 or self._pace[-1][0] <= self._pace[0][0]:
             return None
         (first, begin), (last, end) = self._pace[0], self._pace[-1]
-        return (end - begin) / (last - first)
+        pace = (end - begin) / (last - first)
+        # a step that takes longer than the ones before is the newest that is known
+        return max(pace, (self._clock() - begin) / (last - first + 1))
 
     def _eta(self) -> str:
         seconds = self._seconds_a_step()

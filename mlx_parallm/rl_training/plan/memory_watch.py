@@ -39,6 +39,9 @@ class MemoryWatch:
         self._run = run
         self._seen = Lengths(0, 0)
         self._peak = 0
+        # sequences that were sampled since the last update, whose publish empties the prefix cache
+        self._cached = self._most_cached = 0
+        self._trained = False
         # A program, or a notebook, may hold more than a process of the daemon's: torch, the model
         # of an earlier run.
         self._others = max(0, measured_bytes([]) - PROCESS_BYTES) if on_cpu() else 0
@@ -64,22 +67,31 @@ class MemoryWatch:
 
     def add(self, event: StepFinished) -> None:
         """The lengths and the peak of one step."""
-        self._seen = self._seen.with_batch(event.batch, self._run.image_token)
+        line, batch = event.line, event.batch
+        seen = self._seen.with_batch(batch, self._run.image_token)
+        if line.get("sequences") and not batch.sequences:  # how long they were is not known
+            seen = self._run.longest
+        self._seen, self._trained = seen, self._trained or bool(batch.sequences)
+        self._cached += round(line.get("sequences") or 0)
+        self._most_cached = max(self._most_cached, self._cached)
+        if line.get("optimizer_updates"):
+            self._cached = 0
         self._peak = max(self._peak, measured_bytes([event.line]) - self._others)
 
     @property
     def predicted(self) -> int:
-        """Bytes, with the longest sequences that were seen so far."""
-        return needed_bytes(replace(self._run, lengths=self._seen).memory)
+        """Bytes, with the longest sequences that were seen so far, and all that stayed in the
+        prefix cache."""
+        run = replace(self._run, lengths=self._seen, cached=self._most_cached)
+        return needed_bytes(run.memory)
 
     def health(self) -> str | None:
         """Return a sentence if more is used than the preflight predicted; else None."""
         if self._peak <= self.predicted * (1 + OFF) + SMALL:
             return None
         peak, predicted = in_words(self._peak), in_words(self.predicted)
-        return (
-            f"memory: {peak} at the peak, {predicted} predicted; rl_training.token_budget lowers it"
-        )
+        key = "rl_training.token_budget" if self._trained else "server.prefix_cache_bytes"
+        return f"memory: {peak} at the peak, {predicted} predicted; {key} lowers it"
 
     def tell(self, console: Console) -> None:
         """Print the comparison, at the end of a run."""

@@ -124,11 +124,13 @@ class PlannedRun:
 
     Attributes:
         lengths: longest prompt and completion; None: the longest that `config` allows.
+        cached: sequences that stay in the prefix cache; None: those of one step.
     """
 
     config: Config
     shape: ModelShape
     lengths: Lengths | None = None
+    cached: int | None = None
 
     @classmethod
     def of(cls, config: Config, model_config: Mapping[str, Any]) -> "PlannedRun":
@@ -542,7 +544,8 @@ class PlannedRun:
                 )
             running = max(running, case)
         running += self.config.server.prefill_chunk * self.shape.kv_token
-        stored = self.config.rl_training.atropos.rollout_batch_size * wanted * token
+        sequences = self.config.rl_training.atropos.rollout_batch_size
+        stored = max(self.cached or 0, sequences) * wanted * token
         cache = prefix_cache_bytes(
             self.config.server.prefix_cache_bytes,
             deterministic=self.config.rl_training.deterministic,

@@ -243,3 +243,20 @@ def test_a_batch_of_few_tokens_needs_less_than_one_of_the_longest_rows() -> None
     ]
     activations = [each["training: activations"] + each["training: logits"] for each in parts]
     assert activations[0] == activations[1] > 1.5 * activations[2]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_sampled_and_not_trained_on_counts() -> None:
+    """Only a publish empties the prefix cache: steps without one add up, and no batch is there to
+    see lengths of."""
+    shape = PlannedRun.of(config(), QWEN3_06B).shape
+    watch = MemoryWatch(PlannedRun(config(), shape))
+    line = {"sequences": 128, "optimizer_updates": 0, "memory_gb": 0.0}
+    predicted = []
+    for step in (line, line, line | {"optimizer_updates": 4}, line):
+        watch.add(StepFinished(step, TrainBatch(1, (), (), BatchStatistics())))
+        predicted.append(watch.predicted)
+    whole = PlannedRun(config(), shape).memory.of_mlx
+    assert whole <= predicted[0] <= predicted[1] <= predicted[2] == predicted[3]
+    watch.add(StepFinished(line | {"memory_gb": 1000.0}, TrainBatch(1, (), (), BatchStatistics())))
+    assert "server.prefix_cache_bytes lowers it" in (watch.health() or "")
