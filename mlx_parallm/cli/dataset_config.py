@@ -113,11 +113,11 @@ def dataset_toml(
     if algorithm is None and not rewards:
         raise ConfigError("--data needs a reward function: --reward score.py:function")
     if algorithm is not None and algorithm not in DATA_ALGORITHMS:
-        known = get_args(AlgorithmName)
-        if algorithm not in known:
+        names = get_args(AlgorithmName)
+        if algorithm not in names:
             raise ConfigError(
                 f"--algorithm {algorithm}: there is none of that name"
-                f"{did_you_mean(algorithm, known)}; from the rows alone learn"
+                f"{did_you_mean(algorithm, names)}; from the rows alone learn"
                 f" {', '.join(DATA_ALGORITHMS)}"
             )
         raise ConfigError(

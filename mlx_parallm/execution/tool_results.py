@@ -26,15 +26,15 @@ class ToolResult:
     def value(self) -> Any:
         """The structured result, or what the text says as JSON: servers without output schemas send
         that, whole or as a structured text. None: it is neither."""
-        given = self.structured
-        if isinstance(given, Mapping) and set(given) == {"result"}:
-            given = given["result"]
-        if given is not None and not isinstance(given, str):
-            return given
+        content = self.structured
+        if isinstance(content, Mapping) and set(content) == {"result"}:
+            content = content["result"]
+        if content is not None and not isinstance(content, str):
+            return content
         try:
-            return json.loads(self.text if given is None else given)
+            return json.loads(self.text if content is None else content)
         except ValueError:
-            return given
+            return content
 
 
 def no_such_tool(name: str, names: Iterable[str]) -> ToolResult:

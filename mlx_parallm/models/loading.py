@@ -47,10 +47,7 @@ from mlx_parallm.system.files import is_directory, is_file, local_path
 from mlx_parallm.system.heap import give_back_freed_memory
 
 # of a file that model.chat_template names
-TOKENIZER_FILES = (
-    *("tokenizer*.json", "tokenizer.model", "tekken.json", "vocab.*", "*.tiktoken"),
-    *("spiece.model", "sentencepiece*.model", "*.bpe*"),
-)
+TOKENIZER_FILES = ("tokenizer*", "tekken.json", "vocab*", "*.tiktoken", "*.model", "*.bpe*")
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")
 # Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
 _MOST: dict[str, float] = {

@@ -59,7 +59,10 @@ LONG_PAGES = {
 tests/environments train as well."""
 BLOCK_SECONDS = 120
 PAGES_AT_ONCE = 2
-MODEL_ID = re.compile(r"\b(?:Qwen|mlx-community|NousResearch|meta-llama|mistralai|unsloth)/[\w.-]+")
+MODEL_ID = re.compile(
+    r"\b(?:Qwen|mlx-community|NousResearch|meta-llama|mistralai|unsloth)/[\w.-]+"
+    r"|\bbuild/smollm2/\w+"
+)
 RUN_DIRECTORY = re.compile(r"checkpoints/(?:<[\w-]+>|\w+-YYYY\w+-\w+)")
 
 

@@ -288,6 +288,7 @@ class ExportPipeline:
             opened.tokenizer,
             rounding,
             adapter_apart=self.adapter_only,
+            say=self.say,
         )
 
     def _judged(self, verification: Verification) -> Verification:

@@ -10,7 +10,7 @@ far from that as 8-bit weights are from the exact ones. Measured: 1 to 4 times a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -101,6 +101,7 @@ def verify(
     rounding: float = 0.0,
     *,
     adapter_apart: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Verification:
     """Compare what `server` serves with the model of `source`, which is loaded for it. Raises
     EndpointError.
@@ -109,24 +110,30 @@ def verify(
         rounding: nats that llama.cpp's arithmetic differs by for this architecture
             (architectures.py).
         adapter_apart: llama.cpp adds the adapter to the file's weights.
+        say: hears what is compared: on a CPU this takes minutes.
     """
     faults: list[str] = []
+    say("verifying: token ids of texts and conversations")
     same_texts = compare_texts(server, tokenizer, faults)
     same_chats = compare_chats(server, tokenizer, faults)
     prompts = draw_prompts(tokenizer)
+    say(f"verifying: {len(prompts)} answers of this model, as it is served here")
     answers, exact = _our_answers(source, kind, prompts)
     rounded, eight_bits = exact, 0.0
     if kind != "f32":
+        say(f"verifying: the same with its weights rounded to {kind}")
         rounded = rounded_logprobs(source, kind, prompts, answers, adapter_apart=adapter_apart)
     if kind not in EXACT_ACTIVATIONS:
         of_q8 = rounded
         if kind != "q8_0":
+            say("verifying: the same with 8-bit weights, for the bound")
             of_q8 = rounded_logprobs(source, "q8_0", prompts, answers, adapter_apart=adapter_apart)
         eight_bits = mean_divergence(exact, of_q8)
-    theirs = [
-        [server.next_token([*prompt, *answer[:place]], TOP) for place in range(len(answer))]
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    theirs = []
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), 1):
+        say(f"verifying: llama.cpp's answer {number} of {len(prompts)}")
+        places = range(len(answer))
+        theirs.append([server.next_token([*prompt, *answer[:place]], TOP) for place in places])
     remainder, allowed = _divergence(rounded, theirs), max(FLOOR, rounding) + TIMES * eight_bits
     if not remainder <= allowed:
         faults.append(
