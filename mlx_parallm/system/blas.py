@@ -16,7 +16,15 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_parallm.system.installing import install
+CLONE = "in the clone of the repository"
+"""Where pip is run. The package is on no index yet, so no hint may name it there: whoever
+registers the name would own what the hint installs."""
+
+
+def install(extra: str) -> str:
+    """Return the command that brings an extra, and where it is run."""
+    return f"pip install '.[{extra}]' {CLONE}"
+
 
 FIX = (
     f"`{install('cpu')}` brings MKL (x86-64); or install a system OpenBLAS"

@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.system.blas import has_cuda_backend
-from mlx_parallm.system.installing import install
+from mlx_parallm.system.blas import has_cuda_backend, install
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "reasoning-gym": ("reasoning_gym",),
