@@ -114,7 +114,8 @@ def _with_places(message: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_other_media(row: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError: a row has videos or sound, which no model here takes."""
     for name in OTHER_MEDIA:
-        if row.get(name) not in (None, [], ""):
+        value = row.get(name)
+        if value is not None and not (isinstance(value, str | list | tuple) and not value):
             raise ConfigError(f"{where}: column {name!r}: only texts and images can be read")
 
 

@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.config.data import REWARD_MODEL
-from mlx_parallm.environments.row_forms import LAYOUT_COLUMNS, MESSAGE_COLUMNS, SYSTEM_COLUMNS
+from mlx_parallm.environments.row_forms import (
+    KTO_TAG,
+    LAYOUT_COLUMNS,
+    MESSAGE_COLUMNS,
+    SYSTEM_COLUMNS,
+)
 from mlx_parallm.environments.row_images import COLUMNS as IMAGE_COLUMNS
 from mlx_parallm.execution.chat_messages import ANSWERS
 from mlx_parallm.system.log import get_logger
@@ -56,6 +61,8 @@ class Leftovers:
             read |= {name for name in SYSTEM_COLUMNS if isinstance(row.get(name), str)}
         if algorithm == REWARD_MODEL:
             read.add("margin")
+        if "label" in columns and row.get(KTO_TAG) == row["label"]:
+            read.add(KTO_TAG)
         if sources := LAYOUT_COLUMNS.get(layout or ""):
             read |= {*sources, "messages", "prompt", "completion"}
             if "chosen" in columns:
@@ -127,7 +134,7 @@ class Leftovers:
 
 
 def _is_nothing(value: Any) -> bool:
-    return value is None or value in ("", [], {})
+    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def _listed(counts: Counter[str]) -> str:

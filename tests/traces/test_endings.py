@@ -1,0 +1,134 @@
+"""How an answer ended, in the words of every API: only a model's own end is learned."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
+from mlx_parallm.systems.traces.importers.endings import OWN_ENDS, REASONS, not_sampled
+from mlx_parallm.systems.traces.schema import new_trace
+
+Json = dict[str, Any]
+CUT = [
+    "length",
+    "max_tokens",
+    "max_output_tokens",
+    "model_length",
+    "token_limit",
+    "content_filter",
+    "safety",
+    "recitation",
+    "refusal",
+    "error",
+    "error_toxic",
+    "timeout",
+    "timed_out",
+    "abort",
+    "aborted",
+    "cancelled",
+    "user_cancel",
+    "pause_turn",
+    "incomplete",
+    "insufficient_system_resource",
+    "load",
+    "max_turns",
+    "malformed_function_call",
+    "other",
+]
+ANSWER: Json = {"role": "assistant", "content": "the beg"}
+
+
+def spellings(word: str) -> list[str]:
+    return [
+        word,
+        word.upper(),
+        word.replace("_", "-"),
+        f"FinishReason.{word.upper()}",
+        f"FINISH_REASON_{word.upper()}",
+    ]
+
+
+def test_a_reason_is_the_models_own_or_cuts_the_answer_however_it_is_spelled() -> None:
+    for name in REASONS:
+        for word in OWN_ENDS:
+            assert [not_sampled(ANSWER, {name: s}) for s in spellings(word)] == [None] * 5, word
+        for word in CUT:
+            for spelled in spellings(word):
+                assert not_sampled(ANSWER, {name: spelled}), spelled
+                assert not_sampled({**ANSWER, name: spelled}), spelled
+        for nothing in (None, "", "unknown", "null", "FINISH_REASON_UNSPECIFIED", 128009):
+            assert not_sampled(ANSWER, {name: nothing}) is None
+    # vLLM's stop string, or the token's id
+    assert not_sampled(ANSWER, {"finish_reason": "stop", "stop_reason": "###"}) is None
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"status": "incomplete"},
+        {"status": "in_progress"},
+        {"incomplete_details": {"reason": "max_output_tokens"}},
+        {"is_truncated": True},
+        {"error": {"type": "timeout"}},
+        {
+            "content": [
+                {"type": "output_text", "text": "a", "annotations": [{"type": "url_citation"}]}
+            ]
+        },
+        {"annotations": [{"type": "url_citation", "url_citation": {"url": "x"}}]},
+        {"annotations": [{"type": "file_citation"}]},
+        {"groundingMetadata": {"webSearchQueries": ["q"]}},
+        {"search_results": [{"url": "x"}]},
+    ],
+)
+def test_other_signs_that_an_answer_is_not_whole(about: Json) -> None:
+    assert not_sampled(ANSWER, about)
+    assert not_sampled({**about, **ANSWER}) or "content" in about
+
+
+@pytest.mark.parametrize(
+    ("messages", "learned"),
+    [
+        (["u", "a:one", "u:[Request interrupted by user]", "u", "a:two"], ["two"]),
+        (["u", "a:one", "u:<turn_aborted>\n…</turn_aborted>", "a:two"], ["two"]),
+        (["u", "a:one\n\n[Response interrupted by user]", "u", "a:two"], ["two"]),
+        (["u", "a:one", "a:API Error: Request timed out.", "u", "a:two"], ["two"]),
+        (
+            ["u", "c:1", "t:1", "u:[Request interrupted by user for tool use]", "a:two"],
+            ["f", "two"],
+        ),
+        (["u", "c:1", "u:[Request interrupted by user for tool use]", "u", "a:two"], ["two"]),
+        (["u", "a:zero", "u", "c:1", "a:two", "u", "a:three"], ["zero", "f"]),
+        (["u", "c:1", "c:2", "t:2", "t:1", "a:two"], ["f", "f", "two"]),
+        (
+            ["u", "a:one", "u:What does [Request interrupted by user] mean?", "a:two"],
+            ["one", "two"],
+        ),
+    ],
+)
+def test_what_follows_an_answer_says_whether_it_was_whole(
+    messages: list[str], learned: list[str]
+) -> None:
+    """u: the user, a: an answer, c: a call, t: its result."""
+    chat: list[Json] = []
+    for each in messages:
+        kind, _, text = each.partition(":")
+        if kind == "c":
+            function = {"name": "f", "arguments": "{}"}
+            call = {"id": text, "type": "function", "function": function}
+            chat.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        elif kind == "t":
+            chat.append({"role": "tool", "tool_call_id": text, "content": "r"})
+        else:
+            chat.append({"role": {"u": "user", "a": "assistant"}[kind], "content": text or "q"})
+    trace = new_trace(chat, session_id="s", source="test")
+    data_set = build_dataset([trace], DatasetOptions("sft", test_fraction=0, near_duplicates=1))
+    found = [
+        message["content"] or message["tool_calls"][0]["function"]["name"]
+        for message in data_set.train[0]["messages"]
+        if message["role"] == "assistant" and message.get("weight") != 0
+    ]
+    assert found == learned
+    sampled = sum(message["role"] == "assistant" for message in chat)
+    assert data_set.answers.total() == sampled - len(found), json.dumps(dict(data_set.answers))
