@@ -412,7 +412,8 @@ def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[Data
         else None
     )
     column = _prompt_column(config, columns, data) if template is None else ""
-    rows = []
+    rows: list[DataRow] = []
+    no_tools: list[str] = []
     for where, entry in entries:
         if template is not None:
             prompt: Prompt = _from_template(template, entry, where)
@@ -429,6 +430,8 @@ def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[Data
             _check_messages(prompt, config, where)
         if config.prompt_format == "chat":
             tools = _template_tools(entry.get("tools"))
+            if not tools and entry.get("tools") not in (None, "", [], {}):
+                no_tools.append(where)
         rate = (
             _pass_rate(entry, where)
             if config.curriculum != "none" and config.pass_rates is None
@@ -443,6 +446,12 @@ def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[Data
                 tools,
                 where,
             )
+        )
+    if no_tools:
+        log.warning(
+            "a column `tools` holds no definitions of functions: the prompts do not show it",
+            rows=len(no_tools),
+            first=no_tools[0],
         )
     return rows
 

@@ -46,6 +46,8 @@ ROLE_OF = {name: role for role, names in _SPEAKERS.items() for name in names}
 # an assistant's turn whose text is the call, as JSON
 CALLERS = ("function_call", "tool_call", "function-call")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
+WEIGHTS = ("weight", "train", "trainable", "loss", "loss_weight", "loss_mask")
+"""Fields of messages in many programs' rows that say whether an answer is learned: 0 or 1."""
 ARGUMENT_NAMES = ("arguments", "parameters", "input", "args")
 """Names of a call's arguments in rows and logs; the first is OpenAI's."""
 _OF_CALLS = ("name", "id", "call_id", "tool_call_id", "type", "index", "description", "strict")
@@ -211,6 +213,19 @@ def part_text(part: Any, where: str) -> str:
         problem = f"has no field {name!r}" if text is None else f"has a {name!r} that is no text"
         reason = f"{where}: a part of type {kind!r} {problem} (it has {others})"
     raise RequestError(reason, param=where, code="unsupported_content")
+
+
+def weight_of(message: Mapping[str, Any], where: str) -> int | None:
+    """Return 0 where a field of a message says that it is context, not learned; 1 where one says
+    that it is; None: none says it. Raises RequestError: a weight that is neither 0 nor 1."""
+    fields = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+    for key, value in fields.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise RequestError(
+                f"{where}.{key} is {value!r:.80}; expected 0 (context that is not learned) or 1",
+                param=f"{where}.{key}",
+            )
+    return int(all(fields.values())) if fields else None
 
 
 def in_known_roles(

@@ -1,12 +1,15 @@
 """How an answer ended, in the words of every API: only a model's own end is learned."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
 from mlx_parallm.systems.traces.importers.endings import OWN_ENDS, REASONS, not_sampled
+from mlx_parallm.systems.traces.importers.report import ImportReport
+from mlx_parallm.systems.traces.reading import read_traces
 from mlx_parallm.systems.traces.schema import new_trace
 
 Json = dict[str, Any]
@@ -132,3 +135,26 @@ def test_what_follows_an_answer_says_whether_it_was_whole(
     assert found == learned
     sampled = sum(message["role"] == "assistant" for message in chat)
     assert data_set.answers.total() == sampled - len(found), json.dumps(dict(data_set.answers))
+
+
+def test_a_weight_of_a_log_is_obeyed_or_refused(tmp_path: Path) -> None:
+    """Under the names of many programs; a line with another weight is skipped with the reason."""
+    report = ImportReport()
+    fields: list[tuple[str, Any]] = [
+        ("weight", 0),
+        ("train", False),
+        ("loss", False),
+        ("trainable", 0),
+        ("loss_weight", 0.0),
+        ("weight", "0"),
+        ("weight", 0.5),
+    ]
+    said = [
+        [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"} | {k: v}] for k, v in fields
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"conversations": each}) + "\n" for each in said))
+    traces = list(read_traces(path, report))
+    assert len(traces) == 5 and not any(step.sampled for t in traces for step in t.steps)
+    assert len(report.skipped) == 2
+    assert all("a message.weight is" in reason for reason in report.skipped)

@@ -33,7 +33,7 @@ from mlx_parallm.environments.row_images import (
 )
 from mlx_parallm.environments.rows import formed_rows, prompt_key, read_splits
 from mlx_parallm.errors import ConfigError, RequestError
-from mlx_parallm.execution.chat_messages import read_messages, read_tools
+from mlx_parallm.execution.chat_messages import WEIGHTS, read_messages, read_tools, weight_of
 from mlx_parallm.execution.user_code import shown
 from mlx_parallm.rl_training.data.leftovers import Leftovers
 
@@ -61,8 +61,6 @@ Text = str | tuple[Mapping[str, Any], ...]
 SAME = "chosen and rejected are the same: there is nothing to prefer"
 SIDES = ("chosen", "rejected")
 SOURCES = (*CONVERSATION_COLUMNS, "instruction")  # of a prompt, in other programs' layouts
-WEIGHTS = ("weight", "train", "trainable", "loss", "loss_weight", "loss_mask")
-"""Fields of messages in many programs' rows that say whether an answer is learned: 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,25 +406,17 @@ def _messages(value: Any, name: str, where: str) -> tuple[Mapping[str, Any], ...
         raise _bad(where, f"{name} is {value!r}; expected a string or a list of messages")
     try:
         read = read_messages(value, name, images=True)
+        return tuple(_weighed(each, f"{name}.{number}") for number, each in enumerate(read))
     except RequestError as error:
         raise _bad(where, str(error)) from error
-    return tuple(_weighed(each, f"{name}.{number}", where) for number, each in enumerate(read))
 
 
-def _weighed(message: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+def _weighed(message: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a message whose `weight` is 0 where a field says that it is not learned. Raises
-    ConfigError: a weight that is neither 0 nor 1."""
-    fields = {key: message[key] for key in WEIGHTS if key in message}
-    for key, value in fields.items():
-        if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise _bad(
-                where,
-                f"{name}.{key} is {value!r}; expected 0 (context that is not learned) or 1",
-            )
+    RequestError."""
+    weight = weight_of(message, name)
     kept = {key: value for key, value in message.items() if key not in WEIGHTS}
-    if message["role"] != "assistant" or not fields:
-        return kept
-    return kept | {"weight": int(all(fields.values()))}
+    return kept if message["role"] != "assistant" or weight is None else kept | {"weight": weight}
 
 
 def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:

@@ -42,6 +42,9 @@ NOTES = (
     "is_error",
     "kind",
     "logprobs",
+    "loss",
+    "loss_mask",
+    "loss_weight",
     "metadata",
     "model",
     "object",
@@ -59,6 +62,8 @@ NOTES = (
     "time",
     "timestamp",
     "token_ids",
+    "train",
+    "trainable",
     "usage",
     "uuid",
     "weight",
@@ -250,6 +255,9 @@ def _text(content: Any, notes: Counter[str]) -> str:
             texts.append(part)
         else:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if isinstance(part, Mapping) and kind in (None, "text"):
+                names = ", ".join(repr(key) for key in part if key != "type")
+                raise TraceError(f"a part without 'text', which has {names or 'nothing'}"[:100])
             raise TraceError(f"content of type {kind!r}, which a row of text cannot hold"[:100])
     return "".join(texts)
 

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.errors import TraceError
+from mlx_parallm.errors import RequestError, TraceError
+from mlx_parallm.execution.chat_messages import weight_of
 from mlx_parallm.systems.traces.importers.dialects import (
     answers_of,
     chat_messages,
@@ -145,7 +146,11 @@ def _weighed(message: Json, report: ImportReport, place: str, *about: Mapping[st
     if (reason := not_sampled(message, *about)) is not None:
         report.remark(place, NO_MODEL.format(reason))
         return marked(message, reason)
-    return add_step(message, **COPIED) if message.get("weight") == 0 else message
+    try:
+        is_context = weight_of(message, "a message") == 0
+    except RequestError as error:
+        raise TraceError(str(error)) from error
+    return add_step(message, **COPIED) if is_context else message
 
 
 # ---------------------------------------------------------------------- ATIF
