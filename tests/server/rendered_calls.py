@@ -286,7 +286,9 @@ FORMATS: dict[str, Format] = {
         own=r"<\|close\|>(?:argument|call)",
     ),
     "qwen3_coder": Format(
-        _each(_qwen), bare=True, own="<parameter name=.*(?:<parameter=|</function>)"
+        _each(_qwen),
+        bare=True,
+        own=r"<parameter name=.*(?:<parameter=|</function>)|</function>\s*</tool_call>",
     ),
     "minimax_m2": Format(
         _wrapped("<minimax:tool_call>\n", "</minimax:tool_call>", _invoke("")),

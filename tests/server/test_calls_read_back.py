@@ -41,7 +41,9 @@ def streamed(form: AnswerFormat, text: str, cuts: list[int]) -> AnswerParts:
     )
 
 
-def differences(form: str, count: int, seed: int) -> Iterator[tuple[Any, ...]]:
+def differences(form: str, count: int, seed: int, every: int = 4) -> Iterator[tuple[Any, ...]]:
+    """Each way in which a generated call is not read back. `every`: of so many calls one is also
+    streamed by the character, the longest way."""
     for number in range(count):
         rng = Random(f"{form} {seed} {number}")
         tools, made = calls(rng, form)
@@ -52,8 +54,9 @@ def differences(form: str, count: int, seed: int) -> Iterator[tuple[Any, ...]]:
         answers = {
             "whole": reading.read(text, "stop"),
             "cut": streamed(reading, text, cuts),
-            "characters": streamed(reading, text, list(range(1, len(text)))),
         }
+        if number % every == 0:
+            answers["characters"] = streamed(reading, text, list(range(1, len(text))))
         expected = [list(call) for call in made]
         for way, parts in answers.items():
             try:
@@ -86,5 +89,5 @@ def test_what_a_template_writes_is_read_back(form: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("form", FORMATS)
 def test_ten_thousand_calls_are_read_back(form: str) -> None:
-    found = list(differences(form, 10_000, seed=2))
+    found = list(differences(form, 10_000, seed=2, every=20))
     assert not found, found[0]
