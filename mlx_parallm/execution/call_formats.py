@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mlx_parallm.execution.call_text import LONGEST_TAG, MARKUP, Markup, end_of_value
+from mlx_parallm.execution.json_values import JSONObject
 from mlx_parallm.execution.typed_values import argument_schema, typed_value
 
 Call = tuple[str, dict[str, Any], str | None]
@@ -72,8 +73,11 @@ def _names(tools: Sequence[Mapping[str, Any]] | None, other: str) -> str:
 # ------------------------------------------------------------------ JSON
 
 
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return dict(pairs)
+def _object_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Arguments in their order. One that is repeated is written twice, as it was, and the last one
+    counts."""
+    arguments = dict(pairs)
+    return arguments if len(arguments) == len(pairs) else JSONObject(pairs)
 
 
 def _refuse(name: str) -> Any:
@@ -285,13 +289,12 @@ CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 
 
 def _typed(pairs: Sequence[tuple[str, str]], parameters: Any) -> dict[str, Any]:
-    """Raises ValueError: an argument that is repeated."""
-    arguments: dict[str, Any] = {}
-    for key, text in pairs:
-        if key in arguments:
-            raise ValueError(f"the argument {key!r} is repeated")
-        arguments[key] = typed_value(text, argument_schema(parameters, key), parameters)
-    return arguments
+    return _object_of(
+        [
+            (key, typed_value(text, argument_schema(parameters, key), parameters))
+            for key, text in pairs
+        ]
+    )
 
 
 _XTML_ATTRIBUTES = re.compile(r'\s*(\w+)="([^"]*)"')
@@ -311,20 +314,21 @@ def _read_kimi_k3(text: str, tools: Sequence[Mapping[str, Any]]) -> ReadCalls:
         if head is None:
             raise ValueError("no call begins here")
         name, at = _attributes(head[1])["tool"], _skip(text, head.end())
-        arguments: dict[str, Any] = {}
+        pairs: list[tuple[str, Any]] = []
         if (whole := _XTML_JSON.match(text, at)) is not None:
-            arguments, at = json_call({"name": name, "arguments": whole[1]})[1], whole.end()
+            pairs = [*json_call({"name": name, "arguments": whole[1]})[1].items()]
+            at = whole.end()
         while (opened := _XTML_ARGUMENT.match(text, at)) is not None:
             end = end_of_value(markup, text, opened.end(), final=True)
             attributes = _attributes(opened[1])
-            if end is None or attributes["key"] in arguments:
-                raise ValueError("an argument has no end, or is repeated")
+            if end is None:
+                raise ValueError("an argument has no end")
             value, kind = text[opened.end() : end], attributes.get("type", "string")
-            arguments[attributes["key"]] = typed_value(value, {"type": kind})
+            pairs.append((attributes["key"], typed_value(value, {"type": kind})))
             at = _skip(text, end + len(markup.closed))
         if not text.startswith(_XTML_END, at):
             raise ValueError("the call has no end")
-        calls.append((name, arguments, None))
+        calls.append((name, _object_of(pairs), None))
         at = _skip(text, at + len(_XTML_END))
     return ReadCalls(calls)
 
@@ -397,27 +401,24 @@ class _Gemma:
         while not cursor.done:
             name = cursor.match(head)["name"]
             parameters = _parameters(self._tools, name)
-            calls.append(
-                (name, self._object(lambda key, p=parameters: (argument_schema(p, key), p)), None)
-            )
+            calls.append((name, self._object(parameters, outer=True), None))
         return ReadCalls(calls)
 
     def _object(self, parameters: Any = None, *, outer: bool = False) -> dict[str, Any]:
-        cursor, arguments = self._cursor, dict[str, Any]()
+        cursor, pairs = self._cursor, list[tuple[str, Any]]()
         cursor.needs("{")
         while not cursor.takes("}"):
-            if arguments:
+            if pairs:
                 cursor.needs(",")
             if cursor.takes(self._mark):
                 key = cursor.match(self._string)[1]
                 cursor.needs(":")
             else:
                 key = cursor.match(self._key)[1]
-            if key in arguments:
-                raise ValueError(f"the argument {key!r} is repeated")
             schema = argument_schema(parameters, key)
-            arguments[key] = self._value(self._word if outer else self._bare, schema, parameters)
-        return arguments
+            bare = self._word if outer else self._bare
+            pairs.append((key, self._value(bare, schema, parameters)))
+        return _object_of(pairs)
 
     def _value(self, bare: re.Pattern[str], schema: Any = True, root: Any = None) -> Any:
         cursor = self._cursor
@@ -461,17 +462,16 @@ class _Pythonic:
             if calls:
                 cursor.needs(",")
             name = cursor.match(head)[1]
-            parameters, arguments = _parameters(self._tools, name), dict[str, Any]()
+            parameters, pairs = _parameters(self._tools, name), list[tuple[str, Any]]()
             while not cursor.takes(")"):
-                if arguments:
+                if pairs:
                     cursor.needs(",")
                     if cursor.takes(")"):
                         break
                 key = cursor.match(self._key)[1]
-                if key in arguments:
-                    raise ValueError(f"the argument {key!r} is repeated")
-                arguments[key] = self._value(argument_schema(parameters, key), parameters)
-            calls.append((name, arguments, None))
+                value = self._value(argument_schema(parameters, key), parameters)
+                pairs.append((key, value))
+            calls.append((name, _object_of(pairs), None))
         if not cursor.done or not calls:
             raise ValueError("text is left over, or there is no call")
         return ReadCalls(calls)

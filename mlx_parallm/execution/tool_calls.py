@@ -42,7 +42,7 @@ from mlx_parallm.execution.call_formats import (
     bare_calls,
     reader_of,
 )
-from mlx_parallm.execution.call_text import inside_value
+from mlx_parallm.execution.call_text import MARKUP, inside_value
 from mlx_parallm.execution.chat_messages import content_text
 from mlx_parallm.execution.typed_values import argument_schema, typed_value
 from mlx_parallm.types import ChatTokenizer
@@ -248,7 +248,9 @@ def _own_places(text: str, model_format: OwnFormat, tools: Tools) -> Iterator[Pl
                 yield at, end, partial(_plain_calls, calls)
             begun = starts.search(text, end if calls else inside)
             continue
-        ending = _end_of_own(text, inside, _any_of(start_marker, end_marker), form, work)
+        ending = _end_of_own(
+            text, inside, _any_of(start_marker, end_marker), model_format, tools, work
+        )
         stop = len(text) if ending is None else ending.start()
         end = stop if ending is None or ending.group() != end_marker else ending.end()
         read = read_region(model_format.parse, text[inside:stop], openai_tools(tools.values()))
@@ -275,14 +277,25 @@ def _bare_call(
 
 
 def _end_of_own(
-    text: str, inside: int, marks: re.Pattern[str], form: str, work: list[int]
+    text: str,
+    inside: int,
+    marks: re.Pattern[str],
+    model_format: OwnFormat,
+    tools: Tools,
+    work: list[int],
 ) -> re.Match[str] | None:
     """The first mark that stands in no argument. A broken call, which never ends, does at its
     first. `work`: how many characters were read to tell, of all calls."""
 
+    form = model_format.parse.__module__.rpartition(".")[2]
+
     def is_inside(end: int) -> bool:
         work[0] += end - inside
-        return work[0] < MOST_WORK and inside_value(form, text[inside:end])
+        if work[0] >= MOST_WORK or not inside_value(form, text[inside:end]):
+            return False
+        unclear = form not in MARKUP and text.startswith(model_format.markers[1] or "\0", end)
+        definitions = openai_tools(tools.values())
+        return not (unclear and read_calls(model_format.parse, text[inside:end], definitions))
 
     first = ending = marks.search(text, inside)
     while ending is not None and is_inside(ending.start()):

@@ -340,6 +340,51 @@ def test_a_call_of_a_declared_tool_needs_no_tool_markers(name):
     assert calls[1].raw_text == BARE[name] and not calls.malformed
 
 
+TOLD_APART = {  # texts that a call can hold, or write in another way
+    "an apostrophe that is not escaped": (
+        "pythonic",
+        "<|tool_call_start|>[add(t='it's a, b=3', n=[1])]<|tool_call_end|>",
+        {"t": "it's a, b=3", "n": [1]},
+    ),
+    "texts without marks": (
+        "function_gemma",
+        "<start_function_call>call:add{t:New York, NY,n:[1,2]}<end_function_call>",
+        {"t": "New York, NY", "n": [1, 2]},
+    ),
+    "an argument that is repeated": (
+        "qwen3_coder",
+        "<tool_call>\n<function=add>\n<parameter=t>\na\n</parameter>\n<parameter=t>\nb\n"
+        "</parameter>\n</function>\n</tool_call>",
+        {"t": "b"},
+    ),
+    "a date for a number": (
+        "glm47",
+        "<tool_call>add<arg_key>n</arg_key><arg_value>2026-01-15</arg_value></tool_call>",
+        {"n": "2026-01-15"},
+    ),
+    "Mistral's id of a call": (
+        "mistral",
+        '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"t": "a\nb"}',
+        {"t": "a\nb"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TOLD_APART)
+def test_a_call_is_the_same_whole_and_streamed(case):
+    name, text, arguments = TOLD_APART[case]
+    properties = {"t": {"type": "string"}, "n": {"type": "integer"}}
+    function = {"name": "add", "parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": function}]
+    answer_format = replace(form(import_module(f"{tool_parsers.__name__}.{name}")), tools=tools)
+    expected = ("", "so", [("add", arguments)])
+    assert shape(answer_format.read(f"so {text}", "stop")) == expected
+    assert shape(streamed(answer_format, f"so {text}", range(len(text)))) == expected
+    own = OwnFormat(answer_format.tool_markers, answer_format.parse)
+    [call] = parse_tool_calls(text, [function], "own", model_format=own)
+    assert call.arguments == arguments
+
+
 def test_text_behind_a_call_without_an_end_mark_is_content():
     text = '[TOOL_CALLS]add[ARGS]{"a": 1} then [TOOL_CALLS]add[ARGS]{"a": 1} so'
     for reason in ("stop", "length"):

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_parallm.execution.call_formats import ReadCalls, bare_calls
-from mlx_parallm.execution.call_text import inside_value
+from mlx_parallm.execution.call_text import MARKUP, inside_value
+from mlx_parallm.execution.json_values import write_json
 from mlx_parallm.execution.tool_calls import read_region
 from mlx_parallm.server.protocol.begun_calls import BegunCall, BegunCalls, begun_calls, new_call_id
 from mlx_parallm.types import FinishReason
@@ -323,7 +324,11 @@ class AnswerSplitter:
         if self._state == _BARE and marker not in self._region[0]:
             # the tag ends the call if that makes it one
             return marker != self._region[0] and not self._read_region(marker, cut_off=False).calls
-        return inside_value(self._format.tool_format, text)
+        if not inside_value(self._format.tool_format, text):
+            return False
+        ends = self._transitions[self._state][marker] == "content"
+        unclear = ends and self._format.tool_format not in MARKUP  # quotation marks may be text
+        return not (unclear and self._read_region("", cut_off=False).calls)
 
     def _read_region(self, end: str, *, cut_off: bool) -> ReadCalls:
         """The calls of the region, and the text behind them."""
@@ -378,10 +383,10 @@ class AnswerSplitter:
         call, sent = self._begun.calls[index], self._sent[index] if index < len(self._sent) else ""
         if call.name == name and _is_that(call.arguments, arguments):
             return  # as the model wrote it
-        written = json.dumps(arguments, ensure_ascii=False)
+        written = write_json(arguments)
         # half a surrogate pair: no UTF-8 has it
         if any("\ud800" <= character <= "\udfff" for character in written):
-            written = json.dumps(arguments)
+            written = write_json(arguments, ensure_ascii=True)
         if index >= len(self._sent):
             call.name = name
         if call.name == name and written.startswith(sent):

@@ -26,6 +26,7 @@ from mlx_parallm.execution.call_text import (
     decided_end,
     inside_value,
 )
+from mlx_parallm.execution.json_values import write_json
 from mlx_parallm.execution.tool_calls import read_calls
 from mlx_parallm.execution.typed_values import argument_schema, is_text
 
@@ -284,7 +285,7 @@ class _GrowingCalls:
     def _take(self, calls: Sequence[Read], *, cut: int) -> None:
         """`cut`: how many characters of the last call's JSON are not certain yet."""
         for index, (name, arguments, call_id) in enumerate(calls):
-            written = json.dumps(arguments, ensure_ascii=False)
+            written = write_json(arguments)
             written = written[:-cut] if index == len(calls) - 1 else written
             if index == len(self.calls):
                 self.calls.append(BegunCall(name, call_id or new_call_id()))
