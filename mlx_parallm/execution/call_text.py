@@ -133,7 +133,7 @@ def _ends_in_quotes(text: str, quotes: str) -> bool:
         return False  # no JSON
     while (quoted := opening.search(text, at)) is not None:
         quote = quoted.group()
-        body = re.compile(rf"(?:[^{quote}\\\x00-\x1f]|\\.)*+", re.DOTALL).match(text, quoted.end())
+        body = re.compile(rf"(?:[^{quote}\\\n\r]|\\.)*+", re.DOTALL).match(text, quoted.end())
         assert body is not None
         at = body.end() + 1
         if at > len(text) or text[body.end() :] == "\\":
