@@ -64,10 +64,12 @@ def exit_code(run: Run, args: Namespace) -> int:
             f"error: {escaped(Redactor(environment_secrets()).text(str(error)), lines=True)}\n"
         )
         return EXIT_ERROR
-    except ImportError as error:
+    except (ImportError, MemoryError, OSError, RuntimeError) as error:
+        from mlx_parallm.system.hardware import lack_of_room
         from mlx_parallm.system.packages import missing
 
-        if (line := missing(error)) is None:
+        line = missing(error) if isinstance(error, ImportError) else None
+        if (line := lack_of_room(error) or line) is None:
             raise  # a fault of this package
         sys.stderr.write(f"error: {line}\n")
         return EXIT_ERROR

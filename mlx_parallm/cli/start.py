@@ -1,6 +1,7 @@
 """`train` and `serve`: flags → configuration → one call of the daemon. Imports no MLX."""
 
 import faulthandler
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -221,6 +222,7 @@ def _before_mlx(*, deterministic: bool) -> None:
     """Do what needs a process with one thread and without MLX (docs/design.md)."""
     faulthandler.enable()  # a crash in native code says in which thread and where
     block_shutdown_signals()
+    os.umask(os.umask(0) | 0o077)  # prompts and answers: the files are this user's alone
     if deterministic:
         from mlx_parallm.system.blas import request_bitwise_reproducible_blas
 

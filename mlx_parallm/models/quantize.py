@@ -25,7 +25,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.mlx_lm_api import load_hf_model, save_config, save_model
-from mlx_parallm.system.files import remove_of_the_dead
+from mlx_parallm.system.files import remove_of_the_dead, write_problem
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("quantize")
@@ -136,7 +136,7 @@ def _from_cache(entry: Path, key: Mapping[str, Any]) -> tuple[nn.Module, dict[st
         log.warning(
             "the kept 4-bit copy cannot be read and is made again",
             directory=str(entry),
-            reason=str(error),
+            reason=write_problem(entry.parent, error),
         )
         return None
     log.info(

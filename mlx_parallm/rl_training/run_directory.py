@@ -44,12 +44,18 @@ def moment(checkpoint: Path) -> tuple[int, int]:
 
 def checkpoint_at(path: Path) -> Path | None:
     """Returns `path` itself, or the checkpoint that `latest` of a run directory points at. Where
-    a kill has left that link without a target, the newest complete step; None where there is
-    none."""
+    a kill has left that link without a target, the newest step; None where there is none. Raises
+    CheckpointError: that one has lost its state, and an older one would be taken without a word."""
     for directory in (path, path / LATEST):
         if (directory / STATE_FILE).is_file():
             return directory.resolve()
-    complete = [step for step in checkpoints(path) if (step / STATE_FILE).is_file()]
+    steps = checkpoints(path)
+    complete = [step for step in steps if (step / STATE_FILE).is_file()]
+    if complete and complete[-1] != steps[-1]:
+        raise CheckpointError(
+            f"{steps[-1]} has no {STATE_FILE}: it is damaged. Put the file back, or go on from the"
+            f" one before: --resume {complete[-1]}"
+        )
     return complete[-1].resolve() if complete else None
 
 
@@ -116,11 +122,12 @@ class RunDirectory:
         not writable."""
         made_here = not path.exists()
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)  # what people asked, and what was answered
             if made_here:  # what the run keeps must not hang on a name that a power cut takes away
                 sync(path.parent)
                 sync(path.parent.parent)
-            lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
         try:

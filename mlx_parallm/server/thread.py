@@ -181,9 +181,10 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(on_loop_error)
-        logger = logging.getLogger("uvicorn.error")
-        if not any(isinstance(each, SparseWarnings) for each in logger.filters):
-            logger.addFilter(SparseWarnings())
+        # asyncio: "socket.send() raised exception.", for each event to a client that is gone
+        for logger in map(logging.getLogger, ("uvicorn.error", "asyncio")):
+            if not any(isinstance(each, SparseWarnings) for each in logger.filters):
+                logger.addFilter(SparseWarnings())
         await super().startup(sockets=sockets)
         self.settled.set()
 

@@ -23,6 +23,7 @@ from mlx_parallm.errors import CheckpointError
 
 GB = 10**9
 RESERVE_GB = 1.0
+FULL = 1 << 20  # bytes: with fewer free ones a write has failed for want of space
 BLOCK, SAMPLES = 4096, 64  # bytes of a block, blocks of a file, of `sampled_digest`
 RESERVE_SHARE = 0.05  # of a small disk
 TEMPORARY = ".tmp-"  # in the names of unfinished files; the next save removes leftovers
@@ -103,7 +104,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         sync(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+        why = write_problem(path.parent, error) if error.errno == errno.EFBIG else error.strerror
+        raise CheckpointError(f"{path} cannot be written: {why or error}") from error
 
 
 def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
@@ -132,10 +134,25 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
     except (OSError, RuntimeError) as error:  # MLX raises RuntimeError for "Unable to write"
         if old.exists() and not path.exists():
             old.rename(path)
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+        why = write_problem(path.parent, error)
+        raise CheckpointError(f"{path} cannot be written: {why}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def write_problem(directory: Path, error: Exception) -> str:
+    """Return what an error of a write says, with its cause where it names none: MLX's "Unable to
+    write 4350 bytes" does not."""
+    if isinstance(error, OSError) and error.errno not in (None, errno.EFBIG):
+        return str(error)
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.suppress(OSError):
+        if (free := free_bytes(directory)) < FULL:
+            return f"{error}: the disk is full, {in_gb(free)} are free"
+    if limit != resource.RLIM_INFINITY:
+        return f"{error}: a file of this process may have {in_gb(limit)} (`ulimit -f`)"
+    return f"{error}: is the disk full, a quota reached, or the disk gone?"
 
 
 def _exchanged(one: Path, other: Path) -> bool:

@@ -1,8 +1,10 @@
 """Hardware of this machine. MLX is imported inside functions only: `detect` needs none,
 `mlx_device` does."""
 
+import errno
 import os
 import platform
+import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -157,3 +159,40 @@ def _backend() -> Literal["cpu", "metal", "cuda"]:
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return "metal"
     return "cuda" if has_cuda_backend() else "cpu"
+
+
+_NO_ROOM = (
+    "can't start new thread",
+    "cannot allocate memory",
+    "failed to map segment",
+    "unable to allocate",
+    "bad_alloc",
+    "[malloc",
+)
+_LIMITS = (
+    (resource.RLIMIT_AS, "ulimit -v", "bytes of memory"),
+    (resource.RLIMIT_NPROC, "ulimit -u", "threads"),
+)
+
+
+def lack_of_room(error: BaseException) -> str | None:
+    """Return a line about an error that says that the system gives no more memory or threads; None:
+    it is another one."""
+    each: BaseException | None = error
+    while each is not None:
+        lacks = isinstance(each, MemoryError) or getattr(each, "errno", None) == errno.ENOMEM
+        if lacks or any(sign in str(each).lower() for sign in _NO_ROOM):
+            break
+        each = each.__cause__ or each.__context__
+    if each is None:
+        return None
+    limits = [
+        f"{soft:,} {what} (`{command}`)"
+        for kind, command, what in _LIMITS
+        if (soft := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
+    ]
+    allowed = f"; this process may have {' and '.join(limits)}" if limits else ""
+    return (
+        f"the system gives no more memory or threads ({str(each).strip() or type(each).__name__})"
+        f"{allowed}: allow more, or choose a smaller model or batch"
+    )

@@ -25,6 +25,11 @@ def marked(environment: Mapping[str, str] | None = None) -> tuple[dict[str, str]
     return {**(os.environ if environment is None else environment), MARK: mark}, mark
 
 
+def of_no_family() -> dict[str, str]:
+    """Return the environment for a program that outlives whoever has started this process."""
+    return {name: value for name, value in os.environ.items() if name != MARK}
+
+
 def end_family(group: int, mark: str, *, patience_s: float = TERMINATION_S) -> None:
     """End what is left of a program that was started in a session of its own: SIGTERM, then
     SIGKILL after `patience_s`. Blocks until then; whoever started the program reaps it.

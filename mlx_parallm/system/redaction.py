@@ -7,6 +7,8 @@ A secret is recognised by its value (the API key, environment variables named *_
 secret_forms.py has the table of places and forms.
 """
 
+import base64
+import binascii
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,6 +46,10 @@ NOT_SECRETS = frozenset(f"{kind}_token" for kind in _OF_A_VOCABULARY)
 """Keys that are named like a secret: tokens of a vocabulary."""
 
 
+_INVISIBLE = re.compile("[\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
+_BASE64 = re.compile(r"(?<![A-Za-z0-9+/_-])[A-Za-z0-9+/_-]{20,8192}={0,2}(?![A-Za-z0-9+/_=-])")
+
+
 @dataclass(frozen=True, slots=True)
 class FoundSecret:
     """`text[start:end]` is a secret of this kind."""
@@ -63,6 +69,11 @@ def is_secret_name(name: str) -> bool:
     return name not in NOT_SECRETS and _NAMES.search(name) is not None
 
 
+def _is_option(word: object) -> bool:
+    """Whether a word of a command, such as `--api-key`, names the next one."""
+    return isinstance(word, str) and word.startswith("-") and "=" not in word
+
+
 def names_a_secret(value: Mapping[Any, Any]) -> bool:
     """Whether an object says in "name" or "key" that its "value" is a secret, as the variables
     of a container do."""
@@ -76,6 +87,30 @@ def _matches(form: SecretForm, text: str) -> Iterator[FoundSecret]:
         group: str | int = next((name for name in groups if match[name] is not None), 0)
         if form.check is None or form.check(match[group]):
             yield FoundSecret(*match.span(group), form.kind)
+
+
+def _decoded(text: str) -> str | None:
+    """Return what base64 says, where that is plain text."""
+    plain = text.rstrip("=").replace("-", "+").replace("_", "/")
+    try:
+        content = base64.b64decode(plain + "=" * (-len(plain) % 4))
+        decoded = content.decode("ascii")
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if all(sign.isprintable() or sign.isspace() for sign in decoded) else None
+
+
+def _merged(secrets: Iterable[FoundSecret]) -> list[FoundSecret]:
+    """Return secrets in order; two that overlap become one."""
+    merged: list[FoundSecret] = []
+    # stable: the first form of two equal starts
+    for secret in sorted(secrets, key=lambda secret: secret.start):
+        if merged and secret.start < merged[-1].end:
+            last = merged[-1]
+            merged[-1] = FoundSecret(last.start, max(last.end, secret.end), last.kind)
+        else:
+            merged.append(secret)
+    return merged
 
 
 class Redactor:
@@ -94,7 +129,24 @@ class Redactor:
 
     def find(self, text: str) -> list[FoundSecret]:
         """Return the secrets of a text in order. Two that overlap become one, of the kind of the
-        first."""
+        first.
+
+        Signs that are not seen, such as a zero-width space, hide nothing. Text in base64 is a
+        secret where what it says holds one.
+        """
+        if _INVISIBLE.search(text):
+            seen = [place for place, sign in enumerate(text) if not _INVISIBLE.match(sign)]
+            plain = self.find("".join(text[place] for place in seen))
+            return [FoundSecret(seen[s.start], seen[s.end - 1] + 1, s.kind) for s in plain]
+        secrets = self._search(text)
+        for run in _BASE64.finditer(text):
+            inner = _decoded(run[0])
+            if inner is not None and (hidden := self._search(inner)):
+                secrets.append(FoundSecret(*run.span(), hidden[0].kind))
+        return _merged(secrets)
+
+    def _search(self, text: str) -> list[FoundSecret]:
+        """Return what the known values and the forms match."""
         secrets = (
             [FoundSecret(*match.span(), "known") for match in self._values.finditer(text)]
             if self._values
@@ -114,15 +166,7 @@ class Redactor:
                     continue
             if not form.in_run or form.pattern.search(runs):
                 secrets += _matches(form, text)
-        merged: list[FoundSecret] = []
-        # stable: the first form of two equal starts
-        for secret in sorted(secrets, key=lambda secret: secret.start):
-            if merged and secret.start < merged[-1].end:
-                last = merged[-1]
-                merged[-1] = FoundSecret(last.start, max(last.end, secret.end), last.kind)
-            else:
-                merged.append(secret)
-        return merged
+        return secrets
 
     def text(self, text: str) -> str:
         for secret in reversed(self.find(text)):
@@ -143,7 +187,10 @@ class Redactor:
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self.value(item) for item in value]
+            return [
+                self.named(before.lstrip("-"), item) if _is_option(before) else self.value(item)
+                for before, item in zip(("", *value), value, strict=False)
+            ]
         # its repr would escape quotes, and a secret would not match
         if isinstance(value, BaseException):
             return self.text(f"{type(value).__name__}: {value}")

@@ -113,7 +113,13 @@ _NAME = (
     r"|account|auth|subscription|storage|master|session|client|service)[_-]?key|(?:client|app|webhook|jwt|signing)"
     r"[_-]?secret)"
 )
-_PASSWORD_NAME = r"(?:pass(?:word|wd|phrase)|pwd)"
+_PASSWORD_NAME = (
+    r"(?:pass(?:word|wd|phrase)|pwd|passwor[dt]|kennwort|mot de passe|contrase(?:ñ|n)a|senha|wachtwoord"
+    r"|lösenord|парол[ья]|密码|密碼|パスワード)"
+)
+_VOCABULARY = "(?:end|eos|bos|pad|unk|mask|sep|cls|stop|start|image)"  # kinds of tokens
+_PASSWORD_HINTS = "pass pwd kennwort contrase senha wachtwoord lösenord парол 密码 密碼 パスワード"
+_KEY_NAME = r"(?:(?:api|access|secret|private|auth)[_-]?(?:key|token)|secret|token)"
 _QUOTE = r"(?:\\{0,3}[\"'])"  # in JSON within JSON too
 _VALUE = r"[^\s\"'\\,;{}()<>$\[\]|&`]{4,512}"  # without quotes
 
@@ -272,6 +278,9 @@ _ISSUERS: tuple[SecretForm, ...] = (
     _prefixed("buildkite", "bkua_[a-z0-9]{40}"),
     _issued("sonarqube", "sqp_ squ_ sqa_", r"\bsq[pua]_[a-z0-9]{40}\b"),
     _prefixed("onepassword", "ops_eyJ[A-Za-z0-9+/=]{40,}"),
+    _issued(
+        "mapbox", "sk.eyj tk.eyj pk.eyj", r"\b[spt]k\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"
+    ),
     _prefixed("kaggle", "KGAT_[A-Za-z0-9]{20,}"),
     _issued("dropbox", "sl.", r"\bsl\.[A-Za-z0-9_-]{100,}"),
     _prefixed("elevenlabs", "sk_[a-f0-9]{48}"),
@@ -363,11 +372,48 @@ _PLACES: tuple[SecretForm, ...] = (
     ),
     form(
         "password",
-        "pass pwd",
+        _PASSWORD_HINTS,
         rf"(?:{_PASSWORD_NAME}|(?<=_)pass){_QUOTE}?\s{{0,4}}(?:[:=]|=>|:=){{1,2}}\s{{0,4}}"
         rf"(?:{_QUOTE}(?P<quoted>[^\s\"'\\]{{4,512}}){_QUOTE}|(?P<secret>{_VALUE})(?=[\s,;\"'}}\\&|`]|$))",
         _ANY_CASE,
         check=is_password,
+    ),
+    form(
+        "password",
+        _PASSWORD_HINTS,
+        rf"\b{_PASSWORD_NAME}{_QUOTE}?(?:\s{{1,4}}(?:for|to|of|für|zu)(?:\s{{1,4}}[^\s.]{{1,64}}){{1,4}}?)?\s{{1,4}}(?:is|was|ist|lautet|war|es|est|é)"
+        rf"(?:\s{{1,4}}now)?:?\s{{1,4}}(?:{_QUOTE}|`)?(?P<secret>{_VALUE}?)(?=[.!?,]?(?:[\s\"'`]|$))",
+        _ANY_CASE,
+        check=lambda text: is_password(text) and bool(_ODD.search(text.rstrip(".!?"))),
+    ),
+    form(
+        "secret",
+        "key token secret",
+        rf"{_QUOTE}(?!{_VOCABULARY}_token)(?:[\w.-]{{0,40}}[_.-])?{_KEY_NAME}{_QUOTE}\s{{0,4}}:\s{{0,4}}{_QUOTE}(?P<secret>[^\s\"'\\]{{6,4096}}){_QUOTE}",
+        _ANY_CASE,
+        check=is_password,
+    ),
+    form(
+        "command_password",
+        "login",
+        r"\b(?:wandb|huggingface-cli|hf(?:\s+auth)?|heroku|fly|vercel|neptune|comet)\s+login\s+(?:--?[\w-]+\s+)*"
+        r"(?P<secret>[A-Za-z0-9_-]{8,})",
+        check=lambda text: any(map(str.isdigit, text)) and not text.startswith("-"),
+    ),
+    form(
+        "docker",
+        "auth",
+        rf"{_QUOTE}(?:auth|identitytoken|registrytoken){_QUOTE}\s*:\s*{_QUOTE}(?P<secret>[A-Za-z0-9+/_.=-]{{8,}}){_QUOTE}",
+    ),
+    form(
+        "pgpass",
+        ":",
+        r"(?m)^(?:[\w.*-]+|\*):(?:\d{2,5}|\*):[\w.*-]+:[\w.*@-]+:(?P<secret>[^\s:]{4,256})\s*$",
+    ),
+    form(
+        "htpasswd",
+        ":$ :{",
+        r":(?P<secret>\$(?:apr1|2[abxy]|1|5|6|y|argon2\w*)\$[\w./$,=+-]{8,}|\{(?:SHA|SSHA)\}[A-Za-z0-9+/=]{20,})",
     ),
     form(
         "password",

@@ -103,7 +103,14 @@ def check_expert(directory: Path) -> None:
 
 
 def saved_a_step(directory: Path) -> None:
-    assert (directory / "runs" / "run" / "latest").exists()
+    run = directory / "runs" / "run"
+    assert (run / "latest").exists()
+    # SECURITY.md: what was asked and answered is readable by this user
+    assert [
+        path
+        for path in (run, *run.rglob("*"))
+        if path.lstat().st_mode & 0o077 and not path.is_symlink()
+    ] == []
 
 
 CASES: dict[str, Case] = {

@@ -197,6 +197,28 @@ def test_a_path_from_outside_stays_inside(tmp_path: Path, name: str) -> None:
         inside(root, name)
 
 
+def test_a_write_without_a_cause_gets_one(tmp_path: Path) -> None:
+    """MLX says "Unable to write 4350 bytes"."""
+    program = (
+        "import resource, sys, mlx.core as mx\n"
+        "from pathlib import Path\n"
+        "from mlx_parallm.system.files import write_atomically, write_directory\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "def fill(path): mx.save_safetensors(str(path / 'a.safetensors'), {'a': mx.ones(5000)})\n"
+        "for work in (lambda: write_directory(Path('out'), fill),\n"
+        "             lambda: write_atomically(Path('file'), bytes(5000))):\n"
+        "    try: work()\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    for line in lines:
+        assert line.startswith("CheckpointError") and "ulimit -f" in line, line
+
+
 def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"12345")

@@ -1,5 +1,6 @@
 """Defaults that follow from the machine, and their place below the configuration."""
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from mlx_parallm.system.hardware import (
     GIB,
     Hardware,
     detect,
+    lack_of_room,
     memory_present,
     mlx_device,
     usable_cores,
@@ -93,3 +95,27 @@ def test_this_machine() -> None:
     assert hardware.cores == usable_cores() >= 1
     assert 0 < hardware.available_bytes <= hardware.memory_bytes
     assert mlx_device().startswith("gpu (" if hardware.backend != "cpu" else "cpu (")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError(), "no more memory or threads (MemoryError)"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
+        (RuntimeError("[malloc] Unable to allocate 10 bytes."), "Unable to allocate 10"),
+        (ImportError("libx.so: failed to map segment from shared object"), "failed to map"),
+        (RuntimeError("another fault"), None),
+        (OSError(errno.ENOENT, "No such file"), None),
+    ],
+)
+def test_a_lack_of_memory_or_threads_is_one_line(error: Exception, line: str | None) -> None:
+    found = lack_of_room(error)
+    assert found is None if line is None else found is not None and line in found
+    try:
+        try:
+            raise error
+        except Exception as cause:
+            raise RuntimeError("a task failed") from cause
+    except RuntimeError as outer:
+        assert (lack_of_room(outer) is None) == (line is None)

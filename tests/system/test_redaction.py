@@ -84,3 +84,32 @@ def test_a_saved_configuration_holds_none() -> None:
     )
     assert "KEY" not in config.to_toml()
     assert "@host" in config.to_toml()
+
+
+def test_the_word_behind_an_option_is_its_value() -> None:
+    redactor = Redactor()
+    words = ["serve", "--password", "X", "--host", "h", "--api-key=abcdefgh1", "--token", "$TOKEN"]
+    assert redactor.value({"command": words}) == {
+        "command": [
+            *("serve", "--password", REDACTED, "--host", "h", f"--api-key={REDACTED}"),
+            *("--token", "$TOKEN"),
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the password is required",
+        "password is incorrect",
+        "the password was changed yesterday",
+        "localhost:8000:x:y:z",
+        "10:20:30:40:50",
+        '{"eos_token": "</s>x1", "pad_token": "<pad_12>"}',
+        "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ",
+        "SGVsbG8gd29ybGQsIHRoaXMgaXMgcGxhaW4gdGV4dA==",
+        "a family 👨\u200d👩\u200d👧 is no secret",
+    ],
+)
+def test_ordinary_text_beside_the_new_forms_stays(text: str) -> None:
+    assert Redactor().text(text) == text

@@ -30,6 +30,7 @@ from mlx_parallm.config.load import load_config
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.system.files import write_atomically
+from mlx_parallm.system.processes import of_no_family
 
 State = Literal["starting", "running", "completed", "stopped", "failed"]
 
@@ -84,7 +85,12 @@ class Trainings:
         self.directory, self._most_running = directory.absolute(), most_running
         self._lock = threading.Lock()
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--directory {directory} cannot be made: {error.strerror or error}"
+            ) from error
 
     def start(self, name: str, config: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         """Start a training; return its status.
@@ -102,6 +108,8 @@ class Trainings:
                 " no"
                 " sign"
             )
+        if name.casefold() == CURRENT:  # some file systems do not tell "Current" from "current"
+            raise ConfigError(f"name {name!r}: the file {CURRENT} says which training is meant")
         for text in (config, *overrides):
             _check_text(text)
         if "\n" in config:
@@ -121,7 +129,10 @@ class Trainings:
                     " stop"
                     " one"
                 )
-            home.mkdir()
+            try:
+                home.mkdir()
+            except OSError as error:
+                raise ConfigError(f"{home} cannot be made: {error.strerror or error}") from error
             file = home / CONFIG
             if "\n" in config:
                 file.write_text(config, encoding="utf-8")
@@ -148,6 +159,7 @@ class Trainings:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    env=of_no_family(),  # it goes on when an agent's client ends this server
                 )
             self._children[name] = process
             self._write(

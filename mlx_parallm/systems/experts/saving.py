@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.models.parameters import check_weights
-from mlx_parallm.system.files import TEMPORARY, sync
+from mlx_parallm.system.files import TEMPORARY, sync, write_problem
 from mlx_parallm.systems.experts.expert import KINDS, ExpertConfig, RNNExpertBase, make_expert
 
 CONFIG_KEY = "expert"  # of safetensors' metadata; in npz an array of UTF-8 bytes
@@ -45,7 +45,8 @@ def save_expert(path: str | Path, expert: RNNExpertBase) -> None:
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # MLX raises RuntimeError for "Unable to write"
         temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+        why = write_problem(path.parent, error)
+        raise CheckpointError(f"{path} cannot be written: {why}") from error
 
 
 def load_expert(path: str | Path, *classes: type[RNNExpertBase]) -> RNNExpertBase:

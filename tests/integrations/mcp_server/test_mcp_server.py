@@ -235,3 +235,17 @@ def test_a_page_of_another_origin_cannot_use_the_server(tmp_path: Path) -> None:
         finally:
             process.terminate()
             process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("name", ["current", "Current"])
+def test_a_training_is_not_named_as_the_file_beside_it(tmp_path: Path, name: str) -> None:
+    trainings = Trainings(tmp_path)
+    with pytest.raises(ConfigError, match="says which training is meant"):
+        trainings.start(name, "quickstart")
+    assert not list(tmp_path.iterdir()) and trainings.all() == []
+
+
+def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--directory .* cannot be made: Not a directory"):
+        Trainings(tmp_path / "file" / "trainings")

@@ -21,6 +21,7 @@ from mlx_parallm.rl_training.checkpoints.resume import (
     what_to_resume,
 )
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
+from mlx_parallm.rl_training.run_directory import checkpoint_at
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.log import configure_logging
 from tests.tiny_models import lora_config, make_model
@@ -272,3 +273,19 @@ def test_a_setting_that_was_changed_live_is_not_told_as_changed_back(
     assert [{key: line[key] for key in line if "." in key} for line in lines] == (
         [told] * bool(told)
     )
+
+
+def test_a_newest_step_without_its_state_is_not_passed_over(tmp_path: Path) -> None:
+    """An older one would be taken without a word, and its later steps be written over."""
+    for step in (2, 4):
+        (tmp_path / f"step_{step:06d}").mkdir()
+        (tmp_path / f"step_{step:06d}" / "trainer_state.json").write_text("{}")
+    (tmp_path / "latest").symlink_to("step_000004")
+    assert checkpoint_at(tmp_path) == (tmp_path / "step_000004").resolve()
+    (tmp_path / "latest").unlink()
+    assert checkpoint_at(tmp_path) == (tmp_path / "step_000004").resolve()
+    (tmp_path / "latest").symlink_to("step_000004")
+    (tmp_path / "step_000004" / "trainer_state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step_000004 has no trainer_state.*step_000002"):
+        checkpoint_at(tmp_path)
+    assert checkpoint_at(tmp_path / "step_000002") == (tmp_path / "step_000002").resolve()
