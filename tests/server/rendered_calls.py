@@ -2,7 +2,7 @@
 template writes.
 
 Left out is what a format cannot say: a text in tags that looks like another type which its schema
-allows, and a format's own end of a text within one.
+allows, and a format's own end of a text, or of a call, within one.
 """
 
 import json
@@ -288,7 +288,7 @@ FORMATS: dict[str, Format] = {
     "qwen3_coder": Format(
         _each(_qwen),
         bare=True,
-        own=r"<parameter name=.*(?:<parameter=|</function>)|</function>\s*</tool_call>",
+        own=r"<parameter name=.*(?:<parameter=|</function>)|</function>\s*</?tool_call>",
     ),
     "minimax_m2": Format(
         _wrapped("<minimax:tool_call>\n", "</minimax:tool_call>", _invoke("")),
