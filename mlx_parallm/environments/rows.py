@@ -170,7 +170,8 @@ def _rates_of(results: str, rows: Sequence[DataRow]) -> list[float | None]:
         environments = json.loads(file.read_text(encoding="utf-8"))["environments"].values()
         problems = [problem for environment in environments for problem in environment["problems"]]
         answers = {p["key"].rpartition(":")[2]: p["sampled"] or [p["greedy"]] for p in problems}
-        rates = {key: sum(map(float, rewards)) / len(rewards) for key, rewards in answers.items()}
+        scored = {key: [r for r in rewards if r is not None] for key, rewards in answers.items()}
+        rates = {key: sum(map(float, r)) / len(r) for key, r in scored.items() if r}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"environments: pass_rates = {results!r}: these are no results of `mlx_parallm"

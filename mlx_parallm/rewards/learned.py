@@ -2,19 +2,19 @@
 
     LearnedReward.fit(trajectories, labels).save("reward.json")  →  rewards = ["builtin:learned"]
 
-Features: how often each tool was called and how often calls succeeded, lengths, steps, and the
-answer's words and pairs of words, hashed. scikit-learn fits it, with an L2 penalty: the result
-depends only on the data.
+Features: how often each tool was called and how often calls succeeded, lengths, steps, and which
+words and pairs of words stand in the answer. scikit-learn counts, scales and fits, with an L2
+penalty: the result depends only on the data. A policy that is trained on such a reward finds what
+the labels never showed it; `is_known` says of an answer whether it is like those that were labelled.
 """
 
 import itertools
 import math
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,26 +27,34 @@ from mlx_parallm.system.validation import faults
 from mlx_parallm.types import Trajectory
 
 LEAST_OF_EACH = 10
-LEAST_USES = 3  # of a tool that becomes a feature
-BUCKETS: Final = 256
+LEAST_USES = 3  # of a tool, a word or a pair of words that becomes a feature
+MOST_PHRASES = 5000
 COUNTED = ("calls", "success", "characters", "words", "steps", "spent", "truncated")
+CONSTANT = 1e-9  # a standard deviation, of the largest value: below it is rounding
 TOLERANCE = 1e-10  # of the mean loss's gradient
+KNOWN = 0.5  # the share of an answer's words that stood in a labelled one
+BEYOND = 0.5  # deviations that a length may lie outside the labelled ones
 WORD = re.compile(r"\w+|[^\w\s]")
 
 Floats = NDArray[np.float64]
 
 
 class LearnedReward(BaseModel):
-    """`score` → the probability of a good label. All lists have one entry for each feature:
-    COUNTED, the tools, the buckets of words."""
+    """`score` → the probability of a good label. `mean`, `scale`, `low`, `high` have one entry for
+    each counted feature (COUNTED, then the tools), `weights` one for each of these and then one for
+    each of `phrases`. What is counted is standardised and kept between `low` and `high`, the least
+    and the most of the labelled episodes; a phrase counts once."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    format: Literal[1]
-    buckets: Literal[256]
+    format: Literal[2]
     tools: tuple[str, ...]
+    words: tuple[str, ...]  # all that stood in a labelled answer
+    phrases: tuple[str, ...]
     mean: tuple[float, ...]
     scale: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
     weights: tuple[float, ...]
     bias: float
     positive: int  # labels it was fitted on
@@ -56,14 +64,15 @@ class LearnedReward(BaseModel):
     def fit(
         cls, trajectories: Sequence[Trajectory], labels: Sequence[bool], *, l2: float = 1.0
     ) -> "LearnedReward":
-        """Minimises the sum of the log losses + l2/2 · |weights|² (the bias is free). All features
-        but the words are standardised.
+        """Minimises the sum of the log losses + l2/2 · |weights|² (the bias is free). A feature
+        that is the same in all episodes but for rounding has the weight 0.
 
         Raises ConfigError: fewer than 10 good or 10 bad labels, not one label for each trajectory,
         a negative l2, or no scikit-learn.
         """
         require("a reward that is fitted to labels", "sklearn")
         from sklearn.linear_model import LogisticRegression
+        from sklearn.preprocessing import StandardScaler
 
         if not 0 <= l2 < math.inf:
             raise ConfigError(f"learned reward: l2 = {l2}: expected a number from 0")
@@ -78,26 +87,30 @@ class LearnedReward(BaseModel):
                 f"learned reward: {positive} good and {negative} bad labels; it takes"
                 f" {LEAST_OF_EACH} of each"
             )
-        uses = Counter(
-            call["name"] for t in trajectories for call in t.metadata.get("tool_calls", ())
-        )
+        uses = Counter(call["name"] for t in trajectories for call in t.tool_calls)
         tools = tuple(sorted(name for name, count in uses.items() if count >= LEAST_USES))
-        rows = np.stack([_features(trajectory, tools) for trajectory in trajectories])
-        counted = len(rows[0]) - BUCKETS
-        mean, scale = rows.mean(axis=0), rows.std(axis=0)
-        mean[counted:], scale[counted:] = 0.0, 1.0  # rare words scaled up would be learned by heart
-        scale[scale == 0] = 1.0
+        texts = [trajectory.text for trajectory in trajectories]
+        phrases, present_N_P = _phrases_of(texts)
+        counted_N_C = np.stack([_counted(trajectory, tools) for trajectory in trajectories])
+        scaler = StandardScaler().fit(counted_N_C)
+        constant_C = np.sqrt(scaler.var_) <= CONSTANT * np.abs(counted_N_C).max(axis=0, initial=1.0)
+        scaler.scale_[constant_C] = 1.0
+        standard_N_C = np.where(constant_C, 0.0, scaler.transform(counted_N_C))
         fitted = LogisticRegression(
             C=1 / l2 if l2 else np.inf, solver="newton-cholesky", tol=TOLERANCE
-        )
-        fitted.fit((rows - mean) / scale, np.asarray(labels, bool))
+        ).fit(np.hstack([standard_N_C, present_N_P]), np.asarray(labels, bool))
+        weights = fitted.coef_[0]
+        weights[: len(constant_C)][constant_C] = 0.0
         return cls(
-            format=1,
-            buckets=BUCKETS,
+            format=2,
             tools=tools,
-            mean=mean.tolist(),
-            scale=scale.tolist(),
-            weights=fitted.coef_[0].tolist(),
+            words=tuple(sorted({word for text in texts for word in _words(text)})),
+            phrases=phrases,
+            mean=scaler.mean_.tolist(),
+            scale=scaler.scale_.tolist(),
+            low=standard_N_C.min(axis=0).tolist(),
+            high=standard_N_C.max(axis=0).tolist(),
+            weights=weights.tolist(),
             bias=float(fitted.intercept_[0]),
             positive=positive,
             negative=negative,
@@ -105,20 +118,35 @@ class LearnedReward(BaseModel):
 
     @model_validator(mode="after")
     def _one_number_for_each_feature(self) -> "LearnedReward":
-        size = len(COUNTED) + len(self.tools) + BUCKETS
-        if {len(self.mean), len(self.scale), len(self.weights)} != {size}:
-            raise ValueError(f"its lists should have {size} numbers")
+        counted = len(COUNTED) + len(self.tools)
+        if {len(self.mean), len(self.scale), len(self.low), len(self.high)} != {counted}:
+            raise ValueError(f"mean, scale, low and high should have {counted} numbers")
+        if len(self.weights) != counted + len(self.phrases):
+            raise ValueError(f"weights should have {counted + len(self.phrases)} numbers")
         return self
 
     def score(self, trajectory: Trajectory) -> float:
         """0 to 1."""
-        features = (_features(trajectory, self.tools) - np.asarray(self.mean)) / np.asarray(
-            self.scale
-        )
-        return _sigmoid(float(features @ np.asarray(self.weights)) + self.bias)
+        standard = np.clip(self._standard(trajectory), self.low, self.high)
+        present = set(_phrases(trajectory.text))
+        found = [phrase in present for phrase in self.phrases]
+        return _sigmoid(float(np.concatenate([standard, found]) @ self.weights) + self.bias)
+
+    def is_known(self, trajectory: Trajectory) -> bool:
+        """Whether an episode is like those that the reward was fitted on: half of its answer's
+        words stood in one of them, and its lengths and calls are about within theirs."""
+        standard = self._standard(trajectory)
+        off = max(np.max(standard - self.high), np.max(np.subtract(self.low, standard)))
+        words, seen = _words(trajectory.text), set(self.words)
+        share = sum(word in seen for word in words) / len(words) if words else float(not off)
+        return bool(share >= KNOWN and off <= BEYOND)
+
+    def _standard(self, trajectory: Trajectory) -> Floats:
+        counted = _counted(trajectory, self.tools)
+        return np.asarray((counted - np.asarray(self.mean)) / np.asarray(self.scale))
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.model_dump_json() + "\n")
+        Path(path).write_text(self.model_dump_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "LearnedReward":
@@ -134,38 +162,63 @@ class LearnedReward(BaseModel):
 
 def learned(*, path: str, threshold: float | None = None) -> Callable[..., Any]:
     """The probability that a person would label the episode as good, by the `LearnedReward` in a
-    file.
+    file. Metric `learned/unknown`: the share of the episodes that are like none of the labelled
+    ones.
 
     Raises ConfigError: the file cannot be read.
     """
     model = LearnedReward.load(path)
 
-    def part(trajectories: Sequence[Trajectory]) -> Scores:
+    def part(
+        trajectories: Sequence[Trajectory],
+        log_metric: Callable[[str, float], None] | None = None,
+    ) -> Scores:
+        if log_metric is not None:
+            for trajectory in trajectories:
+                log_metric("learned/unknown", float(not model.is_known(trajectory)))
         return to_binary([model.score(trajectory) for trajectory in trajectories], threshold)
 
     return part
 
 
-def _features(trajectory: Trajectory, tools: Sequence[str]) -> Floats:
-    calls: Sequence[Mapping[str, Any]] = trajectory.metadata.get("tool_calls", ())
-    words = WORD.findall(trajectory.text.lower())
+def _counted(trajectory: Trajectory, tools: Sequence[str]) -> Floats:
+    calls: Sequence[Mapping[str, Any]] = trajectory.tool_calls
     counted = {
         "calls": math.log1p(len(calls)),
         "success": sum(bool(call.get("ok")) for call in calls) / len(calls) if calls else 0.5,
         "characters": math.log1p(len(trajectory.text)),
-        "words": math.log1p(len(words)),
+        "words": math.log1p(len(_words(trajectory.text))),
         "steps": math.log1p(trajectory.step_count),
         "spent": math.log1p(max(0.0, float(trajectory.metadata.get("spent", 0.0)))),
         "truncated": float(trajectory.truncated),
     }
     used = Counter(call["name"] for call in calls)
-    buckets = np.zeros(BUCKETS)
-    for phrase in (*words, *map(" ".join, itertools.pairwise(words))):
-        buckets[zlib.crc32(phrase.encode(errors="replace")) % BUCKETS] += 1
-    dense = [counted[name] for name in COUNTED] + [
-        used[tool] / len(calls) if calls else 0.0 for tool in tools
-    ]
-    return np.concatenate([dense, np.log1p(buckets)])
+    shares = [used[tool] / len(calls) if calls else 0.0 for tool in tools]
+    return np.array([counted[name] for name in COUNTED] + shares)
+
+
+def _phrases_of(texts: Sequence[str]) -> tuple[tuple[str, ...], Floats]:
+    """Return the phrases of several texts, and which text has which: [texts, phrases]."""
+    from sklearn.feature_extraction.text import CountVectorizer
+
+    counter = CountVectorizer(
+        analyzer=_phrases, binary=True, min_df=LEAST_USES, max_features=MOST_PHRASES
+    )
+    try:
+        present = counter.fit_transform(texts).toarray().astype(np.float64)
+    except ValueError:  # no phrase stands in so many texts
+        return (), np.zeros((len(texts), 0))
+    return tuple(counter.get_feature_names_out().tolist()), present
+
+
+def _phrases(text: str) -> list[str]:
+    """Words and pairs of words."""
+    words = _words(text)
+    return [*words, *map(" ".join, itertools.pairwise(words))]
+
+
+def _words(text: str) -> list[str]:
+    return WORD.findall(text.lower())
 
 
 def _sigmoid(value: float) -> float:

@@ -3,12 +3,15 @@
 import json
 import math
 import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.learned import BUCKETS, LearnedReward, _features
+from mlx_parallm.rewards.learned import COUNTED, LearnedReward, _counted, _phrases
 from mlx_parallm.rewards.parts import PARTS
 from mlx_parallm.types import Rollout, Trajectory
 
@@ -53,14 +56,52 @@ def test_the_fit_is_the_least_of_the_penalised_loss(l2):
     weights, Σ (p - y) for the bias."""
     rows, labels = episodes(80, seed=9)
     model = LearnedReward.fit(rows, labels, l2=l2)
-    features_N_F = np.stack([_features(row, model.tools) for row in rows])
-    standardised_N_F = (features_N_F - model.mean) / model.scale
-    counted = len(model.mean) - BUCKETS
-    assert standardised_N_F[:, :counted].mean(axis=0) == pytest.approx(np.zeros(counted), abs=1e-12)
-    assert (standardised_N_F[:, counted:] == features_N_F[:, counted:]).all()
+    counted_N_C = np.stack([_counted(row, model.tools) for row in rows])
+    standard_N_C = (counted_N_C - model.mean) / model.scale
+    assert standard_N_C.mean(axis=0) == pytest.approx(np.zeros(len(model.mean)), abs=1e-12)
+    present_N_P = [[phrase in _phrases(row.text) for phrase in model.phrases] for row in rows]
+    features_N_F = np.hstack([standard_N_C, np.array(present_N_P, float)])
     errors_N = np.array([model.score(row) for row in rows]) - labels
     assert abs(errors_N.sum()) < 1e-6
-    assert np.abs(errors_N @ standardised_N_F + l2 * np.array(model.weights)).max() < 1e-6
+    assert np.abs(errors_N @ features_N_F + l2 * np.array(model.weights)).max() < 1e-6
+
+
+def test_what_is_constant_but_for_rounding_counts_nothing():
+    """All episodes spent 0.3: the mean of log(1.3) is off by rounding, and so is the deviation.
+    An episode that spent nothing has the same score."""
+    rows, labels = episodes(60, seed=9)
+    spent = [replace(row, metadata={**row.metadata, "spent": 0.3}) for row in rows]
+    model = LearnedReward.fit(spent, labels)
+    place = COUNTED.index("spent")
+    assert model.weights[place] == 0.0 and model.scale[place] == 1.0
+    assert [model.score(row) for row in rows] == [model.score(row) for row in spent]
+
+
+def test_words_do_not_share_a_weight_and_lengths_do_not_run_away():
+    """Each phrase has a weight of its own; an answer a thousand times as long as any labelled one
+    counts as the longest."""
+    rows = [trajectory(f"good {n}") for n in range(20)] + [
+        trajectory(f"bad {n}") for n in range(20)
+    ]
+    model = LearnedReward.fit(rows, [True] * 20 + [False] * 20)
+    assert set(model.phrases) == {"good", "bad"}
+    assert model.score(trajectory("good 3")) > 0.8 > 0.2 > model.score(trajectory("bad 3"))
+    unseen = model.score(trajectory("something else"))
+    assert unseen == pytest.approx(model.score(trajectory("word " * 2)), abs=1e-9)
+    assert model.score(trajectory("x " * 9000)) == pytest.approx(model.score(trajectory("x x xxx")))
+    known = [model.is_known(trajectory(text)) for text in ("good 4", "4", "the word is new", "")]
+    assert known == [True, False, False, False]
+    noted = []
+    PARTS["learned"](path=_saved(model))(
+        [rows[0], trajectory("x " * 9000)], lambda *m: noted.append(m)
+    )
+    assert noted == [("learned/unknown", 0.0), ("learned/unknown", 1.0)]
+
+
+def _saved(model):
+    path = Path(tempfile.mkdtemp()) / "reward.json"
+    model.save(path)
+    return str(path)
 
 
 def test_held_out_episodes_are_told_apart(tmp_path):
@@ -97,9 +138,9 @@ def test_ten_of_each_label_are_needed():
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"format": 2}, "format: Input should be 1"),
-        ({"buckets": 8}, "buckets: Input should be 256"),
-        ({"weights": [0.0]}, "its lists should have 265 numbers"),
+        ({"format": 1}, "format: Input should be 2"),
+        ({"mean": [0.0]}, "mean, scale, low and high should have 9 numbers"),
+        ({"weights": [0.0]}, r"weights should have \d+ numbers"),
         ({"weights": ["x"]}, "weights.0: Input should be a valid number"),
         ({"bias": math.nan}, "bias: Input should be a finite number"),
         ({"other": 1}, "other: Extra inputs are not permitted"),

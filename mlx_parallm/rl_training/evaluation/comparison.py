@@ -57,7 +57,7 @@ class Comparison:
 
 
 def compare(before: Line, after: Line) -> list[Comparison]:
-    """Pair the answers of two evaluations; leave out a problem that was answered only once."""
+    """Pair the answers of two evaluations; leave out a problem that has a score only once."""
     comparisons = []
     for name, now in after["environments"].items():
         then = before["environments"].get(name, {"problems": [], "examples": []})
@@ -65,26 +65,28 @@ def compare(before: Line, after: Line) -> list[Comparison]:
             {p["key"]: p for p in then["problems"]},
             {e["key"]: e for e in then[("examples")]},
         )
-        rewards = [
+        pairs = (
             (reward_of(earlier[p["key"]]), reward_of(p))
-            for p in now[("problems")]
+            for p in now["problems"]
             if p["key"] in earlier
-        ]
+        )
+        rewards = [(old, new) for old, new in pairs if old is not None and new is not None]
         examples = [
             (texts[e["key"]], e) for e in now["examples"][:SHOWN_EXAMPLES] if e["key"] in texts
         ]
         if rewards:
-            greedy = all(problem["greedy"] is not None for problem in now["problems"])
+            greedy = any(problem["greedy"] is not None for problem in now["problems"])
             comparisons.append(Comparison(name, tuple(rewards), tuple(examples), greedy))
     return comparisons
 
 
-def reward_of(problem: Line) -> float:
-    """Return the reward of the greedy answer to a problem, else the mean of the sampled ones."""
+def reward_of(problem: Line) -> float | None:
+    """Return the reward of the greedy answer to a problem, else the mean of the sampled ones; None:
+    nothing scored them."""
     sampled: Sequence[float] = problem["sampled"]
-    return (
-        float(problem[("greedy")]) if problem["greedy"] is not None else sum(sampled) / len(sampled)
-    )
+    if problem["greedy"] is not None:
+        return float(problem["greedy"])
+    return sum(sampled) / len(sampled) if sampled else None
 
 
 def accuracy_table(

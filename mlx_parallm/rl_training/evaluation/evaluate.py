@@ -120,15 +120,23 @@ def problem_warnings(
                 )
 
 
+UNJUDGED = "nothing scored it"
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluatedAnswer:
-    """One finished episode. A failed one has the reward 0."""
+    """One finished episode. A failed one has the reward 0; one that nothing scored has none, and is
+    in no mean."""
 
     text: str  # `Trajectory.conversation`
     reward: float
     scores: Mapping[str, float] = field(default_factory=dict)
     stop_reason: str | None = None
     error: str | None = None
+
+    @property
+    def scored(self) -> bool:
+        return self.error != UNJUDGED
 
     @property
     def solved(self) -> bool:
@@ -150,11 +158,11 @@ class EvaluatedProblem:
         return (*((self.greedy,) if self.greedy else ()), *self.sampled)
 
     def to_json(self) -> dict[str, Any]:
-        greedy = self.greedy and self.greedy.reward
+        greedy = self.greedy and (self.greedy.reward if self.greedy.scored else None)
         return {
             "key": self.key,
             "greedy": greedy,
-            "sampled": [answer.reward for answer in self.sampled],
+            "sampled": [answer.reward for answer in self.sampled if answer.scored],
         }
 
     def example(self) -> dict[str, Any]:
@@ -213,18 +221,19 @@ class Evaluation:
 
     def _columns(self) -> dict[str, list[float]]:
         columns = {}
-        greedy = [problem.greedy for problem in self.problems if problem.greedy is not None]
+        greedy = [p.greedy for p in self.problems if p.greedy is not None and p.greedy.scored]
         if greedy:
             columns = {
                 "accuracy": [float(answer.solved) for answer in greedy],
                 "reward": [answer.reward for answer in greedy],
             }
-        sampled = [problem.sampled for problem in self.problems if problem.sampled]
+        judged = ([a for a in problem.sampled if a.scored] for problem in self.problems)
+        sampled = [answers for answers in judged if answers]
         if sampled:
             columns["sampled_reward"] = [
                 math.fsum(a.reward for a in answers) / len(answers) for answers in sampled
             ]
-            for k in pass_ks(len(sampled[0])):
+            for k in pass_ks(min(map(len, sampled))):
                 columns[f"pass@{k}"] = [
                     pass_at_k(len(answers), sum(answer.solved for answer in answers), k)
                     for answers in sampled
@@ -316,5 +325,5 @@ def _answer(result: GroupResult) -> EvaluatedAnswer:
         return EvaluatedAnswer(text, 0.0, error=result.failure)
     [rollout] = result.group.rollouts
     if "reward" not in rollout.scores or UNSCORED in rollout.scores:
-        return EvaluatedAnswer(text, 0.0, rollout.scores, rollout.stop_reason, "nothing scored it")
+        return EvaluatedAnswer(text, 0.0, rollout.scores, rollout.stop_reason, UNJUDGED)
     return EvaluatedAnswer(text, rollout.reward, rollout.scores, rollout.stop_reason)
