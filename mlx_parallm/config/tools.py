@@ -75,6 +75,10 @@ class ToolsConfig(Section):
     mcp: tuple[MCPServerSection, ...] = ()
     functions: tuple[str, ...] = ()
     """Functions of Python with annotations and a docstring: ["python:file.py:name"]."""
+    recorded: str | None = None
+    """File of recorded calls (`execution/recorded_tools.py`; the pipeline writes one from traces):
+    an equal call gets the recorded answer again, where no function or server has a tool of that
+    name."""
     function_timeout_s: float = Field(tool_client.FUNCTION_TIMEOUT_S, gt=0)
     """Longest call of a function."""
     formats: Literal["auto"] | tuple[Format, ...] = "auto"

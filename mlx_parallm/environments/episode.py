@@ -30,6 +30,7 @@ from mlx_parallm.execution.answer_grammar import required_calls
 from mlx_parallm.execution.prompt_images import image_refs
 from mlx_parallm.execution.tool_calls import (
     ParsedCalls,
+    openai_tools,
     own_format,
     parse_tool_calls,
     prompt_with_tools,
@@ -206,6 +207,9 @@ class EpisodePolicy:
     ) -> tuple[Prompt, dict[str, Any], dict[str, Any]]:
         if isinstance(prompt, str):  # no chat template: they are part of the text
             return with_instructions(prompt, tools.definitions, tools.how_to_call), {}, {}
+        if tools.formats == "auto" and not self.tokenizer.template_takes_tools:  # as rows are
+            shown = {"tools": openai_tools(tools.definitions)}
+            return _snapshot(prompt), {"skip_special_tokens": False}, shown
         chat, template_tools = prompt_with_tools(
             prompt, tools.definitions, self.tokenizer, tools.formats
         )

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 
 from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.recorded_tools import RecordedTools
 from mlx_parallm.execution.tool_calls import (
     Format,
     MalformedCall,
@@ -110,11 +111,14 @@ def open_tools(config: ToolsConfig) -> EpisodeTools | None:
     Raises ConfigError: a function that cannot be loaded, a server that cannot be started, one name
     twice.
     """
-    if not (config.mcp or config.functions):
+    if not (config.mcp or config.functions or config.recorded):
         return None
     functions = [load_function(reference, "tools.functions")[0] for reference in config.functions]
     servers = [section.server(f"server {number}") for number, section in enumerate(config.mcp, 1)]
-    client = ToolClient(servers, functions, function_timeout_s=config.function_timeout_s)
+    recorded = None if config.recorded is None else RecordedTools.read(config.recorded)
+    client = ToolClient(
+        servers, functions, function_timeout_s=config.function_timeout_s, recorded=recorded
+    )
     with ExitStack() as unused:
         unused.callback(client.close)
         tools = EpisodeTools.of(client, formats=config.formats, max_rounds=config.max_rounds)

@@ -27,6 +27,7 @@ from typing import Any, Self
 
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ToolFailedError
 from mlx_parallm.execution.mcp_connection import STOP_TIMEOUT_S, MCPConnection, MCPServer
+from mlx_parallm.execution.recorded_tools import RecordedTools
 from mlx_parallm.execution.tool_calls import tool_definition
 from mlx_parallm.execution.tool_results import FAILURES, ToolResult, as_json, bounded, no_such_tool
 from mlx_parallm.system.log import get_logger
@@ -55,9 +56,16 @@ class ToolClient:
         functions: Sequence[Callable[..., Any]] = (),
         *,
         function_timeout_s: float = FUNCTION_TIMEOUT_S,
+        recorded: RecordedTools | None = None,
     ) -> None:
-        """`function_timeout_s`: longest call of a function. Its thread cannot be killed: it is
-        left behind."""
+        """
+        Args:
+            function_timeout_s: longest call of a function. Its thread cannot be killed: it is left
+                behind.
+            recorded: tools whose recorded answers are given again, where no function or server has
+                a tool of that name.
+        """
+        self._recorded = recorded
         self._loop = LoopThread("tools", "the tool client")
         self._lock = threading.Lock()
         self._functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
@@ -107,10 +115,13 @@ class ToolClient:
         ConfigError."""
         served = self._loop.run(self._tools_of_servers()) if self._connections else {}
         functions = [definition for _, definition in self._functions.values()]
-        return functions + [
+        live = functions + [
             {**tool.connection.definitions[tool.name], "name": name}
             for name, tool in served.items()
         ]
+        names = {definition["name"] for definition in live}
+        recorded = {} if self._recorded is None else self._recorded.definitions
+        return live + [each for name, each in recorded.items() if name not in names]
 
     def call(
         self,
@@ -247,8 +258,10 @@ class ToolClient:
                 result = bounded(name, await self._call_function(name, arguments, seconds))
         else:
             try:
-                tool = (await self._tools_of_servers()).get(name)
-                if tool is None:
+                tool, recorded = (await self._tools_of_servers()).get(name), self._recorded
+                if tool is None and recorded is not None and name in recorded.definitions:
+                    result = bounded(name, recorded.call(name, arguments))
+                elif tool is None:
                     result = no_such_tool(name, [*self._functions, *(self._served or {})])
                 elif cached and tool.connection.is_cached(tool.name):
                     shared = (*key, timeout_s, self._changes) in self._under_way

@@ -5,7 +5,8 @@
 Features: how often each tool was called and how often calls succeeded, lengths, steps, and which
 words and pairs of words stand in the answer. scikit-learn counts, scales and fits, with an L2
 penalty: the result depends only on the data. A policy that is trained on such a reward finds what
-the labels never showed it; `is_known` says of an answer whether it is like those that were labelled.
+the labels never showed it; `is_known` says of an answer whether it is like those that were
+labelled.
 """
 
 import itertools
@@ -140,6 +141,11 @@ class LearnedReward(BaseModel):
         words, seen = _words(trajectory.text), set(self.words)
         share = sum(word in seen for word in words) / len(words) if words else float(not off)
         return bool(share >= KNOWN and off <= BEYOND)
+
+    def knows_text(self, text: str) -> bool:
+        """Whether half of a text's words stood in a labelled answer."""
+        words, seen = _words(text), set(self.words)
+        return bool(words) and sum(word in seen for word in words) >= KNOWN * len(words)
 
     def _standard(self, trajectory: Trajectory) -> Floats:
         counted = _counted(trajectory, self.tools)

@@ -171,7 +171,8 @@ async def test_an_environment_goes_on_from_what_really_went_before(tokenizer, to
     expected = [ADD, "5", '{"tool": "nothing"}', ADD, "still 5"]
     assert sampled_text(tokenizer, rollout) == "".join(f"{text}<|im_end|>" for text in expected)
     roles = [message["role"] for message in trajectory.messages]
-    assert roles == ["system", *["user", "assistant"] * 5]
+    called = ["assistant", "tool", "assistant"]
+    assert roles == ["user", *called, "user", "assistant", "tool", *called]
 
 
 async def test_a_template_that_takes_tools_gets_them_and_the_role(tools):

@@ -1,17 +1,20 @@
 """Tools of real MCP servers, over stdio and HTTP, and functions: results, and every way to fail."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import ANY
 
 import psutil
 import pytest
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.recorded_tools import RecordedTools
 from mlx_parallm.execution.tool_client import MCPServer, ToolClient, ToolResult
 from mlx_parallm.execution.tool_results import LARGEST_RESULT, LONGEST_RESULT
 from scripts.server_process import free_port
@@ -91,6 +94,34 @@ def test_an_answer_is_kept_only_where_nothing_else_can_have_changed_it() -> None
 async def _overlapping(client: ToolClient) -> None:
     """Read while a tool that may change something runs: what is read is not kept."""
     await asyncio.gather(client.acall("sleep", {"seconds": 0.05}), client.acall("counted"))
+
+
+def test_recorded_calls_are_answered_again(tmp_path: Path) -> None:
+    """Equal arguments get the last recorded answer, whatever the order of their keys; others a
+    failure in words. A function of the same name is called instead."""
+    file = tmp_path / "tools.json"
+    definitions = [{"name": name, "description": "", "parameters": {}} for name in ("price", "now")]
+    calls = [
+        {"name": "price", "arguments": {"a": 1, "b": [2]}, "text": "3"},
+        {"name": "price", "arguments": {"b": [2], "a": 1}, "text": "4"},
+        {"name": "price", "arguments": {"a": 9}, "text": "gone", "error": True},
+    ]
+    file.write_text(json.dumps({"definitions": definitions, "calls": calls}))
+
+    def now() -> str:
+        """Tell the time."""
+        return "noon"
+
+    with ToolClient((), [now], recorded=RecordedTools.read(file)) as client:
+        assert [each["name"] for each in client.definitions()] == ["now", "price"]
+        assert client.call("price", {"a": 1, "b": [2]}) == ToolResult("4", seconds=ANY)
+        assert client.call("price", {"a": 9}).error == "tool"
+        other = client.call("price", {"a": "1", "b": [2]})
+        assert other.error == "arguments" and "no answer to these arguments was" in other.text
+        assert client.call("now").text == "noon"
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match="holds no recorded tools"):
+        RecordedTools.read(file)
 
 
 def test_constant_tools_are_cached_and_others_are_not() -> None:

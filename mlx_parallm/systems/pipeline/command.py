@@ -83,7 +83,7 @@ def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
     parser.add_argument(
         "--even-if-worse",
         action="store_true",
-        help="deploy also what answers worse than the base",
+        help="deploy also what does not answer better than the base",
     )
     parser.add_argument(
         "--ollama-url", metavar="URL", help="of `ollama serve`; default: http://127.0.0.1:11434"

@@ -43,6 +43,7 @@ from mlx_parallm.systems.pipeline.stages import (
     check_name,
     check_options,
 )
+from mlx_parallm.systems.pipeline.verdict import in_words
 from mlx_parallm.systems.pipeline.work import Json, StageFailedError, StageOutcome, WorkDirectory
 
 RESULTS_FILE = "pipeline_results.json"
@@ -261,18 +262,17 @@ class _Attempt:
                 self._say(line_of(outcome))
 
     def _check_worth(self) -> None:
-        """Raises StageFailedError: the held-out answers are worse than the base's."""
+        """Raises StageFailedError: the held-out answers are not better than the base's."""
         for outcome in self._outcomes:
             result = outcome.result
             if (
                 outcome.stage in (TRAINED, EXPORTED)
-                and result.get("worse")
+                and result.get("better") is False
                 and not self._options.even_if_worse
             ):
                 raise StageFailedError(
-                    f"deploy: {result['what']}: {result['before']:.3f} by the base,"
-                    f" {result['after']:.3f} after training."
-                    " It is not deployed; --even-if-worse deploys it all the same"
+                    f"deploy: {in_words(result)}. It is not deployed; --even-if-worse deploys it"
+                    " all the same"
                 )
 
     def _results(self, error: str | None) -> Json:
@@ -314,8 +314,8 @@ def line_of(outcome: StageOutcome) -> str:
             about = f"{result['steps']} steps"
         case "baseline" if result["score"] is not None:
             about = f"{result['score']:.3f}"
-        case "evaluate" | "export" if result.get("before") is not None:
-            about = f"{result['what']}: {result['before']:.3f} → {result['after']:.3f}"
+        case "evaluate" | "export" if "what" in result:
+            about = in_words(result) if "verdict" in result else result["what"]
         case "deploy":
             about = result["command"]
     how = "unchanged, skipped" if outcome.skipped else f"{outcome.seconds:.1f} s"

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.systems.pipeline.hardware import HardwareConfig
+from mlx_parallm.systems.pipeline.verdict import in_words
 from mlx_parallm.systems.pipeline.work import Json, StageOutcome
 
 STYLE = (
@@ -81,10 +82,9 @@ def _verdict(results: Json) -> str:
     lines = []
     for name in ("evaluation", "exported"):
         comparison = results[name] or {}
-        if comparison.get("before") is not None:
+        if "verdict" in comparison:
             css = "good" if comparison["better"] else "bad"
-            what = f"{comparison['what']}: {comparison['before']:.3f} → {comparison['after']:.3f}"
-            lines.append(f'<p class="big {css}">{escape(what)}</p>')
+            lines.append(f'<p class="big {css}">{escape(in_words(comparison))}</p>')
     if results["deployed"]:
         lines.append(f"<p>deployed: <code>{escape(results['deployed']['command'])}</code></p>")
     return "".join(lines)
@@ -97,7 +97,7 @@ def _row(outcome: StageOutcome) -> tuple[str, ...]:
 
 def _comparison(comparison: Json) -> str:
     if comparison.get("before") is None:
-        return f"<p>{escape(comparison['what'])}</p>"
+        return f"<p>{escape(in_words(comparison))}</p>"
     text = (
         f"<p>{escape(comparison['what'])}: {comparison['before']:.3f} by the base,"
         f" {comparison['after']:.3f} after training"

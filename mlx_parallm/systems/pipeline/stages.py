@@ -35,8 +35,10 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import PREFIX
 from mlx_parallm.models.formats import directory_of
 from mlx_parallm.rewards.functions import BUILTIN
-from mlx_parallm.rl_training.evaluation.comparison import compare
-from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import difference
+from mlx_parallm.rewards.learned import LearnedReward
+from mlx_parallm.rewards.parts import WEIGHTS as BUILT_IN_WEIGHTS
+from mlx_parallm.rl_training.evaluation.examiner import LEARNED_EXAMINERS
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import FEWEST
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.trackers import check_installed
 from mlx_parallm.rl_training.run_directory import FINAL
@@ -44,12 +46,21 @@ from mlx_parallm.runs.eval import RESULTS_FILE
 from mlx_parallm.system.files import write_atomically, write_directory
 from mlx_parallm.system.packages import require
 from mlx_parallm.systems.pipeline.hardware import HardwareConfig, parameters_of
+from mlx_parallm.systems.pipeline.references import AGREEMENT, recorded_calls, references_of_prompts
+from mlx_parallm.systems.pipeline.references import COLUMN as REFERENCES
 from mlx_parallm.systems.pipeline.requirements import (
     check_disk,
     check_export,
     check_ollama,
     check_place,
     remarks,
+)
+from mlx_parallm.systems.pipeline.verdict import (
+    count_lines,
+    pair_answers,
+    read_lines,
+    verdict_on,
+    verdict_on_rows,
 )
 from mlx_parallm.systems.pipeline.work import (
     Json,
@@ -59,6 +70,7 @@ from mlx_parallm.systems.pipeline.work import (
     WorkDirectory,
 )
 from mlx_parallm.systems.traces.builders import (
+    Dataset,
     DatasetOptions,
     Kind,
     build_dataset,
@@ -72,7 +84,7 @@ from mlx_parallm.systems.traces.labeling import add_rule_labels, read_labelable
 from mlx_parallm.systems.traces.privacy import RedactionHit, secret_finder
 from mlx_parallm.systems.traces.reading import read_traces, redacted, write_lines, write_traces
 from mlx_parallm.systems.traces.rewards import add_reward_labels, fit_learned
-from mlx_parallm.systems.traces.schema import Trace
+from mlx_parallm.systems.traces.schema import Trace, dump_line
 
 TrainingMethod = Literal["grpo", "kto", "dpo", "sft"]
 METHODS: tuple[TrainingMethod, ...] = get_args(TrainingMethod)
@@ -86,6 +98,12 @@ LEARNED = f"{BUILTIN}learned"
 OLLAMA = "ollama:"
 PLAIN_BITS = {"f16": 16, "bf16": 16}
 RUN = "run"
+# how much the learned reward and the agreement with the traces' good answers count
+WEIGHTS = [1.0, 2.0]
+WARM, WARM_STEPS = "warm", 40
+LORA = "rl_training.lora."
+TOOL_NAMES = "tool_names"
+TOOLS_FILE, WARM_ROWS = "tools.json", "good.jsonl"
 # of held-out rows, where no reward judges answers
 MEASURE = {"kto": "auc", "dpo": "rewards/accuracies", "sft": "loss"}
 FEW_ROWS = 10  # they are seen once: more passes would be learned by heart
@@ -101,14 +119,15 @@ class PipelineOptions:
         traces: files or directories that `mlx_parallm traces import` reads.
         base_model: directory, hub id or "builtin:tiny".
         rewards: reward functions, "python:file.py:f" or "builtin:NAME": they label traces, are the
-            reward of grpo, and judge held-out answers. None: grpo learns a reward from the labels.
+            reward of grpo, and judge held-out answers. None: grpo learns the good runs first, then
+            by a reward that is learned from the labels, and the traces' own good answers judge.
         rules: functions of an `ExecutionTrace` that label, "python:file.py:f".
         deploy: "ollama:NAME" or a directory; None = the file stays in the work directory.
         type: of the exported file; None = what the hardware is good for.
         epochs: passes over the rows (kto, dpo, sft).
         settings: further KEY=VALUE of the training configuration.
         most_problems: held-out prompts that are answered.
-        even_if_worse: deploy a model whose held-out answers are worse than the base's.
+        even_if_worse: deploy a model whose held-out answers are not better than the base's.
     """
 
     traces: tuple[Path, ...]
@@ -284,9 +303,16 @@ class Stages:
                 " compared with the"
                 " base: record more traces, or set a larger --test-fraction"
             )
+        calls = None if self._has_tools else recorded_calls(traces)
+        self._add_references(problems, traces, calls)
         write_dataset(problems, directory / "problems")
         rows = without_prompts(build_dataset(traces, self._dataset_options(kind)), problems.test)
+        if kind == "prompts":
+            self._add_references(rows, traces, calls)
         card = write_dataset(rows, directory / "rows")
+        if calls is not None:
+            text = json.dumps(calls, ensure_ascii=False)
+            (directory / "rows" / TOOLS_FILE).write_text(text, encoding="utf-8")
         if not card["rows"]["train"]:
             raise StageFailedError(
                 "dataset: all rows are held out: record more traces, or a smaller --test-fraction"
@@ -295,14 +321,49 @@ class Stages:
             seen = set(map(prompt_key, problems.train))
             labelled = [trace for trace in traces if is_usable(trace) and prompt_key(trace) in seen]
             fit_learned(labelled, self.options.good_from).save(directory / "rows" / "reward.json")
+            good = without_prompts(
+                build_dataset(traces, self._dataset_options("sft")), problems.test
+            )
+            lines = b"".join(map(dump_line, good.train))
+            (directory / "rows" / WARM_ROWS).write_bytes(lines)
         every = len(problems.train) + len(problems.test)
         return {"kind": kind, "problems": len(problems.test), "prompts": every, **card}
+
+    def _add_references(self, dataset: Dataset, traces: Sequence[Trace], calls: Any) -> None:
+        """Write into rows of prompts the good answers of the traces, and the names of the recorded
+        tools."""
+        references = references_of_prompts(traces, self.options.good_from)
+        for row in (*dataset.train, *dataset.test):
+            row[REFERENCES] = references.get(prompt_key(row))
+            if calls is not None:
+                shown = json.loads(row.get("tools") or "[]")
+                row[TOOL_NAMES] = [tool.get("function", tool)["name"] for tool in shown]
+
+    @property
+    def _has_tools(self) -> bool:
+        """Whether the user has set tools that run."""
+        return any(setting.startswith("tools.") for setting in self.options.settings)
+
+    @property
+    def _recorded_tools(self) -> Path | None:
+        file = self._file("dataset", "rows") / TOOLS_FILE
+        return file if file.is_file() else None
 
     # ------------------------------------------------------------------ training
 
     @cached_property
     def _rewards(self) -> tuple[str, ...]:
-        return (LEARNED,) if self._learns_a_reward else self.options.rewards
+        return (LEARNED, AGREEMENT) if self._learns_a_reward else self.options.rewards
+
+    @property
+    def _examiners(self) -> tuple[str, ...]:
+        """What scores held-out answers: the rewards, and the traces' good answers."""
+        return tuple(dict.fromkeys((*self._rewards, AGREEMENT)))
+
+    @property
+    def _own_examiner(self) -> bool:
+        """Whether a reward that is no rule has trained the policy."""
+        return any(name in LEARNED_EXAMINERS for name in self._rewards)
 
     def _settings(self) -> list[str]:
         """KEY=VALUE over the configuration that `train --model --data --reward` would take."""
@@ -328,10 +389,14 @@ class Stages:
                 values["environments.0.reward_options"] = {
                     "learned": {"path": str(rows / "reward.json")}
                 }
+                values["environments.0.reward_weights"] = WEIGHTS
+            if (file := self._recorded_tools) is not None:
+                values["tools.recorded"] = str(file)
+                values["environments.0.tools_column"] = TOOL_NAMES
         else:
             if (rows / "test.jsonl").is_file():
                 values["data.eval_path"] = str(rows / "test.jsonl")
-            count = sum(1 for _ in (rows / "train.jsonl").open("rb"))
+            count = count_lines(rows / "train.jsonl")
             epochs = 1 if count < FEW_ROWS else self.options.epochs
             values["rl_training.total_steps"] = epochs * math.ceil(
                 count / plain.rl_training.batch_size
@@ -387,8 +452,34 @@ class Stages:
 
     def _training_command(self, directory: Path) -> list[object]:
         write_atomically(directory / "config.toml", self._text.encode())
-        flags = [word for setting in self._settings() for word in ("--set", setting)]
-        return ["train", "--config", directory / "config.toml", *flags]
+        settings = self._settings()
+        if (warm := directory / WARM / FINAL).is_dir():
+            settings.append(f"model.lora_path={_toml(str(warm))}")
+        return ["train", "--config", directory / "config.toml", *_set(settings)]
+
+    def _warm_command(self, directory: Path) -> list[object] | None:
+        """The training on the good runs of the traces that comes before that on a learned reward: a
+        policy that never finds a good answer has nothing to compare. None: there is none."""
+        rows = self._file("dataset", "rows") / WARM_ROWS
+        if not self._learns_a_reward or not rows.is_file() or not rows.stat().st_size:
+            return None
+        text = dataset_toml(self.options.base_model, str(rows), (), "sft")
+        # those of the model; the others are meant for the training on rewards
+        own = [each for each in self.options.settings if each.startswith(("model.", LORA))]
+        plain = load(None, own, text=text)
+        if not plain.rl_training.lora.enabled:
+            return None
+        steps = self.options.epochs * math.ceil(count_lines(rows) / plain.rl_training.batch_size)
+        values: Json = {
+            "rl_training.run_name": WARM,
+            "rl_training.checkpoint_dir": str(directory),
+            "rl_training.total_steps": max(steps, WARM_STEPS),
+            "data.eval_fraction": 0,
+            **self.hardware.settings(plain.data.max_length),
+        }
+        write_atomically(directory / "warm.toml", text.encode())
+        settings = [f"{key}={_toml(value)}" for key, value in values.items()] + own
+        return ["train", "--config", directory / "warm.toml", *_set(settings), "--resume", "auto"]
 
     def _dry_run(self, directory: Path) -> Json:
         self.work.command("dry_run", [*self._training_command(directory), "--dry-run"], self._watch)
@@ -397,6 +488,9 @@ class Stages:
         return {"log": (directory / "log.txt").read_text(encoding="utf-8", errors="replace")}
 
     def _train(self, directory: Path) -> Json:
+        warm = None if (directory / WARM / FINAL).is_dir() else self._warm_command(directory)
+        if warm is not None:
+            self.work.command("train", warm, self._watch)
         metrics = MetricsFile(directory / RUN / METRICS_FILE)
         total = self._config_of(self._settings()).rl_training.total_steps or 0
 
@@ -425,17 +519,29 @@ class Stages:
             "kind": "dataset",
             "name": "held_out",
             "data": str(self._file("dataset", "problems") / "test.jsonl"),
-            "rewards": list(self._rewards),
+            "rewards": list(self._examiners),
             "max_tokens": self._answer_tokens,
         }
         if self._learns_a_reward:
             entry["reward_options"] = {
                 "learned": {"path": str(self._file("dataset", "rows/reward.json"))}
             }
+            entry["reward_weights"] = WEIGHTS
+        elif self._rewards:  # the references are read, and do not count
+            entry["reward_weights"] = [*self._weights_of_rewards, 0.0]
+        tools = ""
+        if (file := self._recorded_tools) is not None:
+            entry["tools_column"] = TOOL_NAMES
+            tools = f"\n[tools]\nrecorded = {_toml(str(file))}\n"
         lines = [f"{key} = {_toml(value)}" for key, value in entry.items()]
         model, count = _toml(self.options.base_model), self.options.most_problems
         head = f"[model]\nbase_path = {model}\n\n[evaluation]\nproblems = {count}\n"
-        return f"{head}\n[[evaluation.environments]]\n" + "\n".join(lines) + "\n"
+        return f"{head}{tools}\n[[evaluation.environments]]\n" + "\n".join(lines) + "\n"
+
+    @property
+    def _weights_of_rewards(self) -> list[float]:
+        """The weights that the rewards have where nobody says more."""
+        return [BUILT_IN_WEIGHTS.get(name.removeprefix(BUILTIN), 1.0) for name in self._rewards]
 
     @property
     def _answer_tokens(self) -> int:
@@ -461,15 +567,36 @@ class Stages:
         """Answer the held-out prompts, and return the results."""
         config, answers = directory / "eval.toml", directory / "answers"
         write_atomically(config, self._evaluation_text.encode())
+        tools = _set([each for each in self.options.settings if each.startswith("tools.")])
         self.work.command(
-            stage, ["eval", "--config", config, "--output", answers, *flags], self._watch
+            stage, ["eval", "--config", config, "--output", answers, *flags, *tools], self._watch
         )
         return _results(answers)
 
     def _baseline(self, directory: Path) -> Json:
         if not self._rewards:
             return {"score": None}
-        return {"score": self._ask("baseline", directory)["score"]}
+        results = self._ask("baseline", directory)
+        return {"score": None if self._own_examiner else results["score"]}
+
+    def _verdict(self, answers: Path) -> Json:
+        """Judge answers to the held-out prompts beside the base's."""
+        problems = read_lines(self._file("dataset", "problems") / "test.jsonl")
+        held_out = pair_answers(problems, self._file("baseline", "answers"), answers)
+        if not held_out:
+            raise StageFailedError(
+                "evaluate: the base and the policy have answered no prompt in common"
+            )
+        is_known = None
+        if self._learns_a_reward:
+            model = LearnedReward.load(self._file("dataset", "rows/reward.json"))
+            is_known = model.knows_text
+        verdict = verdict_on(held_out, own_examiner=self._own_examiner, is_known=is_known)
+        examples = [
+            {"prompt": each.prompt, "before": each.before, "after": each.after}
+            for each in held_out[:EXAMPLES]
+        ]
+        return {**verdict, "examples": examples}
 
     @property
     def _final(self) -> Path:
@@ -487,11 +614,8 @@ class Stages:
         if not self._rewards:
             return self._held_out_rows()
         whole = (self._final / "config.json").is_file()  # a run that trained all weights
-        results = self._ask(
-            "evaluate", directory, ("--model") if whole else "--lora-path", self._final
-        )
-        comparison = _compared(_results(self._file("baseline", "answers")), results)
-        return {"what": "reward of greedy answers to held-out prompts", **comparison}
+        self._ask("evaluate", directory, ("--model") if whole else "--lora-path", self._final)
+        return self._verdict(directory / "answers")
 
     def _held_out_rows(self) -> Json:
         """Return the training's measure of its held-out rows, before the first step and after
@@ -505,20 +629,12 @@ class Stages:
             (line[f"eval/{name}"] for line in reversed(lines) if f"eval/{name}" in line), None
         )
         if before is None or after is None:
-            return {
-                "what": "nothing: no row is held out",
-                "before": None,
-                "after": None,
-                "better": None,
-            }
-        better = after < before if name == "loss" else after > before
-        comparison = {
-            "before": before,
-            "after": after,
-            "better": better,
-            "worse": after != before and not better,
-        }
-        return {"what": f"{name} of held-out rows", **comparison}
+            return verdict_on_rows("nothing: no row is held out", None, None, 0)
+        file = self._file("dataset", "rows") / "test.jsonl"
+        count = count_lines(file) if file.is_file() else FEWEST
+        lower = name == "loss"
+        what = f"{name} of held-out rows"
+        return verdict_on_rows(what, before, after, count, lower_is_better=lower)
 
     # ------------------------------------------------------------------ export
 
@@ -555,11 +671,9 @@ class Stages:
                 "what": "not asked: " + (("no llama.cpp here") if self._rewards else "no --reward"),
             }
         with llama_server.running(out / about["file"]) as server:
-            results = self._ask(
-                "export", directory, "--url", f"{server.url}/v1", "--concurrency", 1
-            )
-        comparison = _compared(_results(self._file("baseline", "answers")), results)
-        return {**result, "what": "the file's answers in llama.cpp", **comparison}
+            self._ask("export", directory, "--url", f"{server.url}/v1", "--concurrency", 1)
+        verdict = self._verdict(directory / "answers")
+        return {**result, **verdict, "what": f"the file in llama.cpp: {verdict['what']}"}
 
     @property
     def _in_ollama(self) -> bool:
@@ -668,33 +782,8 @@ def _results(directory: Path) -> Json:
     return results
 
 
-def _compared(before: Json, after: Json) -> Json:
-    """The held-out numbers of two evaluations, the paired difference with its 95% interval, and
-    some answers."""
-    comparisons = compare(before, after)
-    if len(comparisons) != 1:
-        raise StageFailedError(
-            "evaluate: the base and the policy have answered no prompt in common"
-        )
-    [comparison] = comparisons
-    rewards = [list(column) for column in zip(*comparison.rewards, strict=True)]
-    paired = difference(*rewards)
-    examples = [
-        {"prompt": then.get("prompt"), "before": then.get("text"), "after": now.get("text")}
-        for then, now in comparison.examples[:EXAMPLES]
-    ]
-    return {
-        "before": sum(rewards[0]) / len(rewards[0]),
-        "after": sum(rewards[1]) / len(rewards[1]),
-        "low": paired.low,
-        "high": paired.high,
-        "p": paired.p,
-        "enough": paired.enough,
-        "problems": len(rewards[0]),
-        "better": paired.mean > 0,
-        "worse": paired.mean < 0,
-        "examples": examples,
-    }
+def _set(settings: Sequence[str]) -> list[object]:
+    return [word for setting in settings for word in ("--set", setting)]
 
 
 def _copy(source: Path, target: Path) -> None:

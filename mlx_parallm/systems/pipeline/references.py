@@ -1,0 +1,112 @@
+"""References: the good answers that the traces themselves hold, and how well an answer agrees with
+them. They judge what was trained on a reward that was learned, or on a judge: such a reward is no
+examiner of its own pupil.
+
+    references_of_prompts(traces)      prompt_key → References
+    agreement                          the reward function, of the column `references`
+"""
+
+import itertools
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mlx_parallm.systems.traces.builders import is_usable, prompt_key, score_of
+from mlx_parallm.systems.traces.execution import ExecutionTrace
+from mlx_parallm.systems.traces.schema import Json, Trace
+from mlx_parallm.types import Trajectory
+
+COLUMN = "references"
+AGREEMENT = f"python:{__name__}:agreement"
+CALLS = "calls"  # of a reference that is no text: a run that ends without one
+WORD = re.compile(r"\w+|[^\w\s]")
+
+References = list[str | Json]
+
+
+def references_of_prompts(traces: Iterable[Trace], good_from: float) -> dict[str, References]:
+    """Return the good final answers to each prompt, by `prompt_key`: texts; where a good run ends
+    without one, its calls. Prompts without a good run are left out."""
+    found: defaultdict[str, References] = defaultdict(list)
+    for trace in traces:
+        score = score_of(trace)
+        if score is None or score < good_from or not is_usable(trace):
+            continue
+        view = ExecutionTrace(trace)
+        reference: str | Json = view.final_response.strip() or {
+            CALLS: [[call.tool_name, call.arguments] for call in view.tool_calls]
+        }
+        if reference not in found[prompt_key(trace)]:
+            found[prompt_key(trace)].append(reference)
+    return dict(found)
+
+
+def recorded_calls(traces: Iterable[Trace]) -> Json | None:
+    """Return the tools of traces and their recorded answers, as `RecordedTools.read` takes them;
+    None: no trace has tools."""
+    definitions: dict[str, Json] = {}
+    calls: list[Json] = []
+    for trace in traces:
+        for tool in trace.tools or ():
+            function = dict(tool.get("function", tool))
+            empty: Json = {"type": "object", "properties": {}}
+            definitions[function["name"]] = {
+                "name": function["name"],
+                "description": function.get("description") or "",
+                "parameters": function.get("parameters") or empty,
+            }
+        calls += [
+            {
+                "name": call.tool_name,
+                "arguments": call.arguments,
+                "text": call.result,
+                "error": not call.success,
+            }
+            for call in ExecutionTrace(trace).tool_calls
+        ]
+    return {"definitions": list(definitions.values()), "calls": calls} if definitions else None
+
+
+def agreement(
+    trajectories: Sequence[Trajectory], references: Sequence[References | None], **_: Any
+) -> list[float | None]:
+    """Return how well each answer agrees with the references of its prompt, 0 to 1; None: the
+    prompt has none."""
+    return [
+        None if not wanted else agrees(trajectory.text, wanted, trajectory.tool_calls)
+        for trajectory, wanted in zip(trajectories, references, strict=True)
+    ]
+
+
+def agrees(text: str, references: References, calls: Sequence[Mapping[str, Any]] = ()) -> float:
+    """Return the best agreement with a reference. Of texts: F1 of their words and pairs of words,
+    without case (SQuAD's, arXiv:1606.05250, section 6.1, which has no pairs). Of calls: F1 of names
+    with arguments.
+
+    Worked: "The answer is 4" and "4" share one phrase of 7 and of 1: precision 1/7, recall 1, F1
+    0.25.
+    """
+    made = Counter(_call(call["name"], call["arguments"]) for call in calls)
+    phrases = _phrases(text)
+    return max(
+        _f1(phrases, _phrases(reference))
+        if isinstance(reference, str)
+        else _f1(made, Counter(_call(name, arguments) for name, arguments in reference[CALLS]))
+        for reference in references
+    )
+
+
+def _f1(one: Counter[str], other: Counter[str]) -> float:
+    shared = (one & other).total()
+    return 2 * shared / (one.total() + other.total()) if shared else float(not one and not other)
+
+
+def _phrases(text: str) -> Counter[str]:
+    words = WORD.findall(text.casefold())
+    return Counter([*words, *map(" ".join, itertools.pairwise(words))])
+
+
+def _call(name: str, arguments: Any) -> str:
+    return json.dumps([name, arguments], sort_keys=True, default=str)

@@ -1,0 +1,236 @@
+"""The verdict on a policy: whether its held-out answers are better than the base's.
+
+Nothing is its own examiner. What was trained on a reward that was learned, on a reward model or on
+a judge is judged by the traces' own good answers; and whoever judges, by answers that differ from
+prompt to prompt, on enough prompts to tell.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from mlx_parallm.environments.rows import prompt_key as rows_key
+from mlx_parallm.rl_training.evaluation.examiner import one_answer
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import (
+    FEWEST,
+    Difference,
+    difference,
+)
+from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE
+from mlx_parallm.systems.pipeline.references import COLUMN, References, agrees
+from mlx_parallm.systems.pipeline.work import Json
+from mlx_parallm.types import BETWEEN
+
+Verdict = Literal["better", "not better", "worse", "cannot tell"]
+MOST_STRANGERS = 0.3
+"""How much larger the share of answers that are like none that the reward was fitted on may be
+than that of the good answers."""
+OTHERS = 20  # prompts whose references an answer is compared with
+
+IsKnown = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class HeldOutAnswer:
+    """The answers to one held-out prompt, before and after. Rewards and agreements: None where
+    there is none."""
+
+    prompt: str
+    before: str
+    after: str
+    rewards: tuple[float | None, float | None]
+    agreements: tuple[float | None, float | None] = (None, None)
+    references: References = field(default_factory=list)
+
+
+def verdict_on(
+    answers: Sequence[HeldOutAnswer], *, own_examiner: bool, is_known: IsKnown | None = None
+) -> Json:
+    """Return the verdict with its reasons and numbers, as JSON.
+
+    Args:
+        own_examiner: the policy was trained on the reward that scored the answers, and that is no
+            rule: the good answers of the traces judge.
+        is_known: whether a text is like those that the reward was fitted on.
+    """
+    rewards = _both(each.rewards for each in answers)
+    result: Json = {}
+    if own_examiner:
+        values = _both(each.agreements for each in answers)
+        result["what"] = (
+            "agreement of greedy answers to held-out prompts with the traces' good ones"
+        )
+        if rewards[0]:
+            result["reward"] = {"before": _mean(rewards[0]), "after": _mean(rewards[1])}
+    else:
+        values = rewards
+        result["what"] = "reward of greedy answers to held-out prompts"
+    if not values[0]:
+        why = "no held-out prompt has a good answer to compare with" if own_examiner else "no score"
+        empty: Json = {"before": None, "after": None, "problems": 0, "enough": False}
+        return result | empty | _outcome("cannot tell", [why])
+    change = difference(*values)
+    result |= {
+        "before": _mean(values[0]),
+        "after": _mean(values[1]),
+        "low": change.low,
+        "high": change.high,
+        "p": change.p,
+        "enough": change.enough,
+        "problems": change.problems,
+    }
+    verdict, reasons = _of_change(change)
+    if verdict == "better" and (against := list(_against(answers, is_known))):
+        verdict, reasons = "not better", against
+    return result | _outcome(verdict, reasons)
+
+
+def verdict_on_rows(
+    what: str,
+    before: float | None,
+    after: float | None,
+    rows: int,
+    *,
+    lower_is_better: bool = False,
+) -> Json:
+    """Return the verdict by a measure of held-out rows; None: it is not there."""
+    result: Json = {"what": what, "before": before, "after": after, "problems": rows}
+    if before is None or after is None:
+        return result | _outcome("cannot tell", ["no row is held out"])
+    if rows < FEWEST:
+        few = (
+            f"{rows} held-out rows are too few to tell a difference from chance: at least {FEWEST}"
+        )
+        return result | _outcome("cannot tell", [few])
+    if after == before:
+        return result | _outcome("not better", [])
+    return result | _outcome("better" if (after < before) == lower_is_better else "worse", [])
+
+
+def pair_answers(problems: Sequence[Json], before: Path, after: Path) -> list[HeldOutAnswer]:
+    """Return the answers of two evaluations' directories to the problems that both have
+    answered."""
+    earlier, later = _by_key(before), _by_key(after)
+    paired = []
+    for row in problems:
+        key = rows_key(row["prompt"])
+        if key in earlier and key in later:
+            both = earlier[key], later[key]
+            scores = [each["scores"].get("rewards/agreement") for each in both]
+            rewards = [None if each["error"] else each["reward"] for each in both]
+            texts = [each["completion"].rpartition(BETWEEN[-1] + "\n")[2] for each in both]
+            paired.append(
+                HeldOutAnswer(
+                    both[1]["prompt"],
+                    texts[0],
+                    texts[1],
+                    (rewards[0], rewards[1]),
+                    (scores[0], scores[1]),
+                    row.get(COLUMN) or [],
+                )
+            )
+    return paired
+
+
+def _by_key(answers: Path) -> dict[str, Json]:
+    lines = read_lines(answers / SAMPLES_FILE)
+    return {line["key"].rpartition(":")[2]: line for line in lines if line["which"] == "greedy"}
+
+
+def read_lines(file: Path) -> list[Json]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+
+
+def count_lines(file: Path) -> int:
+    with file.open("rb") as lines:
+        return sum(1 for _ in lines)
+
+
+def in_words(result: Mapping[str, object]) -> str:
+    """Return a verdict in a line: the numbers, what they mean, and why."""
+    reasons = result.get("reasons")
+    why = f" ({'; '.join(reasons)})" if isinstance(reasons, list) and reasons else ""
+    numbers = ""
+    if isinstance(result.get("before"), float) and isinstance(result.get("after"), float):
+        numbers = f" {result['before']:.3f} → {result['after']:.3f}"
+    problems = f" on {result['problems']} prompts" if result.get("problems") else ""
+    return f"{result['what']}:{numbers}{problems}: {result.get('verdict', '')}{why}"
+
+
+def _outcome(verdict: Verdict, reasons: list[str]) -> Json:
+    return {
+        "verdict": verdict,
+        "better": verdict == "better",
+        "worse": verdict == "worse",
+        "reasons": reasons,
+    }
+
+
+def _of_change(change: Difference) -> tuple[Verdict, list[str]]:
+    if not change.enough:
+        return "cannot tell", [
+            f"{change.problems} held-out prompts are too few to tell a difference from chance: at"
+            f" least {FEWEST}"
+        ]
+    if change.significant:
+        return ("better" if change.mean > 0 else "worse"), []
+    return "not better", ["the difference may be chance"]
+
+
+def _against(answers: Sequence[HeldOutAnswer], is_known: IsKnown | None) -> list[str]:
+    """Return what speaks against answers whose number is higher."""
+    reasons = []
+    after = [each.after for each in answers]
+    firsts = [str(each.references[0]) if each.references else each.before for each in answers]
+    if (same := one_answer(after)) is not None and one_answer(firsts) is None:
+        reasons.append(f"{same[1]} of {len(after)} prompts get one answer: {same[0][:40]!r}")
+    if (blind := _blind(answers)) is not None:
+        reasons.append(blind)
+    if is_known is not None:
+        good = [text for each in answers for text in each.references if isinstance(text, str)]
+        strange = sum(not is_known(text) for text in after) / len(after)
+        usual = sum(not is_known(text) for text in good) / len(good) if good else 0.0
+        if strange > usual + MOST_STRANGERS:
+            reasons.append(
+                f"{strange:.0%} of the answers are like none that the reward was fitted on"
+                f" ({usual:.0%} of the good ones)"
+            )
+    return reasons
+
+
+def _blind(answers: Sequence[HeldOutAnswer]) -> str | None:
+    """Say that answers agree with the references of other prompts as well as with their own: they
+    do not depend on the prompt. None: they do, or the references are the same for all."""
+    texts = [
+        (each.after, [text for text in each.references if isinstance(text, str)])
+        for each in answers
+    ]
+    texts = [(answer, references) for answer, references in texts if references]
+    if len({tuple(references) for _, references in texts}) < 2:
+        return None
+    own, others = [], []
+    for place, (answer, references) in enumerate(texts):
+        rest = [wanted for n, (_, wanted) in enumerate(texts) if n != place][:OTHERS]
+        own.append(agrees(answer, [*references]))
+        others.append(_mean([agrees(answer, [*wanted]) for wanted in rest]))
+    change = difference(others, own)
+    if change.mean > 0 and change.significant:
+        return None
+    return (
+        f"the answers agree with the good answers to other prompts ({_mean(others):.2f}) about as"
+        f" well as with those to their own ({_mean(own):.2f})"
+    )
+
+
+def _both(
+    pairs: Iterable[tuple[float | None, float | None]],
+) -> tuple[list[float], list[float]]:
+    """Return the values before and after of those that have both."""
+    whole = [(before, after) for before, after in pairs if before is not None and after is not None]
+    return [before for before, _ in whole], [after for _, after in whole]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
