@@ -89,14 +89,16 @@ class HeldOutChange:
     risen: bool
     fallen: bool
     enough: bool
+    doubt: str | None = None  # why it does not say that the answers are better
 
     def __str__(self) -> str:
-        chance = "" if self.risen or self.fallen else ", which may be chance"
+        chance = "" if self.risen or self.fallen or self.doubt else ", which may be chance"
         change = (
             f"{self.first:.3f} after step {self.steps[0]}, {self.last:.3f} after step"
             f" {self.steps[1]}{chance}"
         )
-        return f"held out, {self.environment}: {change}"
+        doubt = f"; {self.doubt}" if self.doubt else ""
+        return f"held out, {self.environment}: {change}{doubt}"
 
 
 @dataclass(frozen=True)
@@ -182,9 +184,16 @@ def held_out(evaluations: Sequence[Metrics]) -> tuple[HeldOutChange, ...]:
         change = difference(before, after)
         values = (sum(before) / len(before), sum(after) / len(after))
         up, down = change.significant and change.mean > 0, change.significant and change.mean < 0
+        doubt = row.doubt if change.mean > 0 else None
         changes.append(
             HeldOutChange(
-                row.environment, (first["step"], last["step"]), *values, up, down, change.enough
+                row.environment,
+                (first["step"], last["step"]),
+                *values,
+                risen=up and doubt is None,
+                fallen=down,
+                enough=change.enough,
+                doubt=doubt,
             )
         )
     return tuple(changes)

@@ -204,7 +204,7 @@ def main() -> int:
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp())
     chosen = [agent for agent in AGENTS if agent.name in (args.agents or [a.name for a in AGENTS])]
-    return int(not all([examined(agent, work) for agent in chosen]))
+    return int(not all(examined(agent, work) for agent in chosen))
 
 
 if __name__ == "__main__":

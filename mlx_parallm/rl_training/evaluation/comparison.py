@@ -21,7 +21,7 @@ from mlx_parallm.types import BETWEEN
 
 SHOWN = 60  # characters of a text
 Line = Mapping[str, Any]  # of evaluations.jsonl
-BEFORE = "before"
+BEFORE, MEAN_REWARD = "before", " (mean reward)"
 SHOWN_EXAMPLES = 3
 
 
@@ -39,6 +39,32 @@ class Comparison:
     rewards: tuple[tuple[float, float], ...]
     examples: tuple[tuple[Line, Line], ...] = ()
     greedy: bool = True
+    # what scored the answers and trained the policy, and is no rule
+    own_examiner: tuple[str, ...] = ()
+    # (before, after) with the rows' answers, where the reward is its own examiner
+    agreements: tuple[tuple[float, float], ...] = ()
+    one_answer: tuple[str, int] | None = None  # afterwards, of nearly all prompts
+
+    @property
+    def doubt(self) -> str | None:
+        """Why a higher reward does not say that the answers are better; None: it does. A reward
+        that trained the policy is no examiner of it, unless the rows' own answers agree."""
+        if not self.own_examiner:
+            return None
+        if self.one_answer is not None:
+            text, count = self.one_answer
+            return f"{count} of {len(self.rewards)} prompts get one answer: {text[:SHOWN]!r}"
+        names = ", ".join(self.own_examiner)
+        if not self.agreements:
+            return f"{names} trained it and judges it: that alone does not say that it is better"
+        before, after = ([pair[side] for pair in self.agreements] for side in (0, 1))
+        change = difference(before, after)
+        if change.significant and change.mean > 0:
+            return None
+        return (
+            f"{names} trained it and judges it, and the agreement with the rows' answers,"
+            f" {_mean(before):.3f} -> {_mean(after):.3f}, has not risen by more than chance"
+        )
 
     @property
     def measured(self) -> Iterator[tuple[str, list[float], list[float]]]:
@@ -53,7 +79,7 @@ class Comparison:
             )
             yield self.environment, right, now_right
         if not judged or any(0 != reward < SOLVED for reward in every):
-            yield f"{self.environment} (mean reward)", before, after
+            yield f"{self.environment}{MEAN_REWARD}", before, after
 
 
 def compare(before: Line, after: Line) -> list[Comparison]:
@@ -76,7 +102,20 @@ def compare(before: Line, after: Line) -> list[Comparison]:
         ]
         if rewards:
             greedy = any(problem["greedy"] is not None for problem in now["problems"])
-            comparisons.append(Comparison(name, tuple(rewards), tuple(examples), greedy))
+            agreed, agrees = (part.get("agreements", {}) for part in (then, now))
+            both = tuple((agreed[key], agrees[key]) for key in agrees if key in agreed)
+            examiner, same = tuple(now.get("own_examiner", ())), now.get("one_answer")
+            comparisons.append(
+                Comparison(
+                    name,
+                    tuple(rewards),
+                    tuple(examples),
+                    greedy,
+                    examiner,
+                    both,
+                    (same[0], same[1]) if same else None,
+                )
+            )
     return comparisons
 
 
@@ -119,7 +158,11 @@ def verdict(comparisons: Sequence[Comparison], a: str, b: str) -> str:
     for name, before, after in (measure for row in comparisons for measure in row.measured):
         change = difference(before, after)
         (unclear if not change.significant else better if change.mean > 0 else worse).append(name)
+    doubts = {row.environment: row.doubt for row in comparisons if row.doubt is not None}
+    doubtful = [name for name in better if name.removesuffix(MEAN_REWARD) in doubts]
+    better = [name for name in better if name not in doubtful]
     parts = [
+        (doubtful, f"cannot tell whether {b} is better than {a}"),
         (better, f"{b} is better than {a}"),
         (worse, f"{b} is worse than {a}"),
         (unclear, "no significant difference"),
@@ -156,6 +199,7 @@ def plain_report(comparisons: Sequence[Comparison], first: str = BEFORE) -> str:
             problems = "1 problem" if len(before) == 1 else f"{len(before)} problems"
             by = f"({change.mean:+.3f}, {interval}) on {problems}"
             lines.append(f"held out, {name}: {_mean(before):.3f} -> {_mean(after):.3f} {by}")
+        lines += [f"{row.environment}: {row.doubt}"] if row.doubt else []
         for then, now in row.examples:
             prompt = (
                 f"{beginning_of(now['prompt'], SHOWN)} "

@@ -25,8 +25,10 @@ from mlx_parallm.environments.state import shown_text
 from mlx_parallm.execution.user_code import is_reference, user_code
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import TrainingProgress
+from mlx_parallm.rl_training.evaluation.examiner import one_answer, text_agreement
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import estimate, pass_at_k
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import BETWEEN
 
 ABSOLUTE = "absolute"  # the reward_method that needs no group
 SOLVED = 1.0 - 1e-9
@@ -177,6 +179,23 @@ class Evaluation:
 
     environment: str
     problems: tuple[EvaluatedProblem, ...]
+
+    def examined(self, examiners: Sequence[str]) -> dict[str, Any]:
+        """Return what else is to be known of answers that were scored by the reward that trained
+        the policy (`examiner.py`): the reward's names, the one answer of nearly all prompts, and
+        the agreement of each greedy answer with its row's answer, by the problem's key."""
+        greedy = [
+            (p, p.greedy.text.rpartition(f"{BETWEEN[-1]}\n")[2])
+            for p in self.problems
+            if p.greedy is not None and p.greedy.scored
+        ]
+        agreements = {
+            problem.key: text_agreement(text, problem.expected)
+            for problem, text in greedy
+            if problem.expected is not None
+        }
+        same = one_answer([text for _, text in greedy])
+        return {"own_examiner": list(examiners), "one_answer": same, "agreements": agreements}
 
     @property
     def errors(self) -> int:

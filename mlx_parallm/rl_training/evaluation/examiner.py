@@ -3,10 +3,15 @@
 A rule (exact match, tests that run) cannot be talked round. A learned reward, a reward model and a
 judge can: a policy that is trained on one finds answers that it likes and nobody else does. So
 nothing of that kind is its own examiner: its held-out number alone makes no checkpoint better.
+Beside it stand the agreement with the rows' answers, where they have some, and whether nearly all
+prompts get one answer.
 """
 
+import itertools
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import FEWEST
@@ -14,6 +19,9 @@ from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import FEWEST
 LEARNED_EXAMINERS = ("builtin:learned", "builtin:reward_model", "builtin:judge")
 ONE_ANSWER = 0.8
 """The share of different prompts that one and the same answer may not reach."""
+
+
+WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def own_examiners(
@@ -34,3 +42,31 @@ def one_answer(texts: Sequence[str]) -> tuple[str, int] | None:
         return None
     [(text, count)] = Counter(" ".join(text.split()) for text in texts).most_common(1)
     return (text, count) if count >= ONE_ANSWER * len(texts) else None
+
+
+def has_collapsed(line: Mapping[str, Any]) -> bool:
+    """Whether an evaluation (a line of evaluations.jsonl) says nothing of its weights: its reward
+    was its own teacher, and nearly all prompts got one answer."""
+    parts = line["environments"].values()
+    return any(part.get("own_examiner") and part.get("one_answer") for part in parts)
+
+
+def text_agreement(text: str, reference: str) -> float:
+    """Return how well a text agrees with a reference, 0 to 1: F1 of their words and pairs of words,
+    without case (SQuAD's, arXiv:1606.05250, section 6.1, which has no pairs).
+
+    Worked: "The answer is 4" and "4" share one phrase of 7 and of 1: precision 1/7, recall 1, F1
+    0.25.
+    """
+    return overlap(_phrases(text), _phrases(reference))
+
+
+def overlap(one: Counter[str], other: Counter[str]) -> float:
+    """Return F1 of two collections; 1 where both are empty."""
+    shared = (one & other).total()
+    return 2 * shared / (one.total() + other.total()) if shared else float(not one and not other)
+
+
+def _phrases(text: str) -> Counter[str]:
+    words = WORD.findall(text.casefold())
+    return Counter([*words, *map(" ".join, itertools.pairwise(words))])

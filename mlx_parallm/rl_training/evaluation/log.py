@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from mlx_parallm.config.evaluation import PREFIX
 from mlx_parallm.errors import CheckpointError
+from mlx_parallm.rl_training.evaluation.examiner import has_collapsed
 from mlx_parallm.rl_training.metrics import MetricsFile
 
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -110,9 +111,10 @@ class EvaluationLog:
         return self._metric is not None
 
     def score(self, step: int, version: int) -> float | None:
-        """Return the score of a checkpoint's weights; None where they were not evaluated."""
+        """Return the score of a checkpoint's weights; None where they were not evaluated, or the
+        reward that trained them liked one answer to all prompts."""
         for line in self.done():
-            if (line["step"], line["version"]) == (step, version):
+            if (line["step"], line["version"]) == (step, version) and not has_collapsed(line):
                 return flat(line).get(self._metric or "")
         return None
 
@@ -121,7 +123,8 @@ class EvaluationLog:
         scored = [
             BestEvaluation(line["step"], line["version"], score)
             for line in self.done()
-            if (score := flat(line).get(self._metric or "")) is not None  # no answer was scored
+            if not has_collapsed(line)
+            and (score := flat(line).get(self._metric or "")) is not None  # no answer was scored
         ]
         return max(scored, key=lambda each: each.score, default=None)
 

@@ -38,6 +38,7 @@ from mlx_parallm.rl_training.evaluation.evaluate import (
     evaluate,
     overall_score,
 )
+from mlx_parallm.rl_training.evaluation.examiner import has_collapsed, own_examiners
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, flat
 from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents, SpanEnded, Waiting
 from mlx_parallm.rl_training.publish.versions import VersionSteps
@@ -148,6 +149,11 @@ class Evaluations:
         self._patience_s = PATIENCE_S + max(
             (each.source.config.timeout_s for each in self._problems), default=0.0
         )
+        trained = [source.config for source in sources[1]]
+        self._own = {
+            each.source.name: own_examiners(trained, [each.source.config])
+            for each in self._problems
+        }
         self._running: _Running | None = None
         self._thread: LoopThread | None = None
         self._postponed = False
@@ -323,9 +329,14 @@ class Evaluations:
             "seconds": time.monotonic() - running.began,
             "score": overall_score(evaluations),
             "environments": {
-                evaluation.environment: evaluation.to_json() for evaluation in evaluations
+                evaluation.environment: evaluation.to_json()
+                | (evaluation.examined(own) if (own := self._own[evaluation.environment]) else {})
+                for evaluation in evaluations
             },
         }
+        if has_collapsed(line):
+            line["score"] = None
+            self._events.warn("nearly every held-out prompt gets one answer", step=running.step)
         self._log.add(line)
         self._events.emit(SpanEnded("evaluate", running.step, ended - line["seconds"], ended))
         self._events.emit(EvaluationFinished(line))

@@ -31,12 +31,7 @@ from mlx_parallm.rl_training.monitor.evidence import (
     mean_of,
     values_of,
 )
-from mlx_parallm.rl_training.monitor.part_signs import (
-    EXPERT_RULES,
-    FAILURE_RULES,
-    TEACHER_RULES,
-    is_taught,
-)
+from mlx_parallm.rl_training.monitor.part_signs import PART_RULES, is_taught
 from mlx_parallm.rl_training.monitor.reward_hole import reward_hole
 from mlx_parallm.rl_training.monitor.reward_signs import NO_ROOM
 
@@ -725,7 +720,7 @@ def _refused(arrivals: Arrivals) -> Sign | None:
     )
 
 
-RULES += [Rule(*rule) for rule in (*TEACHER_RULES, *EXPERT_RULES)]
+RULES += [Rule(*rule) for rule in PART_RULES]
 
 
 def _share(value: float) -> str:

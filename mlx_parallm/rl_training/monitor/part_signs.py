@@ -42,6 +42,34 @@ EXPERT_RULES = (
 )
 
 
+UNLIKE, UNLIKE_MORE = 0.5, 0.3
+"""Share of the answers that are like none that a learned reward was fitted on, and how much more
+than in the first steps."""
+
+
+def unlike_the_labels(evidence: Evidence) -> Sign | None:
+    """The policy has left what the reward was fitted on."""
+    key = "metrics/learned/unknown/mean"
+    then, now = evidence.first(key), evidence.mean(key)
+    if then is None or now is None or len(evidence.window) < FEWEST_STEPS:
+        return None
+    if now < UNLIKE or now - then < UNLIKE_MORE:
+        return None
+    return Sign(
+        f"unlike the labels: {now:.0%} of the answers are like none that the learned reward was"
+        f" fitted on ({then:.0%} in the first steps), so it cannot judge them",
+        {"learned_unknown_first": then, "learned_unknown": now} | evidence.means("reward_mean"),
+    )
+
+
+EXAMINER_RULES = (
+    (
+        "unlike-the-labels",
+        "label such answers and fit the reward again, or raise kl_beta",
+        unlike_the_labels,
+    ),
+)
+
 SAME_SIGNAL = 1e-3
 """Nats: the deviation of log π - log π_teacher over the tokens. float32 keeps 1e-5 between two
 passes of the same weights; a teacher that is worth its time differs by tenths."""
@@ -211,3 +239,5 @@ TEACHER_RULES = (
     ),
     ("teacher-no-better", "take a better teacher, or lower distillation.weight", teacher_no_better),
 )
+
+PART_RULES = (*TEACHER_RULES, *EXPERT_RULES, *FAILURE_RULES, *EXAMINER_RULES)

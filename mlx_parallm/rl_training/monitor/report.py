@@ -233,7 +233,10 @@ def print_report(
             )
     # one finding: the gravest, and the line that says where the others are
     shown = [*problems[:1], *problems[1:][-1:]]
-    sentences = [(success, "bold green") for success in successes] + [
+    doubts = [f"{row.environment}: {row.doubt}" for row in comparisons if row.doubt]
+    if console.is_terminal:  # `plain_report` has them
+        shown = [*doubts, *shown]
+    sentences = [(success, "bold green") for success in successes if not doubts] + [
         (problem, "bold red") for problem in shown
     ]
     for sentence, style in sentences:

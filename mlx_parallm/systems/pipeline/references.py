@@ -6,13 +6,12 @@ examiner of its own pupil.
     agreement                          the reward function, of the column `references`
 """
 
-import itertools
 import json
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mlx_parallm.rl_training.evaluation.examiner import overlap, text_agreement
 from mlx_parallm.systems.traces.builders import is_usable, prompt_key, score_of
 from mlx_parallm.systems.traces.execution import ExecutionTrace
 from mlx_parallm.systems.traces.schema import Json, Trace
@@ -21,7 +20,6 @@ from mlx_parallm.types import Trajectory
 COLUMN = "references"
 AGREEMENT = f"python:{__name__}:agreement"
 CALLS = "calls"  # of a reference that is no text: a run that ends without one
-WORD = re.compile(r"\w+|[^\w\s]")
 
 References = list[str | Json]
 
@@ -81,31 +79,15 @@ def agreement(
 
 
 def agrees(text: str, references: References, calls: Sequence[Mapping[str, Any]] = ()) -> float:
-    """Return the best agreement with a reference. Of texts: F1 of their words and pairs of words,
-    without case (SQuAD's, arXiv:1606.05250, section 6.1, which has no pairs). Of calls: F1 of names
-    with arguments.
-
-    Worked: "The answer is 4" and "4" share one phrase of 7 and of 1: precision 1/7, recall 1, F1
-    0.25.
-    """
+    """Return the best agreement with a reference: of texts (`examiner.text_agreement`), or of names
+    and arguments of calls."""
     made = Counter(_call(call["name"], call["arguments"]) for call in calls)
-    phrases = _phrases(text)
     return max(
-        _f1(phrases, _phrases(reference))
+        text_agreement(text, reference)
         if isinstance(reference, str)
-        else _f1(made, Counter(_call(name, arguments) for name, arguments in reference[CALLS]))
+        else overlap(made, Counter(_call(name, arguments) for name, arguments in reference[CALLS]))
         for reference in references
     )
-
-
-def _f1(one: Counter[str], other: Counter[str]) -> float:
-    shared = (one & other).total()
-    return 2 * shared / (one.total() + other.total()) if shared else float(not one and not other)
-
-
-def _phrases(text: str) -> Counter[str]:
-    words = WORD.findall(text.casefold())
-    return Counter([*words, *map(" ".join, itertools.pairwise(words))])
 
 
 def _call(name: str, arguments: Any) -> str:
