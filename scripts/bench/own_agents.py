@@ -33,11 +33,7 @@ ALPHABET = "abcdefghijklmnop"
 PRICE = {
     "name": "price",
     "description": "Price of a thing.",
-    "parameters": {
-        "type": "object",
-        "properties": {"thing": {"type": "string"}},
-        "required": ["thing"],
-    },
+    "parameters": {"properties": {"of": {"type": "string"}}},
 }
 Json = dict[str, Any]
 
@@ -66,7 +62,7 @@ def answer(text: str) -> list[Json]:
 
 
 def asked(thing: str, rng: random.Random) -> list[Json]:
-    call = {"name": "price", "arguments": json.dumps({"thing": thing})}
+    call = {"name": "price", "arguments": json.dumps({"of": thing})}
     calls = [{"id": "c0", "type": "function", "function": call}]
     return [
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -159,9 +155,9 @@ def outside(agent: Agent, adapter: Path | None, place: Path) -> float:
     ) / len(rows)
 
 
-def price(thing: str) -> str:
+def price(of: str) -> str:
     """Price of a thing."""
-    return price_of(thing)
+    return price_of(of)
 
 
 def examined(agent: Agent, work: Path) -> bool:

@@ -41,7 +41,7 @@ from mlx_parallm.rl_training.evaluation.examiner import LEARNED_EXAMINERS
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import FEWEST
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.trackers import check_installed
-from mlx_parallm.rl_training.run_directory import FINAL
+from mlx_parallm.rl_training.run_directory import BEST, FINAL
 from mlx_parallm.runs.eval import RESULTS_FILE
 from mlx_parallm.system.files import write_atomically, write_directory
 from mlx_parallm.system.packages import require
@@ -100,7 +100,7 @@ PLAIN_BITS = {"f16": 16, "bf16": 16}
 RUN = "run"
 # how much the learned reward and the agreement with the traces' good answers count
 WEIGHTS = [1.0, 2.0]
-WARM, WARM_STEPS = "warm", 40
+WARM, WARM_STEPS = "warm", 160
 LORA = "rl_training.lora."
 TOOL_NAMES = "tool_names"
 TOOLS_FILE, WARM_ROWS = "tools.json", "good.jsonl"
@@ -453,7 +453,9 @@ class Stages:
     def _training_command(self, directory: Path) -> list[object]:
         write_atomically(directory / "config.toml", self._text.encode())
         settings = self._settings()
-        if (warm := directory / WARM / FINAL).is_dir():
+        warm = directory / WARM
+        warm = warm / BEST if (warm / BEST).is_dir() else warm / FINAL
+        if warm.is_dir():
             settings.append(f"model.lora_path={_toml(str(warm))}")
         return ["train", "--config", directory / "config.toml", *_set(settings)]
 
@@ -474,7 +476,9 @@ class Stages:
             "rl_training.run_name": WARM,
             "rl_training.checkpoint_dir": str(directory),
             "rl_training.total_steps": max(steps, WARM_STEPS),
-            "data.eval_fraction": 0,
+            # of the held-out rows' loss: few rows are soon learned by heart
+            "rl_training.checkpoint_interval": WARM_STEPS // 8,
+            "data.eval_every": WARM_STEPS // 8,
             **self.hardware.settings(plain.data.max_length),
         }
         write_atomically(directory / "warm.toml", text.encode())

@@ -27,6 +27,8 @@ Verdict = Literal["better", "not better", "worse", "cannot tell"]
 MOST_STRANGERS = 0.3
 """How much larger the share of answers that are like none that the reward was fitted on may be
 than that of the good answers."""
+LEAST_OWN = 0.02
+"""By how much answers agree more with the references of their own prompt than with others'."""
 OTHERS = 20  # prompts whose references an answer is compared with
 
 IsKnown = Callable[[str], bool]
@@ -216,7 +218,7 @@ def _blind(answers: Sequence[HeldOutAnswer]) -> str | None:
         own.append(agrees(answer, [*references]))
         others.append(_mean([agrees(answer, [*wanted]) for wanted in rest]))
     change = difference(others, own)
-    if change.mean > 0 and change.significant:
+    if change.mean >= LEAST_OWN and change.significant:
         return None
     return (
         f"the answers agree with the good answers to other prompts ({_mean(others):.2f}) about as"
