@@ -17,7 +17,7 @@ from mlx_parallm.system.log import configure_logging
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--step", type=int, help="default: the last one")

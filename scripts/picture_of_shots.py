@@ -74,7 +74,7 @@ def draw(axis: Any, episode: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--expert", type=Path, default=Path("checkpoints/physics_expert/best.safetensors")
     )

@@ -42,9 +42,12 @@ def load(
     """Return the configuration of a file, a shipped name or a TOML text, with overrides. Raises
     ConfigError."""
     from mlx_parallm.config.load import hardware_defaults, load_config
+    from mlx_parallm.models.formats import billions_in
     from mlx_parallm.system.hardware import detect
 
-    return load_config(source, overrides, hardware_defaults(detect()), text=text, saved=saved)
+    plain = load_config(source, overrides, text=text, saved=saved)
+    defaults = hardware_defaults(detect(), billions_in(plain.model.base_path))
+    return load_config(source, overrides, defaults, text=text, saved=saved)
 
 
 def toml_value(value: str | int) -> str:

@@ -49,6 +49,8 @@ METAL_EVAL_MS = 1000
 EVAL_KEY = "rl_training.max_eval_ms"
 # of a micro-batch: a guard for small machines, far below what the memory holds
 TOKENS_PER_GIB = 1024
+LARGE_BILLIONS, LARGE_TOKENS_PER_GIB = 4.0, 96
+"""Qwen3-14B in 4 bits needs 30.7 GiB at 8192 tokens, and 17.0 at 2048: what 24 GB have."""
 PATHS = ("data", "heldout_data", "pass_rates", "path", "eval_path")  # keys of files
 _LIKE_A_FILE = re.compile(r"[^\s:]{1,200}\.(jsonl|json|csv|txt|py|toml)")
 
@@ -337,14 +339,21 @@ def _set_defaults(data: dict[str, Any], defaults: Mapping[str, Any]) -> None:
             data[section].setdefault(leaf, value)
 
 
-def hardware_defaults(hardware: Hardware) -> dict[str, Any]:
-    """Return the keys whose default depends on the machine, as {"section.key": value}."""
+def hardware_defaults(hardware: Hardware, billions: float | None = None) -> dict[str, Any]:
+    """Return the keys whose default depends on the machine, as {"section.key": value}.
+
+    Args:
+        billions: parameters of the model, as far as its name says; None: unknown. A large one takes
+            most of the memory itself, and a token of a micro-batch takes more.
+    """
     keys: dict[str, Any] = {}
     if hardware.backend != "cpu":
         keys["server.prefill_chunk"] = GPU_PREFILL_CHUNK
     if hardware.backend == "metal":
         keys[EVAL_KEY] = METAL_EVAL_MS
-    affordable = TOKENS_PER_GIB * max(1, hardware.memory_bytes // GIB)
+    is_large = billions is not None and billions >= LARGE_BILLIONS and hardware.backend != "cpu"
+    each = LARGE_TOKENS_PER_GIB if is_large else TOKENS_PER_GIB
+    affordable = each * max(1, hardware.memory_bytes // GIB)
     if affordable < RLTrainingConfig.model_fields["token_budget"].default:
         keys["rl_training.token_budget"] = affordable
     return keys

@@ -5,7 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.execution.user_code import did_you_mean, name_of, reference_to, user_code
+from mlx_parallm.execution.user_code import (
+    check_call,
+    did_you_mean,
+    name_of,
+    reference_to,
+    user_code,
+)
 from mlx_parallm.rewards import threads
 from mlx_parallm.rewards.functions import (
     RewardFunctions,
@@ -81,6 +87,9 @@ class WeightedRewardComputer(RewardComputer):
         if len(set(map(id, sources))) == len(sources):  # one twice is a mistake
             names = unique_names(names)
         names = list(objective_names or names)
+        for part in parts:
+            if not isinstance(part, str):
+                _check_objective(part, f"{what}: {name_of(part)}")
         shares = [1 / len(parts)] * len(parts) if weights is None else list(weights)
         for values, word in ((names, "objective_names"), (shares, "weights")):
             if len(values) != len(parts):
@@ -134,6 +143,20 @@ class ParetoRewardComputer(WeightedRewardComputer):
         objectives = objectives_of(self._checked_parts(trajectories), self.weights)
         ranks = pareto_ranks(list(objectives.values()))
         return [position for position, rank in zip(objectives, ranks, strict=True) if rank == 0]
+
+
+def _check_objective(part: Objective, what: str) -> None:
+    """Raises ConfigError: it does not take one trajectory."""
+    try:
+        signature = inspect.signature(part)
+    except (TypeError, ValueError):  # a builtin: len
+        return
+    try:
+        check_call(signature, ("trajectory",), what)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; expected f(trajectory), or TRL's f(completions, **columns)"
+        ) from error
 
 
 def _is_trls(part: Objective | str) -> bool:

@@ -261,7 +261,7 @@ PARTS = {"first": first, "cost": cost, "processor": processor}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
     wanted = parser.parse_args().parts or list(PARTS)
     if CHROMIUM is None:

@@ -62,7 +62,7 @@ ROUNDS, PUBLISHES = 3, 20
 
 def main() -> None:
     gpu = mx.default_device().type == mx.DeviceType.gpu
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--size", choices=["small", "large"], default="large" if gpu else "small")
     args = parser.parse_args()
     configure_logging(level="error")

@@ -28,7 +28,7 @@ USUAL_STALL_S = health.STALLED_AFTER_S
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--runs", type=Path, nargs="+", default=[], help="directories of runs that learned"
     )

@@ -61,7 +61,7 @@ class Numbers:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--case", choices=["quickstart", "bench", "memory"])
     args = parser.parse_args()
     if args.case == "memory":

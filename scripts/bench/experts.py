@@ -76,7 +76,7 @@ class Dense(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     for name, value in (
         ("tokens", 512),
         ("experts", 32),

@@ -38,7 +38,7 @@ console = Console(width=140)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--small", action="store_true")
     small = parser.parse_args().small
     heads(*((128, 8192) if small else (1024, 32768)))

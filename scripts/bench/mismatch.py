@@ -52,7 +52,7 @@ FORMATS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--formats", default="; ".join(FORMATS), help="separated by semicolons")
     parser.add_argument(

@@ -245,7 +245,7 @@ def report(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--model", help="a directory or hub id")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--task", choices=TASKS, default="instruction_following")

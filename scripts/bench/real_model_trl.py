@@ -82,7 +82,7 @@ FOLLOWED: Mapping[str, Any] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(

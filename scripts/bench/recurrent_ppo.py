@@ -223,7 +223,7 @@ def cell(row: str, timesteps: int, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     has_sb3 = importlib.util.find_spec("sb3_contrib") is not None
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--timesteps", type=int, default=100_000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(

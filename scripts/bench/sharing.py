@@ -54,7 +54,7 @@ ALONE = [(case, computing) for case in RATES for computing in (1, 2)]  # 1: all 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--requests", type=int, default=6, help="of each client, one after the other"

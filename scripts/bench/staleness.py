@@ -32,7 +32,7 @@ Lines = list[dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--config", default="train_configs/quickstart.toml")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

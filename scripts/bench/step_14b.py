@@ -92,7 +92,7 @@ class Phases:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--directory", type=Path, required=True, help="where the checkpoint is made, and kept"
     )

@@ -315,7 +315,7 @@ def loop(options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("what", choices=("models", "samples", "loop"))
     parser.add_argument("--seeds", type=int, default=3, help="loop: runs of each side")
     parser.add_argument("--seed", type=int, default=0, help="loop: the first one's")

@@ -56,7 +56,7 @@ class Outcome:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--model", default="builtin:tiny-vision")
     parser.add_argument("--seed", type=int, default=0)

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig
 from mlx_parallm.config.training import LoraConfig
@@ -322,9 +323,24 @@ def test_a_reference_of_ones_own(lora: bool) -> None:
         np.minimum(np.exp(d) - 1 - d, 10).mean(), rel=1e-4
     )
     np.testing.assert_array_equal(np.concatenate(backprop.get_logprobs(trajectories)), apart[1])
-    if lora:
-        with pytest.raises(ConfigError, match="another model: no average"):
-            backprop.update_ref_model("ema")
+    before = backprop.compute_kl(trajectories).item()
+    backprop.update_ref_model("ema")  # the other model, an ema_alpha of it
+    mixed = dict(tree_flatten(make_model("qwen3", seed=5).parameters()))
+    alpha, own = config.ema_alpha, dict(tree_flatten(make_model("qwen3").parameters()))
+    mixed = {
+        name: alpha * array.astype(mx.float32) + (1 - alpha) * own[name].astype(mx.float32)
+        for name, array in mixed.items()
+    }
+    average = make_model("qwen3")
+    average.load_weights([(name, a.astype(own[name].dtype)) for name, a in mixed.items()])
+    e = np.concatenate(BackpropModule(average, config=config).get_logprobs(trajectories)) - apart[1]
+    assert backprop.compute_kl(trajectories).item() == pytest.approx(
+        np.minimum(np.exp(e) - 1 - e, 10).mean(), rel=1e-3
+    )
+    assert backprop.compute_kl(trajectories).item() != before
+    backprop.update(backprop.compute_loss(trajectories, [1.0, -1.0] * 4))
+    backprop.update_ref_model("ema")  # with an adapter that is no longer 0
+    assert np.isfinite(backprop.compute_kl(trajectories).item())
     backprop.update_ref_model("copy")
     assert backprop.compute_kl(trajectories).item() == pytest.approx(0.0, abs=1e-6)
     wrong = make_model("llama")

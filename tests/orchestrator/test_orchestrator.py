@@ -352,7 +352,7 @@ def test_the_reward_of_the_specification() -> None:
     config = RewardConfig()
     assert {name: value for name, value in vars(config).items() if name != "task_rewards"} == {
         "correct_answer_reward": 1.0,
-        "partial_answer_reward": 0.5,
+        "partial_answer_reward": None,
         "wrong_answer_penalty": -0.5,
         "no_answer_penalty": -1.0,
         "unverified_answer_reward": 0.1,

@@ -54,7 +54,11 @@ def test_the_end_of_a_sum() -> None:
     assert final(Played(sum_, "42", 5, [solve()] * 4)) == pytest.approx(1.5)
     # within 0.01, not exact
     assert final(Played(sum_, "42.005", 9, [solve()] * 4)) == pytest.approx(1.0)
-    assert final(Played(sum_, "45", 2)) == pytest.approx(0.5)  # within a tenth: 3 ≤ 4.2
+    assert final(Played(sum_, "45", 2)) == pytest.approx(-0.5)  # near is wrong, unless one says so
+    near = RewardConfig(partial_answer_reward=0.25)
+    assert final_reward(near, Played(sum_, "45", 2), timed_out=False) == pytest.approx(0.25)
+    with pytest.raises(ConfigError, match="has to be below correct_answer_reward"):
+        RewardConfig(partial_answer_reward=1.0)
     assert final(Played(sum_, "47", 2)) == pytest.approx(-0.5)
     assert final(Played(sum_, "", 2)) == final(Played(sum_, None, 2)) == pytest.approx(-1.0)
     assert final(Played(sum_, None, 50), timed_out=True) == pytest.approx(-2.0)
@@ -130,6 +134,27 @@ def test_steps() -> None:
         ("New  York city", "new york", True),
         ("", "x", False),
         ("none", 1, False),
+        # units and their powers, names with digits
+        ("42 m/s^2", 42, True),
+        ("42 m/s²", 42, True),
+        ("It is 42 m2.", 42, True),
+        ("42m^-2", 42, True),
+        ("x1 is 42", 42, True),
+        ("x1", 1, False),
+        ("2.5e-3 kg", 0.0025, True),
+        ("42 or 10^6", 42, False),
+        # a letter is chosen, and no article
+        ("a banana", "A", False),
+        ("The answer is a banana.", "A", False),
+        ("A banana is B", "B", True),
+        ("A", "a", True),
+        ("(A)", "A", True),
+        ("The answer is A.", "A", True),
+        ("A. Paris", "A", True),
+        ("Option B, not A", "A", False),
+        ("the cat", "the", False),
+        ("I use C.", "C++", False),
+        ("I use c++.", "C++", True),
     ],
 )
 def test_matches(answer: str, expected: Any, right: bool) -> None:

@@ -195,6 +195,8 @@ def test_a_part_that_fails_is_named():
         WeightedRewardComputer([lambda t: t.metadata["mood"]], ["clever"]).compute_rewards(
             [trajectory()]
         )
+    with pytest.raises(ConfigError, match=r"takes \(prompt, response\).*expected f\(trajectory\)"):
+        WeightedRewardComputer([lambda prompt, response: 1.0], ["two"])
     with pytest.raises(RolloutRejectedError, match="odd is inf"):
         WeightedRewardComputer([lambda t: float("inf")], ["odd"]).compute_rewards([trajectory()])
 

@@ -43,6 +43,23 @@ def test_defaults_follow_from_the_machine(
     assert hardware_defaults(machine(backend, memory)) == expected
 
 
+@pytest.mark.parametrize(
+    ("backend", "memory", "billions", "tokens"),
+    [
+        ("metal", 24, 14, 2304),
+        ("cuda", 96, 14, None),
+        ("metal", 24, 0.6, None),
+        ("cpu", 24, 14, None),
+    ],
+)
+def test_a_large_model_has_smaller_micro_batches_where_memory_is_short(
+    backend: str, memory: int, billions: float, tokens: int | None
+) -> None:
+    """14 B in 4 bits: 17.0 GiB at 2048 tokens, 21.5 at 4096 (docs/first_model.md)."""
+    found = hardware_defaults(machine(backend, memory), billions)
+    assert found.get("rl_training.token_budget") == tokens
+
+
 def test_hardware_defaults_lie_below_file_and_command_line(tmp_path: Path) -> None:
     found = hardware_defaults(machine("cuda", memory=2))
     assert load_config(None, [], found).server.prefill_chunk == 2048

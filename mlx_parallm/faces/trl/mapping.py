@@ -39,6 +39,7 @@ from mlx_parallm.faces.trl.environments import Factories, with_environments
 from mlx_parallm.faces.trl.rollouts import RolloutCalls, with_rollout_func
 from mlx_parallm.faces.trl.rows import DataRows
 from mlx_parallm.models.adapters.settings import ADALORA_SCHEDULE, NAMES, TRAINED, check_trained
+from mlx_parallm.models.formats import billions_in
 from mlx_parallm.system.hardware import detect
 
 TRAIN, EVALUATED_AS = "train", "eval_dataset"  # the environments' names in metrics
@@ -366,7 +367,8 @@ def configuration(
             and (name != "beta" or isinstance(args, GRPOConfig))
         ):
             _put(data, key, values[name])
-    for key, value in hardware_defaults(detect()).items():
+    billions = billions_in(str(data["model"]["base_path"]))
+    for key, value in hardware_defaults(detect(), billions).items():
         section, leaf = key.split(".")
         data[section].setdefault(leaf, value)
     for key, value in args.overrides.items():

@@ -31,7 +31,7 @@ from mlx_parallm.rl_training.monitor.evidence import (
     mean_of,
     values_of,
 )
-from mlx_parallm.rl_training.monitor.part_signs import PART_RULES, is_taught
+from mlx_parallm.rl_training.monitor.part_signs import FAILURE_RULES, PART_RULES, is_taught
 from mlx_parallm.rl_training.monitor.reward_hole import reward_hole
 from mlx_parallm.rl_training.monitor.reward_signs import NO_ROOM
 

@@ -240,4 +240,4 @@ TEACHER_RULES = (
     ("teacher-no-better", "take a better teacher, or lower distillation.weight", teacher_no_better),
 )
 
-PART_RULES = (*TEACHER_RULES, *EXPERT_RULES, *FAILURE_RULES, *EXAMINER_RULES)
+PART_RULES = (*TEACHER_RULES, *EXPERT_RULES, *EXAMINER_RULES)

@@ -29,7 +29,7 @@ from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.fake_quantized import rounded_layers, use_fake_quantization
-from mlx_parallm.models.adapters.linear import AdapterDropout
+from mlx_parallm.models.adapters.linear import AdapterDropout, dense_weight, merged_rows
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_swiglu
 from mlx_parallm.models.experts.routing import replays_experts, watched_experts
@@ -296,7 +296,7 @@ class TrainedPolicy:
         base = {path: places[path][0][places[path][1]] for path in arrays}
         try:
             for path, array in arrays.items():
-                places[path][0][places[path][1]] = array
+                places[path][0][places[path][1]] = array.astype(base[path].dtype)
             yield
         finally:
             for path, array in base.items():
@@ -331,22 +331,18 @@ class TrainedPolicy:
     def blend_reference(self, decay: float) -> None:
         """reference = decay · reference + (1 - decay) · policy; 0 copies the policy.
 
-        Adapter off is B = 0. Raises ConfigError: an average of an adapter and a reference that is
-        no adapter.
+        Adapter off is B = 0. A reference that is another model is averaged with the policy's
+        weights, the adapter merged into them. Raises ConfigError: DoRA, whose gains have no value
+        without its adapter; another model in few bits.
         """
+        if decay and self._reference_base is not None:
+            self._reference_base = self._blended_base(self._reference_base, decay)
+            return
         if self.reference_arrays is None:
-            if decay and (
-                self._reference_base is not None
-                or any(name.endswith(".m") for name in self.slots.names)
-            ):
-                kind = (
-                    ("DoRA without its adapter")
-                    if self._reference_base is None
-                    else "another model"
-                )
+            if decay and any(name.endswith(".m") for name in self.slots.names):
                 raise ConfigError(
-                    f"the reference is {kind}: no average with an adapter exists; copy the"
-                    " policy, or train all weights"
+                    "the reference is DoRA without its adapter: no average with an adapter exists;"
+                    " copy the policy, or train all weights"
                 )
             slots = zip(self.slots.names, self.slots.read(), strict=True)
             self.reference_arrays = [
@@ -358,6 +354,28 @@ class TrainedPolicy:
             for mean, array in zip(self.reference_arrays, self.slots.read(), strict=True)
         ]
         mx.eval(self.reference_arrays)
+
+    def _blended_base(self, other: Mapping[str, mx.array], decay: float) -> dict[str, mx.array]:
+        """decay · other + (1 - decay) · the policy's weights, by path, in float32."""
+        if any(path.endswith(".scales") for path in other):
+            raise ConfigError(
+                "the reference is another model in few bits: no average of it exists; copy the"
+                " policy, or take the model before it was quantised"
+            )
+        merged = {
+            f"{path}.weight": merged_rows(dense_weight(layer.linear), layer.pair())
+            for path, layer in trainer_lora_layers(self.model).items()
+        }
+        with self._without_adapter(), without_value_head(self.model):
+            slots = parameter_slots(self.model)
+            weights = {path: module[key] for path, (module, key) in slots.items()} | merged
+        blended = {
+            path: decay * array.astype(mx.float32)
+            + (1.0 - decay) * weights[path].astype(mx.float32)
+            for path, array in other.items()
+        }
+        mx.eval(blended)
+        return blended
 
     # ------------------------------------------------------------------ arrays and files
 

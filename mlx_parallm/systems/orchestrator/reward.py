@@ -26,6 +26,19 @@ GOALS = ("expected_answer", "target", "tolerance", "wind")
 EXACT = 1e-9  # of math_reward, relative
 
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+# digits that are no number: of a unit's power, behind a number or not ("m/s^2", "m2"), of a name
+# ("x1")
+_IN_A_WORD = re.compile(
+    r"(?<![^\W\d_])(?!(?<=\d)[eE][-+]?\d)[^\W\d_]++(?:\s*+\^\s*+[-+]?\d++|\d++)|\^\s*+[-+]?\d++"
+)
+# a letter that an answer marks as chosen: "(A)", "*A*", "answer: A", "is A.", "option A", "A) …"
+_MARKED_LETTER = re.compile(
+    r"[(\[*]\s*+([^\W\d_])\s*+[)\]*]"
+    r"|(?:\b(?:answer|option|choice|is)\b|:)\s*+\**+([^\W\d_])\b(?!'|\s+\w)"
+    r"|^\s*+([^\W\d_])\s*+[).:]",
+    re.IGNORECASE | re.MULTILINE,
+)
+ARTICLES = ("a", "an", "the")
 
 
 @dataclass(frozen=True)
@@ -147,7 +160,9 @@ class RewardConfig:
     end of an episode."""
 
     correct_answer_reward: float = 1.0
-    partial_answer_reward: float = 0.5  # a number within `partial_within` of the expected one
+    # a number within `partial_within` of the expected one; None: as any wrong one. It teaches
+    # guesses where they earn more than what the policy does else
+    partial_answer_reward: float | None = None
     wrong_answer_penalty: float = -0.5
     no_answer_penalty: float = -1.0
     unverified_answer_reward: float = 0.1  # any answer to a task without an expected one
@@ -172,6 +187,12 @@ class RewardConfig:
         if self.answer_tolerance <= 0 or self.partial_within < 0:
             raise ConfigError(
                 "rewards: answer_tolerance has to be above 0 and partial_within at least 0"
+            )
+        partial = self.partial_answer_reward
+        if partial is not None and partial >= self.correct_answer_reward:
+            raise ConfigError(
+                f"rewards: partial_answer_reward ({partial:g}) has to be below"
+                f" correct_answer_reward ({self.correct_answer_reward:g})"
             )
 
 
@@ -217,7 +238,8 @@ def answer_reward(config: RewardConfig, episode: EpisodeView) -> float:
         return config.correct_answer_reward
     wanted, answered = _number(expected), last_number(episode.answer)
     if (
-        wanted is not None
+        config.partial_answer_reward is not None
+        and wanted is not None
         and answered is not None
         and abs(answered - wanted) <= config.partial_within * abs(wanted)
     ):
@@ -273,18 +295,39 @@ def nearest_shot(episode: EpisodeView) -> float:
 
 def matches(answer: str, expected: Any, tolerance: float) -> bool:
     """Whether an answer is the expected one: of a number the last one within `tolerance`, of a text
-    its words in order.
+    its words in order. Articles are no words, and the powers of a unit no numbers; a text of one
+    letter, which may be an article, has to be the whole answer, or stand behind "answer", "is", ":"
+    or in brackets.
 
-    "The sum is 42." is 42; "421" and "42 or 43" are not.
+    "The sum is 42." and "42 m/s^2" are 42; "421" and "42 or 43" are not. "(A)" and "The answer is
+    A." are A; "a banana" is not.
     """
     if (wanted := _number(expected)) is not None:
         answered = last_number(answer)
         return answered is not None and abs(answered - wanted) < tolerance
-    words, wanted_words = _words(answer), _words(str(expected))
+    text = str(expected).strip()
+    if len(text) == 1 and text.isalpha():
+        return _is_letter(answer, text)
+    if re.search(r"[^\w\s.,;:!?'\"-]", text):  # "C++" is not "C"
+        literal = r"\s+".join(map(re.escape, text.split()))
+        return re.search(rf"(?<!\w){literal}(?!\w)", answer, re.IGNORECASE) is not None
+    words, wanted_words = _words(answer), _words(text)
+    if len(wanted_words) == 1 and wanted_words[0] in ARTICLES:
+        return words == wanted_words
     count = len(wanted_words)
     return bool(count) and any(
         words[i : i + count] == wanted_words for i in range(len(words) - count + 1)
     )
+
+
+def _is_letter(answer: str, letter: str) -> bool:
+    """Whether an answer chooses a letter: it is all of it, or the last that is marked as chosen."""
+    bare = answer.strip().strip("().[]*\"'`:").strip()
+    if bare.casefold() == letter.casefold():
+        return True
+    marked = _MARKED_LETTER.findall(answer)
+    chosen = next((part for part in marked[-1] if part), "") if marked else ""
+    return chosen.casefold() == letter.casefold()
 
 
 def nearly(name: str, names: Sequence[str]) -> str | None:
@@ -294,8 +337,9 @@ def nearly(name: str, names: Sequence[str]) -> str | None:
 
 
 def last_number(text: str | None) -> float | None:
-    """Return the last number in a text, "1,234.5" as well; None: there is none."""
-    for digits in reversed(_NUMBER.findall(text or "")):
+    """Return the last number in a text, "1,234.5" as well; None: there is none. Digits within a
+    word or a power of a unit ("m/s^2", "m2", "x1") are none."""
+    for digits in reversed(_NUMBER.findall(_IN_A_WORD.sub(" ", text or ""))):
         if any(character.isdigit() for character in digits):
             return _number(digits.replace(",", ""))
     return None

@@ -50,11 +50,11 @@ class PlannerTrainer:
                 "GRPOTrainer: reward_fn is missing: f(completions, **columns) returns a number"
                 " for each"
             )
+        self._reward = WeightedRewardComputer([reward_fn])  # it is checked before a model is loaded
         self.inference = InferenceModule(policy_model, tokenizer=tokenizer)
         self._backprop = BackpropModule(
             self.inference, ref_model=reference_model, config=backprop, value_head=False
         )
-        self._reward = WeightedRewardComputer([reward_fn])
         self._config, self._rollouts = config, rollouts or RolloutConfig(prompt_format="chat")
         self.algorithm: GRPOAlgorithm | None = None
 

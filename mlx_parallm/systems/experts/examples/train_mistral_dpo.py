@@ -139,7 +139,7 @@ def training_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--model", required=True, help="directory, hub id or builtin:tiny")
     parser.add_argument(
         "--data",

@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 import tomli_w
 
+from mlx_parallm.cli.dataset_config import find_hidden_size, learning_rate_for
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.systems.experts.saving import load_expert
@@ -55,7 +56,7 @@ def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
         "rl_training": {
             "algorithm": "grpo",
             "total_steps": arguments.iterations,
-            "learning_rate": arguments.lr,
+            "learning_rate": arguments.lr or learning_rate_for(find_hidden_size(arguments.model)),
             "batch_size": sequences,
             "dynamic_sampling": False,  # a group with equal rewards still teaches the expert
             "checkpoint_interval": max(1, min(50, arguments.iterations // 2)),
@@ -80,7 +81,7 @@ def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--model", required=True, help="directory, hub id or builtin:tiny")
     parser.add_argument(
         "--physics-expert", type=Path, required=True, help="what train_physics_expert wrote"
@@ -95,7 +96,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--prompts", type=int, default=16, help="tasks of a step (default %(default)s)"
     )
     parser.add_argument(
-        "--lr", type=float, default=1e-6, help="of the planner's adapter (default %(default)s)"
+        "--lr", type=float, help="of the planner's adapter (default: by the size of the model)"
     )
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints/hybrid_grpo"))
     parser.add_argument(
