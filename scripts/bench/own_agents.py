@@ -3,7 +3,7 @@
     python -m scripts.bench.own_agents [AGENT ...] [--work DIR]
 
 letters   no tools: the last letter of a word, three times (the base never answers so)
-shop      a tool: the price of a thing is what the tool says, and cannot be known without it
+shop      a tool: the price of a thing in a shop is what the tool says
 dice      nothing can be learned: good and bad answers are thrown
 
 Each has its labelled traces, no reward is named, method grpo. The exported policy is asked questions
@@ -14,6 +14,7 @@ better, better, and not better. Prints a line an agent; the exit code is 1 where
 import argparse
 import json
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from typing import Any
 
 from mlx_parallm.cli.command import load
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.execution.tool_calls import tool_definition
 from mlx_parallm.runs.eval import evaluate_here
 from mlx_parallm.systems.pipeline import CPU_ONLY, TrainingPipeline
 from mlx_parallm.systems.pipeline.pipeline import RESULTS_FILE
@@ -30,11 +32,9 @@ from mlx_parallm.systems.traces.reading import write_lines
 from mlx_parallm.systems.traces.schema import Trace, new_trace
 
 ALPHABET = "abcdefghijklmnop"
-PRICE = {
-    "name": "price",
-    "description": "Price of a thing.",
-    "parameters": {"properties": {"of": {"type": "string"}}},
-}
+PROMPTS = 129
+THINGS = ("tea", "milk", "rice", "salt", "oats", "corn")
+ASKED = ("Price of {} in shop {}?", "Shop {1} sells {0}: price?", "{} at shop {}, price?")
 Json = dict[str, Any]
 
 
@@ -49,25 +49,47 @@ class Agent:
     right: Callable[[str], str]
     tools: tuple[Json, ...] = ()
     better: bool = True
-    prompts: int = 129
+
+    def all_questions(self) -> list[str]:
+        """Its traces are of the first PROMPTS; the others are asked outside."""
+        if not self.tools:
+            return words(PROMPTS + 100, seed=1)
+        kinds = [(form, thing, n) for form in ASKED for thing in THINGS for n in range(1, 10)]
+        random.Random(1).shuffle(kinds)
+        return [form.format(thing, n) for form, thing, n in kinds]
 
 
-def price_of(thing: str) -> str:
-    """The shop's own list of prices."""
-    return str(10 + sum(map(ord, thing)) * 7 % 90)
+def price(thing: str, shop: int) -> str:
+    """Price of a thing in a shop."""
+    return str(10 + (sum(map(ord, thing)) * 31 + shop * 17) % 90)
+
+
+PRICE = tool_definition(price)
+
+
+def price_of(question: str) -> str:
+    return price(*bought(question))
+
+
+def bought(question: str) -> tuple[str, int]:
+    thing = next(thing for thing in THINGS if thing in question)
+    return thing, int(re.findall(r"\d", question)[0])
 
 
 def answer(text: str) -> list[Json]:
     return [{"role": "assistant", "content": text}]
 
 
-def asked(thing: str, rng: random.Random) -> list[Json]:
-    call = {"name": "price", "arguments": json.dumps({"of": thing})}
-    calls = [{"id": "c0", "type": "function", "function": call}]
+def asked(question: str, rng: random.Random) -> list[Json]:
+    thing, shop = bought(question)
+    arguments = json.dumps({"thing": thing, "shop": shop})
+    calls = [
+        {"id": "c0", "type": "function", "function": {"name": "price", "arguments": arguments}}
+    ]
     return [
         {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "c0", "content": price_of(thing)},
-        *answer(price_of(thing)),
+        {"role": "tool", "tool_call_id": "c0", "content": price(thing, shop)},
+        *answer(price(thing, shop)),
     ]
 
 
@@ -90,7 +112,7 @@ AGENTS = (
     ),
     Agent(
         "shop",
-        lambda thing: f"What does {thing} cost?",
+        lambda question: question,
         asked,
         lambda thing, rng: answer(str(rng.randint(10, 99))),
         price_of,
@@ -117,7 +139,7 @@ def words(count: int, seed: int) -> list[str]:
 def traces_of(agent: Agent) -> list[Trace]:
     """A good and a bad run for each of the agent's questions, labelled."""
     rng, traces = random.Random(0), []
-    for word in words(agent.prompts, seed=1):
+    for word in agent.all_questions()[:PROMPTS]:
         for good in (True, False):
             done = (agent.good if good else agent.bad)(word, rng)
             messages = [{"role": "user", "content": agent.question(word)}, *done]
@@ -131,8 +153,7 @@ def traces_of(agent: Agent) -> list[Trace]:
 
 def outside(agent: Agent, adapter: Path | None, place: Path) -> float:
     """Return the share of right answers to questions that no trace has, by the agent's own rule."""
-    known = set(words(agent.prompts, seed=1))
-    unseen = [word for word in words(400, seed=2) if word not in known][:100]
+    unseen = agent.all_questions()[PROMPTS:]
     rows = [{"prompt": agent.question(word), "answer": agent.right(word)} for word in unseen]
     (place / "outside.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     entry_values = {
@@ -147,17 +168,12 @@ def outside(agent: Agent, adapter: Path | None, place: Path) -> float:
         *([f'tools.functions=["python:{__file__}:price"]'] if agent.tools else []),
     ]
     lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in entry_values.items())
-    config = load(None, settings, text=f"[[evaluation.environments]]\n{lines}max_tokens = 64\n")
+    config = load(None, settings, text=f"[[evaluation.environments]]\n{lines}max_tokens = 128\n")
     [evaluation] = evaluate_here(config, 32).evaluations
     return sum(
         problem.answers[0].text.rpartition("⟧\n")[2].strip() == problem.expected
         for problem in evaluation.problems
     ) / len(rows)
-
-
-def price(of: str) -> str:
-    """Price of a thing."""
-    return price_of(of)
 
 
 def examined(agent: Agent, work: Path) -> bool:

@@ -21,8 +21,9 @@ from mlx_parallm.cli.table import main
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.formats import directory_of
 from mlx_parallm.systems.pipeline import CPU_ONLY, LearnedReward, TrainingPipeline, detect_hardware
+from mlx_parallm.systems.pipeline.options import PipelineOptions, check_options
 from mlx_parallm.systems.pipeline.pipeline import REPORT_FILE, RESULTS_FILE
-from mlx_parallm.systems.pipeline.stages import PipelineOptions, Stages, check_options
+from mlx_parallm.systems.pipeline.stages import Stages
 from mlx_parallm.systems.pipeline.work import STATE_FILE, StageFailedError, WorkDirectory
 from mlx_parallm.systems.traces.reading import read_traces, write_lines
 from mlx_parallm.systems.traces.schema import Trace, new_trace

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         detect_hardware,
         get_ryzen_optimized_config,
     )
+    from mlx_parallm.systems.pipeline.options import PipelineOptions
     from mlx_parallm.systems.pipeline.pipeline import RLTrainer, TrainingConfig, TrainingPipeline
-    from mlx_parallm.systems.pipeline.stages import PipelineOptions
     from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset, write_dataset
     from mlx_parallm.systems.traces.checkpoints import CheckpointLoader
     from mlx_parallm.systems.traces.collector import TraceCollector, hook_into_agent
@@ -102,7 +102,7 @@ __getattr__, __dir__ = lazy_names(
         " BaseReward CodeExecutionReward EfficiencyReward FormatComplianceReward RewardResult"
         " SyntaxValidationReward TaskCompletionReward ToolSuccessReward",
         "systems.pipeline.pipeline": "RLTrainer TrainingConfig TrainingPipeline",
-        "systems.pipeline.stages": "PipelineOptions",
+        "systems.pipeline.options": "PipelineOptions",
         "rewards.learned": "LearnedReward",
         "systems.traces.builders": "DatasetOptions build_dataset write_dataset",
         "systems.traces.checkpoints": "CheckpointLoader",

@@ -5,6 +5,8 @@ requirements.py   what later stages need, checked first
 datasets.py   reward parts and rows, in Python
 hardware.py   what this machine can train, and why
 work.py       the work directory: what is done, with which inputs; the commands that are run in it
+options.py    the options, checked
+verdict.py    whether held-out answers are better; references.py: the traces' own good answers
 stages.py     the stages, each a call of what the commands call
 report.py     one HTML file of everything
 pipeline.py   the whole way; command.py is `mlx_parallm pipeline`
@@ -33,16 +35,16 @@ from mlx_parallm.faces.trl.trainers import (
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.terminal import Console, escaped
 from mlx_parallm.systems.pipeline.hardware import AUTO_DETECT, Profile, detect_hardware
-from mlx_parallm.systems.pipeline.report import write_report
-from mlx_parallm.systems.pipeline.requirements import check_packages, check_place
-from mlx_parallm.systems.pipeline.stages import (
+from mlx_parallm.systems.pipeline.options import (
     OLLAMA,
     PipelineOptions,
-    Stages,
     TrainingMethod,
     check_name,
     check_options,
 )
+from mlx_parallm.systems.pipeline.report import write_report
+from mlx_parallm.systems.pipeline.requirements import check_packages, check_place
+from mlx_parallm.systems.pipeline.stages import Stages
 from mlx_parallm.systems.pipeline.verdict import in_words
 from mlx_parallm.systems.pipeline.work import Json, StageFailedError, StageOutcome, WorkDirectory
 

@@ -19,6 +19,7 @@ from mlx_parallm.types import Trajectory
 
 COLUMN = "references"
 AGREEMENT = f"python:{__name__}:agreement"
+AROUND_CALL = 64  # characters around the name and the arguments of a call
 CALLS = "calls"  # of a reference that is no text: a run that ends without one
 
 References = list[str | Json]
@@ -65,6 +66,19 @@ def recorded_calls(traces: Iterable[Trace]) -> Json | None:
             for call in ExecutionTrace(trace).tool_calls
         ]
     return {"definitions": list(definitions.values()), "calls": calls} if definitions else None
+
+
+def longest_answer(traces: Iterable[Trace]) -> int:
+    """Return the characters of the longest answer of a turn, its calls as JSON."""
+    lengths = [0]
+    for trace in traces:
+        for step in trace.steps:
+            if step.sampled:
+                calls = [[call.function_name, call.arguments] for call in step.tool_calls or ()]
+                written = json.dumps(calls, ensure_ascii=False, default=str) if calls else ""
+                around = AROUND_CALL * len(calls)
+                lengths.append(len(step.text) + len(written) + around)
+    return max(lengths)
 
 
 def agreement(

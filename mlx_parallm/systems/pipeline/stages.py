@@ -13,25 +13,24 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from mlx_parallm.cli.command import load, toml_value
-from mlx_parallm.cli.dataset_config import dataset_toml
+from mlx_parallm.cli.dataset_config import SMALL, dataset_toml, find_hidden_size
 from mlx_parallm.config.load import Config
 from mlx_parallm.deploy.export import llama_server
 from mlx_parallm.deploy.export.hosting import BITS
 from mlx_parallm.deploy.export.model import ModelSource
-from mlx_parallm.deploy.export.ollama import DEFAULT_URL, OllamaDeployer
+from mlx_parallm.deploy.export.ollama import OllamaDeployer
 from mlx_parallm.deploy.export.pipeline import (
     REPORT_FILE,
     Destination,
     ExportPipeline,
     deploy_directory,
 )
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import PREFIX
 from mlx_parallm.models.formats import directory_of
 from mlx_parallm.rewards.functions import BUILTIN
@@ -46,7 +45,13 @@ from mlx_parallm.runs.eval import RESULTS_FILE
 from mlx_parallm.system.files import write_atomically, write_directory
 from mlx_parallm.system.packages import require
 from mlx_parallm.systems.pipeline.hardware import HardwareConfig, parameters_of
-from mlx_parallm.systems.pipeline.references import AGREEMENT, recorded_calls, references_of_prompts
+from mlx_parallm.systems.pipeline.options import KINDS, OLLAMA, PipelineOptions
+from mlx_parallm.systems.pipeline.references import (
+    AGREEMENT,
+    longest_answer,
+    recorded_calls,
+    references_of_prompts,
+)
 from mlx_parallm.systems.pipeline.references import COLUMN as REFERENCES
 from mlx_parallm.systems.pipeline.requirements import (
     check_disk,
@@ -86,16 +91,7 @@ from mlx_parallm.systems.traces.reading import read_traces, redacted, write_line
 from mlx_parallm.systems.traces.rewards import add_reward_labels, fit_learned
 from mlx_parallm.systems.traces.schema import Trace, dump_line
 
-TrainingMethod = Literal["grpo", "kto", "dpo", "sft"]
-METHODS: tuple[TrainingMethod, ...] = get_args(TrainingMethod)
-KINDS: dict[TrainingMethod, Kind] = {
-    "grpo": "prompts",
-    "kto": "kto",
-    "dpo": "preference",
-    "sft": "sft",
-}
 LEARNED = f"{BUILTIN}learned"
-OLLAMA = "ollama:"
 PLAIN_BITS = {"f16": 16, "bf16": 16}
 RUN = "run"
 # how much the learned reward and the agreement with the traces' good answers count
@@ -103,52 +99,13 @@ WEIGHTS = [1.0, 2.0]
 WARM, WARM_STEPS = "warm", 160
 LORA = "rl_training.lora."
 TOOL_NAMES = "tool_names"
-TOOLS_FILE, WARM_ROWS = "tools.json", "good.jsonl"
+TOOLS_FILE, WARM_ROWS, LENGTH_FILE = "tools.json", "good.jsonl", "longest_answer"
+SPARE_TOKENS = 32
 # of held-out rows, where no reward judges answers
 MEASURE = {"kto": "auc", "dpo": "rewards/accuracies", "sft": "loss"}
 FEW_ROWS = 10  # they are seen once: more passes would be learned by heart
 GROUPS = 16  # prompts of one step
 EXAMPLES = 8
-
-
-@dataclass(frozen=True)
-class PipelineOptions:
-    """The options of a pipeline.
-
-    Attributes:
-        traces: files or directories that `mlx_parallm traces import` reads.
-        base_model: directory, hub id or "builtin:tiny".
-        rewards: reward functions, "python:file.py:f" or "builtin:NAME": they label traces, are the
-            reward of grpo, and judge held-out answers. None: grpo learns the good runs first, then
-            by a reward that is learned from the labels, and the traces' own good answers judge.
-        rules: functions of an `ExecutionTrace` that label, "python:file.py:f".
-        deploy: "ollama:NAME" or a directory; None = the file stays in the work directory.
-        type: of the exported file; None = what the hardware is good for.
-        epochs: passes over the rows (kto, dpo, sft).
-        settings: further KEY=VALUE of the training configuration.
-        most_problems: held-out prompts that are answered.
-        even_if_worse: deploy a model whose held-out answers are not better than the base's.
-    """
-
-    traces: tuple[Path, ...]
-    base_model: str
-    method: TrainingMethod = "grpo"
-    name: str = "model"
-    rewards: tuple[str, ...] = ()
-    rules: tuple[str, ...] = ()
-    deploy: str | None = None
-    type: str | None = None
-    epochs: int = 3
-    test_fraction: float = 0.1
-    good_from: float = 0.5
-    least_gap: float = 0.1
-    balance: float = 0.0
-    near_duplicates: float = 0.9
-    redact: bool = True
-    most_problems: int = 200
-    settings: tuple[str, ...] = ()
-    even_if_worse: bool = False
-    ollama_url: str = DEFAULT_URL
 
 
 class Stages:
@@ -310,6 +267,7 @@ class Stages:
         if kind == "prompts":
             self._add_references(rows, traces, calls)
         card = write_dataset(rows, directory / "rows")
+        (directory / "rows" / LENGTH_FILE).write_text(str(longest_answer(traces)), encoding="utf-8")
         if calls is not None:
             text = json.dumps(calls, ensure_ascii=False)
             (directory / "rows" / TOOLS_FILE).write_text(text, encoding="utf-8")
@@ -338,6 +296,14 @@ class Stages:
             if calls is not None:
                 shown = json.loads(row.get("tools") or "[]")
                 row[TOOL_NAMES] = [tool.get("function", tool)["name"] for tool in shown]
+
+    def _max_tokens(self, plain: int, longest: int) -> int:
+        """Return how long an answer may be: as configured, and at least as long as the good ones of
+        the traces, as far as their characters tell. A toy's token is a character."""
+        file = self._file("dataset", "rows") / LENGTH_FILE
+        written = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else 0
+        each = 1 if find_hidden_size(self.options.base_model) < SMALL else 3
+        return max(plain, min(longest // 2, written // each + SPARE_TOKENS))
 
     @property
     def _has_tools(self) -> bool:
@@ -384,6 +350,7 @@ class Stages:
             size = self.hardware.num_generations
             values["environments.0.group_size"] = size
             values["rl_training.atropos.rollout_batch_size"] = GROUPS * size
+            values["environments.0.max_tokens"] = self._answer_tokens
             values["environments.0.heldout_data"] = str(rows / "test.jsonl")
             if self._learns_a_reward:
                 values["environments.0.reward_options"] = {
@@ -551,8 +518,10 @@ class Stages:
     def _answer_tokens(self) -> int:
         config = self._config_of(self.options.settings)
         if config.environments:
-            return config.environments[0].max_tokens
-        return min(256, config.data.max_length // 2)
+            longest = config.rl_training.atropos.max_token_length
+            return self._max_tokens(config.environments[0].max_tokens, longest)
+        longest = config.data.max_length
+        return self._max_tokens(min(256, longest // 2), longest)
 
     def _about_baseline(self) -> Any:
         if not self._rewards:
@@ -710,53 +679,6 @@ class Stages:
             "directory": str(place),
             "command": f"llama-server -m {place / about['file']} --jinja",
         }
-
-
-def check_name(name: str) -> None:
-    """Raises ConfigError: it cannot be the name of a directory and of a file."""
-    if not name or "/" in name or name in (".", ".."):
-        raise ConfigError(f"--name {name!r}: it names a directory and a file, without /")
-
-
-def check_options(options: PipelineOptions) -> PipelineOptions:
-    """Return the options with absolute paths. Raises ConfigError: what cannot work, before
-    anything is done."""
-    if options.method not in METHODS:
-        raise ConfigError(f"--method {options.method}: expected one of {', '.join(METHODS)}")
-    if not options.traces:
-        raise ConfigError(
-            "--traces is missing: a recorder's directory, a file of traces, or logs of agents"
-        )
-    if options.epochs < 1 or options.most_problems < 1:
-        raise ConfigError("--epochs and --problems: at least 1")
-    check_name(options.name)
-    deploy = options.deploy
-    if deploy is not None and not deploy.removeprefix(OLLAMA):
-        raise ConfigError("--deploy: expected ollama:NAME or a directory")
-    if deploy is not None and not deploy.startswith(OLLAMA):
-        place = Path(deploy).expanduser().absolute()
-        _check_place(place, options.name)
-        deploy = str(place)
-    traces = tuple(path.expanduser().absolute() for path in options.traces)
-    if missing := [path for path in traces if not path.exists()]:
-        raise ConfigError(f"--traces {missing[0]} does not exist")
-    return replace(options, traces=traces, deploy=deploy)
-
-
-def _check_place(place: Path, name: str) -> None:
-    """Raises ConfigError: something else is there that a deployment would replace."""
-    if not place.exists():
-        return
-    try:
-        file = str(json.loads((place / REPORT_FILE).read_text(encoding="utf-8"))["file"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"--deploy {place} exists and is no exported model: choose another directory"
-        ) from None
-    if not file.startswith(f"{name}-"):
-        raise ConfigError(
-            f"--deploy {place} holds another model, {file}: choose another directory, or remove it"
-        )
 
 
 def _values_of(settings: Sequence[str]) -> list[str]:
