@@ -23,6 +23,7 @@ from mlx_parallm.models.formats import directory_of
 from mlx_parallm.systems.pipeline import CPU_ONLY, LearnedReward, TrainingPipeline, detect_hardware
 from mlx_parallm.systems.pipeline.options import PipelineOptions, check_options
 from mlx_parallm.systems.pipeline.pipeline import REPORT_FILE, RESULTS_FILE
+from mlx_parallm.systems.pipeline.references import AGREEMENT
 from mlx_parallm.systems.pipeline.stages import Stages
 from mlx_parallm.systems.pipeline.work import STATE_FILE, StageFailedError, WorkDirectory
 from mlx_parallm.systems.traces.reading import read_traces, write_lines
@@ -319,7 +320,13 @@ def test_without_a_reward_function_grpo_learns_one_from_the_labels(place: Path) 
         config = stages._config_of(stages._settings())
     [environment] = config.environments
     learned = LearnedReward.load(environment.reward_options["learned"]["path"])
-    assert environment.rewards == ("builtin:learned",)
+    assert environment.rewards == ("builtin:learned", AGREEMENT)
+    assert environment.reward_weights == (1.0, 2.0)
+    problems = (work.directory("dataset") / "problems" / "test.jsonl").read_text().splitlines()
+    for row in map(json.loads, problems):
+        assert row["references"] == [row["prompt"][0]["content"].removeprefix("Reverse: ")[::-1]]
+    good = (work.directory("dataset") / "rows" / "good.jsonl").read_text().splitlines()
+    assert len(good) == learned.positive
     assert learned.positive == learned.negative < 120  # none of the prompts that are held out
     assert environment.group_size * 16 == config.rl_training.atropos.rollout_batch_size
 
