@@ -76,7 +76,7 @@ class ToolsConfig(Section):
     functions: tuple[str, ...] = ()
     """Functions of Python with annotations and a docstring: ["python:file.py:name"]."""
     recorded: str | None = None
-    """File of recorded calls (`execution/recorded_tools.py`; the pipeline writes one from traces):
+    """File of recorded calls (`execution/tool_results.py`; the pipeline writes one from traces):
     an equal call gets the recorded answer again, where no function or server has a tool of that
     name."""
     function_timeout_s: float = Field(tool_client.FUNCTION_TIMEOUT_S, gt=0)

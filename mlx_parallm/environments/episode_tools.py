@@ -17,7 +17,6 @@ from typing import Any, Literal, Self
 
 from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.recorded_tools import RecordedTools
 from mlx_parallm.execution.tool_calls import (
     Format,
     MalformedCall,
@@ -26,7 +25,7 @@ from mlx_parallm.execution.tool_calls import (
     how_to_call,
 )
 from mlx_parallm.execution.tool_client import ToolClient
-from mlx_parallm.execution.tool_results import ToolResult, no_such_tool
+from mlx_parallm.execution.tool_results import RecordedTools, ToolResult, no_such_tool
 from mlx_parallm.execution.user_code import did_you_mean, load_function
 
 MOST_CALLS = 16  # of one turn; a model may repeat itself

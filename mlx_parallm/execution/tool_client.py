@@ -27,9 +27,15 @@ from typing import Any, Self
 
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ToolFailedError
 from mlx_parallm.execution.mcp_connection import STOP_TIMEOUT_S, MCPConnection, MCPServer
-from mlx_parallm.execution.recorded_tools import RecordedTools
 from mlx_parallm.execution.tool_calls import tool_definition
-from mlx_parallm.execution.tool_results import FAILURES, ToolResult, as_json, bounded, no_such_tool
+from mlx_parallm.execution.tool_results import (
+    FAILURES,
+    RecordedTools,
+    ToolResult,
+    as_json,
+    bounded,
+    no_such_tool,
+)
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.loop_thread import LoopThread
 

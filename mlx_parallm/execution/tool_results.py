@@ -1,9 +1,13 @@
-"""ToolResult: what a call of a tool gave, and the bounds of what is kept of it."""
+"""ToolResult: what a call of a tool gave, and the bounds of what is kept of it. RecordedTools: what
+calls gave at another time."""
 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
+
+from mlx_parallm.errors import ConfigError
 
 Failure = Literal["unknown_tool", "arguments", "tool", "timeout", "server", "too_large"]
 FAILURES: tuple[Failure, ...] = get_args(Failure)
@@ -68,3 +72,41 @@ def as_json(value: Any) -> str:
     """Return JSON text; what JSON does not have is its `str`. Raises TypeError, ValueError: keys
     that are no text."""
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+class RecordedTools:
+    """Tools whose answers were recorded, in a file. An equal call gets the recorded answer, of
+    two the later one's; no other is made.
+
+    {"definitions": [{"name", "description", "parameters"}],
+     "calls": [{"name", "arguments", "text", "error"?}]}
+    """
+
+    def __init__(
+        self, definitions: Iterable[dict[str, Any]], calls: Iterable[dict[str, Any]]
+    ) -> None:
+        self.definitions = {definition["name"]: definition for definition in definitions}
+        self._answers = {_key(call["name"], call["arguments"]): call for call in calls}
+
+    @classmethod
+    def read(cls, path: str | Path) -> "RecordedTools":
+        """Raises ConfigError: the file cannot be read, or is of another form."""
+        try:
+            data = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+            return cls(data["definitions"], data["calls"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"tools.recorded: {path} holds no recorded tools: {type(error).__name__}: {error}"
+            ) from error
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Return the recorded answer. A call that nobody recorded is a failure that says so."""
+        call = self._answers.get(_key(name, arguments))
+        if call is None:
+            words = f"{name}: no answer to these arguments was recorded"
+            return ToolResult(words, error="arguments")
+        return ToolResult(call["text"], error="tool" if call.get("error") else None)
+
+
+def _key(name: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
+    return name, json.dumps(arguments, sort_keys=True, default=str)

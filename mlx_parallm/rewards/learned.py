@@ -130,8 +130,8 @@ class LearnedReward(BaseModel):
         """0 to 1."""
         standard = np.clip(self._standard(trajectory), self.low, self.high)
         present = set(_phrases(trajectory.text))
-        found = [phrase in present for phrase in self.phrases]
-        return _sigmoid(float(np.concatenate([standard, found]) @ self.weights) + self.bias)
+        has_phrase = [phrase in present for phrase in self.phrases]
+        return _sigmoid(float(np.concatenate([standard, has_phrase]) @ self.weights) + self.bias)
 
     def is_known(self, trajectory: Trajectory) -> bool:
         """Whether an episode is like those that the reward was fitted on: half of its answer's

@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.recorded_tools import RecordedTools
 from mlx_parallm.execution.tool_client import MCPServer, ToolClient, ToolResult
-from mlx_parallm.execution.tool_results import LARGEST_RESULT, LONGEST_RESULT
+from mlx_parallm.execution.tool_results import LARGEST_RESULT, LONGEST_RESULT, RecordedTools
 from scripts.server_process import free_port
 
 pytest.importorskip("mcp")

@@ -183,7 +183,10 @@ class Evaluation:
     def examined(self, examiners: Sequence[str]) -> dict[str, Any]:
         """Return what else is to be known of answers that were scored by the reward that trained
         the policy (`examiner.py`): the reward's names, the one answer of nearly all prompts, and
-        the agreement of each greedy answer with its row's answer, by the problem's key."""
+        the agreement of each greedy answer with its row's answer, by the problem's key. {} where
+        it is a rule: `examiners` is empty."""
+        if not examiners:
+            return {}
         greedy = [
             (p, p.greedy.text.rpartition(f"{BETWEEN[-1]}\n")[2])
             for p in self.problems

@@ -330,7 +330,11 @@ class Evaluations:
             "score": overall_score(evaluations),
             "environments": {
                 evaluation.environment: evaluation.to_json()
-                | (evaluation.examined(own) if (own := self._own[evaluation.environment]) else {})
+                | (
+                    evaluation.examined(names)
+                    if (names := self._own[evaluation.environment])
+                    else {}
+                )
                 for evaluation in evaluations
             },
         }

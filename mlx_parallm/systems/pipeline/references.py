@@ -28,7 +28,7 @@ References = list[str | Json]
 def references_of_prompts(traces: Iterable[Trace], good_from: float) -> dict[str, References]:
     """Return the good final answers to each prompt, by `prompt_key`: texts; where a good run ends
     without one, its calls. Prompts without a good run are left out."""
-    found: defaultdict[str, References] = defaultdict(list)
+    references: defaultdict[str, References] = defaultdict(list)
     for trace in traces:
         score = score_of(trace)
         if score is None or score < good_from or not is_usable(trace):
@@ -37,9 +37,9 @@ def references_of_prompts(traces: Iterable[Trace], good_from: float) -> dict[str
         reference: str | Json = view.final_response.strip() or {
             CALLS: [[call.tool_name, call.arguments] for call in view.tool_calls]
         }
-        if reference not in found[prompt_key(trace)]:
-            found[prompt_key(trace)].append(reference)
-    return dict(found)
+        if reference not in references[prompt_key(trace)]:
+            references[prompt_key(trace)].append(reference)
+    return dict(references)
 
 
 def recorded_calls(traces: Iterable[Trace]) -> Json | None:

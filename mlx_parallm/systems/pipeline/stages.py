@@ -323,7 +323,7 @@ class Stages:
 
     @property
     def _examiners(self) -> tuple[str, ...]:
-        """What scores held-out answers: the rewards, and the traces' good answers."""
+        """The names of what scores held-out answers: the rewards, and the traces' good answers."""
         return tuple(dict.fromkeys((*self._rewards, AGREEMENT)))
 
     @property
@@ -434,8 +434,8 @@ class Stages:
             return None
         text = dataset_toml(self.options.base_model, str(rows), (), "sft")
         # those of the model; the others are meant for the training on rewards
-        own = [each for each in self.options.settings if each.startswith(("model.", LORA))]
-        plain = load(None, own, text=text)
+        kept = [each for each in self.options.settings if each.startswith(("model.", LORA))]
+        plain = load(None, kept, text=text)
         if not plain.rl_training.lora.enabled:
             return None
         steps = self.options.epochs * math.ceil(count_lines(rows) / plain.rl_training.batch_size)
@@ -449,7 +449,7 @@ class Stages:
             **self.hardware.settings(plain.data.max_length),
         }
         write_atomically(directory / "warm.toml", text.encode())
-        settings = [f"{key}={_toml(value)}" for key, value in values.items()] + own
+        settings = [f"{key}={_toml(value)}" for key, value in values.items()] + kept
         return ["train", "--config", directory / "warm.toml", *_set(settings), "--resume", "auto"]
 
     def _dry_run(self, directory: Path) -> Json:

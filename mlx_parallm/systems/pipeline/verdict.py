@@ -212,17 +212,17 @@ def _blind(answers: Sequence[HeldOutAnswer]) -> str | None:
     texts = [(answer, references) for answer, references in texts if references]
     if len({tuple(references) for _, references in texts}) < 2:
         return None
-    own, others = [], []
+    same, others = [], []
     for place, (answer, references) in enumerate(texts):
         rest = [wanted for n, (_, wanted) in enumerate(texts) if n != place][:OTHERS]
-        own.append(agrees(answer, [*references]))
+        same.append(agrees(answer, [*references]))
         others.append(_mean([agrees(answer, [*wanted]) for wanted in rest]))
-    change = difference(others, own)
+    change = difference(others, same)
     if change.mean >= LEAST_OWN and change.significant:
         return None
     return (
         f"the answers agree with the good answers to other prompts ({_mean(others):.2f}) about as"
-        f" well as with those to their own ({_mean(own):.2f})"
+        f" well as with those to their own ({_mean(same):.2f})"
     )
 
 
