@@ -3,7 +3,7 @@
     python -m scripts.bench.own_agents [AGENT ...] [--work DIR]
 
 letters   no tools: the last letter of a word, three times (the base never answers so)
-shop      a tool: the price of a thing in a shop is what the tool says
+boxes     a tool: what is in a box is what the tool says
 dice      nothing can be learned: good and bad answers are thrown
 
 Each has its labelled traces, no reward is named, method grpo. The exported policy is asked questions
@@ -33,8 +33,9 @@ from mlx_parallm.systems.traces.schema import Trace, new_trace
 
 ALPHABET = "abcdefghijklmnop"
 PROMPTS = 129
-THINGS = ("tea", "milk", "rice", "salt", "oats", "corn")
-ASKED = ("Price of {} in shop {}?", "Shop {1} sells {0}: price?", "{} at shop {}, price?")
+COLOURS = ("red", "blue", "green", "pink", "grey", "black", "white", "brown", "gold", "plum")
+ASKED = ("Box {}?", "Open box {}.", "In box {}?", "Look: {}", "{} please", "What is in {}?")
+NAMES = ("Ann", "Bob", "Cid", "Dora", "Eve")
 Json = dict[str, Any]
 
 
@@ -54,42 +55,35 @@ class Agent:
         """Its traces are of the first PROMPTS; the others are asked outside."""
         if not self.tools:
             return words(PROMPTS + 100, seed=1)
-        kinds = [(form, thing, n) for form in ASKED for thing in THINGS for n in range(1, 10)]
+        kinds = [f"{who}: {form.format(n)}" for who in NAMES for form in ASKED for n in range(10)]
         random.Random(1).shuffle(kinds)
-        return [form.format(thing, n) for form, thing, n in kinds]
+        return kinds
 
 
-def price(thing: str, shop: int) -> str:
-    """Price of a thing in a shop."""
-    return str(10 + (sum(map(ord, thing)) * 31 + shop * 17) % 90)
+def box(n: int) -> str:
+    """Look."""
+    return COLOURS[n * 7 % 10]
 
 
-PRICE = tool_definition(price)
+BOX = tool_definition(box)
 
 
-def price_of(question: str) -> str:
-    return price(*bought(question))
-
-
-def bought(question: str) -> tuple[str, int]:
-    thing = next(thing for thing in THINGS if thing in question)
-    return thing, int(re.findall(r"\d", question)[0])
+def number_in(question: str) -> int:
+    return int(re.findall(r"\d", question)[0])
 
 
 def answer(text: str) -> list[Json]:
     return [{"role": "assistant", "content": text}]
 
 
-def asked(question: str, rng: random.Random) -> list[Json]:
-    thing, shop = bought(question)
-    arguments = json.dumps({"thing": thing, "shop": shop})
-    calls = [
-        {"id": "c0", "type": "function", "function": {"name": "price", "arguments": arguments}}
-    ]
+def looked(question: str, rng: random.Random) -> list[Json]:
+    n = number_in(question)
+    call = {"name": "box", "arguments": json.dumps({"n": n})}
+    calls = [{"id": "c0", "type": "function", "function": call}]
     return [
         {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "c0", "content": price(thing, shop)},
-        *answer(price(thing, shop)),
+        {"role": "tool", "tool_call_id": "c0", "content": box(n)},
+        *answer(box(n)),
     ]
 
 
@@ -111,12 +105,12 @@ AGENTS = (
         lambda word: word[-1] * 3,
     ),
     Agent(
-        "shop",
+        "boxes",
         lambda question: question,
-        asked,
-        lambda thing, rng: answer(str(rng.randint(10, 99))),
-        price_of,
-        tools=(PRICE,),
+        looked,
+        lambda question, rng: answer(rng.choice(COLOURS[1:])[::-1]),
+        lambda question: box(number_in(question)),
+        tools=(BOX,),
     ),
     Agent(
         "dice",
@@ -165,7 +159,7 @@ def outside(agent: Agent, adapter: Path | None, place: Path) -> float:
         'model.base_path="builtin:tiny"',
         f"evaluation.problems={len(rows)}",
         *([] if adapter is None else [f'model.lora_path="{adapter}"']),
-        *([f'tools.functions=["python:{__file__}:price"]'] if agent.tools else []),
+        *([f'tools.functions=["python:{__file__}:box"]'] if agent.tools else []),
     ]
     lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in entry_values.items())
     config = load(None, settings, text=f"[[evaluation.environments]]\n{lines}max_tokens = 128\n")
