@@ -207,15 +207,14 @@ class EpisodePolicy:
     ) -> tuple[Prompt, dict[str, Any], dict[str, Any]]:
         if isinstance(prompt, str):  # no chat template: they are part of the text
             return with_instructions(prompt, tools.definitions, tools.how_to_call), {}, {}
+        overrides = {"skip_special_tokens": False}  # the markers of a call may be special tokens
         if tools.formats == "auto" and not self.tokenizer.template_takes_tools:  # as rows are
-            shown = {"tools": openai_tools(tools.definitions)}
-            return _snapshot(prompt), {"skip_special_tokens": False}, shown
+            return _snapshot(prompt), overrides, {"tools": openai_tools(tools.definitions)}
         chat, template_tools = prompt_with_tools(
             prompt, tools.definitions, self.tokenizer, tools.formats
         )
         options = {} if template_tools is None else {"tools": template_tools, "teach_tools": False}
-        # the markers of a call may be special tokens
-        return _snapshot(chat), {"skip_special_tokens": False}, options
+        return _snapshot(chat), overrides, options
 
     def tool_calls(self, completion: Completion, tools: EpisodeTools) -> ParsedCalls:
         model_format = own_format(self.tokenizer)

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.systems.pipeline import (
     BaseReward,
     CodeExecutionReward,
@@ -155,6 +157,39 @@ def test_rows_by_builder_and_from_files(tmp_path: Path) -> None:
         assert len(found.build("sft", test_fraction=0.0, near_duplicates=1.0).train) == 8
 
 
+def test_the_rows_of_groups_train_without_rewards(tmp_path: Path) -> None:
+    """The good answer of each group becomes likelier beside the bad one; a group of equal rewards
+    and a completion without a score count nowhere."""
+    builder = GRPODatasetBuilder(test_fraction=0.0, near_duplicates=1.0)
+    rows = builder.build_dataset(traces()).train
+    rows[0]["rewards"][0] = None
+    rows.append({**rows[1], "rewards": [0.5, 0.5]})
+    arguments = {"learning_rate": 1e-3, "num_train_epochs": 3}
+    trainer = RLTrainer(TrainingConfig("builtin:tiny", lora={"r": 4}, arguments=arguments))
+    result = trainer.train(rows)
+    assert result.global_step == 3 and result.metrics["groups"] == 7
+    assert result.metrics["groups_without_variance"] == 2
+    trainer.save_model(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 4
+    good, bad = (
+        _likelihood(tmp_path / "adapter", rows[2]["prompt"], rows[2]["completions"][n])
+        - _likelihood(None, rows[2]["prompt"], rows[2]["completions"][n])
+        for n in ((0, 1) if rows[2]["rewards"][0] else (1, 0))
+    )
+    assert good > bad
+    with pytest.raises(ConfigError, match="a scored group has prompt, completions and rewards"):
+        trainer.train([{"prompt": "x"}])
+    with pytest.raises(ConfigError, match="1 logprobs for"):
+        trainer.train([{**rows[1], "logprobs": [[-1.0], [-1.0]]}])
+
+
+def _likelihood(adapter: Path | None, prompt: Any, completion: Any) -> float:
+    lora = {} if adapter is None else {"adapter_path": str(adapter)}
+    with InferenceModule("builtin:tiny", **lora) as model:
+        [logprobs] = model.get_logprobs([prompt], [completion[0]["content"]])
+    return float(sum(logprobs))
+
+
 @pytest.mark.slow
 def test_the_trainer_of_rows(tmp_path: Path) -> None:
     """KTO for one step on rows that the builder made; the adapter is where PEFT looks for it."""
@@ -177,8 +212,8 @@ def test_the_trainer_of_rows(tmp_path: Path) -> None:
 def test_the_trainer_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected one of grpo, kto, dpo, sft"):
         RLTrainer(TrainingConfig("builtin:tiny", "ppo"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="rewards are for"):
-        RLTrainer(TrainingConfig("builtin:tiny", "grpo"))
+    with pytest.raises(ConfigError, match="is no argument of a training on scored groups"):
+        RLTrainer(TrainingConfig("builtin:tiny", arguments={"beta": 1})).train([])
     with pytest.raises(ConfigError, match="rewards are for"):
         RLTrainer(TrainingConfig("builtin:tiny", "kto"), ["builtin:length"])
     with pytest.raises(RuntimeError, match=r"train\(rows\)"):

@@ -309,8 +309,8 @@ def matches(answer: str, expected: Any, tolerance: float) -> bool:
     if len(text) == 1 and text.isalpha():
         return _is_letter(answer, text)
     if re.search(r"[^\w\s.,;:!?'\"-]", text):  # "C++" is not "C"
-        literal = r"\s+".join(map(re.escape, text.split()))
-        return re.search(rf"(?<!\w){literal}(?!\w)", answer, re.IGNORECASE) is not None
+        wanted_text, spaced = " ".join(text.split()), " ".join(answer.split())
+        return bool(re.search(rf"(?<!\w){re.escape(wanted_text)}(?!\w)", spaced, re.IGNORECASE))
     words, wanted_words = _words(answer), _words(text)
     if len(wanted_words) == 1 and wanted_words[0] in ARTICLES:
         return words == wanted_words

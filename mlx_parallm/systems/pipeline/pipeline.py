@@ -35,6 +35,7 @@ from mlx_parallm.faces.trl.trainers import (
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.terminal import Console, escaped
 from mlx_parallm.systems.pipeline.hardware import AUTO_DETECT, Profile, detect_hardware
+from mlx_parallm.systems.pipeline.offline_groups import OfflineGroupTrainer
 from mlx_parallm.systems.pipeline.options import (
     OLLAMA,
     PipelineOptions,
@@ -160,7 +161,9 @@ class RLTrainer:
     """Train on rows: `train(rows)`, then `save_model(directory)`.
 
     Args:
-        rewards: GRPO's reward functions.
+        rewards: GRPO's reward functions. Without them GRPO learns from rows that are scored
+        already,
+            those of `GRPODatasetBuilder` (`offline_groups.OfflineGroupTrainer`).
 
     Raises ConfigError: a method that there is not, rewards for one without, or what the trainer
     refuses.
@@ -171,18 +174,22 @@ class RLTrainer:
             raise ConfigError(
                 f"method = {config.method!r}: expected one of {', '.join(get_args(RowsMethod))}"
             )
-        if bool(rewards) != (config.method == "grpo"):
-            raise ConfigError('RLTrainer: rewards are for method = "grpo", which needs some')
+        if rewards and config.method != "grpo":
+            raise ConfigError('RLTrainer: rewards are for method = "grpo"')
         self.config, self._rewards = config, list(rewards)
-        self.trainer: TRLTrainer | None = None
+        self.trainer: TRLTrainer | OfflineGroupTrainer | None = None
 
     def train(self, rows: Any, eval_rows: Any = None) -> TrainOutput:
         """Train on rows (a list, a file, a `datasets.Dataset`). Raises what the trainer of the
         method raises."""
         config, kind = self.config, TRAINERS[self.config.method]
+        if config.method == "grpo" and not self._rewards:
+            offline = OfflineGroupTrainer(config.base_model, config.lora, config.arguments)
+            self.trainer = offline
+            return offline.train(rows)
         args = kind.config_class(output_dir=str(config.output_dir), **config.arguments)
         rewards = {"reward_funcs": self._rewards} if self._rewards else {}
-        self.trainer = kind(
+        self.trainer = trainer = kind(
             config.base_model,
             args=args,
             train_dataset=rows,
@@ -190,7 +197,7 @@ class RLTrainer:
             peft_config=config.lora,
             **rewards,
         )
-        return self.trainer.train()
+        return trainer.train()
 
     def save_model(self, directory: str | Path) -> None:
         """Write the adapter, or the model, where PEFT and transformers expect it."""
