@@ -109,11 +109,11 @@ class OfflineGroupTrainer:
         if not {"prompt", "completions", "rewards"} <= set(row):
             raise ConfigError(f"{where}: a scored group has prompt, completions and rewards")
         answers, rewards = row["completions"], row["rewards"]
-        given = row.get("logprobs") or [None] * len(answers)
-        if not len(answers) == len(rewards) == len(given):
+        of_sampler = row.get("logprobs") or [None] * len(answers)
+        if not len(answers) == len(rewards) == len(of_sampler):
             raise ConfigError(
                 f"{where}: {len(answers)} completions, {len(rewards)} rewards and"
-                f" {len(given)} logprobs: one for each"
+                f" {len(of_sampler)} logprobs: one for each"
             )
         assert self._module is not None
         tokenizer = load_tokenizer(self._module.loaded.path, ModelConfig(base_path=self._base))
@@ -121,7 +121,7 @@ class OfflineGroupTrainer:
         example = Example(where, row["prompt"], tuple(answers), where, tools=tools)
         data = DataConfig(path="rows", max_length=self._arguments["max_length"], too_long="skip")
         for unit in encode_all([example], tokenizer, data, {}, form="whole"):
-            parts = zip(unit.sequences, rewards, given, strict=True)
+            parts = zip(unit.sequences, rewards, of_sampler, strict=True)
             rollouts = [
                 _scored(encoded.rollout(), reward, logprobs, where)
                 for encoded, reward, logprobs in parts
