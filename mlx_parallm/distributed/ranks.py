@@ -137,7 +137,11 @@ def _nothing_else_runs() -> Iterator[None]:
     """Let signals, and a limit of JOIN_S, end the process while MLX connects. MLX holds Python's
     lock until all ranks are there, so no signal handler would run, and no other thread could end
     the wait for a rank that never comes. Main thread only."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SHUTDOWN_SIGNALS}
+    handlers = {
+        number: signal.signal(number, signal.SIG_DFL)
+        for number in SHUTDOWN_SIGNALS
+        if signal.getsignal(number) != signal.SIG_IGN  # under nohup
+    }
     blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
     with Path(os.devnull).open("w") as nowhere:
         faulthandler.dump_traceback_later(JOIN_S, exit=True, file=nowhere)
