@@ -25,8 +25,16 @@ from mlx_parallm.execution.tool_calls import (
     how_to_call,
 )
 from mlx_parallm.execution.tool_client import ToolClient
-from mlx_parallm.execution.tool_results import RecordedTools, ToolResult, no_such_tool
+from mlx_parallm.execution.tool_results import (
+    UNANSWERED,
+    RecordedTools,
+    ToolResult,
+    no_such_tool,
+)
 from mlx_parallm.execution.user_code import did_you_mean, load_function
+from mlx_parallm.system.log import get_logger
+
+log = get_logger("environments")
 
 MOST_CALLS = 16  # of one turn; a model may repeat itself
 
@@ -48,6 +56,7 @@ class EpisodeTools:
     formats: Literal["auto"] | Sequence[Format] = "auto"
     max_rounds: int = ToolsConfig.model_fields["max_rounds"].default
     _counted: dict[str, float] = field(default_factory=dict)
+    _warned: set[str] = field(default_factory=set)  # of which tools the log has said so
 
     @classmethod
     def of(cls, client: ToolClient, **options: Any) -> Self:
@@ -98,6 +107,13 @@ class EpisodeTools:
         names = [definition["name"] for definition in self.definitions]
         if call.name in names:
             result = await self.client.acall(call.name, call.arguments)
+            if result.error in UNANSWERED and call.name not in self._warned:
+                self._warned.add(call.name)
+                log.warning(
+                    "a tool gave no answer: episodes with such a call are not scored",
+                    tool=call.name,
+                    reason=result.text[:300],
+                )
         else:
             result = no_such_tool(call.name, names)
         return _note(call.name, dict(call.arguments), result, error=result.error)

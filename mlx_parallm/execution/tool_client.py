@@ -30,6 +30,7 @@ from mlx_parallm.execution.mcp_connection import STOP_TIMEOUT_S, MCPConnection, 
 from mlx_parallm.execution.tool_calls import tool_definition
 from mlx_parallm.execution.tool_results import (
     FAILURES,
+    UNANSWERED,
     RecordedTools,
     ToolResult,
     as_json,
@@ -46,7 +47,6 @@ log = get_logger("tools")
 FUNCTION_TIMEOUT_S = 30.0
 MOST_LEFT_BEHIND = 64  # calls of functions that did not return in time and still run
 CACHED_CHARACTERS = 32_000_000
-UNANSWERED = ("timeout", "server")
 
 
 class ToolClient:

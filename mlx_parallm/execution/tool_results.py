@@ -11,6 +11,7 @@ from mlx_parallm.errors import ConfigError
 
 Failure = Literal["unknown_tool", "arguments", "tool", "timeout", "server", "too_large"]
 FAILURES: tuple[Failure, ...] = get_args(Failure)
+UNANSWERED: tuple[Failure, ...] = ("timeout", "server")  # of whoever serves the tool
 LONGEST_RESULT = 65_536  # characters of a text that the policy reads; the rest is cut
 # characters of a text, or of a structured result as JSON; a larger one is a failure
 LARGEST_RESULT = 1_000_000

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.execution.tool_results import UNANSWERED
 from mlx_parallm.types import MAX_REWARD, UNSCORED, Rollout, Trajectory, has_score
 
 Scores = Sequence[Mapping[str, Any]]
@@ -23,6 +24,7 @@ GroupReward = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]
 
 TURN_REWARDS = "turn_rewards"
 EXTRA = "extra"
+LEFT_OUT = "left_out"
 
 
 async def score_group(
@@ -40,7 +42,8 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
     The rewards that the environment reported for single turns are added to "reward". Where one
     rollout has rewards of its turns, all of them get them: 0 for turns that nobody scored. A
     "reward" of None or NaN, or a score `UNSCORED`, marks a trajectory that nothing scored: it
-    counts nowhere.
+    counts nowhere. So does one with a call of a tool that got no answer: the column "left_out" of
+    its "extra" says which.
 
     Raises RolloutRejectedError: the number of scores is not that of trajectories, there is no
     "reward", a score is beyond ±MAX_REWARD, or "turn_rewards" are not one for each turn.
@@ -56,7 +59,7 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
             )
         if "reward" not in scores:
             raise RolloutRejectedError(f'the scores {dict(scores)} have no "reward"')
-    scores_G = list(map(_marked, scores_G))
+    scores_G = list(map(_marked, trajectories, scores_G))
     for scores in scores_G:
         numbers = list(_numbers(scores).items())
         turns = [(TURN_REWARDS, value) for value in scores.get(TURN_REWARDS, ())]
@@ -72,14 +75,25 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
     return tuple(_scored(trajectory.rollout, scores, by_turn) for trajectory, scores in pairs)
 
 
-def _marked(scores: Mapping[str, Any]) -> Mapping[str, Any]:
+def _marked(trajectory: Trajectory, scores: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the scores; where "reward" is None or NaN, or nothing scored the trajectory, as those
     of one without a score."""
-    reward = scores["reward"]
-    if UNSCORED not in scores and has_score(reward):
+    reward, reason = scores["reward"], unanswered_call(trajectory)
+    if UNSCORED not in scores and has_score(reward) and reason is None:
         return scores
     kept = {name: value for name, value in scores.items() if name != TURN_REWARDS}
+    if reason is not None:
+        kept[EXTRA] = {**_columns(scores), LEFT_OUT: reason}
     return {**kept, "reward": reward if has_score(reward) else 0.0, UNSCORED: 1.0}
+
+
+def unanswered_call(trajectory: Trajectory) -> str | None:
+    """Return the words of the first call of the episode to which its tool, or the tool's server,
+    gave no answer; None: all were answered. What the policy did then was nobody's choice."""
+    for call in trajectory.metadata.get("tool_calls") or ():
+        if isinstance(call, Mapping) and call.get("error") in UNANSWERED:
+            return f"{call.get('name')}: {str(call.get('text'))[:200]}"
+    return None
 
 
 def _columns(scores: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -150,6 +150,33 @@ async def test_every_kind_has_tools_by_one_place(tokenizer, tools, rows, kind):
     assert opening.params.n == 2 and len(others) == 2  # one prefill for the group, then a turn each
 
 
+async def test_an_episode_whose_tool_gave_no_answer_is_not_scored(tokenizer, rows):
+    """The tool stalled, the policy did nothing wrong; an error that the tool reports is scored."""
+    released = threading.Event()
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        if a == 0:
+            raise ValueError("no zero")
+        released.wait(60)
+        return a + b
+
+    def answer(request, number):
+        text = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        if text.count("<|im_start|>assistant\n") > 1:
+            return "It is 5."
+        return [ADD, ADD.replace("2", "0"), "It is 5."][number]
+
+    with ToolClient(functions=[add], function_timeout_s=0.05) as client:
+        source = environment("dataset", data=str(rows))
+        scripted = ScriptedClient(tokenizer, answer)
+        result = await played(tokenizer, scripted, source, EpisodeTools.of(client), size=3)
+        released.set()
+    assert [rollout.is_scored for rollout in result.group.rollouts] == [False, True, True]
+    reason = result.group.rollouts[0].extra["left_out"]
+    assert reason == "add: add: no answer within 0.05 s"
+
+
 @pytest.mark.parametrize("kind", [Talks, TalksItself])
 async def test_an_environment_goes_on_from_what_really_went_before(tokenizer, tools, kind):
     """It knows of question and answer; the second prompt continues the tokens of the calls
