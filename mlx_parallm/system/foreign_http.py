@@ -62,17 +62,26 @@ class Unpacked:
     Args:
         encoding: the header Content-Encoding; `media_type`: Content-Type, which says whether events
             are counted alone, or the whole; `announced`: Content-Length.
+        what: its name in errors.
 
     Raises BeyondBoundsError: packed in a way that nobody asked for, or announced too large.
     """
 
-    def __init__(self, encoding: str, media_type: str, announced: str, bounds: Bounds) -> None:
+    def __init__(
+        self,
+        encoding: str,
+        media_type: str,
+        announced: str,
+        bounds: Bounds,
+        what: str = "the answer",
+    ) -> None:
+        self._what = what
         self._bounds, self._raw, self._size, self._end = bounds, 0, 0, b""
         self._ends = _EVENT_ENDS.get(media_type.partition(";")[0].strip().lower(), ())
         self._encoding = encoding.strip().lower().removeprefix("x-")
         if self._encoding not in ("", "identity", "gzip", "deflate"):
             raise BeyondBoundsError(
-                f"the answer is packed as {encoding[:40]!r}; asked for was: {_ACCEPTED}"
+                f"{self._what} is packed as {encoding[:40]!r}; read here are: {_ACCEPTED}"
             )
         if not self._ends and announced.isdigit() and int(announced[:20]) > bounds.body:
             raise BeyondBoundsError(self._too_large(int(announced[:20])))
@@ -96,7 +105,7 @@ class Unpacked:
             except zlib.error as error:
                 if not (first and self._encoding == "deflate"):
                     raise BeyondBoundsError(
-                        f"the answer is no {self._encoding}: {error}"
+                        f"{self._what} is no {self._encoding}: {error}"
                     ) from error
                 self._unpacker, first = zlib.decompressobj(-15), False  # without zlib's header
                 continue
@@ -121,15 +130,15 @@ class Unpacked:
         if self._size > (self._bounds.event if self._ends else self._bounds.body):
             raise BeyondBoundsError(self._too_large(self._size))
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether what was packed has come to its end."""
+        return self._unpacker is None or self._unpacker.eof
+
     def _too_large(self, size: int) -> str:
-        what, most = (
-            ("an event of the answer", self._bounds.event)
-            if self._ends
-            else (
-                "the answer",
-                self._bounds.body,
-            )
-        )
+        what, most = self._what, self._bounds.body
+        if self._ends:
+            what, most = f"an event of {what}", self._bounds.event
         return f"{what} has {size:,} bytes or more, at most {most:,} are taken"
 
 

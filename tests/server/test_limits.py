@@ -2,8 +2,10 @@
 these got through once."""
 
 import asyncio
+import gzip
 import logging
 import socket
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +27,7 @@ from mlx_parallm.server.connections import (
     connection_limit,
 )
 from mlx_parallm.server.errors import LONGEST_MESSAGE
+from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.server.protocol.openai import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -359,6 +362,33 @@ def test_lists_of_nothing_are_413_before_they_are_made(tiny_tokenizer: Any) -> N
         content = b'{"prompt":[' + b"[]," * MAX_CONTAINERS + b"[]]}"
         answer = http.post("/v1/completions", content=content, headers=JSON)
         assert answer.status_code == 413 and f"more than {MAX_CONTAINERS} lists" in answer.text
+
+
+PROMPT = b'{"prompt": "hi", "max_tokens": 1}'
+
+
+@pytest.mark.parametrize(
+    ("encoding", "content", "status", "words"),
+    [
+        ("gzip", gzip.compress(PROMPT), 200, "choices"),
+        ("x-gzip", gzip.compress(PROMPT[:9]) + gzip.compress(PROMPT[9:]), 200, "choices"),
+        ("deflate", zlib.compress(PROMPT), 200, "choices"),
+        ("deflate", zlib.compress(PROMPT)[2:-4], 200, "choices"),
+        ("identity", PROMPT, 200, "choices"),
+        ("zstd", PROMPT, 415, "packed as 'zstd'; read here are: gzip, deflate"),
+        ("gzip, gzip", PROMPT, 415, "packed as 'gzip, gzip'"),
+        ("gzip", PROMPT, 400, "the body is no gzip"),
+        ("gzip", gzip.compress(PROMPT)[:-9], 400, "ends within its gzip"),
+        ("gzip", gzip.compress(PROMPT) + b"more", 400, "the body is no gzip"),
+        ("gzip", gzip.compress(bytes(MAX_BODY_BYTES + 1), 1), 413, "at most 33,554,432"),
+    ],
+)
+def test_a_packed_body_is_read_or_refused_by_name(
+    http: httpx.Client, encoding: str, content: bytes, status: int, words: str
+) -> None:
+    headers = JSON | {"Content-Encoding": encoding}
+    answer = http.post("/v1/completions", content=content, headers=headers)
+    assert (answer.status_code, words in answer.text) == (status, True), answer.text
 
 
 # ---------------------------------------------------------------------- texts

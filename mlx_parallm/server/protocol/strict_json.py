@@ -1,6 +1,7 @@
 """Routers that read request bodies as strict JSON: Python's `json` would let NaN and Infinity
 through."""
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
@@ -9,7 +10,9 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.system import foreign_json
+from mlx_parallm.system.foreign_http import BeyondBoundsError, Bounds, Unpacked
 from mlx_parallm.system.foreign_json import TooDeepError, TooManyContainersError, read_json
 
 
@@ -28,9 +31,12 @@ def json_router(tag: str) -> APIRouter:
 
 class StrictJSONRequest(Request):
     async def json(self) -> Any:
-        """The body's value. Raises HTTPException: 400 for what is not UTF-8, not JSON, NaN,
-        Infinity or nested too deeply; 413 for too many lists."""
+        """The body's value, unpacked. Raises HTTPException: 400 for what is not UTF-8, not JSON,
+        NaN, Infinity or nested too deeply; 413 for too many lists; 415 for another packing than
+        gzip and deflate."""
         body = await self.body()
+        if encoding := self.headers.get("content-encoding", ""):
+            body = await asyncio.to_thread(_unpacked, body, encoding)
         check_containers(body)
         try:
             return read_json(body, constant=_refuse_constant)
@@ -42,6 +48,23 @@ class StrictJSONRequest(Request):
             raise HTTPException(400, f"the body is {error}") from error
         except ValueError as error:
             raise HTTPException(400, f"the body is not valid JSON: {error}") from error
+
+
+def _unpacked(body: bytes, encoding: str) -> bytes:
+    """Raises HTTPException: 415 for an encoding that is not read here, 413 for a body that is too
+    large unpacked, 400 for one that is not what it says."""
+    try:
+        unpacker = Unpacked(encoding, "", "", Bounds(body=MAX_BODY_BYTES), "the body")
+    except BeyondBoundsError as error:
+        accepted = {"Accept-Encoding": "gzip, deflate, identity"}
+        raise HTTPException(415, f"Content-Encoding: {error}", accepted) from None
+    try:
+        unpacked = b"".join(unpacker.feed(body))
+    except BeyondBoundsError as error:
+        raise HTTPException(413 if "at most" in str(error) else 400, str(error)) from None
+    if not unpacker.is_complete:
+        raise HTTPException(400, f"the body ends within its {encoding}")
+    return unpacked
 
 
 class StrictJSONRoute(APIRoute):
