@@ -34,7 +34,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from mlx_parallm.engine.json_schema import NO_TEXT, for_grammar
 from mlx_parallm.errors import RequestError
-from mlx_parallm.system.json_schemas import validator
+from mlx_parallm.system.foreign_json import validator
 from mlx_parallm.types import SamplingParams, Structure
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from mlx_parallm.system.json_schemas import fault, validator
+from mlx_parallm.system.foreign_json import fault, validator
 
 _BASE64URL = "[A-Za-z0-9_-]+"
 _DAY = (

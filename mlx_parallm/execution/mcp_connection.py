@@ -19,7 +19,7 @@ from mlx_parallm.errors import ConfigError, ToolFailedError
 from mlx_parallm.execution.mcp_process import TOO_LARGE, server_process
 from mlx_parallm.execution.tool_results import Failure, ToolResult, as_json
 from mlx_parallm.system.foreign_http import Bounds, async_client
-from mlx_parallm.system.json_schemas import fault, validator
+from mlx_parallm.system.foreign_json import fault, validator
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.packages import install
 

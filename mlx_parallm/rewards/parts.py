@@ -32,7 +32,7 @@ from mlx_parallm.rewards.part_tools import (
 )
 from mlx_parallm.rewards.reward_model import reward_model
 from mlx_parallm.rewards.tool_check import tool
-from mlx_parallm.system.json_schemas import validator
+from mlx_parallm.system.foreign_json import validator
 from mlx_parallm.system.patterns import Pattern
 from mlx_parallm.types import Trajectory, has_score
 

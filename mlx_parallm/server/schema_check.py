@@ -22,7 +22,7 @@ from mlx_parallm.engine.json_schema import violation
 from mlx_parallm.errors import InvalidAnswerError, RequestError
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.protocol.answer_parts import AnswerParts
-from mlx_parallm.system.json_schemas import validator
+from mlx_parallm.system.foreign_json import validator
 from mlx_parallm.types import Completion, CompletionDelta, FinishReason, SamplingParams, Structure
 
 HEADER = "X-Unenforced-Schema-Keywords"

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from mlx_parallm.errors import PatternTimeoutError
-from mlx_parallm.system.json_schemas import fault, validator
+from mlx_parallm.system.foreign_json import fault, validator
 from mlx_parallm.system.patterns import MOST_REPEATS, Pattern, PatternError
 
 CASES = int(os.environ.get("PATTERN_CASES", "300"))
