@@ -28,6 +28,7 @@ from mlx_parallm.environments.trajectory import SequenceRecorder, continuation
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.execution.answer_grammar import required_calls
 from mlx_parallm.execution.prompt_images import image_refs
+from mlx_parallm.execution.taught_tools import TAUGHT_FORMAT
 from mlx_parallm.execution.tool_calls import (
     ParsedCalls,
     openai_tools,
@@ -217,9 +218,9 @@ class EpisodePolicy:
         return _snapshot(chat), overrides, options
 
     def tool_calls(self, completion: Completion, tools: EpisodeTools) -> ParsedCalls:
-        model_format = own_format(self.tokenizer)
+        form = own_format(self.tokenizer) or TAUGHT_FORMAT
         return parse_tool_calls(
-            completion.text, tools.definitions, tools.formats, model_format=model_format
+            completion.text, tools.definitions, tools.formats, model_format=form
         )
 
     def after_calls(

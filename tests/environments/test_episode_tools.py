@@ -485,3 +485,13 @@ async def test_a_call_may_end_the_episode(tokenizer, rows):
     assert [turn.response for turn in trajectory.history] == [ADD]
     assert [note["text"] for note in trajectory.metadata["tool_calls"]] == ["5"]
     assert trajectory.metadata["answer_text"] is None
+
+
+async def test_a_call_as_rows_write_it_is_made(tokenizer, tools):
+    """A template without tools is taught `<tool_call>`, and such a call is read."""
+    source = environment("simple_text", options={"prompts": ["What is 2 + 3?"]})
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    client = answering(tokenizer, call, "5")
+    [trajectory] = (await played(tokenizer, client, source, tools)).trajectories
+    assert [made["name"] for made in trajectory.metadata["tool_calls"]] == ["add"]
+    assert "<tool_response>" in trajectory.conversation or trajectory.text == "5"
