@@ -345,6 +345,8 @@ def run(name: str, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> str:
+    from scripts.parity.document import explanation, with_column  # run as `python -m`
+
     rows = {
         name: (trains(row), turns(row), prefixes(row), tokens(row), notes(row))
         for name, row in findings.items()
@@ -362,7 +364,7 @@ def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) ->
         "",
         (
             f"Every architecture of mlx-lm {version('mlx-lm')}, tried by"
-            " `scripts/generate_model_table.py` with MLX"
+            " `python -m scripts.generate_model_table` with MLX"
         ),
         (
             f"{version('mlx')} on the CPU, on a tiny random checkpoint of each; generated, do not"
@@ -377,6 +379,8 @@ def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) ->
         "**trains**",
         "",
         *bullets(0, TRAINS),
+        "",
+        *explanation(),
         "",
         (
             "**turns**: how rows with a common beginning, such as the turns of an episode, are"
@@ -414,7 +418,7 @@ def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) ->
         also = ", ".join(f"`{other}`" for other in others.get(name, []))
         written = [cell.replace("|", "/").replace("\n", " ") for cell in cells]
         lines.append(f"| `{name}` | {also} | {' | '.join(written)} |")
-    return "\n".join(lines) + "\n"
+    return with_column("\n".join(lines) + "\n")
 
 
 TRAINS = {

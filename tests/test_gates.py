@@ -30,6 +30,7 @@ PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
     "engine.prompt_lookup": "plain Python beside the engine, which computes",
+    "cli.model_report": "a report of doctor, beside doctor_report and contracts",
     "models.experts.forcing": "which experts a batch forces is apart from how its blocks are computed",
     "models.published.tokenizer_files": "the tokenizer files of a checkpoint, beside its other files",
     "rl_training.step.states_4bit": "a format of states, beside states_8bit",
@@ -46,6 +47,8 @@ VARIABLE_ATTRIBUTES: dict[
     str, str
 ] = {  # "module:function" with getattr(x, <expression>): neither grep nor mypy can follow it
     "config.leaves:imported": "hooks and commands are imported when they are called",
+    "models.published.mend:text_arguments": "mlx-lm's modules name that class in three ways",
+    "models.published.reader:Published.get": "keys of a configuration class",
     "distributed.ranks:_watched": "socket options that not every system has",
     "environments.state_source:check_environment": "which methods a user's class overrides",
     "environments.textarena.numbers:_Numpy.__getattr__": "a stand-in for a module",

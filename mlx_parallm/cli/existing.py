@@ -512,14 +512,17 @@ def doctor(parser: ArgumentParser) -> Run:
         " to paste into an issue; exit code 1: something does not hold",
     )
     parser.add_argument(
-        "--model", metavar="M", help="with --contracts: directory, hub id or builtin:tiny"
+        "--model",
+        metavar="M",
+        help="directory, hub id or builtin:tiny: what of its config.json is understood; where torch"
+        " is installed, compares it with transformers on a text",
     )
     add_set(parser)
 
     def run(args: Namespace) -> int:
-        if args.contracts != bool(args.model):
-            parser.error("--contracts and --model M go together")
-        if not args.contracts:
+        if args.contracts and not args.model:
+            parser.error("--contracts needs --model M")
+        if not args.model:
             from mlx_parallm.cli import doctor_report
 
             return doctor_report.run()
@@ -529,6 +532,10 @@ def doctor(parser: ArgumentParser) -> Run:
         from mlx_parallm.models.threads import release_streams
 
         atexit.register(release_streams)
+        if not args.contracts:
+            from mlx_parallm.cli import model_report
+
+            return model_report.run(config.model)
         return contracts.run(config)
 
     return run

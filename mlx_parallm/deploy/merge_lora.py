@@ -39,9 +39,9 @@ from mlx_parallm.models.mlx_lm_api import (
     QuantizedSwitchLinear,
     SwitchLinear,
     dequantize_model,
-    load_hf_model,
     save_model,
 )
+from mlx_parallm.models.published.mend import load_hf_model
 from mlx_parallm.models.quantize import quantize_layers
 from mlx_parallm.system.files import write_directory
 

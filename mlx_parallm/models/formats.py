@@ -171,13 +171,15 @@ def check_quantization(
         )
 
 
-def load_fault(directory: Path, config: Mapping[str, Any], error: Exception) -> ModelError:
+def load_fault(
+    directory: Path, config: Mapping[str, Any], error: Exception, hint: str = ""
+) -> ModelError:
     """Return the error of a checkpoint that mlx-lm could not load, by its quantisation if it has
-    one of another program's."""
+    one of another program's; else with `hint`."""
     settings = quantization_of(config, directory)
     method = "mlx" if settings is None else _method(settings, config)
     if method == "mlx":
-        return ModelError(f"{directory} cannot be loaded: {error}")
+        return ModelError(f"{directory} cannot be loaded: {error}{hint}")
     reason = " ".join(str(error).split()) or type(error).__name__
     return ModelError(
         f"{directory} is quantised by {method.upper()}, which mlx-lm does not read for"

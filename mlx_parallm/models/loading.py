@@ -34,10 +34,12 @@ from mlx_parallm.models.hub import download, fetch_config
 from mlx_parallm.models.images.encoder import ImageParts
 from mlx_parallm.models.mlx_lm_api import (
     load_config,
-    load_hf_model,
     tool_parsers,
 )
 from mlx_parallm.models.published.generation_config import end_tokens
+from mlx_parallm.models.published.mend import load_hf_model
+from mlx_parallm.models.published.reader import read_published
+from mlx_parallm.models.published.rope import longest_text
 from mlx_parallm.models.published.tokenizer_files import is_generic, load_wrapper
 from mlx_parallm.models.quantize import load_quantized
 from mlx_parallm.models.recurrent.layers import use_chunks
@@ -45,7 +47,9 @@ from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.files import is_directory, is_file, local_path
 from mlx_parallm.system.heap import give_back_freed_memory
+from mlx_parallm.system.log import get_logger
 
+log = get_logger("model")
 # of a file that model.chat_template names
 TOKENIZER_FILES = ("tokenizer*", "tekken.json", "vocab*", "*.tiktoken", "*.model", "*.bpe*")
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")
@@ -142,9 +146,16 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
         ArithmeticError,
         SystemError,
     ) as error:
-        raise load_fault(path, model_config, error) from error
+        raise load_fault(path, model_config, error, _unusual_keys(path)) from error
     give_back_freed_memory()  # of the weights as they were on disk
     return LoadedModel(model, model_config, path, _context_length(model_config), config.base_path)
+
+
+def _unusual_keys(path: Path) -> str:
+    """Name the keys of config.json with values of their own: one of them is the likely cause."""
+    published = read_published(read_config(path))
+    keys = [] if published is None else published.unusual()
+    return f" (config.json's own values: {', '.join(keys)})" if keys else ""
 
 
 def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
@@ -276,8 +287,7 @@ def _make_ready(model: nn.Module, dtype_name: str) -> None:
     if dtype is not None:
         model.set_dtype(dtype)
         widen_experts(model)
-    # recurrent_gemma of mlx-lm 0.32.2 leaves out nn.Module's constructor
-    if not hasattr(model, "_no_grad"):
+    if not hasattr(model, "_no_grad"):  # as `published/mend.py`, for models that others loaded
         nn.Module.__init__(model)
     model.freeze()
     model.eval()
@@ -294,10 +304,22 @@ def _dtype(name: str) -> mx.Dtype | None:
 
 def _context_length(config: dict[str, Any]) -> int:
     text_config = config.get("text_config", config)
-    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"):
-        if isinstance(text_config.get(key), int):
-            return int(text_config[key])
-    return 4096
+    keys = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
+    lengths = [text_config[key] for key in keys if isinstance(text_config.get(key), int)]
+    published = read_published(config)
+    if not lengths and published is not None:
+        lengths = [value for key in keys if isinstance(value := published.get(key), int)]
+    length = int(lengths[0]) if lengths else 4096
+    longest = longest_text(published) if published is not None else None
+    if longest is not None and longest < length:
+        log.warning(
+            "the context is shorter than the model's: its rope turns longer texts in another way"
+            " from their first token on",
+            context=longest,
+            max_position_embeddings=length,
+        )
+        return longest
+    return length
 
 
 def _local(base_path: str, dtype: str, *, convert: bool = True) -> Path | None:

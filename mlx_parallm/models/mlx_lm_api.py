@@ -1,7 +1,6 @@
 """Every mlx-lm name in use outside model architectures, imported in one place: what to check
 when mlx-lm moves."""
 
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -11,7 +10,7 @@ with file_limit_kept():
     from mlx_lm import tool_parsers
     from mlx_lm.models import lfm2, llama, qwen3_moe, qwen3_vl_moe
     from mlx_lm.models.bailing_hybrid import recurrent_gla as chunked_simple_decay
-    from mlx_lm.models.base import BaseModelArgs
+    from mlx_lm.models.base import BaseModelArgs, create_attention_mask
     from mlx_lm.models.base import scaled_dot_product_attention as mlx_lm_attention
     from mlx_lm.models.cache import (
         ArraysCache,
@@ -36,10 +35,10 @@ with file_limit_kept():
         _get_classes,
         dequantize_model,
         load_config,
-        load_model,
         save_config,
         save_model,
     )
+    from mlx_lm.utils import load_model as load_mlx_lm_model
 
 OWN_ARCHITECTURES = {
     "idefics3": "mlx_parallm.models.images.idefics3",
@@ -51,17 +50,22 @@ OWN_ARCHITECTURES = {
 read all checkpoints."""
 
 
-def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the classes of a model and of its arguments. Raises ValueError: none of that name."""
+TEXT_ALONE = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+"""`model_type` of a text model that is saved alone → of the model that sees, whose module reads
+it."""
+
+
+def mlx_lm_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the classes of a model and of its arguments, as they are. Raises ValueError: none of
+    that name."""
     name = OWN_ARCHITECTURES.get(config["model_type"])
     if name is None:
+        config = config | {"model_type": TEXT_ALONE.get(config["model_type"], config["model_type"])}
         classes: tuple[Any, Any] = _get_classes(config)
         return classes
     module = import_module(name)
     return module.Model, module.ModelArgs
 
-
-load_hf_model = partial(load_model, get_model_classes=model_classes)
 
 __all__ = [
     "MODEL_REMAPPING",
@@ -76,16 +80,17 @@ __all__ = [
     "SwitchMLP",
     "TokenizerWrapper",
     "chunked_simple_decay",
+    "create_attention_mask",
     "dequantize_model",
     "infer_tool_parser",
     "lfm2",
     "llama",
     "load_config",
-    "load_hf_model",
     "load_hf_tokenizer",
+    "load_mlx_lm_model",
     "make_prompt_cache",
     "mlx_lm_attention",
-    "model_classes",
+    "mlx_lm_classes",
     "qwen3_moe",
     "qwen3_vl_moe",
     "save_config",

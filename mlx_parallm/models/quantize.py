@@ -24,7 +24,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.mlx_lm_api import load_hf_model, save_config, save_model
+from mlx_parallm.models.mlx_lm_api import save_config, save_model
+from mlx_parallm.models.published.mend import load_hf_model
 from mlx_parallm.system.files import remove_of_the_dead, write_problem
 from mlx_parallm.system.log import get_logger
 

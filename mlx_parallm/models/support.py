@@ -22,8 +22,11 @@ import numpy as np
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
-from mlx_parallm.models.mlx_lm_api import make_prompt_cache, model_classes
+from mlx_parallm.models.mlx_lm_api import make_prompt_cache
+from mlx_parallm.models.published.mend import model_classes, unheeded_keys
+from mlx_parallm.system.log import get_logger
 
+log = get_logger(__name__)
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 BUILD_ERRORS = (
     ValueError,
@@ -83,6 +86,7 @@ def check_config(config: Mapping[str, Any], *, train: bool) -> None:
     differentiated."""
     if "model_file" in config:
         return  # code of the checkpoint, which is not here yet
+    check_keys(config, train=train)
     model = blueprint(config)
     name = config["model_type"]
     try:
@@ -91,6 +95,20 @@ def check_config(config: Mapping[str, Any], *, train: bool) -> None:
         raise ModelError(f"model_type {name!r}: mlx-lm cannot make its cache: {error!r}") from error
     if train and (reason := layer_without_gradient(model)):
         raise ModelError(f"model_type {name!r} cannot be trained here: {reason}; {ARCHITECTURES}")
+
+
+def check_keys(config: Mapping[str, Any], *, train: bool) -> None:
+    """Raises ModelError (`train`), or warns, where config.json has keys that change what the model
+    computes and that nothing here heeds: it would be another model than the published one."""
+    if not (keys := unheeded_keys(config)):
+        return
+    words = ", ".join(f"{key} = {value!r}" for key, value in keys.items())
+    if train:
+        raise ModelError(
+            f"config.json has {words}, which mlx-lm {version('mlx-lm')} does not compute for"
+            f" {config['model_type']!r}: it would train another model than the published one"
+        )
+    log.warning("config.json is not followed: another model than the published one", keys=words)
 
 
 def layer_without_gradient(model: nn.Module) -> str:

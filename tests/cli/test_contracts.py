@@ -1,8 +1,10 @@
 """mlx_parallm_doctor --contracts: each contract holds on the tiny model, and is seen to be
 broken when it is."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,7 @@ from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ModelError, ParallmError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.types import Completion
+from tests.tiny_models import save_checkpoint
 
 EXACT, HALF = Rounding(1e-4, 1e-5, exact=True), Rounding(0.25, 0.0625)
 CONFIG = ["server.port=8000", "model.base_path=builtin:tiny"]  # the port is not taken
@@ -214,14 +217,23 @@ def test_the_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (given[0].model.base_path, given[0].model.dtype) == ("own/model", "float16")
 
 
-@pytest.mark.parametrize("arguments", [["--contracts"], ["--model", "m"]])
-def test_model_and_contracts_go_together(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_contracts_need_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.doctor(arguments)
+        cli.doctor(["--contracts"])
     assert end.value.code == 2
-    assert "--contracts and --model M go together" in capsys.readouterr().err
+    assert "--contracts needs --model M" in capsys.readouterr().err
+
+
+def test_a_model_alone_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.doctor(["--model", "builtin:tiny"])
+    told = capsys.readouterr().out
+    assert "qwen3, as transformers" in told
+    assert "not followed: none" in told
+    path = save_checkpoint(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text()) | {"attention_bias": True}
+    (path / "config.json").write_text(json.dumps(config))
+    assert cli.doctor(["--model", str(path)]) == 1
+    assert "not followed: attention_bias = True" in capsys.readouterr().out
 
 
 def test_the_measured_bandwidth_is_a_bandwidth() -> None:

@@ -24,7 +24,8 @@ from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, LoraPair
 from mlx_parallm.models.adapters.linear import dense_weight, merged_rows
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
 from mlx_parallm.models.lora import AdapterFile, check_adapter, linear_shapes, load_adapter
-from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, load_hf_model
+from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
+from mlx_parallm.models.published.mend import load_hf_model
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.run_directory import FINAL, checkpoint_at
 from mlx_parallm.runs.run import open_run

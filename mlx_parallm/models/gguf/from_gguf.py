@@ -23,7 +23,8 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.models.gguf import architectures, packed
 from mlx_parallm.models.gguf.header import check_finite, check_header
 from mlx_parallm.models.gguf.hf_tokenizer import write_tokenizer
-from mlx_parallm.models.mlx_lm_api import model_classes, save_config, save_model
+from mlx_parallm.models.mlx_lm_api import save_config, save_model
+from mlx_parallm.models.published.mend import model_classes
 from mlx_parallm.system.files import free_bytes, write_directory
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}

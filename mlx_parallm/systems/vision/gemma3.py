@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoImageProcessor
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import LoadedModel
+from mlx_parallm.models.published.classes import embedding_scale
 from mlx_parallm.systems.vision.tower import TowerEncoder, check_activation, load_tower
 from mlx_parallm.types import PromptImage
 
@@ -135,6 +136,5 @@ def encoder(loaded: LoadedModel, square: SquareProcessor, cache_bytes: int) -> S
     post_layernorm.eps = config.vision_config.layer_norm_eps
     projector = model.multi_modal_projector
     projector.avg_pool = MeanPool(projector.kernel_size)
-    # as mlx-lm rounds it
-    scale = mx.array([config.text_config.hidden_size**0.5], mx.bfloat16).astype(mx.float32)
-    return SquareEncoder(model, square, dtype, float(np.array(scale)[0]), cache_bytes)
+    scale = embedding_scale(config.text_config.hidden_size, dtype)
+    return SquareEncoder(model, square, dtype, scale, cache_bytes)

@@ -1,0 +1,36 @@
+"""`mlx_parallm doctor --model M`: which keys of a model's config.json are understood, and, where
+torch is installed, how far its log-probabilities are from transformers' own."""
+
+from importlib.util import find_spec
+
+from rich.markup import escape
+
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.errors import ModelError
+from mlx_parallm.system.terminal import Console
+
+EQUAL = 1e-4
+"""A larger difference in float32 is another model."""
+
+
+def run(config: ModelConfig) -> int:
+    """Print the report; return 1 where the model is not the published one. Raises ModelError."""
+    from mlx_parallm.models.loading import check_model, load_model
+    from mlx_parallm.models.published.report import compare_with_transformers, describe
+
+    console = Console()
+    read = check_model(config, train=False)
+    console.print(escape(describe(read)), soft_wrap=True, highlight=False)
+    try:
+        check_model(config, train=True)
+    except ModelError as error:
+        console.print(f"[yellow]not trained:[/yellow] {escape(str(error))}", soft_wrap=True)
+        return 1
+    if find_spec("torch") is None:
+        console.print("[green]understood[/green]; with torch installed it is compared, too")
+        return 0
+    loaded = load_model(config.model_copy(update={"dtype": "float32"}))
+    apart = compare_with_transformers(loaded.path, loaded.model, loaded.vocab_size)
+    verdict = "[green]equal[/green]" if apart <= EQUAL else "[red]another model[/red]"
+    console.print(f"beside transformers, 64 tokens in float32: {apart:.2g} nats at most: {verdict}")
+    return 0 if apart <= EQUAL else 1

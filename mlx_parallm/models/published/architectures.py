@@ -1,0 +1,475 @@
+"""The table of what each class of mlx-lm does with the keys of config.json, beside transformers.
+
+A key that a class's arguments have is passed on, in the class's own spelling. Ropes, windows and
+activations are put in from outside (`rope.py`, `windows.py`, `activations.py`). Here stands what is
+left: keys that a class lacks or does not heed, and so has one value of, and keys that it spells in
+another way. docs/models.md shows what came of it, by comparing with transformers.
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_parallm.errors import ModelError
+from mlx_parallm.models.published.classes import (
+    biased_experts,
+    dense_names,
+    folded_multipliers,
+    grouped_norms,
+    nanochat_names,
+    norm_names,
+    plain_names,
+    scale_of_its_type,
+    stacked_experts,
+    unnormalised_shares,
+    unpacked_experts,
+)
+from mlx_parallm.models.published.reader import GLOBAL, Published, equal
+from mlx_parallm.models.published.windows import SLIDING
+
+_KEYS = tomllib.loads((Path(__file__).parent / "keys.toml").read_text(encoding="utf-8"))
+INERT, PLACED, ONE_EXPERT_AS_IT_IS = (
+    frozenset(_KEYS[name]) for name in ("inert", "placed", "one_expert_as_it_is")
+)
+
+NO_CAP = 2.0**30
+"""A soft cap that changes nothing: NO_CAP · tanh(x / NO_CAP) is x, to the bit in float32."""
+Spelling = Callable[[Published, dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How one class of mlx-lm differs from transformers' class of the same `model_type`."""
+
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that the class does not heed, with the one value that it computes, or a function of
+    `Published` that gives it."""
+    activation: str = "silu"
+    """What its feed-forward computes; "": it reads the key by itself."""
+    activated: bool = True
+    """Whether another activation can be put in."""
+    heeds: frozenset[str] = frozenset()
+    """Keys that `spell` or `mend` read."""
+    spell: Spelling | None = None
+    """Writes the class's own keys into its arguments."""
+    differs: str = ""
+    """Why its forward is another one than transformers', where that is not mended."""
+    mend: Callable[[nn.Module, Published], None] | None = None
+    """Mends the built model, in place."""
+    own_ropes: frozenset[str] | None = None
+    """The kinds of rope that the class computes by its own code, which stays; None: its ropes are
+    replaced."""
+
+
+def _mixed_types(published: Published, arguments: dict[str, Any]) -> None:
+    """The class looks for one layer of each kind; the windows are put in afterwards."""
+    types = list(published.config.layer_types)
+    if SLIDING not in types:
+        types[0] = SLIDING
+    elif GLOBAL not in types:
+        types[0] = GLOBAL
+    arguments["layer_types"] = types
+
+
+def _global_types(published: Published, arguments: dict[str, Any]) -> None:
+    """The class looks for one layer that sees the whole text."""
+    types = list(published.get("layer_types") or ())
+    if types and GLOBAL not in types:
+        types[0] = GLOBAL
+    arguments["layer_types"] = types or None
+
+
+def _one_global(published: Published, arguments: dict[str, Any]) -> None:
+    if GLOBAL not in published.config.layer_types:
+        raise ModelError("config.json has layer_types without full_attention: not supported")
+
+
+def _lfm2(published: Published, arguments: dict[str, Any]) -> None:
+    config = published.config
+    arguments["block_dim"] = config.hidden_size
+    arguments["block_ff_dim"] = config.intermediate_size
+    types = published.config.layer_types
+    arguments["full_attn_idxs"] = [i for i, kind in enumerate(types) if kind == GLOBAL]
+
+
+def _granitemoehybrid(published: Published, arguments: dict[str, Any]) -> None:
+    config = published.config
+    names = {GLOBAL: "attention"}
+    arguments["layer_types"] = [names.get(kind, "mamba") for kind in config.layer_types]
+    if config.position_embedding_type != "rope":
+        arguments["position_embedding_type"] = "nope"
+    if not config.num_local_experts:  # the class's dense part takes the other width
+        arguments["intermediate_size"] = config.shared_intermediate_size
+
+
+def _phimoe(published: Published, arguments: dict[str, Any]) -> None:
+    arguments["num_experts_per_tok"] = 2  # sparsemixer's, whatever the key says
+
+
+def _gpt2(published: Published, arguments: dict[str, Any]) -> None:
+    arguments["n_ctx"] = published.config.n_positions
+
+
+def _exaone4(published: Published, arguments: dict[str, Any]) -> None:
+    letters = "".join("L" if k == SLIDING else "G" for k in published.config.layer_types)
+    # it looks for one of each kind; one more is no layer's
+    letters += "".join({"L", "G"} - set(letters))
+    arguments["sliding_window_pattern"] = letters if published.get("sliding_window") else None
+
+
+def _one_of_each(model: nn.Module, published: Published) -> None:
+    last = published.layers - 1
+    inner: Any = model.model
+    if inner.swa_idx is not None:
+        inner.swa_idx, inner.full_idx = min(inner.swa_idx, last), min(inner.full_idx, last)
+
+
+def _ropes_of_exaone(model: nn.Module, published: Published) -> None:
+    """Layers that see the whole text have no rope, where the model has windows."""
+    if published.get("sliding_window"):
+        for layer, kind in zip(model.layers, published.config.layer_types, strict=True):
+            layer.self_attn.use_rope = kind == SLIDING
+
+
+def _softcaps(published: Published, arguments: dict[str, Any]) -> None:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if published.get(key) is None:
+            arguments[key] = NO_CAP
+
+
+def _ropes_where_sliding(model: nn.Module, published: Published) -> None:
+    for layer, kind in zip(model.layers, published.config.layer_types, strict=True):
+        layer.self_attn.use_sliding_window = kind == SLIDING
+
+
+def _gpt_neox(published: Published, arguments: dict[str, Any]) -> None:
+    arguments["rotary_emb_base"] = published.rope["rope_theta"]
+    arguments["rotary_pct"] = published.rope.get("partial_rotary_factor", 1.0)
+
+
+def _exaone_moe(published: Published, arguments: dict[str, Any]) -> None:
+    config = published.config
+    arguments["is_moe_layer"] = [kind == "sparse" for kind in config.mlp_layer_types]
+
+
+def _apertus(published: Published, arguments: dict[str, Any]) -> None:
+    arguments |= {"mlp_bias": False, "post_norm": False, "qk_norm": True}
+
+
+def _ernie4_5_moe(published: Published, arguments: dict[str, Any]) -> None:
+    arguments.setdefault("moe_capacity", [])
+
+
+def _first_dense(published: Published, arguments: dict[str, Any]) -> None:
+    """The class has the number of layers without experts, which come first."""
+    dense = published.config.mlp_layer_types.count("dense")
+    arguments["first_k_dense_replace"] = dense
+
+
+def _deepseek_v32(published: Published, arguments: dict[str, Any]) -> None:
+    _first_dense(published, arguments)
+    _scaled(published, arguments)
+
+
+def _glm_moe_dsa(published: Published, arguments: dict[str, Any]) -> None:
+    _deepseek_v32(published, arguments)
+    # the class takes the scaling from here
+    arguments["rope_parameters"] = arguments["rope_scaling"] | {
+        "rope_theta": arguments["rope_theta"]
+    }
+    arguments |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+
+
+def _dense_first(published: Published) -> list[str]:
+    types = list(published.config.mlp_layer_types)
+    dense = types.count("dense")
+    return ["dense"] * dense + ["sparse"] * (len(types) - dense)
+
+
+def _kimi_linear(published: Published, arguments: dict[str, Any]) -> None:
+    config = published.config
+    _first_dense(published, arguments)
+    numbered = list(enumerate(config.layer_types, 1))
+    arguments["linear_attn_config"] = {
+        "full_attn_layers": [i for i, kind in numbered if kind == GLOBAL],
+        "kda_layers": [i for i, kind in numbered if kind != GLOBAL],
+        "num_heads": config.linear_num_heads,
+        "head_dim": config.linear_head_dim,
+        "short_conv_kernel_size": config.linear_conv_kernel_dim,
+    }
+    _one_global(published, arguments)
+    arguments.setdefault("rope_theta", 10000.0)
+    arguments["mla_use_nope"] = True
+
+
+def _gemma4(published: Published, arguments: dict[str, Any]) -> None:
+    config = published.config.to_dict()
+    heads = {layer["head_dim"] for layer in config["per_layer_config"].values()}
+    arguments["global_head_dim"] = heads.pop() if len(heads) == 1 else config["head_dim"]
+    arguments.pop("rope_scaling", None)
+    if config["final_logit_softcapping"] is None:
+        arguments["final_logit_softcapping"] = NO_CAP
+
+
+def _rotary_dim(published: Published, arguments: dict[str, Any]) -> None:
+    part = published.rope.get("partial_rotary_factor", 1.0)
+    arguments["rotary_dim"] = int(published.head_dim * part)
+    arguments.setdefault("shared_intermediate_size", 0)
+
+
+def _mamba2(published: Published, arguments: dict[str, Any]) -> None:
+    config = published.config
+    arguments["intermediate_size"] = int(config.expand * config.hidden_size)
+    arguments.setdefault("max_position_embeddings", 4096)
+
+
+def _nemotron_h(published: Published, arguments: dict[str, Any]) -> None:
+    letters = {"mamba": "M", "linear_attention": "M", "attention": "*", GLOBAL: "*"}
+    letters |= {"mlp": "-", "moe": "E"}
+    kinds = published.config.layers_block_type
+    # the class's own key is [0, inf] in every file; transformers clips by this one
+    arguments["time_step_limit"] = (published.config.time_step_min, float("inf"))
+    arguments["hybrid_override_pattern"] = [letters.get(kind, kind) for kind in kinds]
+
+
+def _scaled(published: Published, arguments: dict[str, Any]) -> None:
+    """The class multiplies its attention's scale by what the scaling says."""
+    rope = published.rope
+    scaled = rope.get("rope_type", "default") != "default"
+    arguments["rope_scaling"] = {
+        "type": "yarn",
+        "factor": rope.get("factor", 1.0) if scaled else 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim", 0) if scaled else 0,
+        "mscale": 1,
+    }
+
+
+def _four_widths(published: Published) -> int:
+    return 4 * int(published.config.hidden_size)
+
+
+def _head_dim(published: Published) -> int | None:
+    """Return the size of a head in a class that has no `head_dim`."""
+    if not published.get("head_dim"):
+        return None
+    return int(published.config.hidden_size // published.config.num_attention_heads)
+
+
+UNTIED = {"tie_word_embeddings": False}
+TIED = {"tie_word_embeddings": True}
+NO_BIAS = {"attention_bias": False}
+CAUSAL = {"use_bidirectional_attention": None}
+TANH = "gelu_pytorch_tanh"
+PLAIN = Architecture()
+SAME_CLASS = {
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3",
+}
+"""`model_type` of the text part of a model that sees → that of the class that computes it."""
+ARCHITECTURES: dict[str, Architecture] = {
+    "afmoe": Architecture(
+        NO_BIAS, heeds=frozenset({"global_attn_every_n_layers"}), spell=_one_global
+    ),
+    "apertus": Architecture(NO_BIAS, "xielu", False, spell=_apertus),
+    "cohere": Architecture(TIED),
+    "cohere2": Architecture(TIED | {"head_dim": _head_dim}, mend=_ropes_where_sliding),
+    "deepseek_v2": Architecture(
+        UNTIED | {"mlp_bias": False, "norm_topk_prob": False}, spell=_scaled
+    ),
+    "deepseek_v3": Architecture(UNTIED, spell=_scaled),
+    "deepseek_v32": Architecture(
+        UNTIED | {"mlp_bias": False, "mlp_layer_types": _dense_first}, spell=_deepseek_v32
+    ),
+    "dots1": Architecture(NO_BIAS),
+    "ernie4_5_moe": Architecture(
+        {"use_bias": False, "moe_norm_min": 1e-12}, spell=_ernie4_5_moe, mend=biased_experts
+    ),
+    "exaone": Architecture({"head_dim": _head_dim}),
+    "exaone4": Architecture(spell=_exaone4, mend=_one_of_each),
+    "exaone_moe": Architecture(
+        heeds=frozenset({"mlp_layer_types", "first_k_dense_replace"}),
+        spell=_exaone_moe,
+        mend=_ropes_of_exaone,
+    ),
+    "falcon_h1": Architecture(
+        {"time_step_limit": (0.0, float("inf")), "mamba_rms_norm": False},
+        activated=False,
+        mend=folded_multipliers,
+    ),
+    "falcon_mamba": Architecture({"layer_norm_epsilon": 1e-5}, activated=False),
+    "gemma": Architecture(TIED | NO_BIAS | CAUSAL, "gelu"),
+    "gemma2": Architecture(TIED | NO_BIAS | CAUSAL, TANH, spell=_softcaps),
+    "gemma3_text": Architecture(
+        TIED
+        | NO_BIAS
+        | {
+            "use_bidirectional_attention": False,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+        TANH,
+        mend=scale_of_its_type,
+    ),
+    "gemma4_text": Architecture(
+        NO_BIAS | CAUSAL,
+        TANH,
+        False,
+        heeds=frozenset({"per_layer_config"}),
+        spell=_gemma4,
+        own_ropes=frozenset({"default", "proportional"}),
+    ),
+    "glm4": Architecture(UNTIED),
+    "glm4_moe": Architecture(UNTIED),
+    "glm4_moe_lite": Architecture(
+        UNTIED | {"mlp_layer_types": _dense_first, "rms_norm_eps": 1e-5}, spell=_deepseek_v32
+    ),
+    "glm_moe_dsa": Architecture(
+        UNTIED
+        | {"mlp_bias": False, "mlp_layer_types": _dense_first}
+        | {"indexer_types": lambda published: ["full"] * published.layers},
+        spell=_glm_moe_dsa,
+    ),
+    "gpt2": Architecture(
+        TIED | {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+        TANH,
+        spell=_gpt2,
+        mend=plain_names,
+    ),
+    "gpt_bigcode": Architecture({"scale_attn_weights": True, "multi_query": True}, "gelu"),
+    "gpt_neox": Architecture(
+        UNTIED | {"attention_bias": True, "intermediate_size": _four_widths}, TANH, spell=_gpt_neox
+    ),
+    "gpt_oss": Architecture(
+        UNTIED | {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        activated=False,
+        spell=_mixed_types,
+        mend=unpacked_experts,
+    ),
+    "gptj": Architecture(UNTIED | {"n_inner": None}, TANH),
+    "granitemoehybrid": Architecture(spell=_granitemoehybrid, activated=False, mend=grouped_norms),
+    "helium": Architecture(UNTIED),
+    "jamba": Architecture(activated=False, mend=unnormalised_shares),
+    "kimi_linear": Architecture(
+        NO_BIAS | {"q_lora_rank": None, "mlp_layer_types": _dense_first},
+        heeds=frozenset({"linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"}),
+        spell=_kimi_linear,
+        activated=False,
+        mend=dense_names,
+    ),
+    "lfm2": Architecture(TIED, spell=_lfm2),
+    "lfm2_moe": Architecture(TIED, spell=_lfm2),
+    "llama4_text": Architecture(NO_BIAS | {"moe_layers": []}),
+    "mamba": Architecture({"layer_norm_epsilon": 1e-5}, activated=False),
+    "mamba2": Architecture(
+        {"layer_norm_epsilon": 1e-5}, activated=False, spell=_mamba2, mend=grouped_norms
+    ),
+    "mellum": Architecture(NO_BIAS, spell=_one_global),
+    "minimax_m2": Architecture(spell=_rotary_dim),
+    "ministral3": Architecture(spell=_global_types),
+    "nanochat": Architecture(
+        UNTIED | NO_BIAS | {"final_logit_softcapping": 15.0, "rms_norm_eps": 1e-5},
+        "relu2",
+        mend=nanochat_names,
+        own_ropes=frozenset({"default"}),
+    ),
+    "nemotron": Architecture(activation="relu2"),
+    "nemotron_h": Architecture(
+        {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"} | UNTIED,
+        heeds=frozenset({"layers_block_type"}),
+        activated=False,
+        spell=_nemotron_h,
+    ),
+    "olmo3": Architecture(spell=_mixed_types),
+    "olmo_hybrid": Architecture(activated=False, mend=norm_names),
+    "olmoe": Architecture({"clip_qkv": None}),
+    "phi": Architecture(UNTIED | {"qk_layernorm": False}, TANH),
+    "phimoe": Architecture(UNTIED | {"attention_bias": True, "lm_head_bias": True}, spell=_phimoe),
+    "qwen2_moe": Architecture(
+        UNTIED
+        | {"norm_topk_prob": False, "qkv_bias": True}
+        | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "qwen3": Architecture(NO_BIAS),
+    "qwen3_5_moe_text": Architecture(activated=False, mend=stacked_experts),
+    "qwen3_5_text": Architecture(activated=False),
+    "qwen3_moe": Architecture(NO_BIAS),
+    "qwen3_next": Architecture(activated=False),
+    "recurrent_gemma": Architecture(
+        TIED | NO_BIAS | {"num_key_value_heads": 1},
+        TANH,
+        activated=False,
+        differs="log-probabilities are off by 0.04",
+    ),
+    "smollm3": Architecture(spell=_global_types),
+    "stablelm": Architecture(UNTIED),
+    "starcoder2": Architecture({"use_bias": True}, "gelu"),
+}
+
+
+def architecture_of(published: Published) -> Architecture:
+    """Return what is known of a class."""
+    return ARCHITECTURES.get(SAME_CLASS.get(published.model_type, published.model_type), PLAIN)
+
+
+def class_arguments(
+    published: Published, names: frozenset[str], written: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of mlx-lm's class, whose names are `names`: `given` (config.json, or a
+    part of it) with every key that transformers knows in the class's spelling."""
+    arguments = {key: value for key, value in written.items() if key != "rope_traditional"}
+    for name in names - {"model_type"}:
+        if name in published.keys or name in published.config.attribute_map:
+            value = published.get(name)
+            if value is not None or name in written:
+                arguments[name] = deepcopy(value)  # classes change what they get
+    rope = published.rope
+    if rope:
+        arguments["rope_theta"] = rope.get("rope_theta")
+        arguments["rope_scaling"] = None  # the ropes are put in from outside
+        arguments["partial_rotary_factor"] = rope.get("partial_rotary_factor", 1.0)
+    if (
+        "head_dim" in names
+        and arguments.get("head_dim") is None
+        and "num_attention_heads" in published.keys
+    ):
+        arguments["head_dim"] = published.head_dim
+    if spell := architecture_of(published).spell:
+        spell(published, arguments)
+    return arguments
+
+
+def unheeded(published: Published, names: frozenset[str]) -> dict[str, Any]:
+    """Return the keys of config.json that change the forward pass and that nothing heeds, with
+    their values."""
+    architecture = architecture_of(published)
+    left_over: dict[str, Any] = {}
+    if architecture.differs:
+        left_over["model_type"] = f"{published.model_type} ({architecture.differs})"
+    fixed = dict(architecture.fixed)
+    aliases = {alias: name for name, alias in published.config.attribute_map.items()}
+    read = INERT | PLACED | names | architecture.heeds
+    read |= {alias for alias, name in aliases.items() if name in names}
+    if "head_dim" not in names and "qk_rope_head_dim" not in names:
+        fixed.setdefault("head_dim", _head_dim)
+    for key in sorted(published.keys):
+        value = published.get(key)
+        if key in fixed:
+            allowed = fixed[key](published) if callable(fixed[key]) else fixed[key]
+            if not equal(value, allowed) and (value or allowed):
+                left_over[key] = value
+        elif key not in read and not published.is_usual(key):
+            left_over[key] = value
+    if (
+        published.get("norm_topk_prob", True)
+        and published.get("num_experts_per_tok") == 1
+        and published.model_type in ONE_EXPERT_AS_IT_IS
+    ):
+        left_over["num_experts_per_tok"] = 1
+    return left_over

@@ -1,0 +1,273 @@
+"""Classes of mlx-lm that read tensors, or choose experts, otherwise than transformers does."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.models.parameters import scalar
+from mlx_parallm.models.published.reader import Published
+
+Weights = dict[str, mx.array]
+Sanitize = Callable[[Weights], Weights]
+Reading = Callable[[Any, Weights, Sanitize], Weights]
+
+
+def once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function that makes a class make it once: modules of one kind keep one class."""
+    return functools.cache(make)
+
+
+@once
+def _reading(kind: Any, read: Reading) -> type[Any]:
+    class Mended(kind):
+        def sanitize(self, weights: Weights) -> Weights:
+            sanitize = getattr(super(), "sanitize", dict)  # not every class has one
+            return read(self, dict(weights), sanitize)
+
+    return named_as(Mended, kind)
+
+
+def named_as(made: Any, kind: Any) -> type[Any]:
+    """Give a mended class the name and module of mlx-lm's, by which it is found."""
+    made.__name__, made.__qualname__ = kind.__name__, kind.__qualname__
+    made.__module__ = kind.__module__
+    return made
+
+
+def renamed(*pairs: tuple[str, str]) -> Callable[[nn.Module, Published], None]:
+    """Return a mend: tensors have other names as transformers saves them than mlx-lm reads. Each
+    pair is a regular expression and its replacement."""
+
+    def name_of(name: str) -> str:
+        for pattern, replacement in pairs:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def read(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
+        return sanitize({name_of(name): array for name, array in weights.items()})
+
+    def mend(model: nn.Module, published: Published) -> None:
+        model.__class__ = _reading(type(model), read)
+
+    return mend
+
+
+plain_names = renamed((r"^transformer\.", ""))
+"""GPT-2: transformers' names begin with `transformer.`, the hub's do not."""
+dense_names = renamed((r"\.block_sparse_moe\.((?:gate|up|down)_proj\.)", r".mlp.\1"))
+"""Kimi Linear: a layer without experts."""
+norm_names = renamed(
+    (r"\.attention_layer_norm\.", ".input_layernorm."),
+    (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+)
+"""OLMo Hybrid: a recurrent layer's norms."""
+nanochat_names = renamed(
+    (r"^model\.embed_tokens\.", "transformer.wte."),
+    (r"^model\.layers\.", "transformer.h."),
+    (r"\.self_attn\.([qkv])_proj\.", r".attn.c_\1."),
+    (r"\.self_attn\.o_proj\.", ".attn.c_proj."),
+    (r"\.mlp\.fc1\.", ".mlp.c_fc."),
+    (r"\.mlp\.fc2\.", ".mlp.c_proj."),
+)
+
+
+def unpacked_experts(model: nn.Module, published: Published) -> None:
+    """GPT-OSS as transformers saves it in a plain type: [experts, in, out], gate, up in turns."""
+    model.__class__ = _reading(type(model), _experts_apart)
+
+
+def _experts_apart(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
+    if not any(name.endswith("experts.gate_up_proj") for name in weights):
+        return sanitize(weights)
+    apart: Weights = {}
+    for name, array in weights.items():
+        stem, _, part = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            apart[name] = array
+        elif part == "gate_up_proj":
+            turned = array.swapaxes(-1, -2)
+            apart[f"{stem}.gate_proj.weight"] = mx.contiguous(turned[:, ::2])
+            apart[f"{stem}.up_proj.weight"] = mx.contiguous(turned[:, 1::2])
+        elif part == "gate_up_proj_bias":
+            apart[f"{stem}.gate_proj.bias"] = mx.contiguous(array[:, ::2])
+            apart[f"{stem}.up_proj.bias"] = mx.contiguous(array[:, 1::2])
+        elif part == "down_proj":
+            apart[f"{stem}.down_proj.weight"] = mx.contiguous(array.swapaxes(-1, -2))
+        else:
+            apart[f"{stem}.{part.removesuffix('_bias')}.bias"] = array
+    return sanitize(apart)
+
+
+def folded_multipliers(model: nn.Module, published: Published) -> None:
+    """Falcon-H1: `sanitize` multiplies the weights by the configuration's factors, but leaves out
+    those of keys and values, and all biases."""
+    model.__class__ = _reading(type(model), _with_factors)
+
+
+def _with_factors(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
+    kernel = weights["model.layers.0.mamba.conv1d.weight"]
+    folds = kernel.shape[-1] > kernel.shape[1]  # else mlx-lm saved it, folded
+    weights = sanitize(weights)
+    if not folds:
+        return weights
+    args = model.args
+    factors = {
+        "self_attn.k_proj.weight": args.key_multiplier,
+        "self_attn.k_proj.bias": args.key_multiplier,
+        "self_attn.v_proj.weight": args.attention_in_multiplier,
+        "self_attn.o_proj.bias": args.attention_out_multiplier,
+        "mamba.out_proj.bias": args.ssm_out_multiplier,
+        "mamba.in_proj.bias": model.model._mup_vector,
+        "feed_forward.gate_proj.bias": args.mlp_multipliers[0],
+        "feed_forward.down_proj.bias": args.mlp_multipliers[1],
+    }
+    return {
+        name: array * next((f for end, f in factors.items() if name.endswith(end)), 1)
+        for name, array in weights.items()
+    }
+
+
+class _Statics(nn.Module):
+    """Holds the numbers that a router adds to the experts' scores before it chooses."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.e_score_correction_bias = mx.zeros((1, experts))
+
+
+@once
+def _biased(kind: Any) -> type[Any]:
+    class Biased(kind):
+        def __call__(self, x: mx.array) -> mx.array:
+            scores = self.gate_act(self.gate(x).astype(mx.float32))
+            ranked = scores + self.moe_statics.e_score_correction_bias.reshape(-1)
+            chosen = mx.argpartition(-ranked, kth=self.k - 1, axis=-1)[..., : self.k]
+            chosen = mx.stop_gradient(chosen)
+            shares = mx.take_along_axis(scores, chosen, axis=-1)
+            shares = shares / mx.maximum(shares.sum(axis=-1, keepdims=True), 1e-12)
+            y = self.switch_mlp(x, chosen)
+            y = (y * shares[..., None]).sum(axis=-2).astype(y.dtype)
+            return y if self.shared_experts is None else y + self.shared_experts(x)
+
+    return named_as(Biased, kind)
+
+
+def biased_experts(model: nn.Module, published: Published) -> None:
+    """ERNIE 4.5 MoE: the class drops the bias by which experts are chosen."""
+    for module in model.modules():
+        if hasattr(module, "switch_mlp") and hasattr(module, "gate_act"):
+            module.__class__ = _biased(type(module))
+            module.moe_statics = _Statics(published.config.moe_num_experts)
+    model.__class__ = _reading(type(model), _with_bias)
+
+
+def _with_bias(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
+    end = ".moe_statics.e_score_correction_bias"
+    kept = {name: array for name, array in weights.items() if name.endswith(end)}
+    none = {
+        f"{path}.e_score_correction_bias": module.e_score_correction_bias
+        for path, module in model.named_modules()
+        if isinstance(module, _Statics)
+    }
+    return sanitize(weights) | none | kept
+
+
+@once
+def _unnormalised(kind: Any) -> type[Any]:
+    class Unnormalised(kind):
+        def __call__(self, x: mx.array) -> mx.array:
+            k = self.num_experts_per_tok
+            scores = self.router(x)
+            chosen = mx.stop_gradient(mx.argpartition(-scores, kth=k - 1, axis=-1)[..., :k])
+            shares = mx.softmax(scores.astype(mx.float32), axis=-1, precise=True)
+            shares = mx.take_along_axis(shares, chosen, axis=-1).astype(x.dtype)
+            return (self.switch_mlp(x, chosen) * shares[..., None]).sum(axis=-2)
+
+    return named_as(Unnormalised, kind)
+
+
+def unnormalised_shares(model: nn.Module, published: Published) -> None:
+    """Jamba: an expert's share is that among all experts; the class divides by the chosen ones'."""
+    for module in model.modules():
+        if hasattr(module, "switch_mlp") and hasattr(module, "router"):
+            module.__class__ = _unnormalised(type(module))
+
+
+@once
+def _grouped(kind: Any) -> type[Any]:
+    class Grouped(kind):
+        def __call__(self, hidden_states: mx.array, gate: mx.array | None = None) -> mx.array:
+            if gate is not None:
+                hidden_states = nn.silu(gate) * hidden_states
+            groups = mx.unflatten(hidden_states, -1, (self.groups, -1))
+            return self.weight * mx.fast.rms_norm(groups, None, self.eps).flatten(-2)
+
+    return named_as(Grouped, kind)
+
+
+def grouped_norms(model: nn.Module, published: Published) -> None:
+    """Mamba 2: the norm behind the recurrence is taken in each group; the class has one group."""
+    for module in model.modules():
+        if getattr(module, "n_groups", 1) > 1 and isinstance(norm := module.get("norm"), nn.Module):
+            norm.__class__ = _grouped(type(norm))
+            norm.groups = module.n_groups
+
+
+_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+
+
+def stacked_experts(model: nn.Module, published: Published) -> None:
+    """Qwen3.5-MoE as transformers 5 saves it: an array for each expert; the class reads them
+    stacked, as the hub's files have them."""
+    model.__class__ = _reading(type(model), _stacked)
+
+
+def _stacked(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
+    parts: dict[str, dict[str, dict[int, mx.array]]] = {}
+    rest: Weights = {}
+    for name, array in weights.items():
+        if match := _EXPERT.match(name):
+            kinds = parts.setdefault(match[1], {})
+            kinds.setdefault(match[3], {})[int(match[2])] = array
+        else:
+            rest[name] = array
+    for prefix, kinds in parts.items():
+        stacks = {
+            kind: mx.stack([arrays[i] for i in sorted(arrays)]) for kind, arrays in kinds.items()
+        }
+        rest[f"{prefix}.gate_up_proj"] = mx.concatenate([stacks["gate"], stacks["up"]], axis=1)
+        rest[f"{prefix}.down_proj"] = stacks["down"]
+    return sanitize(rest)
+
+
+def embedding_scale(hidden_size: int, dtype: mx.Dtype) -> float:
+    """Return what Gemma multiplies its embeddings by: √hidden_size, rounded to the model's type."""
+    return scalar(mx.array(hidden_size**0.5, dtype).astype(mx.float32))
+
+
+@once
+def _scaled_in_float32(kind: Any) -> type[Any]:
+    class Scaled(kind):
+        def __call__(
+            self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
+        ) -> mx.array:
+            hidden = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
+            if hidden.dtype == mx.float32:
+                hidden = hidden * self.scale_ratio
+            return super().__call__(inputs, cache, hidden)
+
+    return named_as(Scaled, kind)
+
+
+def scale_of_its_type(model: nn.Module, published: Published) -> None:
+    """Gemma 3: the class rounds the embeddings' scale to bfloat16 in float32 models too."""
+    inner: Any = model.language_model.model if "language_model" in model else model.model
+    size = published.config.hidden_size
+    rounded = embedding_scale(size, mx.bfloat16)
+    if rounded != size**0.5:
+        inner.__class__ = _scaled_in_float32(type(inner))
+        inner.scale_ratio = size**0.5 / rounded

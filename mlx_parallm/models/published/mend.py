@@ -1,0 +1,185 @@
+"""Makes mlx-lm's classes compute the model that config.json describes.
+
+model_classes      mlx-lm's classes of a model, with arguments in their spelling and mended
+                   models: every loading here goes through them
+load_hf_model      mlx-lm's loading with these classes
+unheeded_keys      keys of a config.json that nothing here heeds
+"""
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_parallm.errors import ModelError
+from mlx_parallm.models.mlx_lm_api import load_mlx_lm_model, mlx_lm_classes
+from mlx_parallm.models.published.activations import KEYS, same, use_activation
+from mlx_parallm.models.published.architectures import (
+    architecture_of,
+    class_arguments,
+    unheeded,
+)
+from mlx_parallm.models.published.reader import Published, read_published
+from mlx_parallm.models.published.rope import Rope, Turns, turns_of
+from mlx_parallm.models.published.windows import place_windows, windows_in, windows_of
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return stands for the classes of a model and of its arguments: `from_dict` of the second
+    takes config.json, and the first builds the mended model.
+
+    Raises ValueError: mlx-lm has no such `model_type`; ModelError: config.json describes a model
+    that the class cannot compute.
+    """
+    model_class, args_class = mlx_lm_classes(config)
+    published = read_published(config)
+    if published is None:
+        return model_class, args_class
+    names = argument_names(text_arguments(published, model_class, args_class))
+
+    arguments_of = partial(class_arguments, published, names)
+
+    class Arguments:
+        @staticmethod
+        def from_dict(written: Mapping[str, Any]) -> Any:
+            text = written.get("text_config")
+            if not isinstance(text, Mapping):
+                return args_class.from_dict(arguments_of(written))
+            text = arguments_of(text)
+            if "tie_word_embeddings" in written:  # transformers reads it at the top
+                text["tie_word_embeddings"] = written["tie_word_embeddings"]
+            return args_class.from_dict({**written, "text_config": text})
+
+    def build(arguments: Any) -> nn.Module:
+        model: nn.Module = model_class(arguments)
+        if not hasattr(model, "_no_grad"):  # recurrent_gemma leaves out nn.Module's constructor
+            nn.Module.__init__(model)
+        mend(model, published)
+        return model
+
+    return build, Arguments
+
+
+load_hf_model = partial(load_mlx_lm_model, get_model_classes=model_classes)
+
+
+_TEXT_MODULES = {
+    "deepseek_v3": "deepseek_v3",
+    "gemma3_text": "gemma3_text",
+    "gemma4_text": "gemma4_text",
+    "gemma4_unified_text": "gemma4_text",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2_moe",
+    "llama": "llama",
+    "ministral3": "ministral3",
+    "mistral": "llama",
+    "mistral4": "mistral4",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3",
+}
+"""`model_type` of a part that reads text → mlx-lm's module that computes it."""
+
+
+def text_arguments(published: Published, model_class: Any, args_class: Any) -> Any:
+    """Return the class of the arguments of the part that reads text."""
+    names = [field.name for field in dataclasses.fields(args_class)]
+    if "text_config" not in names:
+        return args_class
+    for kind in (args_class, *model_class.__mro__):
+        module = sys.modules[kind.__module__]
+        for name in ("TextModelArgs", "TextArgs", "TextConfig"):
+            if dataclasses.is_dataclass(part := getattr(module, name, None)):
+                return part
+    if (module_name := _TEXT_MODULES.get(published.model_type)) is not None:
+        return mlx_lm_classes({"model_type": module_name})[1]
+    raise ModelError(f"text_config: model_type {published.model_type!r} is not supported here")
+
+
+def argument_names(args_class: Any) -> frozenset[str]:
+    """Return the keys that a class's arguments have."""
+    if dataclasses.is_dataclass(args_class):
+        return frozenset(field.name for field in dataclasses.fields(args_class))
+    return frozenset(inspect.signature(args_class).parameters)
+
+
+def mend(model: nn.Module, published: Published) -> None:
+    """Put ropes, windows and the activation of config.json into a model, in place. Raises
+    ModelError."""
+    architecture = architecture_of(published)
+    if architecture.own_ropes is not None:
+        _check_own_ropes(published, architecture.own_ropes)
+    elif published.ropes:
+        _place_ropes(model, published)
+    wanted = windows_of(published)
+    if wanted is not None and wanted != (windows_in(model) or wanted):
+        place_windows(model, wanted)
+    if architecture.mend:
+        architecture.mend(model, published)
+    named = next((str(published.get(k)) for k in KEYS if k in published.keys), "")
+    if named and architecture.activation and not same(named, architecture.activation):
+        if not architecture.activated:
+            raise ModelError(
+                f"hidden_act = {named!r}: mlx-lm's class of {published.model_type} computes"
+                f" {architecture.activation!r} alone"
+            )
+        use_activation(model, named)
+
+
+def _check_own_ropes(published: Published, kinds: frozenset[str]) -> None:
+    for rope in published.ropes.values():
+        if (kind := rope.get("rope_type", "default")) not in kinds:
+            raise ModelError(
+                f"rope_parameters (rope_scaling): rope_type {kind!r} is not supported for"
+                f" {published.model_type}"
+            )
+
+
+def _place_ropes(model: nn.Module, published: Published) -> None:
+    placed = False
+    for path, module in list(model.named_modules()):
+        old = module.get("rope") if isinstance(module, nn.Module) else None
+        if not isinstance(old, nn.Module) or type(old).__name__ == "NoPE":
+            continue
+        layer = _LAYER.search(f"{path}.")
+        rope = published.rope_of(int(layer[1])) if layer else published.rope
+        if rope is None:
+            continue
+        turns = turns_of(published, rope, published.head_dim)
+        module.rope = _rope(old, published, rope, turns)
+        placed = True
+    if not placed:
+        _check_own_ropes(published, frozenset({"default"}))
+
+
+def _rope(old: Any, published: Published, rope: Mapping[str, Any], turns: Turns) -> nn.Module:
+    """MLX's own module where it turns so, else ours."""
+    traditional = bool(getattr(old, "traditional", type(old).__name__.startswith("DeepseekV2")))
+    if "rope_interleave" in published.keys:
+        traditional = bool(published.config.rope_interleave)
+    kind = rope.get("rope_type", "default")
+    if kind in ("default", "linear"):
+        scale = 1 / rope["factor"] if kind == "linear" else 1.0
+        return nn.RoPE(2 * len(turns.inverse), traditional, rope["rope_theta"], scale)
+    return Rope(turns, traditional=traditional, kind=kind)
+
+
+def unheeded_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that change the forward pass and that nothing here heeds,
+    with their values. Raises ModelError."""
+    published = read_published(config)
+    if published is None:
+        return {}
+    try:
+        classes = mlx_lm_classes(dict(config))
+    except (ValueError, SystemExit):
+        return {}  # no such class: whoever builds it says so
+    return unheeded(published, argument_names(text_arguments(published, *classes)))

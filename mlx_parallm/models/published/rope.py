@@ -1,0 +1,226 @@
+"""Rotary positions as transformers computes them (`modeling_rope_utils.py` of 5.24): one module for
+every kind, in the place of each class's own.
+
+A pair of numbers i of a head is turned by the angle `position · inverse[i]`, and what is turned is
+multiplied by `factor` (yarn, longrope).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.errors import ModelError
+from mlx_parallm.models.published.reader import Published
+
+Numbers = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How a head is turned by positions."""
+
+    inverse: Numbers  # [pairs] float32: radians a position
+    factor: float = 1.0
+    longest: int | None = None
+    """The longest text for which these hold; None: any. Beyond it transformers takes others for the
+    whole text, from its first token on, which whoever samples it does not know yet."""
+
+
+class Rope(nn.Module):
+    """Turns the first `dims` numbers of each head. In the place of mlx-lm's classes.
+
+    Args:
+        traditional: pairs lie beside each other ("interleaved"), not in two halves.
+    """
+
+    def __init__(self, turns: Turns, *, traditional: bool, kind: str) -> None:
+        super().__init__()
+        self.dims = 2 * len(turns.inverse)
+        self.traditional = traditional
+        self.kind = kind
+        self.longest = turns.longest
+        self._factor = turns.factor
+        with np.errstate(divide="ignore"):
+            self._freqs = mx.array(np.float32(1) / turns.inverse)  # as mx.fast.rope takes them
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """[..., positions, head] → the same. Raises ModelError: a text longer than `longest`."""
+        if (
+            self.longest is not None
+            and isinstance(offset, int)
+            and x.shape[-2] + offset > self.longest
+        ):
+            raise ModelError(
+                f"rope_parameters (rope_scaling): rope_type {self.kind!r} turns texts of more than"
+                f" {self.longest} tokens in another way from their first token on: not supported"
+            )
+        if self._factor != 1.0:
+            if x.shape[-1] == self.dims:
+                x = x * self._factor
+            else:
+                x = x.at[..., : self.dims].multiply(self._factor)
+        return mx.fast.rope(
+            x,
+            self.dims,
+            traditional=self.traditional,
+            base=None,
+            scale=1.0,
+            offset=offset,
+            freqs=self._freqs,
+        )
+
+
+def turns_of(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+    """Compute how `rope` (one `rope_parameters`) turns heads of `head_dim`.
+
+    Raises ModelError: a kind that is not known here, or a key that it needs is missing.
+    """
+    kind = rope.get("rope_type", "default")
+    compute = _KINDS.get(kind)
+    if compute is None:
+        raise ModelError(
+            f"rope_parameters (rope_scaling): rope_type = {kind!r} is none of"
+            f" {', '.join(sorted(_KINDS))}"
+        )
+    try:
+        return compute(published, rope, head_dim)
+    except KeyError as error:
+        raise ModelError(
+            f"rope_parameters (rope_scaling) of rope_type {kind!r} lacks {error}"
+        ) from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"rope_parameters (rope_scaling) of rope_type {kind!r} cannot be read: {error}"
+        ) from error
+
+
+def longest_text(published: Published) -> int | None:
+    """The most tokens that the ropes of a model hold for; None: any number."""
+    bounds = [
+        turns_of(published, rope, published.head_dim).longest for rope in published.ropes.values()
+    ]
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _dims(rope: Mapping[str, Any], head_dim: int) -> int:
+    return int(head_dim * rope.get("partial_rotary_factor", 1.0))
+
+
+def _exponents(dims: int, over: int | None = None) -> Numbers:
+    return np.arange(0, dims, 2, dtype=np.float32) / np.float32(over or dims)
+
+
+def _plain(base: float, dims: int) -> Numbers:
+    return np.float32(1) / np.float32(base) ** _exponents(dims)
+
+
+def _default(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+    return Turns(_plain(rope["rope_theta"], _dims(rope, head_dim)))
+
+
+def _linear(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+    plain = _plain(rope["rope_theta"], _dims(rope, head_dim))
+    return Turns(plain / np.float32(rope["factor"]))
+
+
+def _dynamic(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+    """NTK by the text's length: as it is up to `max_position_embeddings`. Hunyuan's `alpha` gives
+    another base up to there."""
+    base, dims = rope["rope_theta"], _dims(rope, head_dim)
+    if published.model_type.startswith("hunyuan") and (alpha := rope.get("alpha")):
+        base *= alpha ** (dims / (dims - 2))
+    return Turns(_plain(base, dims), longest=published.config.max_position_embeddings)
+
+
+def _yarn(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+    """YaRN (arXiv:2309.00071)."""
+    base, dims, original = (
+        rope["rope_theta"],
+        _dims(rope, head_dim),
+        rope["original_max_position_embeddings"],
+    )
+    factor = rope["factor"]
+    if factor is None:
+        factor = published.config.max_position_embeddings / original
+
+    def dimension(rotations: float) -> float:
+        return dims * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = dimension(rope.get("beta_fast") or 32)
+    high = dimension(rope.get("beta_slow") or 1)
+    # transformers asks the whole `rope_parameters` for `truncate`, also where one layer type has it
+    if published.config.rope_parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(dims // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    periods = np.float32(base) ** _exponents(dims)
+    scaled, plain = 1 / (factor * periods), 1 / periods
+    attention = rope.get("attention_factor")
+    if attention is None:
+        one, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention = (
+            yarn_scale(factor, one) / yarn_scale(factor, all_dims)
+            if one and all_dims
+            else yarn_scale(factor)
+        )
+    return Turns((scaled * ramp + plain * (1 - ramp)).astype(np.float32), float(attention))
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's temperature: 0.1 · mscale · ln(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+    """LongRoPE (arXiv:2402.13753): `short_factor`, up to `original_max_position_embeddings`."""
+    dims, original = _dims(rope, head_dim), rope["original_max_position_embeddings"]
+    factor, attention = rope.get("factor"), rope.get("attention_factor")
+    if factor is None:
+        factor = published.config.max_position_embeddings / original
+    if attention is None:
+        attention = 1.0
+        if factor > 1:
+            attention = math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = np.asarray(rope["short_factor"], np.float32)
+    if len(factors) != dims // 2:
+        raise ValueError(f"short_factor has {len(factors)} numbers; it needs {dims // 2}")
+    inverse = 1 / (factors * np.float32(rope["rope_theta"]) ** _exponents(dims))
+    return Turns(inverse.astype(np.float32), float(attention), longest=original)
+
+
+def _llama3(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+    plain = _plain(rope["rope_theta"], _dims(rope, head_dim))
+    factor, original = rope["factor"], rope["original_max_position_embeddings"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    waves = 2 * math.pi / plain
+    scaled = np.where(waves > original / low, plain / np.float32(factor), plain)
+    smooth = (original / waves - low) / (high - low)
+    between = (waves >= original / high) & (waves <= original / low)
+    smoothed = (1 - smooth) * scaled / factor + smooth * scaled
+    return Turns(np.where(between, smoothed, scaled).astype(np.float32))
+
+
+def _proportional(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+    """Gemma 4: the pairs beyond the rotated part stand still."""
+    angles = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    turned = 1 / np.float32(rope["rope_theta"]) ** _exponents(2 * angles, head_dim)
+    inverse = np.concatenate([turned, np.zeros(head_dim // 2 - angles, np.float32)])
+    return Turns((inverse / np.float32(rope.get("factor", 1.0))).astype(np.float32))
+
+
+_KINDS = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+    "proportional": _proportional,
+}

@@ -1,0 +1,102 @@
+"""Columns of docs/models.md that say how far an architecture is from transformers: made of
+scripts/parity/results.json, which `python -m scripts.parity.compare OUT --write` writes.
+
+    .venv/bin/python -m scripts.parity.document      writes the column into docs/models.md
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
+RESULTS = json.loads((Path(__file__).parent / "results.json").read_text())
+COLUMN = "beside transformers"
+TEXT_OF = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "kimi_k25": "deepseek_v3",
+    "minimax": "minimax_m2",
+    "mistral3": "mistral",
+    "pixtral": "mistral",
+    "qwen2_vl": "qwen2",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
+"""mlx-lm's module → the architecture that was compared: its text part's."""
+
+
+def cell(name: str) -> str:
+    """Return what docs/models.md says of a module of mlx-lm."""
+    compared = TEXT_OF.get(name, name)
+    result: dict[str, Any] | None = RESULTS["architectures"].get(compared)
+    if result is None:
+        return "not compared" if name in CONFIG_MAPPING else "transformers has no such class"
+    words = [] if compared == name else [f"as `{compared}`"]
+    if result["difference"] is None:
+        return "refused for training: another model"
+    words.append(f"{result['difference']:.1g}, gradient {result['gradient']:.1g}")
+    words.append(f"{result['equal']} of {result['tried']} options")
+    if refused := result["refused"]:
+        words.append(f"refused: {', '.join(refused)}")
+    if rest := [*result["wrong"], *result["crashed"]]:
+        words.append(f"off: {', '.join(rest)}")
+    return "; ".join(words)
+
+
+def explanation() -> list[str]:
+    """Return the lines that explain the column."""
+    return [
+        f"**{COLUMN}**: the largest difference of one log-probability, and of the trainer's gradient"
+        " (relative), to",
+        f"transformers {RESULTS['transformers']} in float64, over tiny checkpoints as transformers"
+        " saves them: plain, and each option of the",
+        "configuration changed alone (ropes, windows, activations, biases, heads, experts, every"
+        " boolean). The forward as it",
+        "is trained and as it is served, with caches, are compared. Options that are refused are"
+        " refused for training by name; `serve`",
+        "warns. Recurrent layers that transformers computes in float32 differ by its rounding. Falcon-H1's"
+        " gradient is of weights",
+        "that hold the configuration's factors. `scripts/parity/` makes the checkpoints"
+        " (torch) and compares; a part of them runs in",
+        "the default tests. `mlx_parallm doctor --model M` says what of one model's config.json is"
+        " understood.",
+    ]
+
+
+def with_column(page: str) -> str:
+    """Return the page with the column written anew."""
+    lines = []
+    for line in page.splitlines():
+        cells = [part.strip() for part in line.split("|")[1:-1]]
+        if line.startswith("| model_type |"):
+            cells = [c for c in cells if c != COLUMN]
+            cells.insert(3, COLUMN)
+        elif line.startswith("|---"):
+            lines.append("|" + "---|" * 8)
+            continue
+        elif line.startswith("| `"):
+            if len(cells) == 8:
+                cells.pop(3)
+            cells.insert(3, cell(cells[0].strip("`")))
+        else:
+            lines.append(line)
+            continue
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    page = PAGE.read_text()
+    if explanation()[1] not in page:
+        head, mark, rest = page.partition("\n**turns**")
+        page = head + "\n" + "\n".join(explanation()) + "\n" + mark + rest
+    PAGE.write_text(with_column(page))
+
+
+if __name__ == "__main__":
+    main()

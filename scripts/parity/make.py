@@ -1,0 +1,259 @@
+"""Tiny checkpoints as transformers saves them, one for each option of a configuration, with the
+log-probabilities and gradients that transformers gives them in float64.
+
+    TORCH/bin/python -m scripts.parity.make OUT [--only llama,qwen3] [--record tests/data/parity]
+
+TORCH is an environment with torch and the newest transformers (`scripts/bench/setup_peers trl`
+makes one). OUT/ARCHITECTURE/OPTION/ holds config.json, model.safetensors and case.json. What
+transformers refuses goes to OUT/ARCHITECTURE/refused.json. `--record` writes a few cases of each
+architecture without their weights, which tests make again from names and shapes.
+"""
+
+import argparse
+import json
+import shutil
+import tomllib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from scripts.parity.weights import direction, tensor
+
+LENGTH = 24
+WINDOW = 6
+SIZES = tomllib.loads((Path(__file__).parent / "sizes.toml").read_text())
+RECORDED = (
+    "plain",
+    "rope=yarn",
+    "rope.full=yarn",
+    "window",
+    "layer_types=full first",
+)
+"""The options of each architecture that the default tests repeat."""
+NOT_TRIED = frozenset(SIZES["not_tried"])
+"""Booleans that change no forward of a decoder, or that only initial weights depend on."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--record", type=Path)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    for name in args.only.split(",") if args.only else SIZES["architectures"]:
+        made = make_all(name, args.out)
+        print(f"{name}: {len(made)} options", flush=True)
+        if args.record:
+            record(name, made, args.record)
+
+
+def base_of(name: str) -> dict[str, Any]:
+    """Return the small configuration of an architecture."""
+    known = CONFIG_MAPPING[name]().to_dict()
+    tables = [SIZES["common"], SIZES["experts"], SIZES["recurrent"]]
+    if "kv_lora_rank" in known:
+        tables.append(SIZES["latent"])
+    own = SIZES["architectures"][name]
+    small = {key: value for table in tables for key, value in table.items() if key in known}
+    if "n_embd" in known:
+        small = {k: v for k, v in small.items() if k.endswith("_token_id") or k == "vocab_size"}
+    return small | own
+
+
+def options_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (option, changes of the configuration), one thing changed in each."""
+    known, base = CONFIG_MAPPING[name]().to_dict(), base_of(name)
+    yield "plain", {}
+    yield from _ropes(known, base)
+    yield from _windows(known, base)
+    yield from _keys(known, base)
+    for key, values in {
+        "head_dim": (16,),
+        "num_key_value_heads": (4, 1),
+        "num_experts_per_tok": (1, 3),
+        "moe_k": (1, 3),
+        "n_shared_experts": (2,),
+        "q_lora_rank": (None,),
+        "clip_qkv": (0.5,),
+        "n_inner": (40,),
+    }.items():
+        if key in known and (key in base or key in ("clip_qkv", "n_inner")):
+            for value in values:
+                if value != base.get(key):
+                    yield f"{key}={value}", {key: value}
+
+
+def _windows(known: dict[str, Any], base: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if known.get("sliding_window", 0) != 0 or "sliding_window" in known:
+        on = {"use_sliding_window": True} if "use_sliding_window" in known else {}
+        if "max_window_layers" in known:
+            on["max_window_layers"] = 1
+        yield "window", {"sliding_window": WINDOW, **on}
+        if known.get("layer_types"):
+            layers = base.get("num_hidden_layers", 3)
+            for label, pattern in {
+                "full first": ("full_attention", "sliding_attention"),
+                "all sliding": ("sliding_attention",),
+                "all full": ("full_attention",),
+            }.items():
+                types = [pattern[i % len(pattern)] for i in range(layers)]
+                yield f"layer_types={label}", {"layer_types": types, "sliding_window": WINDOW, **on}
+
+
+def _keys(known: dict[str, Any], base: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for key, value in known.items():
+        if isinstance(value, bool) and key not in NOT_TRIED and key != "use_sliding_window":
+            turned = not base.get(key, value)
+            yield f"{key}={str(turned).lower()}", {key: turned}
+        elif key in ("hidden_act", "hidden_activation", "activation_function"):
+            for act in ("silu", "gelu", "gelu_pytorch_tanh", "relu"):
+                if act != base.get(key, value):
+                    yield f"{key}={act}", {key: act}
+        elif key.endswith(("norm_eps", "norm_epsilon")):
+            yield key, {key: 0.02}
+        elif key.endswith("softcapping"):
+            yield f"{key}=2", {key: 2.0}
+            if value is not None:
+                yield f"{key}=none", {key: None}
+        elif isinstance(value, float) and any(p in key for p in ("multiplier", "scaling", "scale")):
+            yield key, {key: (base.get(key, value) or 1.0) * 0.6}
+
+
+def _ropes(known: dict[str, Any], base: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    rope = known.get("rope_parameters")
+    if not rope:
+        return
+    heads = base.get("qk_rope_head_dim", base.get("head_dim", 8))
+    partial = rope.get("partial_rotary_factor")
+    half = int(heads * (partial or 1.0)) // 2
+    original = {"original_max_position_embeddings": 16}
+    kinds: dict[str, dict[str, Any]] = {
+        "theta": {"rope_theta": 500.0},
+        "linear": {"rope_type": "linear", "factor": 4.0},
+        "yarn": {"rope_type": "yarn", "factor": 4.0, **original},
+        "yarn,attention_factor": {
+            "rope_type": "yarn", "factor": 4.0, "attention_factor": 1.4, **original,
+        },
+        "yarn,truncate": {"rope_type": "yarn", "factor": 4.0, "truncate": False, **original},
+        "yarn,mscale": {
+            "rope_type": "yarn", "factor": 4.0, "mscale": 1.5, "mscale_all_dim": 0.5, **original,
+        },
+        "llama3": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, **original,
+        },
+        "longrope": {
+            "rope_type": "longrope", "original_max_position_embeddings": 64,
+            "short_factor": [1.0 + 0.2 * i for i in range(half)],
+            "long_factor": [1.5 + 0.4 * i for i in range(half)],
+        },
+        "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    }  # fmt: skip
+    if "full_attention" in rope:
+        for label, kind in kinds.items():
+            changed = rope["full_attention"] | kind
+            yield f"rope.full={label}", {"rope_parameters": {**rope, "full_attention": changed}}
+        return
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    if partial:
+        plain["partial_rotary_factor"] = partial
+        yield "rope=partial", {"rope_parameters": plain | {"partial_rotary_factor": 0.75}}
+    for label, kind in kinds.items():
+        yield f"rope={label}", {"rope_parameters": plain | kind}
+
+
+def make_all(name: str, out: Path) -> dict[str, dict[str, Any]]:
+    """Make every option's checkpoint; return the cases by option."""
+    made, refused = {}, {}
+    shutil.rmtree(out / name, ignore_errors=True)
+    for option, changes in options_of(name):
+        target = out / name / option.replace(" ", "_")
+        try:
+            made[option] = make(name, option, changes, target)
+        except Exception as error:  # noqa: BLE001 - transformers' own refusal
+            shutil.rmtree(target, ignore_errors=True)
+            refused[option] = f"{type(error).__name__}: {error}"[:300]
+    (out / name).mkdir(parents=True, exist_ok=True)
+    (out / name / "refused.json").write_text(json.dumps(refused, indent=1))
+    return made
+
+
+def make(name: str, option: str, changes: dict[str, Any], target: Path) -> dict[str, Any]:
+    """Make one checkpoint in `target` and return its case. Raises what transformers raises."""
+    config = CONFIG_MAPPING[name](**(base_of(name) | changes))
+    config._attn_implementation = "eager"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(target)
+    file = target / "model.safetensors"
+    shapes = {key: list(value.shape) for key, value in load_file(file).items()}
+    save_file(
+        {key: torch.from_numpy(tensor(key, shape)) for key, shape in shapes.items()},
+        file,
+        {"format": "pt"},
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        target,
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    ).eval()
+    ids = np.random.RandomState(len(name + option)).randint(3, 96, LENGTH)
+    logits = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].double()
+    scores = logits[:-1].log_softmax(-1)[torch.arange(LENGTH - 1), torch.from_numpy(ids[1:])]
+    if not torch.isfinite(scores).all():
+        raise ValueError("log-probabilities are not finite")
+    (scores * torch.linspace(-1, 1, LENGTH - 1, dtype=torch.float64)).sum().backward()
+    gradients = {
+        key: [
+            float(value.grad.norm()),
+            float((value.grad.numpy() * direction(key, list(value.shape))).sum()),
+        ]
+        for key, value in model.named_parameters()
+        if key in shapes and list(value.shape) == shapes[key] and value.grad is not None
+    }
+    case = {
+        "architecture": name,
+        "option": option,
+        "changes": changes,
+        "config": json.loads((target / "config.json").read_text()),
+        "tensors": shapes,
+        "ids": ids.tolist(),
+        "logprobs": [round(value, 8) for value in scores.tolist()],
+        "gradients": gradients,
+    }
+    (target / "case.json").write_text(json.dumps(case))
+    return case
+
+
+def record(name: str, made: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Write a few cases of an architecture for the default tests."""
+    cases = []
+    for option in RECORDED:
+        if option not in made:
+            continue
+        case = dict(made[option])
+        chosen = sorted(case["gradients"], key=lambda key: (key.count("."), key))
+        few = [] if cases else [*chosen[:4], *chosen[-6:]]  # of the first, as each costs seconds
+        case["gradients"] = {k: [float(f"{x:.8g}") for x in case["gradients"][k]] for k in few}
+        case.pop("changes")
+        if cases and case["tensors"] == cases[0]["tensors"]:
+            case.pop("tensors")  # the first case's
+        cases.append(case)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)
+    (folder / f"{name}.json").write_text(f"[{text}]\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Every architecture beside transformers' own numbers: tests/data/parity has what transformers (in
+float64) gives for checkpoints whose tensors anybody can make again. `scripts/parity/make.py` makes
+those files, `scripts/parity/compare.py` tries many more options."""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.errors import ModelError
+from mlx_parallm.models.loading import check_model, load_model
+from scripts.parity.compare import EQUAL, GRADIENT, compare
+from scripts.parity.weights import tensor
+
+DATA = Path(__file__).parents[2] / "data" / "parity"
+ROUNDED = {"qwen3_next": 1e-3, "qwen3_5_moe_text": 5e-4, "qwen3_5_text": 1e-4}
+"""Architectures whose recurrence transformers computes in float32 whatever its model's type is."""
+ROUNDED_GRADIENT = {"qwen3_next": 5e-3, "qwen3_5_moe_text": 5e-3}
+NEAR = {"glm4_moe_lite": 1e-4, "gemma4_text": 5e-5}
+
+
+@cache
+def cases(name: str) -> list[dict[str, Any]]:
+    found = json.loads((DATA / f"{name}.json").read_text())
+    for case in found:
+        case.setdefault("tensors", found[0]["tensors"])
+    return found
+
+
+def all_cases() -> Iterator[Any]:
+    for file in sorted(DATA.glob("*.json")):
+        for index, case in enumerate(cases(file.stem)):
+            yield pytest.param(file.stem, index, id=f"{file.stem}-{case['option']}")
+
+
+def write(path: Path, case: dict[str, Any]) -> None:
+    path.mkdir()
+    arrays = {name: mx.array(tensor(name, shape)) for name, shape in case["tensors"].items()}
+    mx.save_safetensors(str(path / "model.safetensors"), arrays, {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(case["config"]))
+
+
+REFUSED = {
+    ("recurrent_gemma", "plain"): "model_type = 'recurrent_gemma",
+    ("nanochat", "rope=yarn"): "rope_type 'yarn' is not supported",
+}
+
+
+@pytest.mark.parametrize(("name", "index"), list(all_cases()))
+def test_forward_caches_and_gradient_are_transformers(
+    name: str, index: int, tmp_path: Path
+) -> None:
+    case = cases(name)[index]
+    write(tmp_path / "model", case)
+    if told := REFUSED.get((name, case["option"])):
+        with pytest.raises(ModelError, match=told):
+            check_model(ModelConfig(base_path=str(tmp_path / "model")), train=True)
+        return
+    found = compare(tmp_path / "model", case)
+    bound = ROUNDED.get(name, NEAR.get(name, EQUAL))
+    assert found["whole"] <= bound
+    assert found["served"] <= bound
+    assert found["gradient"] <= ROUNDED_GRADIENT.get(name, GRADIENT)
+
+
+def older(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The same model in the spelling of transformers 4; None: its ropes differ by layer."""
+    rope = config.get("rope_parameters")
+    if rope is None or not isinstance(rope.get("rope_theta"), float):
+        return None
+    rope = dict(rope)
+    written = {key: value for key, value in config.items() if key != "rope_parameters"}
+    written["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        written["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    written["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    return written
+
+
+SPELLED = ["llama", "qwen2", "mistral", "phi", "glm4", "deepseek_v3", "stablelm", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_every_spelling_of_a_rope_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    for index, case in enumerate(cases(name)):
+        config = older(case["config"])
+        assert config is not None
+        spellings = {"new": case["config"], "old": config}
+        if config["rope_scaling"]:
+            scaling = dict(config["rope_scaling"])
+            named = {"type": scaling.pop("rope_type"), **scaling}
+            spellings["type"] = config | {"rope_scaling": named}
+        logits = {}
+        for spelling, written in spellings.items():
+            path = tmp_path / f"{index}-{spelling}"
+            write(path, case | {"config": written})
+            model = load_model(ModelConfig(base_path=str(path))).model
+            logits[spelling] = np.array(model(mx.array(case["ids"])[None]))
+        assert all(np.array_equal(one, logits["new"]) for one in logits.values())
+
+
+@pytest.mark.usefixtures("informative_logs")
+def test_a_key_that_nothing_heeds_is_refused_for_training_and_named_in_serving(
+    tmp_path: Path,
+) -> None:
+    case = cases("olmoe")[0]
+    write(tmp_path / "model", case | {"config": case["config"] | {"clip_qkv": 0.5}})
+    config = ModelConfig(base_path=str(tmp_path / "model"))
+    with pytest.raises(ModelError, match=r"config\.json has clip_qkv = 0\.5, .*another model"):
+        check_model(config, train=True)
+    with capture_logs() as logs:
+        check_model(config, train=False)
+    [entry] = logs
+    assert entry["log_level"] == "warning"
+    assert entry["keys"] == "clip_qkv = 0.5"
+
+
+def test_texts_that_a_scaling_turns_otherwise_are_refused(tmp_path: Path) -> None:
+    case = cases("llama")[0]
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    changed = case["config"] | {"rope_parameters": dynamic, "max_position_embeddings": 16}
+    write(tmp_path / "model", case | {"config": changed})
+    loaded = load_model(ModelConfig(base_path=str(tmp_path / "model")))
+    assert loaded.max_model_len == 16
+    loaded.model(mx.array(case["ids"][:16])[None])
+    with pytest.raises(ModelError, match=r"'dynamic' turns texts of more than 16 tokens"):
+        loaded.model(mx.array(case["ids"])[None])
