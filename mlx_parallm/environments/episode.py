@@ -1,5 +1,4 @@
-"""Episode: one rollout being played. Everything sampled in it goes through `turn`, whoever asks for
-it.
+"""Episode: one rollout being played. Everything that is sampled in it goes through `turn`.
 
 A prompt that begins with the last one and its answer continues the tokens that were sampled; any
 other prompt opens a new sequence of the same episode (`types.Rollout.earlier`). Either way the

@@ -38,13 +38,13 @@ def named_as(made: Any, kind: Any) -> type[Any]:
     return made
 
 
-def renamed(*pairs: tuple[str, str]) -> Callable[[nn.Module, Published], None]:
+def renamed(*pairs: tuple[re.Pattern[str], str]) -> Callable[[nn.Module, Published], None]:
     """Return a mend: tensors have other names as transformers saves them than mlx-lm reads. Each
     pair is a regular expression and its replacement."""
 
     def name_of(name: str) -> str:
         for pattern, replacement in pairs:
-            name = re.sub(pattern, replacement, name)
+            name = pattern.sub(replacement, name)
         return name
 
     def read(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
@@ -56,22 +56,22 @@ def renamed(*pairs: tuple[str, str]) -> Callable[[nn.Module, Published], None]:
     return mend
 
 
-plain_names = renamed((r"^transformer\.", ""))
+plain_names = renamed((re.compile(r"^transformer\."), ""))
 """GPT-2: transformers' names begin with `transformer.`, the hub's do not."""
-dense_names = renamed((r"\.block_sparse_moe\.((?:gate|up|down)_proj\.)", r".mlp.\1"))
+dense_names = renamed((re.compile(r"\.block_sparse_moe\.((?:gate|up|down)_proj\.)"), r".mlp.\1"))
 """Kimi Linear: a layer without experts."""
 norm_names = renamed(
-    (r"\.attention_layer_norm\.", ".input_layernorm."),
-    (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+    (re.compile(r"\.attention_layer_norm\."), ".input_layernorm."),
+    (re.compile(r"\.feedforward_layer_norm\."), ".post_attention_layernorm."),
 )
 """OLMo Hybrid: a recurrent layer's norms."""
 nanochat_names = renamed(
-    (r"^model\.embed_tokens\.", "transformer.wte."),
-    (r"^model\.layers\.", "transformer.h."),
-    (r"\.self_attn\.([qkv])_proj\.", r".attn.c_\1."),
-    (r"\.self_attn\.o_proj\.", ".attn.c_proj."),
-    (r"\.mlp\.fc1\.", ".mlp.c_fc."),
-    (r"\.mlp\.fc2\.", ".mlp.c_proj."),
+    (re.compile(r"^model\.embed_tokens\."), "transformer.wte."),
+    (re.compile(r"^model\.layers\."), "transformer.h."),
+    (re.compile(r"\.self_attn\.([qkv])_proj\."), r".attn.c_\1."),
+    (re.compile(r"\.self_attn\.o_proj\."), ".attn.c_proj."),
+    (re.compile(r"\.mlp\.fc1\."), ".mlp.c_fc."),
+    (re.compile(r"\.mlp\.fc2\."), ".mlp.c_proj."),
 )
 
 
