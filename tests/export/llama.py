@@ -7,12 +7,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.utils import load_model
 
 from mlx_parallm.deploy.export import llama_server
 from mlx_parallm.deploy.export.gguf_file import write_model
 from mlx_parallm.deploy.export.model import ModelSource, open_model
 from mlx_parallm.deploy.export.vocabulary import read_vocabulary
+from mlx_parallm.models.published.mend import load_hf_model
 from tests.tiny_models import EXPERTS, QWEN3, save_checkpoint
 
 needs_llama = pytest.mark.skipif(
@@ -110,7 +110,7 @@ def write(
 def logprobs(model: Any, ids: list[int] = IDS) -> np.ndarray:
     """[T, vocabulary] of an mlx-lm model, or of the checkpoint at a path, computed in float32."""
     if isinstance(model, Path):
-        model, _ = load_model(model)
+        model, _ = load_hf_model(model)
     model.set_dtype(mx.float32)
     logits = np.array(model(mx.array([ids]))[0].astype(mx.float32), np.float64)
     return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)

@@ -57,10 +57,8 @@ def without_order(*_: Any) -> None:
     return None
 
 
-def without_offset(
-    architecture: Any, name: str, arguments: Any, *, tied: bool
-) -> tuple[float, float]:
-    return 0.0, 1.0
+def without_offset(*_: Any) -> float:
+    return 0.0
 
 
 def other_base(writer: Any, arguments: Any) -> None:
@@ -83,7 +81,7 @@ write_metadata, tensor_rows = architectures.write_metadata, SourceTensor.rows
     [
         (LLAMA, "models.gguf.architectures.row_order", without_order),
         (LLAMA, "models.gguf.architectures.write_metadata", other_base),
-        (GEMMA3, "models.gguf.architectures.changed", without_offset),
+        (GEMMA3, "models.gguf.architectures.offset_of", without_offset),
         (MODELS["qwen3_moe"], "deploy.export.model.SourceTensor.rows", other_experts),
     ],
     ids=["permutation", "rope base", "norms", "experts"],
@@ -221,7 +219,8 @@ def test_ranks_and_scales_that_differ_share_one_alpha(tmp_path: Path) -> None:
             "no layers without experts",
         ),
         (GEMMA3 | {"query_pre_attn_scalar": 24}, "no query_pre_attn_scalar = 24, but 16"),
-        (LLAMA | {"rope_traditional": True}, "no rope_traditional"),
+        (MODELS["mistral"] | {"sliding_window": 16}, "no sliding_window = 16"),
+        (LLAMA | {"hidden_act": "gelu"}, "no hidden_act = gelu"),
         (
             LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope scaling of type 'dynamic'",

@@ -1,6 +1,6 @@
 """Write a GGUF file, one tensor in memory at a time."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -45,7 +45,6 @@ def write_model(
     writer.add_quantization_version(QUANTIZATION_VERSION)
 
     planned = planned_tensors(opened, kind)
-    tied = is_tied(planned)
     factors = architectures.rope_factors(opened.model)
     if factors is not None:
         writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
@@ -59,8 +58,8 @@ def write_model(
         for tensor in opened.tensors():
             name, _, type_ = planned[tensor.name]
             order = architectures.row_order(architecture, tensor.name, arguments)
-            offset, factor = architectures.changed(architecture, name, arguments, tied=tied)
-            pieces = tensor.rows(order, np.float32(offset), np.float32(factor))
+            offset = architectures.offset_of(architecture, name)
+            pieces = tensor.rows(order, np.float32(offset))
             written = encode(pieces, type_, tensor.shape, tensor.name)
             writer.write_tensor_data(written)
             done += written.nbytes
@@ -88,11 +87,6 @@ def planned_tensors(opened: OpenModel, kind: str) -> dict[str, tuple[str, tuple[
         name: (names[name], shape, mixture.type_of(names[name], shape))
         for name, shape in shapes.items()
     }
-
-
-def is_tied(planned: Mapping[str, tuple[str, tuple[int, ...], Type]]) -> bool:
-    """Return whether the embedding is the output's matrix too."""
-    return all(name != "output.weight" for name, *_ in planned.values())
 
 
 def write_adapter(path: Path, opened: OpenModel) -> int:

@@ -22,6 +22,7 @@ from mlx_parallm.errors import AdapterError, ModelError
 from mlx_parallm.execution.prompt_images import PARTS
 from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, LoraPair
 from mlx_parallm.models.adapters.linear import dense_weight, merged_rows
+from mlx_parallm.models.gguf.architectures import arguments_of
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
 from mlx_parallm.models.lora import AdapterFile, check_adapter, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
@@ -31,7 +32,7 @@ from mlx_parallm.rl_training.run_directory import FINAL, checkpoint_at
 from mlx_parallm.runs.run import open_run
 
 CHUNK_NUMBERS = 1 << 24  # numbers of a tensor that are computed at once: 64 MB in float32
-ZERO, ONE = np.float32(0), np.float32(1)
+ZERO = np.float32(0)
 NO_TEMPLATE = "none"
 QUANTIZED = nn.QuantizedLinear | nn.QuantizedEmbedding | QuantizedSwitchLinear
 
@@ -119,7 +120,7 @@ class OpenModel:
 
     @property
     def arguments(self) -> Any:
-        return self.model.args
+        return arguments_of(self.config, self.model.args)
 
     @property
     def layers(self) -> dict[str, LoraPair]:
@@ -170,9 +171,9 @@ class SourceTensor:
         return tuple(array.shape)
 
     def rows(
-        self, order: np.ndarray | None = None, offset: np.float32 = ZERO, factor: np.float32 = ONE
+        self, order: np.ndarray | None = None, offset: np.float32 = ZERO
     ) -> Iterator[np.ndarray]:
-        """Yield (numbers + offset) · factor as float32 [rows, width], in pieces of at most
+        """Yield numbers + offset as float32 [rows, width], in pieces of at most
         CHUNK_NUMBERS.
 
         Args:
@@ -195,7 +196,7 @@ class SourceTensor:
                 else merged_rows(whole[chosen], self.pair, chosen)
             )
             numbers = np.array(part.astype(mx.float32))
-            yield numbers if (offset, factor) == (ZERO, ONE) else (numbers + offset) * factor
+            yield numbers if offset == ZERO else numbers + offset
 
 
 def open_model(source: ModelSource) -> OpenModel:

@@ -13,7 +13,7 @@ import gguf
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.deploy.export.gguf_file import is_tied, planned_tensors
+from mlx_parallm.deploy.export.gguf_file import planned_tensors
 from mlx_parallm.deploy.export.model import ModelSource, OpenModel, open_model
 from mlx_parallm.deploy.export.quantization import encode
 from mlx_parallm.models.adapters.adapter import LoraPair
@@ -77,15 +77,14 @@ def _rounded(opened: OpenModel, kind: str) -> Iterator[tuple[str, mx.array]]:
         architectures.architecture_of(opened.config),
         planned_tensors(opened, kind),
     )
-    tied, arguments = is_tied(planned), opened.arguments
     for tensor in opened.tensors():
         name, _, type_ = planned[tensor.name]
-        offset, factor = architectures.changed(architecture, name, arguments, tied=tied)
-        numbers = np.concatenate(list(tensor.rows(None, np.float32(offset), np.float32(factor))))
+        offset = np.float32(architectures.offset_of(architecture, name))
+        numbers = np.concatenate(list(tensor.rows(None, offset)))
         if type_ != gguf.GGMLQuantizationType.F32:
             data = encode([numbers], type_, tensor.shape, tensor.name).reshape(len(numbers), -1)
             numbers = gguf.quants.dequantize(data, type_).astype(np.float32)
-        numbers = (numbers / np.float32(factor) - np.float32(offset)).reshape(tensor.shape)
+        numbers = (numbers - offset).reshape(tensor.shape)
         yield tensor.name, mx.array(numbers)
 
 

@@ -9,6 +9,7 @@ compute otherwise is refused here, with its key.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -17,6 +18,9 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.errors import ModelError
+from mlx_parallm.models.published.activations import KEYS, same
+from mlx_parallm.models.published.reader import read_published
+from mlx_parallm.models.published.windows import SLIDING, windows_of, within
 
 Config = Mapping[str, Any]
 GEMMA3_27B_LAYERS = 62  # llama.cpp knows its scale of attention by this number
@@ -31,8 +35,6 @@ class Architecture:
         permuted: llama.cpp rotates neighbours, mlx-lm a head's two halves: rows of q and k change
         places.
         norm_offset: added to the weights of all norms.
-        scaled_embedding: mlx-lm scales embeddings by √width rounded to bfloat16, llama.cpp by
-        √width.
         rounding: nats that llama.cpp's own arithmetic costs a float32 file: it takes GELU from a
         table in float16.
         check: return what of a model's arguments llama.cpp does not compute.
@@ -42,16 +44,52 @@ class Architecture:
     hf_class: str
     permuted: bool = False
     norm_offset: float = 0.0
-    scaled_embedding: bool = False
     rounding: float = 0.0
     check: Callable[[Any], list[str]] = lambda arguments: []
 
 
-def _check_llama(arguments: Any) -> list[str]:
-    windows = "sliding_attention" in (arguments.layer_types or ())
-    return ["layer_types with sliding_attention"] * windows + ["rope_traditional"] * bool(
-        arguments.rope_traditional
-    )
+def arguments_of(config: Config, arguments: Any) -> Any:
+    """Return mlx-lm's arguments of a model with what its config.json says besides: ropes, windows
+    and the activation, which are put into mlx-lm's classes from outside."""
+    published = read_published(config)
+    if published is None:
+        return arguments
+    rope = {k: v for k, v in published.rope.items() if k != "rope_theta"}
+    scaling = None if rope.get("rope_type", "default") == "default" else rope
+    windows = windows_of(published) or []
+    values = vars(arguments) | {
+        "rope_scaling": scaling,
+        "rope_part": rope.get("partial_rotary_factor", 1.0),
+        "windows": windows,
+        "activation": next((published.get(key) for key in KEYS if published.get(key)), "silu"),
+    }
+    if local := published.ropes.get(SLIDING):
+        values |= {"rope_local_base_freq": local["rope_theta"], "local_rope": local}
+        full = [index for index, window in enumerate(windows, 1) if window is None]
+        values["sliding_window_pattern"] = full[0] if full else len(windows) + 1
+    return SimpleNamespace(**values)
+
+
+def _check_published(architecture: Architecture, arguments: Any) -> list[str]:
+    """Return what `arguments_of` added that llama.cpp does not compute."""
+    if not hasattr(arguments, "windows"):
+        return []
+    gemma = architecture.name == "gemma3"
+    differs = []
+    if not same(arguments.activation, "gelu_pytorch_tanh" if gemma else "silu"):
+        differs.append(f"hidden_act = {arguments.activation}")
+    if arguments.rope_part != 1.0:
+        differs.append(f"partial_rotary_factor = {arguments.rope_part}")
+    if gemma:
+        every = arguments.sliding_window_pattern
+        pattern = [i % every != 0 for i in range(1, len(arguments.windows) + 1)]
+        if [window is not None for window in arguments.windows] != pattern:
+            differs.append("layer_types of another pattern")
+        if arguments.local_rope.get("rope_type", "default") != "default":
+            differs.append("scaled rope of sliding layers")
+    elif shorter := [*filter(None, within(arguments.max_position_embeddings, arguments.windows))]:
+        differs.append(f"sliding_window = {shorter[0]}")
+    return differs
 
 
 def _check_experts(arguments: Any) -> list[str]:
@@ -69,8 +107,8 @@ def _check_gemma3(arguments: Any) -> list[str]:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", permuted=True, check=_check_llama),
-    "mistral": Architecture("llama", "MistralForCausalLM", permuted=True, check=_check_llama),
+    "llama": Architecture("llama", "LlamaForCausalLM", permuted=True),
+    "mistral": Architecture("llama", "MistralForCausalLM", permuted=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
     "qwen3_moe": Architecture("qwen3moe", "Qwen3MoeForCausalLM", check=_check_experts),
@@ -78,7 +116,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "gemma3",
         "Gemma3ForCausalLM",
         norm_offset=1.0,
-        scaled_embedding=True,
         rounding=0.05,
         check=_check_gemma3,
     ),
@@ -100,7 +137,7 @@ def architecture_of(config: Config) -> Architecture:
 
 def check_arguments(architecture: Architecture, arguments: Any) -> None:
     """Raises ModelError: llama.cpp would not compute what mlx-lm does."""
-    if differs := architecture.check(arguments):
+    if differs := [*_check_published(architecture, arguments), *architecture.check(arguments)]:
         raise ModelError(
             f"this {arguments.model_type} cannot be GGUF: llama.cpp has no"
             f" {' and no '.join(differs)}"
@@ -139,21 +176,9 @@ def row_order(architecture: Architecture, mlx_name: str, arguments: Any) -> np.n
     return np.arange(heads * size).reshape(heads, 2, size // 2).swapaxes(1, 2).reshape(-1)
 
 
-def changed(
-    architecture: Architecture, name: str, arguments: Any, *, tied: bool
-) -> tuple[float, float]:
-    """Return (offset, factor) of a tensor of the file: its numbers are (mlx-lm's + offset) ·
-    factor.
-
-    The embedding takes up the ratio of the two scales. Where it is the output's matrix too, the
-    last norm undoes it.
-    """
-    offset = architecture.norm_offset if name.endswith("_norm.weight") else 0.0
-    if not architecture.scaled_embedding or name not in ("token_embd.weight", "output_norm.weight"):
-        return offset, 1.0
-    root = float(arguments.hidden_size) ** 0.5
-    ratio = float(np.array(mx.array(root, mx.bfloat16).astype(mx.float32))) / root
-    return offset, ratio if name == "token_embd.weight" else 1.0 / ratio if tied else 1.0
+def offset_of(architecture: Architecture, name: str) -> float:
+    """Return the number that a tensor of the file has more than mlx-lm's."""
+    return architecture.norm_offset if name.endswith("_norm.weight") else 0.0
 
 
 def head_size(arguments: Any) -> int:
@@ -174,8 +199,9 @@ def rope_factors(model: nn.Module) -> np.ndarray | None:
         ),
         None,
     )
-    if rope is None or type(rope).__name__ != "Llama3RoPE":
+    if getattr(rope, "kind", None) != "llama3":
         return None
+    assert rope is not None
     periods = mx.array(rope._freqs)
     plain = model.args.rope_theta ** (mx.arange(0, rope.dims, 2) / rope.dims)
     return np.array(periods / plain, np.float32)

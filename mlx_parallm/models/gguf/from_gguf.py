@@ -102,7 +102,6 @@ def convert_gguf(
         config["rope_scaling"] = llama3_scaling(_numbers(factors), config)
     _check_names(file, kind, set(wanted))
     shapes = {name: tuple(array.shape) for name, array in tree_flatten(model.parameters())}
-    tied = bool(config["tie_word_embeddings"])
     notes: list[str] = []
 
     def fill(directory: Path) -> None:
@@ -113,7 +112,7 @@ def convert_gguf(
         for tensor in file.tensors:
             if tensor is not factors:
                 name = wanted[tensor.name]
-                place = _Place(name, shapes[name], arguments, tied, DTYPES[dtype])
+                place = _Place(name, shapes[name], arguments, DTYPES[dtype])
                 weights |= (keep and kept.pack(tensor, place)) or {name: _weight(tensor, place)}
         if keep:
             config.update(kept.quantize(model, source))
@@ -355,7 +354,6 @@ class _Place:
     name: str
     shape: tuple[int, ...]
     arguments: Any
-    tied: bool
     dtype: mx.Dtype
 
     def check(self, tensor: gguf.ReaderTensor) -> None:
@@ -372,9 +370,9 @@ class _Place:
         order = architectures.row_order(row, self.name, self.arguments)
         return rows if order is None else rows[np.argsort(order)]
 
-    def change(self, tensor: gguf.ReaderTensor) -> tuple[float, float]:
+    def offset(self, tensor: gguf.ReaderTensor) -> float:
         row = architectures.ARCHITECTURES[self.arguments.model_type]
-        return architectures.changed(row, tensor.name, self.arguments, tied=self.tied)
+        return architectures.offset_of(row, tensor.name)
 
 
 class _Kept:
@@ -395,8 +393,8 @@ class _Kept:
         kind, path = tensor.tensor_type, place.name.removesuffix(".weight")
         reason = "MLX has no such blocks"
         if packed.bits_of(kind) is not None:
-            reason = "its numbers differ from MLX's by a factor"
-            if path in self._allowed and place.change(tensor) == (0.0, 1.0):
+            reason = "its numbers differ from MLX's by an offset"
+            if path in self._allowed and place.offset(tensor) == 0.0:
                 rows = np.asarray(tensor.data).reshape(*place.shape[:-1], -1)
                 parts = packed.pack(place.in_order(tensor, rows), kind, place.dtype)
                 if parts is not None:
@@ -449,9 +447,8 @@ def _weight(tensor: gguf.ReaderTensor, place: _Place) -> mx.array:
     """
     place.check(tensor)
     numbers = place.in_order(tensor, _numbers(tensor))
-    if (change := place.change(tensor)) != (0.0, 1.0):
-        offset, factor = change
-        numbers = numbers / np.float32(factor) - np.float32(offset)
+    if offset := place.offset(tensor):
+        numbers = numbers - np.float32(offset)
     weight = mx.array(np.ascontiguousarray(numbers)).astype(place.dtype)
     if not mx.isfinite(weight).all().item():
         wider = (

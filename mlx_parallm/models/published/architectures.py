@@ -307,8 +307,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture(TIED | NO_BIAS | CAUSAL, "gelu"),
     "gemma2": Architecture(TIED | NO_BIAS | CAUSAL, TANH, spell=_softcaps),
     "gemma3_text": Architecture(
-        TIED
-        | NO_BIAS
+        NO_BIAS
         | {
             "use_bidirectional_attention": False,
             "attn_logit_softcapping": None,

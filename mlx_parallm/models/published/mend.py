@@ -26,7 +26,7 @@ from mlx_parallm.models.published.architectures import (
 )
 from mlx_parallm.models.published.reader import Published, read_published
 from mlx_parallm.models.published.rope import Rope, Turns, turns_of
-from mlx_parallm.models.published.windows import place_windows, windows_in, windows_of
+from mlx_parallm.models.published.windows import place_windows, windows_in, windows_of, within
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
@@ -119,9 +119,11 @@ def mend(model: nn.Module, published: Published) -> None:
         _check_own_ropes(published, architecture.own_ropes)
     elif published.ropes:
         _place_ropes(model, published)
-    wanted = windows_of(published)
-    if wanted is not None and wanted != (windows_in(model) or wanted):
-        place_windows(model, wanted)
+    wanted, own_windows = windows_of(published), windows_in(model)
+    if wanted is not None and own_windows is not None:
+        context = int(published.get("max_position_embeddings", sys.maxsize))
+        if within(context, wanted) != within(context, own_windows):
+            place_windows(model, within(context, wanted))
     if architecture.mend:
         architecture.mend(model, published)
     named = next((str(published.get(k)) for k in KEYS if k in published.keys), "")

@@ -38,6 +38,11 @@ def windows_of(published: Published) -> list[int | None] | None:
     return [int(size) if kind == SLIDING else None for kind in types]
 
 
+def within(context: int, windows: list[int | None]) -> list[int | None]:
+    """Return windows without those that see every text of at most `context` tokens whole."""
+    return [window if window is not None and window < context else None for window in windows]
+
+
 def windows_in(model: nn.Module) -> list[int | None] | None:
     """Return the windows that a model of mlx-lm has by itself, by its caches. None: it keeps others
     than one for each layer."""
