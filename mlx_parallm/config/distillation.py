@@ -23,6 +23,7 @@ KEYS_OF: dict[str, tuple[str, ...]] = {
 }
 """Kinds of teachers, and the keys that each reads besides those of all."""
 OF_ALL = ("name", "kind", "environments", "prompt", "solved_from")
+AT_ONE = ("group", "http")  # kinds whose log-probabilities come from a server, at temperature 1
 PATH_NEEDED = ("model", "checkpoint")
 
 
@@ -103,6 +104,9 @@ class DistillationConfig(Section):
     top_k: int = Field(64, ge=0)
     """loss: the teacher's best tokens that are compared, with the rest as one; 0 = the whole
     vocabulary."""
+    temperature: float | None = Field(None, gt=0)
+    """loss: the temperature at which the two distributions are compared; default: that of the
+    rollout. TRL's GKD samples at its own and compares at 1."""
     lmbda: float = Field(1.0, ge=0, le=1)
     """loss: share of the groups that are trained on as they were sampled; in the place of the
     others comes the answer in `completion_column` (GKD)."""
@@ -141,9 +145,15 @@ class DistillationConfig(Section):
                 f"{changed[0]} is set, but there is no [[rl_training.distillation.teachers]]"
             )
         if self.mode == "advantage" and (
-            unread := [key for key in ("beta", "top_k", "lmbda") if key in changed]
+            unread := [key for key in ("beta", "top_k", "temperature", "lmbda") if key in changed]
         ):
             raise ValueError(f'{unread[0]} is only read with mode = "loss"')
+        served = [teacher.kind for teacher in self.teachers if teacher.kind in AT_ONE]
+        if served and self.temperature not in (None, 1.0):
+            raise ValueError(
+                f"temperature = {self.temperature:g} cannot be reached: the log-probabilities of"
+                f' kind = "{served[0]}" are at temperature 1: leave it out'
+            )
         if self.lmbda == 1 and "completion_column" in changed:
             raise ValueError("completion_column is only read with lmbda < 1")
         return self

@@ -749,6 +749,7 @@ def test_a_gkd_configuration() -> None:
     training = config.rl_training
     learned, [teacher] = training.distillation, training.distillation.teachers
     assert (learned.lmbda, learned.beta, training.temperature) == (0.5, 0.5, 0.9)
+    assert learned.temperature == 1.0  # TRL samples at 0.9 and compares at 1
     assert teacher.kind == "base"  # TRL: without a teacher the model itself
     assert training.atropos.max_token_length == 200
     assert config.environments[0].max_tokens == 30

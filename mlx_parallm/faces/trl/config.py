@@ -492,7 +492,7 @@ class GKDConfig(TaughtConfig):
     learning_rate: float = Field(2e-5, gt=0)
     """Peak learning rate. For a LoRA adapter 1e-4 to 1e-3 is usual."""
     temperature: float = Field(0.9, gt=0)
-    """Sampling temperature; both models' logits are divided by it."""
+    """Sampling temperature; the two distributions are compared at 1, as in TRL."""
     lmbda: float = Field(0.5, ge=0, le=1)
     """Share of the prompts whose sampled completion is trained on; of the others the row's own
     completion is."""

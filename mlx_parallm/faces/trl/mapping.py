@@ -542,6 +542,7 @@ def _taught_keys(args: TaughtConfig, teacher: str | None) -> dict[str, Any]:
             "reward": False,
             "beta": args.beta,
             "top_k": 0,
+            "temperature": 1.0 if isinstance(args, GKDConfig) else None,
             "teachers": [scorer],
         },
     }

@@ -117,12 +117,16 @@ class TokenBatch:
     measure: "Callable[[mx.array, TokenBatch, slice], tuple[mx.array, ...]] | None" = None
 
 
-def scaled(logits: mx.array, batch: TokenBatch, chunk: slice) -> mx.array:
-    """Logits [n, V] over the temperature, float32; `chunk`: which of the scored tokens."""
+def scaled(
+    logits: mx.array, batch: TokenBatch, chunk: slice, temperature: float | None = None
+) -> mx.array:
+    """Logits [n, V] over a temperature, float32; None: over the batch's. `chunk`: which of the
+    scored tokens."""
     wide = logits.astype(mx.float32)
-    if isinstance(batch.temperature, mx.array):
-        return wide / batch.temperature[chunk][:, None]
-    return wide if batch.temperature == 1.0 else wide / batch.temperature
+    divisor = batch.temperature if temperature is None else temperature
+    if isinstance(divisor, mx.array):
+        return wide / divisor[chunk][:, None]
+    return wide if divisor == 1.0 else wide / divisor
 
 
 def share_prompts(inputs: np.ndarray, positions: np.ndarray) -> SharedRows:

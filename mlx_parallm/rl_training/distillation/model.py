@@ -34,6 +34,8 @@ class OwnWeights:
     def __init__(self, name: str, trainer: Trainer, weights: Weights) -> None:
         self.name = name
         self._trainer, self._weights = trainer, weights
+        teaching = trainer.algorithm.teaching
+        self._temperature = None if teaching is None else teaching.temperature
 
     @property
     def reads_images(self) -> bool:
@@ -51,6 +53,7 @@ class OwnWeights:
                 keep,
                 should_stop,
                 seeing=trainer.seeing,
+                temperature=self._temperature,
             )
 
     def close(self) -> None:
@@ -127,6 +130,7 @@ class OtherModel:
         note: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.name, self._note = config.name, note
+        self._temperature = context.options.distillation.temperature
         step, vocab_size = context.trainer.options, context.vocab_size
         teacher_model = model_config(config, context.model)
         loaded = context.seeing(load_model(teacher_model, quantize=config.quantize))
@@ -167,6 +171,7 @@ class OtherModel:
             should_stop,
             self._observe,
             self._seeing,
+            self._temperature,
         )
         if scored is None:
             return None

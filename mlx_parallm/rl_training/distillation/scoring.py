@@ -84,9 +84,10 @@ def forward(
     should_stop: Callable[[], bool],
     observe: Callable[[MicroBatch], None] = lambda micro_batch: None,
     seeing: Callable[[MicroBatch], AbstractContextManager[None]] = lambda _: nullcontext(),
+    temperature: float | None = None,
 ) -> list[Scored | None] | None:
     """Score answers by a model's forward passes, a micro-batch at a time, each within `seeing`;
-    None after a stop request."""
+    None after a stop request. `temperature`: of the distributions; None: the rollouts'."""
     columns: list[tuple[MicroBatch, list[np.ndarray]]] = []
     for micro_batch in collate(answers).micro_batches:
         if should_stop():
@@ -95,7 +96,9 @@ def forward(
             model.longest_eval_ms = 0.0
             with seeing(micro_batch):
                 scores = model.score(
-                    micro_batch.token_batch(entropy_slope=False, measure=_measure(keep))
+                    micro_batch.token_batch(
+                        entropy_slope=False, measure=_measure(keep, temperature)
+                    )
                 )
             # a value head's numbers are behind them
             logprobs, _, *measured = scores[: 3 if keep is None else 4 if keep == 0 else 5]
@@ -123,13 +126,13 @@ def _scored(parts: Sequence[np.ndarray], keep: int | None) -> Scored:
 
 
 def _measure(
-    keep: int | None,
+    keep: int | None, temperature: float | None
 ) -> Callable[[mx.array, TokenBatch, slice], tuple[mx.array, ...]]:
     """(1 where the token is the best one [n]; the best tokens [n, K] and their log-probabilities
     with the rest's [n, K + 1], or those of all tokens [n, V])."""
 
     def measured(logits: mx.array, batch: TokenBatch, chunk: slice) -> tuple[mx.array, ...]:
-        wide = scaled(logits, batch, chunk)
+        wide = scaled(logits, batch, chunk, temperature)
         agrees = (mx.argmax(wide, axis=-1) == batch.targets[chunk]).astype(mx.float32)
         if keep is None:
             return (agrees,)

@@ -301,7 +301,7 @@ def _taught(
         prepared,
         advantages=teaching.advantages(prepared.advantages, policy, teacher),
         teacher_logprobs=teacher,
-        lesson=Lesson.of(scores, len(teacher), teaching.beta) if teaching.mode == "loss" else None,
+        lesson=Lesson.of(scores, len(teacher), teaching) if teaching.mode == "loss" else None,
         metrics={**prepared.metrics, **teacher_numbers(batch, policy, scores)},
     )
 

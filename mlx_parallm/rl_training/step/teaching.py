@@ -82,14 +82,19 @@ class Teaching:
     weight: float
     reward: bool
     beta: float
+    temperature: float | None  # of the comparison; None: the rollout's
 
     @classmethod
     def of(cls, distillation: DistillationConfig) -> "Teaching | None":
         """None: there is no teacher."""
-        return (
-            cls(distillation.mode, distillation.weight, distillation.reward, distillation.beta)
-            if distillation.active
-            else None
+        if not distillation.active:
+            return None
+        return cls(
+            distillation.mode,
+            distillation.weight,
+            distillation.reward,
+            distillation.beta,
+            distillation.temperature,
         )
 
     def advantages(
@@ -104,19 +109,24 @@ class Teaching:
 
 @dataclass(frozen=True)
 class Lesson:
-    """The teacher's distribution at the trained tokens of a step. `ids`: None = all tokens."""
+    """The teacher's distribution at the trained tokens of a step. `ids`: None = all tokens.
+    `temperature`: of the comparison; None: the rollout's."""
 
     ids: np.ndarray | None  # [N, K] int32
     targets: np.ndarray  # [N, K + 1] float32, the last one of the rest; or [N, V]
     beta: float
+    temperature: float | None = None
 
     @classmethod
-    def of(cls, scores: Mapping[str, np.ndarray], tokens: int, beta: float) -> "Lesson | None":
+    def of(
+        cls, scores: Mapping[str, np.ndarray], tokens: int, teaching: Teaching
+    ) -> "Lesson | None":
         """None: the scores have no distribution."""
         if TARGETS not in scores or not tokens:
             return None
         ids = scores[IDS].reshape(tokens, -1).astype(np.int32) if IDS in scores else None
-        return cls(ids, scores[TARGETS].reshape(tokens, -1), beta)
+        targets = scores[TARGETS].reshape(tokens, -1)
+        return cls(ids, targets, teaching.beta, teaching.temperature)
 
     def measure(self, columns: np.ndarray) -> Measure:
         """The divergence [n] of the tokens at these columns, from a model's logits."""
@@ -124,7 +134,8 @@ class Lesson:
         targets = mx.array(self.targets[columns])
 
         def measured(logits: mx.array, batch: TokenBatch, chunk: slice) -> tuple[mx.array, ...]:
-            student = with_tail(scaled(logits, batch, chunk), None if ids is None else ids[chunk])
+            wide = scaled(logits, batch, chunk, self.temperature)
+            student = with_tail(wide, None if ids is None else ids[chunk])
             return (divergence(student, targets[chunk], beta=self.beta),)
 
         return measured
