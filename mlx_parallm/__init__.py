@@ -65,6 +65,7 @@ __getattr__, __dir__ = lazy_names(  # TRL's names (docs/trl.md); importing the p
         "faces.trl.trainers": "GRPOTrainer DistillationTrainer GKDTrainer SFTTrainer DPOTrainer"
         " KTOTrainer RewardTrainer",
     },
+    absent="faces.trl.absent",
 )
 
 preload_fast_blas()

@@ -23,6 +23,7 @@ class SequenceRecorder:
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._logprobs: list[float] = []
+        self._scored = True  # every sampled token has a log-probability
         self._versions: list[int] = []
         self._turns: list[int] = []  # sampled tokens of each
         self._experts: list[RoutedExperts | None] = []  # of each turn
@@ -51,13 +52,15 @@ class SequenceRecorder:
 
     def add_sampled(self, completion: Completion) -> None:
         """Append what the policy sampled, EOS included, and note the version that read the
-        prompt tokens before it."""
+        prompt tokens before it. One without log-probabilities leaves the trainer to score the
+        sequence."""
         for position in range(len(self._tokens) - 1, -1, -1):
             if self._mask[position]:
                 break
             self._versions[position] = completion.prompt_version
         self._tokens += completion.token_ids
         self._mask += [1] * len(completion.token_ids)
+        self._scored &= bool(completion.logprobs)
         self._logprobs += completion.logprobs
         self._versions += completion.policy_versions
         self._turns.append(len(completion.token_ids))
@@ -75,7 +78,7 @@ class SequenceRecorder:
         return Rollout(
             tokens=tuple(self._tokens),
             mask=tuple(self._mask),
-            logprobs=tuple(self._logprobs),
+            logprobs=tuple(self._logprobs) if self._scored else None,
             policy_versions=tuple(self._versions),
             temperature=temperature,
             scores={},

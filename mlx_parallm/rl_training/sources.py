@@ -187,7 +187,10 @@ class InProcessEnvironments(RolloutSource):
 
         def keep(group: RolloutGroup) -> bool:
             check_group(
-                group, vocab_size=vocab_size, max_token_length=training.atropos.max_token_length
+                group,
+                vocab_size=vocab_size,
+                max_token_length=training.atropos.max_token_length,
+                missing_logprobs=training.atropos.missing_logprobs,
             )
             return store.add(group, source=self.name)
 

@@ -234,6 +234,39 @@ def test_what_cannot_be_is_refused_at_once(make, words):
         make()
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"), [([0.0] * 3, False), ([-1.0] * 3, False), ([-1.0, -2.0, -0.5], True)]
+)
+async def test_placeholders_are_scored_by_the_trainer(tiny_tokenizer, given, kept):
+    """TRL reads no log-probabilities without vLLM, so examples return zeros: as the policy's own
+    they would make every ratio wrong."""
+
+    def function(prompts, trainer):
+        ids = [[5, 6, 7]] * len(prompts)
+        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": [given] * len(prompts)}
+
+    [result], _ = await played(tiny_tokenizer, source(function))
+    assert result.group is not None, result
+    expected = (0.0, 0.0, 0.0, *given) if kept else None
+    assert [rollout.logprobs for rollout in result.group.rollouts] == [expected] * 2
+
+
+def test_a_run_with_placeholders_has_a_ratio_of_one(tmp_path):
+    def zeros(prompts, trainer):
+        columns = as_they_are(prompts, trainer)
+        return columns | {"logprobs": [[0.0] * len(row) for row in columns["logprobs"]]}
+
+    def reward(completions, **columns):
+        return [float(len(text[0]["content"])) for text in completions]
+
+    args = GRPOConfig(str(tmp_path / "run"), max_steps=1, **QUICK)
+    with GRPOTrainer(MODEL, reward, args, ROWS, rollout_func=zeros) as made:
+        made.train()
+    [line] = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert line["groups_without_logprobs"] == 2 and line["clip_fraction"] == 0
+    assert line["ratio_mean"] == pytest.approx(1, abs=1e-4)
+
+
 def by_the_server(prompts, trainer):
     rows = []
     for prompt in prompts:

@@ -157,7 +157,6 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "resume_from_checkpoint": ((), "pass it to trainer.train(resume_from_checkpoint=…)"),
     "enable_jit_checkpoint": ((False,), "Ctrl-C saves a checkpoint"),
     "debug": (("",), 'the log has a level: overrides={"logging.level": "debug"}'),
-    "router_aux_loss_coef": ((0.0, 0), "there is no loss of a mixture's router"),
     "top_entropy_quantile": (
         (1.0,),
         "every sampled token counts; a loss of your own may weigh them (docs/trl.md)",
@@ -275,6 +274,9 @@ class TrainerConfig(Options):
     gradient_checkpointing: bool = True
     """Compute each transformer block again in the backward pass: least memory; False is faster
     for a small model."""
+    router_aux_loss_coef: float | None = Field(None, ge=0)
+    """Of a mixture of experts: 0, for there is no loss of the router. None, TRL's default, is the
+    model's own coefficient there, and a warning here."""
     report_to: str | tuple[str, ...] = "none"
     """"wandb", "tensorboard", "trackio", several of them, "all" or "none"."""
     project: str | None = None
@@ -346,6 +348,11 @@ class TrainerConfig(Options):
                     " 0.9"
                     " and 0.99"
                 )
+        if self.router_aux_loss_coef:
+            raise ValueError(
+                f"router_aux_loss_coef={self.router_aux_loss_coef:g}: there is no loss of a"
+                " mixture's router: set 0"
+            )
         if self.load_best_model_at_end and self.eval_strategy == "no":
             raise ValueError(
                 "load_best_model_at_end needs eval_strategy: evaluations decide which"

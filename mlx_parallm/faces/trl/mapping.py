@@ -106,6 +106,7 @@ HOW: Mapping[str, str] = {
     "save_steps": "`rl_training.checkpoint_interval`, in steps",
     "load_best_model_at_end": "`trainer.save_model` writes `best`, not `final`",
     "gradient_checkpointing": "`rl_training.blocks_per_eval`: 1 for True, 0 for False",
+    "router_aux_loss_coef": "None and 0: no loss of the router; None warns where TRL adds one",
     "report_to": "`logging.trackers`",
     "disable_tqdm": '`logging.level = "warning"`, and no display',
     "model_init_kwargs": "`model.dtype`, `model.revision`, `model.trust_remote_code`",
@@ -636,6 +637,8 @@ def _play_with(
         played = partial(with_environments, of=factories)
     elif rollouts is not None:
         played = partial(with_rollout_func, of=rollouts)
+        # placeholders of the function are left out of its rollouts
+        data["rl_training"]["atropos"].setdefault("missing_logprobs", "recompute")
     else:
         return
     data["environments"][:] = map(played, data["environments"])

@@ -4,6 +4,7 @@ look for first; and the files that `trainer.save_model` writes."""
 import copy
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,9 +27,10 @@ from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.step.algorithms import Algorithm
-from mlx_parallm.rl_training.step.policy import PolicyOptions
+from mlx_parallm.rl_training.step.policy import REFERENCE_FILE, PolicyOptions
 from mlx_parallm.system.files import write_directory
 
+ROUTER = "router_aux_loss_coef"
 NOT_HERE: Mapping[str, str] = {
     "generate": "answers are sampled by the server: serve=True, then trainer.url; or `mlx_parallm"
     " serve`",
@@ -136,7 +138,7 @@ def save(checkpoint: Path, target: Path, *, lora: LoraConfig, base: str) -> None
 
         write_into(target, write)
         return
-    skipped = ("trainer_state", "optimizer", "served", CHECKSUMS_FILE)
+    skipped = ("trainer_state", "optimizer", "served", REFERENCE_FILE, CHECKSUMS_FILE)
 
     def copy(directory: Path) -> None:
         for file in checkpoint.iterdir():
@@ -152,3 +154,20 @@ def write_into(target: Path, fill: Callable[[Path], None]) -> None:
         write_directory(Path(name) / "files", fill)
         for file in (Path(name) / "files").iterdir():
             file.replace(target / file.name)
+
+
+def warn_of_router(model_config: Mapping[str, Any]) -> None:
+    """Warn where TRL would add the loss of a mixture's router: by the coefficient of config.json,
+    or of transformers' class."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    text = model_config.get("text_config") or model_config
+    kind = str(text.get("model_type"))
+    default = getattr(CONFIG_MAPPING[kind], ROUTER, None) if kind in CONFIG_MAPPING else None
+    coefficient = text.get(ROUTER, default)
+    if coefficient:
+        warnings.warn(
+            f"{ROUTER}=None: TRL would add {coefficient:g} times the router's balancing loss, as"
+            f" the model's configuration says; here there is none: set {ROUTER}=0 (docs/trl.md)",
+            stacklevel=2,
+        )

@@ -48,7 +48,7 @@ class Sampled:
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] | None  # None: placeholders; the trainer scores the tokens
     mask: tuple[int, ...]
     fields: Mapping[str, Any]
     version: int
@@ -413,7 +413,9 @@ def _row(
     return Sampled(
         tuple(map(int, prompt_ids)),
         tuple(map(int, ids)),
-        tuple(
+        None
+        if _are_placeholders(of_sampled)
+        else tuple(
             float(value) if sampled else 0.0 for value, sampled in zip(logprobs, mask, strict=True)
         ),
         tuple(map(int, mask)),
@@ -435,7 +437,7 @@ def _spans(row: Sampled, reason: FinishReason) -> list[tuple[int, ...] | Complet
                 0,
                 "",
                 ids,
-                row.logprobs[begins:end],
+                () if row.logprobs is None else row.logprobs[begins:end],
                 None,
                 None,
                 (row.version,) * len(ids),
@@ -462,6 +464,12 @@ def _is_number(value: Any) -> bool:
 
 def _is_logprob(value: float) -> bool:
     return LEAST_LOGPROB <= value <= LOGPROB_TOLERANCE
+
+
+def _are_placeholders(logprobs: Sequence[float]) -> bool:
+    """Whether these stand for numbers that the function does not have, which TRL does not read
+    either: all 0, or several of one value."""
+    return len(set(logprobs)) == 1 and (logprobs[0] == 0 or len(logprobs) > 1)
 
 
 def _listed(value: Any) -> list[Any] | None:

@@ -47,7 +47,7 @@ from mlx_parallm.faces.trl.mapping import (
     rows_schedule,
     taught_schedule,
 )
-from mlx_parallm.faces.trl.model import module_before_training, save, with_methods
+from mlx_parallm.faces.trl.model import module_before_training, save, warn_of_router, with_methods
 from mlx_parallm.faces.trl.rollouts import RolloutCalls, RolloutFunc, check_rows
 from mlx_parallm.faces.trl.rows import DataRows, read_rows, with_completions
 from mlx_parallm.models.loading import resolve_model_path
@@ -352,6 +352,8 @@ class TRLTrainer(TrainerAttributes):
         return placed(self._configuration(), run)
 
     def _keep_module(self, policy: TrainedPolicy) -> None:
+        if self.args.router_aux_loss_coef is None:
+            warn_of_router(policy.model_config)
         self._module = with_methods(policy.model, policy.model_config)
 
     def _where_from(self, resume: str | Path | bool | None) -> str | None:

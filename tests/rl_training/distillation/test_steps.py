@@ -68,6 +68,37 @@ def test_the_teachers_logits_are_at_the_rollouts_temperature() -> None:
     assert found == pytest.approx(np.concatenate(chosen), abs=2e-5)
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_the_distributions_are_compared_at_a_temperature_of_their_own(top_k: int) -> None:
+    """Sampled at 0.9 and compared at 1, as TRL's GKD does; the sampled tokens' scores stay at
+    0.9."""
+    trainer = taught_trainer(mode="loss", top_k=top_k, beta=0.5, reward=False, temperature=1.0)
+    warm = [
+        replace(group, rollouts=tuple(replace(r, temperature=0.9) for r in group.rollouts))
+        for group in random_groups(2)
+    ]
+    batch = on_policy(trainer, make_batch(warm), temperature=0.9)
+    students, teachers = plain_logits(trainer, batch), base_logits(trainer, batch)
+    values = []
+    for student, teacher in zip(students, teachers, strict=True):
+        ids = np.argsort(-teacher, -1)[:, :top_k] if top_k else None
+        values.append(oracle(student, teacher, ids, 0.5))
+    metrics = trainer.train_step(batch).metrics
+    assert metrics["distill_loss"] == pytest.approx(np.concatenate(values).mean(), abs=2e-5)
+    chosen = [
+        np.take_along_axis(log_softmax(teacher / 0.9), tokens[:, None], -1)[:, 0]
+        for teacher, tokens in zip(teachers, sampled(batch), strict=True)
+    ]
+    found = trainer.step_tokens.columns["teacher_logprobs"]
+    assert found == pytest.approx(np.concatenate(chosen), abs=2e-5)
+
+
+def test_a_servers_numbers_are_at_temperature_1() -> None:
+    section = {"mode": "loss", "temperature": 0.5, "teachers": [{"name": "t", "kind": "group"}]}
+    with pytest.raises(ValueError, match=r'temperature = 0.5 cannot be reached: .* "group"'):
+        make_config(distillation=section)
+
+
 def test_the_same_prompt_of_a_group_changes_nothing() -> None:
     groups = [
         replace(
