@@ -47,9 +47,14 @@ INSTEAD: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("apply_chat_template", "maybe_apply_chat_template", "extract_prompt"),
-            *("maybe_extract_prompt", "is_conversational", "is_conversational_from_value"),
-            *("maybe_convert_to_chatml", "prepare_multimodal_messages"),
+            "apply_chat_template",
+            "maybe_apply_chat_template",
+            "extract_prompt",
+            "maybe_extract_prompt",
+            "is_conversational",
+            "is_conversational_from_value",
+            "maybe_convert_to_chatml",
+            "prepare_multimodal_messages",
         ),
         DATA,
     ),
@@ -60,7 +65,9 @@ INSTEAD: Mapping[str, str] = {
     "pack_dataset": "short rows share a computation already, without seeing each other",
     **dict.fromkeys(
         (
-            *("clone_chat_template", "get_training_chat_template", "add_response_schema"),
+            "clone_chat_template",
+            "get_training_chat_template",
+            "add_response_schema",
             "supports_tool_calling",
         ),
         "chat_template_path names a file with a template; calls are read in the model's format",

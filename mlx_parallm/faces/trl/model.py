@@ -163,7 +163,11 @@ def warn_of_router(model_config: Mapping[str, Any]) -> None:
 
     text = model_config.get("text_config") or model_config
     kind = str(text.get("model_type"))
-    default = getattr(CONFIG_MAPPING[kind], ROUTER, None) if kind in CONFIG_MAPPING else None
+    default = (
+        getattr(CONFIG_MAPPING[kind], "router_aux_loss_coef", None)
+        if kind in CONFIG_MAPPING
+        else None
+    )
     coefficient = text.get(ROUTER, default)
     if coefficient:
         warnings.warn(
