@@ -16,7 +16,6 @@ from mlx_parallm.faces.trl.model import save, warn_of_router
 from mlx_parallm.rl_training.step.policy import REFERENCE_FILE
 from tests.trl.test_mapping import one
 
-
 TRLS_NAMES = """
 add_response_schema clone_chat_template get_training_chat_template
 supports_tool_calling apply_chat_template extract_prompt is_conversational
