@@ -179,7 +179,8 @@ def load_fault(
     settings = quantization_of(config, directory)
     method = "mlx" if settings is None else _method(settings, config)
     if method == "mlx":
-        return ModelError(f"{directory} cannot be loaded: {error}{hint}")
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return ModelError(f"{directory} cannot be loaded: {reason}{hint}")
     reason = " ".join(str(error).split()) or type(error).__name__
     return ModelError(
         f"{directory} is quantised by {method.upper()}, which mlx-lm does not read for"

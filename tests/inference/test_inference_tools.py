@@ -78,7 +78,11 @@ async def test_inside_an_episode_generate_is_its_next_turn(inference: InferenceM
 @pytest.fixture(scope="module")
 def hermes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     tokens = dict.fromkeys(("<tool_call>", "</tool_call>"), True)
-    return tokenizer_with(tmp_path_factory.mktemp("hermes"), tokens, chat_template=HERMES_TEMPLATE)
+    return tokenizer_with(
+        tmp_path_factory.mktemp("hermes"),
+        tokens,
+        chat_template=HERMES_TEMPLATE.replace("default(true)", "default(false)"),
+    )
 
 
 def test_tools_in_the_models_own_format(hermes: Any) -> None:

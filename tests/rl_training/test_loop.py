@@ -31,7 +31,7 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
         assert [line["step"] for line in lines] == list(range(1, 13))
         assert [line["policy_version"] for line in lines] == list(range(1, 13))
         assert run.shared.version == 12
-        assert all(list(line) == [*KEYS, "policy_loss"] for line in lines)
+        assert all(list(line) == [*KEYS, "unscored_fraction", "policy_loss"] for line in lines)
         rewards = [line["reward_mean"] for line in lines]
         assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
         first = lines[0]

@@ -69,7 +69,9 @@ def test_a_role_that_the_template_does_not_name_is_not_left_out(http):
 def test_a_call_that_was_no_json_stays_in_the_history_as_text(http):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a'}}
     messages = [*ASKED["messages"], {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert prompt(http, messages=messages).startswith("user:a;assistant:;")
+    assert prompt(http, messages=messages).startswith(
+        'user:a;assistant:<tool_call>\n{"name": "f", "arguments": {"a'
+    )
 
 
 def test_allowed_tools_are_those_that_the_template_gets(http):

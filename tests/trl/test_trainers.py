@@ -723,5 +723,5 @@ def test_reward_functions_that_do_not_apply_end_no_run(tmp_path: Path) -> None:
         assert trainer.train().global_step == 5
     entries = lines(tmp_path / "run")
     assert {(entry["reward_mean"], entry["groups_without_variance"]) for entry in entries} == {
-        (0.0, 1.0)
+        (None, 1.0)
     }

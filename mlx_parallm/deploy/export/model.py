@@ -207,7 +207,8 @@ def open_model(source: ModelSource) -> OpenModel:
     try:
         model, _ = load_hf_model(path, lazy=True)
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError) as error:
-        raise ModelError(f"{path} cannot be loaded: {error}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"{path} cannot be loaded: {reason}") from error
     adapter = load_adapter(source.adapter) if source.adapter else None
     notes = list(source.notes)
     if adapter is not None:

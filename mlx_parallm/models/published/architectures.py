@@ -93,7 +93,7 @@ def _lfm2(published: Published, arguments: dict[str, Any]) -> None:
     config = published.config
     arguments["block_dim"] = config.hidden_size
     arguments["block_ff_dim"] = config.intermediate_size
-    types = published.config.layer_types
+    types = published.config.layer_types or ()
     arguments["full_attn_idxs"] = [i for i, kind in enumerate(types) if kind == GLOBAL]
 
 

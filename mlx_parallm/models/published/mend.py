@@ -55,7 +55,9 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
             text = arguments_of(text)
             if "tie_word_embeddings" in written:  # transformers reads it at the top
                 text["tie_word_embeddings"] = written["tie_word_embeddings"]
-            return args_class.from_dict({**written, "text_config": text})
+            # Gemma's classes look for the size of the vocabulary at the top
+            size = {"vocab_size": text["vocab_size"]} if "vocab_size" in text else {}
+            return args_class.from_dict({**size, **written, "text_config": text})
 
     def build(arguments: Any) -> nn.Module:
         model: nn.Module = model_class(arguments)

@@ -292,7 +292,6 @@ def dry(config: Config, scratch: Path) -> str:
     [
         ("raise KeyError('n')", "KeyError"),
         ("return [1.0]", "1 scores for 8"),
-        ("return [float('nan')] * len(completions)", "nan"),
     ],
 )
 def test_a_broken_reward_function_is_one_line(tmp_path: Path, body: str, words: str) -> None:

@@ -262,19 +262,18 @@ def test_keys_and_values_of_32_rows(layout: str, prompt: int, own: int, shared: 
     "changes",
     [
         {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 6},
-        {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 256.0},
+        {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 256},
         {
             "model_type": "stablelm",
             "use_qkv_bias": False,
             "partial_rotary_factor": 0.25,
             "layer_norm_eps": 1e-5,
         },
-        {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {"model_type": "mistral", "sliding_window": 512},
     ],
 )
 def test_the_layout_is_the_one_that_will_serve(changes: dict[str, Any]) -> None:
-    """Windows, softcapped scores, attention of its own, positions as a number: all of them have
-    the rectangle, or rows one by one (tests/engine/test_architectures.py)."""
+    """Windows, softcapped scores, attention of its own: all of them have the rectangle, or rows one by one (tests/engine/test_architectures.py)."""
     config = small()
     assert (
         PlannedRun.of(config, QWEN3_06B).shape.by_tokens
