@@ -1,6 +1,7 @@
 """Files of every kind that a client may send: right colours, upright, or refused with a reason;
 never another exception, and never decoded beyond the limit."""
 
+import io
 import random
 import struct
 import zlib
@@ -128,3 +129,15 @@ def test_damaged_files_are_read_or_refused_and_nothing_else() -> None:
             read += 1
             assert picture.mode == "RGB" and picture.width * picture.height <= MOST
     assert read > 20 and refused > 200, (read, refused)
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
+    """Two of 0.9 MB held every other picture for minutes."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    assert open_picture(data, 1 << 20).size == (64, 64)
+    last = data.rindex(b"\xff\xda")
+    many = data[:last] + data[last:-2] * 200 + data[-2:]
+    with pytest.raises(PictureError, match=r"JPEG of 2\d\d scans: at most 100"):
+        open_picture(many, 1 << 20)

@@ -13,6 +13,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_STRETCHED = 200  # times as long as wide
+MOST_SCANS = 100
+"""Of a progressive JPEG, which encoders write in about ten. Each one is decoded over the whole
+picture, so a small file of many takes minutes."""
+_SCAN = b"\xff\xda"  # in compressed data a byte 255 has 0 behind it
 _SVG = (b"<svg", b"<?xml", b"<!doctype svg")
 _DAMAGED = (
     OSError,
@@ -44,6 +48,8 @@ def open_picture(data: bytes, max_pixels: int) -> Image.Image:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
             _check(picture, max_pixels)
+            if picture.format == "JPEG" and (scans := data.count(_SCAN)) > MOST_SCANS:
+                raise PictureError(f"it is a JPEG of {scans} scans: at most {MOST_SCANS} are read")
             picture.load()
             return as_rgb(picture)
     except PictureError:
