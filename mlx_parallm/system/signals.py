@@ -210,7 +210,8 @@ class EndLimit:
         self._seconds = 0.0
         self._on_end: Callable[[], None] = lambda: None
         # now: at the end the system may have no thread left
-        threading.Thread(target=self._wait, name="end-limit", daemon=True).start()
+        self._thread = threading.Thread(target=self._wait, name="end-limit", daemon=True)
+        self._thread.start()
 
     def start(self, seconds: float, on_end: Callable[[], None] = lambda: None) -> None:
         """Call `on_end` and end the process with its exit code after so many seconds, unless
@@ -220,9 +221,10 @@ class EndLimit:
             self._begun.set()
 
     def cancel(self) -> None:
-        """Let the process go on."""
+        """Let the process go on; the limit's thread has ended then."""
         self._cancelled.set()
         self._begun.set()
+        self._thread.join()
 
     def _wait(self) -> None:
         self._begun.wait()

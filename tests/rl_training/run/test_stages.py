@@ -56,9 +56,7 @@ def begin(config: Config, stop: threading.Event | None = None) -> Any:
             run.close()
         with socket.socket() as free:  # nobody listens any more
             free.bind(("127.0.0.1", run.prepared.serving.port))  # type: ignore[attr-defined]
-        left = set(threading.enumerate()) - before
-        # the limit's thread wakes up by itself after the end (system/signals.py)
-        return started, {thread for thread in left if thread.name != "end-limit"}
+        return started, set(threading.enumerate()) - before
 
     return in_mlx_thread(attempt)
 
