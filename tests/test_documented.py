@@ -10,11 +10,9 @@ import importlib
 import inspect
 import re
 import runpy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, get_args
-
-import pytest
 
 from mlx_parallm.config.algorithm import (
     ADVANTAGES,
@@ -35,7 +33,7 @@ from mlx_parallm.rewards.parts import BUILT_IN, PARTS, WEIGHTS
 from mlx_parallm.rl_training.step.algorithms import ALGORITHMS, DATA_LOSSES
 from tests.docs.docs_blocks import COMMANDS, flags_of
 from tests.losses import oracle, test_preference, test_reward_model
-from tests.test_architecture import ROOT, Source, functions, sources
+from tests.source_trees import ROOT, Source, report, sources
 
 ALGORITHMS_PAGE = "docs/algorithms.md"
 COMMANDS_PAGE = "docs/stability.md"
@@ -43,12 +41,6 @@ CONFIG_PAGE = "docs/config.md"
 INPUTS_PAGE = "docs/extending.md"
 PARTS_PAGE = "docs/reward_parts.md"
 METHODS = ("get", "post", "put", "patch", "delete", "head")
-
-
-def report(missing: Iterable[str]) -> None:
-    """Fail with these lines and nothing else: they say what to do."""
-    if lines := list(missing):
-        pytest.fail("\n".join(lines), pytrace=False)
 
 
 @cache
@@ -92,8 +84,8 @@ def names_in_tests(folder: str) -> set[str]:
     return {
         node.value
         for source in sources(folder)
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for node in source.nodes(ast.Constant)
+        if isinstance(node.value, str)
     }
 
 
@@ -371,15 +363,14 @@ def _value(source: Source, node: ast.expr) -> str:
 def routes(source: Source) -> Iterator[tuple[str, str]]:
     """Yield (method, path) of every `@router.get("/path")` of a file that the OpenAPI document
     shows."""
-    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
     prefixes = [
         _value(source, keyword.value)
-        for call in calls
-        if ast.unparse(call.func) == "APIRouter"
+        for call in source.nodes(ast.Call)
+        if isinstance(call.func, ast.Name) and call.func.id == "APIRouter"
         for keyword in call.keywords
         if keyword.arg == "prefix"
     ]
-    for _, function in functions(source.tree):
+    for _, function in source.functions:
         for call in function.decorator_list:
             if not (
                 isinstance(call, ast.Call)

@@ -13,7 +13,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from tests.test_architecture import PACKAGE, Source, functions, imports, sources
+from tests.source_trees import PACKAGE, Source, report, sources
+from tests.test_architecture import unit_of
 
 MAX_FILES_IN_A_FOLDER = 22
 MAX_ROOT_MODULES = 6  # __init__ and __main__ included
@@ -138,7 +139,7 @@ def edges() -> dict[str, set[str]]:
         return ".".join(parts)
 
     return {
-        name: {module_of(i) for i in imports(source) if i.startswith("mlx_parallm.")} - {name, ""}
+        name: {module_of(i) for i in source.imports if i.startswith("mlx_parallm.")} - {name, ""}
         for name, source in modules().items()
     }
 
@@ -179,24 +180,26 @@ def stays(source: Source) -> Iterator[str]:
 
     imported = {
         alias.name
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.ImportFrom) and "mlx_parallm.config" in (node.module or "")
+        for node in source.nodes(ast.ImportFrom)
+        if "mlx_parallm.config" in (node.module or "")
         for alias in node.names
     }
-    for node in ast.walk(source.tree) if imported & CONFIGURATIONS else ():
-        if isinstance(node, ast.AnnAssign) and passes(node.annotation):
+    if not imported & CONFIGURATIONS:
+        return
+    for node in source.nodes(ast.AnnAssign):
+        if passes(node.annotation):
             yield ast.unparse(node.target)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            a = node.args
-            if any(passes(each.annotation) for each in (*a.posonlyargs, *a.args, *a.kwonlyargs)):
-                yield node.name
+    for name, function in source.functions:
+        a = function.args
+        if any(passes(each.annotation) for each in (*a.posonlyargs, *a.args, *a.kwonlyargs)):
+            yield name
 
 
 def test_a_configuration_does_not_travel_further() -> None:
     rooms = {
         name: list(stays(source))
         for name, source in modules().items()
-        if source.unit != "config" and not name.endswith(".config")
+        if unit_of(source.module) != "config" and not name.endswith(".config")
     }
     assert sum(map(len, rooms.values())) <= MAX_STAYS, rooms
     assert len([name for name, held in rooms.items() if held]) <= MAX_ROOMS
@@ -205,8 +208,8 @@ def test_a_configuration_does_not_travel_further() -> None:
 def test_no_public_class_name_twice_in_a_folder() -> None:
     where = defaultdict(list)
     for source in sources("mlx_parallm"):
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+        for node in source.nodes(ast.ClassDef):
+            if not node.name.startswith("_"):
                 where[Path(source.path).parent, node.name].append(source.path)
     assert {name: paths for (_, name), paths in where.items() if len(paths) > 1} == {}
 
@@ -217,12 +220,22 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     twisted = [
         f"{source.path}: {docstring.splitlines()[0]}"
         for source in sources("mlx_parallm")
-        for node in ast.walk(source.tree)
-        if isinstance(node, kinds)
-        and (docstring := ast.get_docstring(node))
-        and docstring.startswith(BEGINNINGS)
+        for node in source.nodes(*kinds)
+        if (docstring := ast.get_docstring(node)) and docstring.startswith(BEGINNINGS)
     ]
     assert twisted == []
+
+
+BINDERS = (
+    ast.Name,
+    ast.Attribute,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.arg,
+    ast.alias,
+    ast.ExceptHandler,
+)
 
 
 def bound_names(node: ast.AST) -> Iterator[str]:
@@ -242,14 +255,14 @@ def bound_names(node: ast.AST) -> Iterator[str]:
 
 def test_names_say_what_they_hold() -> None:
     """A participle is not the name of a thing: `checkpoint`, `matches`, `requested_seed`."""
-    bound = [
-        f"{source.path}: {name}"
+    report(
+        f"{source.path}: {name!r} is no name (PARTICIPLES of tests/test_gates.py):"
+        " name the thing, `checkpoint` or `requested_seed`"
         for source in sources("mlx_parallm")
-        for node in ast.walk(source.tree)
+        for node in source.nodes(*BINDERS)
         for name in bound_names(node)
         if name in PARTICIPLES
-    ]
-    assert bound == []
+    )
 
 
 def test_lists_are_written_out() -> None:
@@ -257,13 +270,11 @@ def test_lists_are_written_out() -> None:
     nested = [
         f"{source.path}:{value.lineno}"
         for source in sources("mlx_parallm")
-        for node in ast.walk(source.tree)
+        for node in source.nodes(ast.Starred, ast.Dict)
         for value in (
             [node.value]
             if isinstance(node, ast.Starred)
             else [v for k, v in zip(node.keys, node.values, strict=True) if k is None]
-            if isinstance(node, ast.Dict)
-            else []
         )
         if isinstance(value, ast.Tuple | ast.List | ast.Dict)
     ]
@@ -276,15 +287,11 @@ def test_no_circle_between_files() -> None:
 
 def variable_attributes(source: Source) -> set[str]:
     """Places "module:Class.method" that read or set an attribute whose name is not in the code."""
-    owner: dict[ast.AST, str] = {}
-    # outer functions first, so that the innermost name stays
-    for name, function in functions(source.tree):
-        owner.update(dict.fromkeys(ast.walk(function), name))
     return {
-        f"{source.module}:{owner.get(node, '')}"
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) in ("getattr", "setattr")
+        f"{source.module}:{source.owner(node)}"
+        for node in source.nodes(ast.Call)
+        if isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "setattr")
         and not isinstance(node.args[1], ast.Constant)
     }
 
@@ -317,39 +324,39 @@ def _field_default(node: ast.AnnAssign) -> float | None:
 def numeric_defaults(source: Source) -> Iterator[tuple[str, str]]:
     """Yield (name, place) of every parameter and every field of a class that has a numeric
     default."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            a = node.args
-            positional = [*a.posonlyargs, *a.args]
-            defaults = list(
-                zip(positional[len(positional) - len(a.defaults) :], a.defaults, strict=True)
-            )
-            for argument, default in defaults + list(zip(a.kwonlyargs, a.kw_defaults, strict=True)):
-                if _number(default) is not None:
-                    yield argument.arg, f"{source.module}.{node.name}.{argument.arg}"
-        elif isinstance(node, ast.ClassDef):
-            for field in node.body:
-                if isinstance(field, ast.AnnAssign) and _field_default(field) is not None:
-                    name = ast.unparse(field.target)
-                    yield name, f"{source.module}.{node.name}.{name}"
+    for _, function in source.functions:
+        a = function.args
+        positional = [*a.posonlyargs, *a.args]
+        defaults = list(
+            zip(positional[len(positional) - len(a.defaults) :], a.defaults, strict=True)
+        )
+        for argument, default in defaults + list(zip(a.kwonlyargs, a.kw_defaults, strict=True)):
+            if _number(default) is not None:
+                yield argument.arg, f"{source.module}.{function.name}.{argument.arg}"
+    for node in source.nodes(ast.ClassDef):
+        for field in node.body:
+            if isinstance(field, ast.AnnAssign) and _field_default(field) is not None:
+                name = ast.unparse(field.target)
+                yield name, f"{source.module}.{node.name}.{name}"
 
 
 def numeric_keys(source: Source) -> Iterator[str]:
     """Yield the keys of configuration classes that are numbers, or numbers that a preset fills
     in."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.ClassDef):
-            fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
-            yield from (
-                ast.unparse(f.target)
-                for f in fields
-                if re.search(r"\b(int|float)\b", ast.unparse(f.annotation))
-            )
+    for node in source.nodes(ast.ClassDef):
+        fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+        yield from (
+            ast.unparse(f.target)
+            for f in fields
+            if re.search(r"\b(int|float)\b", ast.unparse(f.annotation))
+        )
 
 
 def test_a_number_has_one_default_the_configurations() -> None:
     configuration = [
-        s for s in sources("mlx_parallm") if s.unit == "config" or s.module.endswith(".config")
+        s
+        for s in sources("mlx_parallm")
+        if unit_of(s.module) == "config" or s.module.endswith(".config")
     ]
     keys = {key for s in configuration if s.module != TRLS for key in numeric_keys(s)} - NEUTRAL
     assert {"clip_ratio", "buffer_size"} <= keys
@@ -360,7 +367,12 @@ def test_a_number_has_one_default_the_configurations() -> None:
         for name, place in numeric_defaults(source)
         if name in keys and not place.startswith(OWN_CONFIGURATIONS)
     }
-    assert elsewhere - set(SECOND_DEFAULTS) == set(), "take the number from the configuration"
+    report(
+        f"{place}: a key of the configuration has this name and its default: pass the value, or say in"
+        " SECOND_DEFAULTS of tests/test_gates.py why this is another (NEUTRAL: a value that changes"
+        " nothing)"
+        for place in sorted(elsewhere - set(SECOND_DEFAULTS))
+    )
     assert set(SECOND_DEFAULTS) <= elsewhere, (
         "SECOND_DEFAULTS names defaults that are gone: remove them"
     )

@@ -17,7 +17,8 @@ from mlx_parallm.config.load import Config, CoreConfig
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.state import BaseEnvironment
 from tests.docs.docs_blocks import blocks
-from tests.test_architecture import CORE_UNITS, PACKAGE, ROOT, sources
+from tests.source_trees import PACKAGE, ROOT, sources
+from tests.test_architecture import CORE_UNITS, unit_of
 
 REGISTRY = "mlx_parallm/config/leaves.py"
 
@@ -118,14 +119,16 @@ def test_a_deleted_folder_takes_only_its_own_names_along(module: str, tmp_path: 
 
 def test_the_core_works_without_any_leaf(tmp_path: Path) -> None:
     units = (
-        {source.unit for source in sources("mlx_parallm")} - CORE_UNITS - {"__init__", "__main__"}
+        {unit_of(source.module) for source in sources("mlx_parallm")}
+        - CORE_UNITS
+        - {"__init__", "__main__"}
     )
     folders = {f"mlx_parallm/{unit.replace('.', '/')}" for unit in units}
     assert {folder(module) for module in LEAVES} <= folders
     core = [
         "mlx_parallm." + s.module.removesuffix(".__init__")
         for s in sources("mlx_parallm")
-        if s.unit in CORE_UNITS
+        if unit_of(s.module) in CORE_UNITS
     ]
     program = (
         "import importlib, urllib.error, urllib.request\n"

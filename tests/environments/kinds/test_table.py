@@ -6,7 +6,7 @@ import tomli
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.registry import ENVIRONMENTS, KINDS
-from tests.test_architecture import ROOT
+from tests.source_trees import ROOT
 
 
 def test_every_kind_has_a_line_that_is_an_entry():
