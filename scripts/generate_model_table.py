@@ -407,7 +407,7 @@ def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) ->
         "",
         "**Mixtures of experts in 4 bits on a CPU** are unpacked, one projection at a time, where there are more",
         "products than experts: MLX multiplies packed experts row by row. For 512 tokens and 4 of 32 experts of",
-        "512 × 256 (`scripts/bench/experts.py`, one core) a gradient takes 1.1 times as long as with the same",
+        "512 × 256 (`scripts/bench/experts.py` of commit c6501726, one core) a gradient takes 1.1 times as long as with the same",
         "experts in float32, and took 7.3 times as long before. Prefill gains too. Decoding few rows stays MLX's",
         "own, as do experts whose projection has more than 268 million numbers (1 GiB when unpacked).",
         "",

@@ -1,25 +1,15 @@
-"""Optimizer states in 8 and 4 bits against float32: a run's loss, reward and held-out score, 2,000
-steps of a small problem, bytes, time and memory of an update.
+"""Optimizer states in 8 and 4 bits against float32: 2,000 steps of a small problem, bytes, time and
+memory of an update.
 
-    .venv/bin/python -m scripts.bench.states_8bit steps           # some seconds
-    .venv/bin/python -m scripts.bench.states_8bit updates         # some seconds
-    .venv/bin/python -m scripts.bench.states_8bit runs [--seeds 3]  # minutes
-    .venv/bin/python -m scripts.bench.states_8bit rewards [--seeds 3] [--steps 90]  # minutes
+    .venv/bin/python -m scripts.bench.states_8bit steps    # some seconds
+    .venv/bin/python -m scripts.bench.states_8bit updates  # some seconds
 
-`runs` trains all weights of the shipped model on rows (SFT): the loss of held-out ones. `rewards` is
-GRPO on the quickstart's tasks, of all weights and of an adapter of rank 32, whose matrices are the
-first that are large enough for states in few bits. Tables are those of
-docs/benchmarks/states_8bit.md.
+Whole runs are the studies `states_8bit` and `states_8bit_rows`. Tables: docs/benchmarks/states_8bit.md.
 """
 
 import argparse
-import json
-import random
-import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx_parallm  # the fast BLAS comes before MLX
@@ -30,16 +20,10 @@ import mlx.core as mx
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
-from scripts.bench.short_rl import PROGRAM, train_by_rewards
 
 assert mlx_parallm.__version__
 
 KINDS = ("adamw", "adamw_8bit", "adamw_4bit", "lion", "lion_8bit")
-ADAMS = KINDS[:3]
-BY_REWARDS: dict[str, dict[str, object]] = {
-    "all weights": {"rl_training.lora.enabled": "false", "rl_training.learning_rate": 1e-4},
-    "adapter of rank 32": {"rl_training.lora.rank": 32, "rl_training.lora.alpha": 64},
-}
 
 
 class Slots:
@@ -124,89 +108,12 @@ def updates() -> None:
             print(f"| {name} | `{kind}` | {state:.2f} | {above:.1f} | {nanoseconds:.0f} |")
 
 
-def runs(seeds: int) -> None:
-    print("| seed | " + " | ".join(ADAMS) + " |\n|---|---|---|---|")
-    for seed in range(seeds):
-        losses = [sft_loss(kind, seed) for kind in ADAMS]
-        print(f"| {seed} | " + " | ".join(f"{each:.4f}" for each in losses) + " |", flush=True)
-
-
-def sft_loss(kind: str, seed: int) -> float:
-    """Of held-out rows, after one training by the command, all weights."""
-    with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        keys = {
-            "rl_training.lora.enabled": "false",
-            "rl_training.optimizer": kind,
-            "rl_training.seed": seed,
-            "rl_training.checkpoint_dir": place,
-            "rl_training.run_name": "run",
-            "rl_training.learning_rate": 1e-3,
-            "server.port": 0,
-        }
-        config = place / "sft.toml"
-        config.write_text(sft_config(place / "rows.jsonl"))
-        settings = [part for key, value in keys.items() for part in ("--set", f"{key}={value}")]
-        command = [PROGRAM, "train", "--config", str(config)]
-        subprocess.run([*command, *settings], check=True, capture_output=True)
-        lines = [
-            json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()
-        ]
-    return float([line["eval/loss"] for line in lines if "eval/loss" in line][-1])
-
-
-def rewards(seeds: int, steps: int, kinds: Sequence[str], trained_ones: Sequence[str]) -> None:
-    """Held-out score and reward of each kind; within a seed the kinds follow one another."""
-    print("| trained | seed | " + " | ".join(kinds) + " |\n|---|---|" + "---|" * len(kinds))
-    for trained in trained_ones:
-        settings = BY_REWARDS[trained]
-        for seed in range(seeds):
-            cells = []
-            for kind in kinds:
-                keys = {**settings, "rl_training.optimizer": kind}
-                outcome = train_by_rewards(keys, seed=seed, steps=steps)
-                cells.append(f"{outcome.after:.3f}, {outcome.reward:.3f}")
-            print(f"| {trained} | {seed} | " + " | ".join(cells) + " |", flush=True)
-
-
-def sft_config(rows: Path) -> str:
-    """Words spelt backwards."""
-    letters = random.Random(0)
-    with rows.open("w") as file:
-        for _ in range(1024):
-            word = "".join(letters.choices("abcdefgh", k=6))
-            row = {"prompt": f"Reverse: {word}", "completion": word[::-1]}
-            file.write(json.dumps(row) + "\n")
-    return f"""
-[model]
-base_path = "builtin:tiny"
-[rl_training]
-algorithm = "sft"
-lr_schedule = "cosine"
-warmup_steps = 10
-batch_size = 32
-total_steps = 50
-[data]
-path = "{rows}"
-eval_fraction = 0.1
-eval_every = 50
-max_length = 64
-"""
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("part", choices=("steps", "updates", "runs", "rewards"))
+    parser.add_argument("part", choices=("steps", "updates"))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=90, help="of a run by rewards")
-    parser.add_argument("--kinds", nargs="+", choices=ADAMS, default=ADAMS, help="by rewards")
-    parser.add_argument("--trained", nargs="+", choices=BY_REWARDS, default=list(BY_REWARDS))
     options = parser.parse_args()
     if options.part == "steps":
         steps(options.seeds)
-    elif options.part == "updates":
-        updates()
-    elif options.part == "runs":
-        runs(options.seeds)
     else:
-        rewards(options.seeds, options.steps, options.kinds, options.trained)
+        updates()

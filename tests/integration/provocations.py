@@ -38,7 +38,7 @@ from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.runs.explain import explain
 from mlx_parallm.runs.run import open_run
 from mlx_parallm.system.log import configure_logging
-from scripts.bench.router_replay import upcycle
+from scripts.bench.studies.upcycling import upcycle
 from tests.integration.http_environment import HAS_ATROPOS, HttpEnvironment
 from tests.integration.processes import free_port
 from tests.integration.rows_of_tasks import write_rows

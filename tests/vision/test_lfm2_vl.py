@@ -1,5 +1,5 @@
 """LFM2-VL with pictures: sizes and tiles worked by hand, features computed again in float64, and
-what is refused. `scripts/bench/vision_pixels.py` compares with transformers' own processor."""
+what is refused. docs/vision.md has a comparison with transformers' own processor."""
 
 import json
 from math import erf

@@ -1,0 +1,103 @@
+"""What studies train on: each function writes its files into a run's directory."""
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.models.loading import resolve_model_path
+from mlx_parallm.types import Rollout, Trajectory
+from scripts.bench.studies.upcycling import upcycle
+
+KTO_ROWS, PAIRS, HELD_OUT = 400, 1200, 200
+TASKS = ("sum", "sort", "reverse", "count", "largest")
+JUDGED, JUDGED_FROM = 1000, 100_000  # held-out pairs of answers, and their first problem
+TRAINED = 12_000  # pairs of answers
+
+
+def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def first_words(directory: Path, seed: int, variant: Sequence[str]) -> None:
+    """Rows for the algorithm that the variant names: a prompt shows two words, right is the first.
+    No answer is better than another without the prompt. No prompt is in both files."""
+    words = ["".join(pair) for pair in itertools.product(ascii_lowercase, repeat=2)]
+    rng = random.Random(seed)
+    prompts = list(dict.fromkeys(tuple(rng.sample(words, 2)) for _ in range(2 * PAIRS)))
+    rows: list[dict[str, object]] = []
+    for first, second in prompts:
+        row: dict[str, object] = {"prompt": f"Which is first: {first} or {second}?"}
+        if "kto" in variant:
+            label = rng.random() < 0.5
+            row |= {"completion": first if label else second, "label": label}
+        elif "sft" in variant:
+            row["completion"] = first
+        else:
+            row |= {"chosen": first, "rejected": second}
+        rows.append(row)
+    count = KTO_ROWS if "kto" in variant else PAIRS
+    write_rows(directory / "rows.jsonl", rows[:count])
+    write_rows(directory / "heldout.jsonl", rows[count : count + HELD_OUT])
+
+
+def reversed_words(directory: Path, seed: int, variant: Sequence[str]) -> None:
+    """Words of ten letters to spell backwards; others are held out."""
+    rng = random.Random(seed)
+    words = sorted({"".join(rng.choices(ascii_lowercase, k=10)) for _ in range(3000)})
+    rng.shuffle(words)
+    rows = [{"prompt": f"Reverse: {word}", "completion": word[::-1]} for word in words]
+    write_rows(directory / "rows.jsonl", rows[HELD_OUT:])
+    write_rows(directory / "heldout.jsonl", rows[:HELD_OUT])
+
+
+def experts(directory: Path, seed: int, variant: Sequence[str]) -> None:
+    """The shipped model as a mixture of experts, in `model`."""
+    upcycle(resolve_model_path("builtin:tiny"), directory / "model")
+
+
+def judged_pairs(directory: Path, seed: int, variant: Sequence[str]) -> None:
+    """Two answers of the shipped model to each problem of the built-in tasks; the task's own reward
+    says which is better. Ties are left out; no prompt is in both files."""
+    held_out = _pairs(JUDGED, JUDGED_FROM, seed, set())
+    seen = {str(row["prompt"]) for row in held_out}
+    write_rows(directory / "heldout.jsonl", held_out)
+    write_rows(directory / "rows.jsonl", _pairs(TRAINED, 0, seed, seen))
+
+
+def _pairs(count: int, first: int, seed: int, without: set[str]) -> list[dict[str, Any]]:
+    """Return `count` pairs of answers to problems from number `first` on."""
+    entries = [EnvironmentConfig(kind="tasks", name=name, max_tokens=8) for name in TASKS]
+    sources = build_sources(entries, seed=seed)
+    rows: list[dict[str, Any]] = []
+    with InferenceModule("builtin:tiny") as model:
+        for number in itertools.count(first, 100):
+            tasks = [source.task(n) for n in range(number, number + 100) for source in sources]
+            prompts = [list(task.messages) for task in tasks]
+            answers = list(
+                model.generate(
+                    prompts, 8, num_return_sequences=2, temperature=1.0, seed=seed + number + 100
+                )
+            )
+            for task, prompt, *two in zip(tasks, prompts, answers[::2], answers[1::2], strict=True):
+                rewards = asyncio.run(_rewards(task.reward, two))
+                worse, better = sorted(zip(rewards, two, strict=True))
+                if worse[0] != better[0] and all(two) and str(prompt) not in without:
+                    rows.append({"prompt": prompt, "chosen": better[1], "rejected": worse[1]})
+            if len(rows) >= count:
+                return rows[:count]
+    raise AssertionError("the tasks do not end")
+
+
+async def _rewards(reward: Any, texts: Sequence[str]) -> list[float]:
+    rollout = Rollout((), (), None, (), 1.0, {})
+    scored = reward([Trajectory(text, rollout) for text in texts])
+    parts = await scored if hasattr(scored, "__await__") else scored
+    return [part["reward"] for part in parts]
