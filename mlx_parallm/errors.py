@@ -103,7 +103,8 @@ class RefusedError(RequestError):
 
 
 class InvalidAnswerError(RequestError):
-    """The model's answer does not match its schema or grammar, however often it was sampled."""
+    """The model's answer does not match its schema or grammar, however often it was sampled, or
+    cannot go on within it."""
 
 
 class EngineUnavailableError(ParallmError):
@@ -112,6 +113,15 @@ class EngineUnavailableError(ParallmError):
 
 class GenerationFailedError(ParallmError):
     """The engine gave one request up; other requests go on."""
+
+
+def failure_of(error: str | None, code: str | None, param: str | None = None) -> ParallmError:
+    """Return the error of a choice that ended with one. `code`: OpenAI's, where the request itself
+    is its cause."""
+    text = error or "the generation failed"
+    if code is None:
+        return GenerationFailedError(text)
+    return InvalidAnswerError(text, param=param, code=code)
 
 
 class RolloutRejectedError(ParallmError):

@@ -164,6 +164,7 @@ class CompletionDelta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    error_code: str | None = None  # as Completion's
     processed_logprobs: tuple[float, ...] | None = None  # as Completion's
     routed_experts: "RoutedExperts | None" = None  # as Completion's, of these tokens
     prompt_experts: "tuple[PromptExperts, ...]" = ()  # as Completion's, in each choice's first
@@ -298,6 +299,7 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: str | int | None = None  # the stop string or token id that ended it; None for EOS
     error: str | None = None
+    error_code: str | None = None  # OpenAI's, of an error that the request itself causes
     prompt_version: int = -1  # policy version under which the prompt was read; -1 = unknown
     routed_experts: RoutedExperts | None = None  # of T tokens, where the engine records them
     # of the prompt's tokens before its last one, where they are recorded too

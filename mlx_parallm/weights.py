@@ -22,7 +22,7 @@ from mlx_parallm.errors import AdapterError, PublishTimeoutError
 from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
 from mlx_parallm.models.adapters.linear import gain
 from mlx_parallm.models.lora import linear_layers
-from mlx_parallm.models.threads import in_mlx_thread
+from mlx_parallm.models.threads import in_loader_thread
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class SharedWeights:
             return lambda: shelf.load(name)
         if version is None or self.history.in_memory(version):
             return None
-        return lambda: in_mlx_thread(lambda: self.history.find(version))
+        return lambda: in_loader_thread(lambda: self.history.find(version))
 
     def add_adapter(self, name: str, layers: Mapping[str, LoraPair]) -> AdapterWeights:
         """Add or replace an adapter under the present policy version. Raises AdapterError: the

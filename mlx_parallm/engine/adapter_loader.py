@@ -13,7 +13,7 @@ from pathlib import Path
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import AdapterError, RefusedError
 from mlx_parallm.models.lora import ADAPTER_CONFIG, check_adapter, find_adapter_file, load_adapter
-from mlx_parallm.models.threads import in_mlx_thread
+from mlx_parallm.models.threads import in_loader_thread
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.weights import SharedWeights
 
@@ -74,7 +74,7 @@ class AdapterLoader:
             for each in (file, file.parent / ADAPTER_CONFIG):
                 self._within_roots(str(each))  # a link inside of the directory may lead out of it
             try:
-                in_mlx_thread(lambda: self._add(name, file, source))
+                in_loader_thread(lambda: self._add(name, file, source))
             except AdapterError as error:
                 raise RefusedError(str(error), 400, "lora_path") from error
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from mlx_parallm.engine.cache.batch import choose_cache
 from mlx_parallm.engine.cache.prefill import arrays_of, leaves
-from mlx_parallm.engine.grammar import Grammars
+from mlx_parallm.engine.grammar import NO_TOKEN_CODE, Grammars
 from mlx_parallm.engine.images import ImageFeatures, image_ids
 from mlx_parallm.engine.live_requests import Counters, Event, LiveRequests, own_failure
 from mlx_parallm.engine.logit_edits import LogitEdits, spellings
@@ -614,7 +614,7 @@ class Engine:
         if not finite:
             return self._end_early(sequence, NOT_FINITE)
         if sequence.edits is not None and sequence.edits.forbids(sampled.token):
-            return self._end_early(sequence, ALL_FORBIDDEN)
+            return self._end_early(sequence, ALL_FORBIDDEN, NO_TOKEN_CODE)
         sequence.cached += 1
         sequence.tokens.append(sampled.token)
         sequence.logprobs.append(sampled.logprob)
@@ -631,14 +631,14 @@ class Engine:
         with own_failure(sequence):
             self._decide(sequence, sampled.token)
         if sequence.matcher is not None and (broken := sequence.matcher.advance(sampled.token)):
-            sequence.finish("error", error=broken)
+            sequence.finish("error", error=broken, code=sequence.matcher.error_code)
         if sequence.finished:
             self._live.retire(sequence)
         else:
             self._live.sampled(sequence)
 
-    def _end_early(self, sequence: Sequence, error: str) -> None:
-        sequence.finish("error", error=error)
+    def _end_early(self, sequence: Sequence, error: str, code: str | None = None) -> None:
+        sequence.finish("error", error=error, code=code)
         self._live.retire(sequence)
 
     def _decide(self, sequence: Sequence, token: int) -> None:

@@ -54,6 +54,8 @@ MAX_ANSWER = 128 << 10  # an "answer" and all its parts together
 MAX_STRING = 16 << 10  # within a schema: its patterns are regular expressions
 COMPILER_STACK = 256 << 20  # address space; only what is used is memory
 SLOW_MASK_S = 0.1
+GRAMMAR_CODE, NO_TOKEN_CODE = "invalid_grammar", "no_token_allowed"
+TRIED_TOKENS = 4  # of a walk through a new grammar: some grow too complex at the first one
 DEAD_END = "the grammar lets nothing follow, and the answer is not complete"
 KEPT_GRAMMARS = 64
 _LIMITS = LLParserLimits(
@@ -85,6 +87,7 @@ class Matcher:
     """
 
     __slots__ = ("_eos", "_going_on", "_min_tokens", "_slow", "_state", "_taken")
+    error_code = GRAMMAR_CODE
 
     def __init__(
         self, state: LLMatcher, min_tokens: int, ends: Iterable[int], eos: Collection[int] = ()
@@ -136,6 +139,10 @@ class OnlyTokens:
         allowed[list(ids)] = True
         self._bits = np.packbits(allowed, bitorder="little")
         self._matcher = matcher
+
+    @property
+    def error_code(self) -> str:
+        return NO_TOKEN_CODE if self._matcher is None else self._matcher.error_code
 
     def advance(self, token: int) -> str | None:
         """Say what is wrong with a token that was drawn: nothing, but where no token may come
@@ -260,6 +267,8 @@ class Grammars:
         if compiled.start.is_error():
             raise _refusal(structure, compiled.start.get_error())
         self._check_schemas(every)
+        if (error := _error_at_once(compiled.start, self._tokenizer.eos_token_ids)) is not None:
+            raise _refusal(structure, error)
         with self._lock:
             self._kept[structure] = compiled
             while len(self._kept) > KEPT_GRAMMARS:
@@ -336,6 +345,19 @@ class Grammars:
                     f"structured output cannot read this model's tokenizer: {error}"
                 ) from error
         return self._vocabulary
+
+
+def _error_at_once(start: LLMatcher, ends: Collection[int]) -> str | None:
+    """Return the library's error on the first tokens of a text; None: it goes on."""
+    state = start.deep_copy()
+    for _ in range(TRIED_TOKENS):
+        bits = np.frombuffer(state.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        token = next((int(each) for each in allowed[: len(ends) + 1] if each not in ends), None)
+        if token is None or not state.consume_token(token):
+            break
+    error: str = state.get_error()
+    return error or None
 
 
 def _as_ordinary_text(source: str, ends: Collection[int], word_of: Callable[[str], str]) -> str:
@@ -423,7 +445,7 @@ def _check_size(structure: Structure) -> None:
 
 def _refusal(structure: Structure, reason: str) -> RequestError:
     return RequestError(
-        f"{structure.param}: {_plain(reason)}", param=structure.param, code="invalid_grammar"
+        f"{structure.param}: {_plain(reason)}", param=structure.param, code=GRAMMAR_CODE
     )
 
 

@@ -196,6 +196,7 @@ class LiveRequests:
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
+            error_code=sequence.error_code,
             processed_logprobs=None if processed is None else tuple(processed[since:]),
             routed_experts=sequence.experts_since(since),
             prompt_experts=() if since else sequence.prompt_experts(),

@@ -91,6 +91,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    error_code: str | None = None
     emitted: int = 0  # tokens that a stream has been sent
 
     def outside_images(self, place: int) -> int:
@@ -122,10 +123,17 @@ class Sequence:
         return self.error is None and self.params.prompt_logprobs is None
 
     def finish(
-        self, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None
+        self,
+        reason: FinishReason,
+        stop_reason: str | int | None = None,
+        *,
+        error: str | None = None,
+        code: str | None = None,
     ) -> None:
+        """End it. `code`: OpenAI's, of an error that the request itself causes."""
         self.status = Status.FINISHED
-        self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.error, self.error_code = error, code
 
     def completion(self) -> Completion:
         """The finished choice; ends the text."""
@@ -143,6 +151,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
+            error_code=self.error_code,
             prompt_version=self.prompt_version
             if self.pinned_version is None
             else self.pinned_version,

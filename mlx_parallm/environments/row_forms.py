@@ -18,8 +18,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF
+from mlx_parallm.errors import ConfigError, RequestError
+from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF, is_image, parts_of
 
 SHAREGPT, ALPACA, NEMO_GYM, VALUED = "ShareGPT", "Alpaca", "NeMo Gym", "LLaMA-Factory"
 SAYERS = "ShareGPT's turns"  # under our own names of columns
@@ -149,15 +149,25 @@ def _of_item(item: Any, where: str) -> dict[str, Any]:
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if kind == "message":
         role = "system" if item.get("role") == "developer" else item.get("role")
-        return {"role": role, "content": _text_of_parts(item.get("content"), where)}
+        return {"role": role, "content": _content_of(item.get("content"), where)}
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output":
-        content = _text_of_parts(item.get("output"), where)
+        content = _content_of(item.get("output"), where)
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
     raise ConfigError(f"{where}: {kind or item!r:.80} is no message, call or result of a call")
+
+
+def _content_of(content: Any, where: str) -> Any:
+    """Return a content as text, or as parts where it shows images. Raises ConfigError."""
+    if isinstance(content, list | tuple) and any(map(is_image, content)):
+        try:
+            return parts_of(content, where)
+        except RequestError as error:
+            raise ConfigError(str(error)) from error
+    return _text_of_parts(content, where)
 
 
 def _text_of_parts(content: Any, where: str) -> str:

@@ -16,8 +16,8 @@ result is plain JSON:
 
 Other fields are carried along, nulls are left out. What is no text is refused by its place.
 
-Where images are asked for, a user's content with some is a list of parts, {"type": "text", "text"}
-and {"type": "image", …}, whose further fields are the source that the client wrote
+Where images are asked for, a content of a user or a tool with some is a list of parts, {"type":
+"text", "text"} and {"type": "image", …}, whose further fields are the source that the client wrote
 (`execution/prompt_images.py`).
 """
 
@@ -32,6 +32,7 @@ ROLES = ("system", "user", "assistant", "tool")
 DEVELOPER = "developer"  # OpenAI's name of system for models that reason
 FUNCTION = "function"  # OpenAI's older name of tool
 CUSTOM_ARGUMENT = "input"  # of the function that stands for a custom tool
+SHOWERS = ("user", "tool")  # whose messages may hold images
 IMAGE_PARTS = ("image_url", "input_image", "image")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _SPEAKERS: dict[str, tuple[str, ...]] = {
@@ -63,8 +64,8 @@ ROLE_COMPARED = (
 def read_messages(
     messages: Iterable[Any], where: str = "messages", *, images: bool = False
 ) -> list[dict[str, Any]]:
-    """Return messages in the one form. `where` begins the place that an error names; `images`: a
-    user may write them.
+    """Return messages in the one form. `where` begins the place that an error names; `images`:
+    users and results of tools may hold them.
 
     Raises RequestError: what is no message, content that is not text, a call without a name or with
     arguments that are neither an object nor text.
@@ -283,7 +284,7 @@ def _message(message: Any, where: str, position: int, images: bool) -> dict[str,
         reason = f"{place}.audio: only text can be read"
         raise RequestError(reason, param=f"{place}.audio", code="unsupported_content")
     content: str | list[dict[str, Any]]
-    if images and role == "user":
+    if images and role in SHOWERS:
         content = parts_of(fields.pop("content", ""), f"{place}.content")
     else:
         content = _content(fields, role, place)

@@ -135,7 +135,24 @@ def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
     """Return the text of a content of `read_messages`, without its images."""
     if isinstance(content, str):
         return content
-    return "".join(part["text"] for part in content if part["type"] == "text")
+    return "".join(texts_of(content))
+
+
+def texts_of(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the texts of a content of `read_messages`, in order."""
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part["type"] == "text"]
+
+
+def without_images(messages: Iterable[Mapping[str, Any]], role: str) -> list[dict[str, Any]]:
+    """Return messages of which those of a role show texts alone."""
+    return [
+        {**message, "content": text_of(message["content"])}
+        if message["role"] == role
+        else dict(message)
+        for message in messages
+    ]
 
 
 def check_places(text: str, placeholder: str, images: int) -> None:

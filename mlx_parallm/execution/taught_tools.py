@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.execution.chat_messages import add_text
 from mlx_parallm.execution.json_values import template_arguments, write_json
 from mlx_parallm.execution.tool_calls import OwnFormat, with_instructions
 
@@ -107,16 +108,30 @@ def _plain_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             if key not in ("tool_calls", "tool_call_id")
         }
         if role == "tool":
-            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+            role, content = "user", _joined("<tool_response>\n", content, "\n</tool_response>")
             fields.pop("name", None)
-        calls = [_written(call["function"]) for call in message.get("tool_calls", ())]
-        content = "\n".join(filter(None, [content, *calls]))
+        if calls := [_written(call["function"]) for call in message.get("tool_calls", ())]:
+            content = "\n".join(filter(None, [content, *calls]))
         if after_result and role == "user":  # many templates want the roles to alternate
-            plain[-1]["content"] += f"\n{content}"
+            plain[-1]["content"] = _joined(plain[-1]["content"], "\n", content)
         else:
             plain.append(fields | {"role": role, "content": content})
         after_result = message["role"] == "tool" or (after_result and role == "user")
     return plain
+
+
+def _joined(*contents: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return contents behind one another: a text, or parts where one of them has images."""
+    if all(isinstance(content, str) for content in contents):
+        return "".join(str(content) for content in contents)
+    parts: list[dict[str, Any]] = []
+    for content in contents:
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if part["type"] == "text":
+                add_text(parts, part["text"])
+            else:
+                parts.append(dict(part))
+    return parts
 
 
 def _written(function: Mapping[str, Any]) -> str:

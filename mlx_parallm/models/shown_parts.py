@@ -38,9 +38,13 @@ class ShownParts:
 
 def _shape(message: Mapping[str, Any]) -> Any:
     content = message["content"]
-    kinds = (type(content), bool(content.strip()) if isinstance(content, str) else len(content))
+    kinds = (type(content), bool(content.strip()) if isinstance(content, str) else _kinds(content))
     others = tuple(sorted(key for key in message if key not in ("role", "content", "tool_calls")))
     return message["role"], kinds, len(message.get("tool_calls", ())), others
+
+
+def _kinds(parts: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, bool], ...]:
+    return tuple((part["type"], bool(part.get("text", "").strip())) for part in parts)
 
 
 def _lost(chat: Chat, render: Callable[[list[dict[str, Any]]], str]) -> list[str]:
@@ -73,7 +77,7 @@ def _is_lost(
     """Whether a part is left out. `shown`: of a call its name and its arguments. A call of which
     neither stands in the text may be there in another way: then the text is another one without
     it."""
-    if len(shown) == 1 or any(shown):
+    if len(shown) == 1 or any(shown):  # a text has one mark
         return not shown[-1]
     _, at, _, index = place.split(".")
     message = copy[int(at)]
@@ -91,7 +95,14 @@ def _marked(message: Mapping[str, Any], place: str, mark: Callable[[str], str]) 
     role, content = message["role"], message["content"]
     copy = dict(message)
     if role in ("system", "developer", "tool"):
-        if isinstance(content, str) and content.strip():
+        if not isinstance(content, str):  # with images; whose places are counted elsewhere
+            copy["content"] = [
+                {**part, "text": mark(f"{place}.content.{index}")}
+                if part.get("text", "").strip()
+                else part
+                for index, part in enumerate(content)
+            ]
+        elif content.strip():
             copy["content"] = _like(content, mark(f"{place}.content"))
     elif isinstance(content, str) and content.strip():
         copy["content"] = _like(content, "text")

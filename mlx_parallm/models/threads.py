@@ -115,6 +115,11 @@ class MLXThread:
             self._worker.work.put(run)
         return outcome
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in it."""
+        return threading.current_thread() is self._worker.thread
+
     def close(self, timeout_s: float | None = None) -> None:
         """Wait for what was submitted, at most so long, and give the worker back. May be called
         again."""
@@ -122,7 +127,7 @@ class MLXThread:
             if not self._closed:
                 self._closed = True
                 self._worker.work.put(self._give_back)
-        if threading.current_thread() is not self._worker.thread:  # it cannot wait for itself
+        if not self.is_current:  # it cannot wait for itself
             self._ended.wait(timeout_s)
 
     def _give_back(self) -> None:
@@ -136,6 +141,28 @@ def in_mlx_thread(function: Callable[[], T]) -> T:
     outcome = thread.submit(function)
     thread.close()
     return outcome.result()
+
+
+_LOADER_STARTS = threading.Lock()
+
+
+@cache
+def _loader() -> MLXThread:
+    thread = MLXThread("loader")
+    atexit.register(thread.close, END_S)
+    return thread
+
+
+def in_loader_thread(function: Callable[[], T]) -> T:
+    """Run `function`, which reads arrays from disk and puts them in their place, in THE thread of
+    the process that does so, after those that came before; wait, and raise what it raises.
+
+    Clients cause any number of such reads at once: each in a thread of its own would leave as many
+    threads and streams of MLX behind.
+    """
+    with _LOADER_STARTS:
+        loader = _loader()
+    return function() if loader.is_current else loader.submit(function).result()
 
 
 @cache

@@ -14,7 +14,9 @@ from mlx_parallm.execution.json_values import template_arguments
 from mlx_parallm.execution.prompt_images import (
     ImageReader,
     image_refs,
+    texts_of,
     with_images,
+    without_images,
     without_sources,
 )
 from mlx_parallm.execution.taught_tools import with_taught_tools, with_written_calls
@@ -298,16 +300,19 @@ class Tokenizer:
     def _shows_results(self, chat: Sequence[Mapping[str, Any]], render: Callable[..., str]) -> bool:
         """Whether a template without tools shows all that a conversation has of them: no calls,
         and results that it prints like any message."""
-        results = [message["content"].strip() for message in chat if message["role"] == "tool"]
+        results = [message["content"] for message in chat if message["role"] == "tool"]
         if any(message.get("tool_calls") for message in chat):
             return False
         if not results:
             return True
         try:
-            text = render(chat, None)
+            text = render(chat, None, refs=())
+            if any(not isinstance(result, str) for result in results):
+                if render(without_images(chat, "tool"), None, refs=()) == text:
+                    return False
         except RequestError:
             return False
-        return all(result in text for result in results)
+        return all(each.strip() in text for result in results for each in texts_of(result))
 
     def _template_text(self, tools: Any) -> str | None:
         """The template of a conversation, in Jinja; None: it is written in Python."""

@@ -21,9 +21,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
+from mlx_parallm.engine.grammar import GRAMMAR_CODE
 from mlx_parallm.engine.sequence import random_stream
 from mlx_parallm.engine.validation import MAX_CHOICES
-from mlx_parallm.errors import GenerationFailedError, InvalidAnswerError, RequestError
+from mlx_parallm.errors import (
+    GenerationFailedError,
+    InvalidAnswerError,
+    ParallmError,
+    RequestError,
+    failure_of,
+)
 from mlx_parallm.execution.prompt_images import (
     check_places,
     image_sources,
@@ -329,7 +336,7 @@ async def _checked_outputs(
         )
         for completion in output.completions:
             if completion.finish_reason == "error":
-                raise GenerationFailedError(completion.error or "the generation failed")
+                raise _failure(completion, check)
     return outputs
 
 
@@ -402,13 +409,19 @@ async def stream(
                     texts[position, delta.index] += delta.text
                     delta = _settled(check, delta, texts[position, delta.index])
                 if delta.finish_reason == "error":
-                    raise GenerationFailedError(delta.error or "the generation failed")
+                    raise _failure(delta, check)
                 if context.deps.completions is not None or observer is not None:
                     parts[position][delta.index].append(delta)
                     unfinished -= delta.finish_reason is not None
                     if not unfinished:  # before the client sees the end, and may reward it
                         _keep(context, requests, parts, client_id, observer)
                 yield position, in_mode(context, delta)
+
+
+def _failure(part: Completion | CompletionDelta, check: AnswerCheck) -> ParallmError:
+    """Return the error of a choice that failed, or of its end."""
+    param = check.param if part.error_code == GRAMMAR_CODE else None
+    return failure_of(part.error, part.error_code, param)
 
 
 def _settled(check: AnswerCheck, delta: CompletionDelta, text: str) -> CompletionDelta:
@@ -434,6 +447,7 @@ def _delta_of(completion: Completion, output: RequestOutput) -> CompletionDelta:
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
         error=completion.error,
+        error_code=completion.error_code,
         processed_logprobs=completion.processed_logprobs,
         routed_experts=completion.routed_experts,
         cached_tokens=completion.cached_tokens if completion.index == 0 else 0,

@@ -9,7 +9,7 @@ import mlx.core as mx
 import psutil
 import pytest
 
-from mlx_parallm.models.threads import MLXThread, in_mlx_thread
+from mlx_parallm.models.threads import MLXThread, in_loader_thread, in_mlx_thread
 
 
 def test_cancelling_what_waits_leaves_the_thread_alive() -> None:
@@ -59,3 +59,26 @@ def test_closing_within_the_thread_does_not_wait_for_itself() -> None:
     thread = MLXThread()
     thread.submit(thread.close).result(10)
     thread.close(10)
+
+
+def test_reads_of_many_clients_at_once_are_one_threads_work() -> None:
+    """Each in a thread of its own would leave as many threads and streams behind."""
+    ready = threading.Barrier(12)
+    loaders = list[int]()
+
+    def read() -> int:
+        loaders.append(threading.get_native_id())
+        return in_loader_thread(lambda: int(mx.ones(3).sum().item()))  # a read within a read
+
+    def client() -> None:
+        ready.wait(10)
+        assert in_loader_thread(read) == 3
+        with pytest.raises(KeyError):
+            in_loader_thread({}.popitem)
+
+    clients = [threading.Thread(target=client) for _ in range(ready.parties)]
+    for each in clients:
+        each.start()
+    for each in clients:
+        each.join(10)
+    assert len(loaders) == ready.parties and len(set(loaders)) == 1

@@ -119,7 +119,8 @@ class EngineBackend:
         logprobs = []
         for (before, *_), output in zip(pairs, outputs, strict=True):
             if output.prompt_logprobs is None:
-                raise GenerationFailedError(_error(output) or "the text could not be scored")
+                errors = [completion.error for completion in output.completions]
+                raise GenerationFailedError(errors[0] or "the text could not be scored")
             logprobs.append(np.array(output.prompt_logprobs.logprobs[len(before) :], np.float32))
         return logprobs
 
@@ -264,17 +265,11 @@ class EngineBackend:
 
 
 def _answers(output: RequestOutput) -> list[Generation]:
-    """Raises GenerationFailedError."""
-    if error := _error(output):
-        raise GenerationFailedError(error)
+    """Raises GenerationFailedError, InvalidAnswerError."""
+    for completion in output.completions:
+        if completion.finish_reason == "error":
+            raise failure_of(completion.error, completion.error_code)
     return [Generation.of(completion, output.prompt_token_ids) for completion in output.completions]
-
-
-def _error(output: RequestOutput) -> str | None:
-    errors = (
-        c.error or "the generation failed" for c in output.completions if c.finish_reason == "error"
-    )
-    return next(errors, None)
 
 
 def _id() -> str:

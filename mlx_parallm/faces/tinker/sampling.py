@@ -169,7 +169,8 @@ class Sampling:
         await self._pace.turn()
         for completion in output.completions:
             if completion.finish_reason not in ("stop", "length"):
-                return failure(completion.error or "the sample was aborted", category="server")
+                category = "server" if completion.error_code is None else "user"
+                return failure(completion.error or "the sample was aborted", category=category)
         if sampler.run is not None and weights is not None:
             self._record(
                 sampler.run,

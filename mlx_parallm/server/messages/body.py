@@ -206,19 +206,24 @@ def _chat_turn(
     for index, block in enumerate(turn.content):
         place = f"{where}.{index}"
         if turn.role == "user" and block.get("type") == "tool_result":
-            messages.append(_chat_result(block, place, unanswered))
+            messages.append(_chat_result(block, place, unanswered, images))
             continue
         if not messages or messages[-1]["role"] != turn.role:
             messages.append({"role": turn.role, "content": []})
-        if images and turn.role == "user" and block.get("type") == "image":
-            messages[-1]["content"].append(_image(block, place))
-        else:
-            messages[-1]["content"].append({"type": "text", "text": _text(block, place)})
+        messages[-1]["content"].append(_part(block, place, images and turn.role == "user"))
     for message in messages:
         parts = message["content"]
         if isinstance(parts, list) and not any(map(is_image, parts)):
             message["content"] = PartsText(part["text"] for part in parts)
     return messages
+
+
+def _part(block: Any, place: str, images: bool) -> dict[str, Any]:
+    """Return a block as a part of a chat. Raises RequestError: it is none, or an image where none
+    is read."""
+    if images and isinstance(block, dict) and block.get("type") == "image":
+        return _image(block, place)
+    return {"type": "text", "text": _text(block, place)}
 
 
 def _image(block: Block, place: str) -> dict[str, Any]:
@@ -245,7 +250,9 @@ def _check_answered(unanswered: set[str], where: str) -> None:
         )
 
 
-def _chat_result(block: Block, place: str, unanswered: set[str]) -> dict[str, Any]:
+def _chat_result(
+    block: Block, place: str, unanswered: set[str], images: bool
+) -> dict[str, Any]:
     call_id = _string(block, "tool_use_id", place)
     if call_id not in unanswered:
         reason = (
@@ -255,7 +262,13 @@ def _chat_result(block: Block, place: str, unanswered: set[str]) -> dict[str, An
         )
         raise RequestError(reason, param=f"{place}.tool_use_id")
     unanswered.remove(call_id)
-    content = joined_text(block.get("content") or "", f"{place}.content", _text)
+    content = block.get("content") or ""
+    if images and isinstance(content, list) and any(map(is_image, content)):
+        content = [
+            _part(each, f"{place}.content.{index}", images) for index, each in enumerate(content)
+        ]
+    else:
+        content = joined_text(content, f"{place}.content", _text)
     error = {"is_error": True} if block.get("is_error") is True else {}
     return {"role": "tool", "tool_call_id": call_id, "content": content, **error}
 

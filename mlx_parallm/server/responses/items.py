@@ -47,7 +47,7 @@ def chat_messages(
             if call_id not in called:
                 reason = f"{where}.call_id: no call before this output has the id {call_id!r}"
                 raise RequestError(reason, param=f"{where}.call_id")
-            output = content_text(item.get("output"), f"{where}.output")
+            output = _content(item.get("output"), f"{where}.output", images)
             turns.add({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind == "reasoning":
             turns.reason(_reasoning(item, where))
@@ -101,19 +101,22 @@ def _add_message(turns: _Turns, item: Mapping[str, Any], where: str, images: boo
             f"{where}.role: must be one of {', '.join(_ROLES)}, not {role!r}",
             param=f"{where}.role",
         )
-    content = item.get("content")
-    if images and role == "user" and isinstance(content, list):
-        placed = [
-            {**part, "place": f"{where}.content.{index}"} if is_image(part) else part
-            for index, part in enumerate(content)
-        ]
-        turns.add({"role": role, "content": parts_of(placed, f"{where}.content")})
-        return
-    text = content_text(content, f"{where}.content")
+    place = f"{where}.content"
     if role == "assistant":
-        turns.say(text)
+        turns.say(content_text(item.get("content"), place))
     else:
-        turns.add({"role": role, "content": text})
+        turns.add({"role": role, "content": _content(item.get("content"), place, images and role == "user")})
+
+
+def _content(content: Any, where: str, images: bool) -> str | list[dict[str, Any]]:
+    """A content as text, or as parts where it has images that are read. Raises RequestError."""
+    if not images or not isinstance(content, list):
+        return content_text(content, where)
+    placed = [
+        {**part, "place": f"{where}.{index}"} if is_image(part) else part
+        for index, part in enumerate(content)
+    ]
+    return parts_of(placed, where)
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
