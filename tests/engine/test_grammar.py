@@ -242,6 +242,7 @@ def test_a_grammar_that_grows_too_complex_ends_its_own_request_only(served: Serv
     outputs = run(served.engine, requests)
     bad = outputs["bad"].completions[0]
     assert bad.finish_reason == "error" and "cannot be followed any further" in (bad.error or "")
+    assert bad.error_code == "invalid_grammar"
     assert re.fullmatch("[ab]{60}", outputs["good"].completions[0].text)
     assert outputs["free"].completions[0].finish_reason == "length"
 
@@ -265,6 +266,7 @@ BAD: dict[str, tuple[Structure, str]] = {
     "no start": (Structure("grammar", "a: a"), "Expected"),
     "unknown rule": (Structure("grammar", "start: nowhere"), "nowhere"),
     "deep grammar": (Structure("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested"),
+    "too complex at its first token": (regex("^(a?){5000}a{5000}$"), "too many expressions"),
     "too long": (regex("a" * 20_000), "characters"),
     "long pattern": (
         Structure("json_schema", json.dumps({"type": "string", "pattern": "a?" * 9000})),

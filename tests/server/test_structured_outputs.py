@@ -263,3 +263,33 @@ def test_small_models_finish_their_objects(client: OpenAI) -> None:
     assert contents <= {
         f'{{"ok":{space}{value}}}' for space in ("", " ") for value in ("true", "false")
     }
+
+
+FAILING: dict[str, tuple[dict[str, Any], str, str | None]] = {
+    "too ambiguous after some tokens": (
+        {"guided_grammar": 'start: x{1000}\nx: y{1000}\ny: z{1000}\nz: "a"?'},
+        "invalid_grammar",
+        "guided_grammar",
+    ),
+    "no token": ({"allowed_token_ids": [0], "bad_words": ["!"]}, "no_token_allowed", None),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", FAILING)
+def test_what_the_request_makes_impossible_is_its_error(
+    server: RunningServer, name: str, stream: bool
+) -> None:
+    """Also where it shows only behind some tokens: no 500, and no other request's."""
+    fields, code, param = FAILING[name]
+    answer = complete(server, stream=stream, min_tokens=40, temperature=0, **fields)
+    if answer.status_code == 200:  # its first events were out
+        assert stream
+        events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        error = json.loads(events[-1])["error"]
+    else:
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+    assert error["code"] == code and error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert complete(server, max_tokens=2).status_code == 200
