@@ -30,7 +30,7 @@ PIECE = 1 << 16  # bytes that are unpacked at a time
 MOST_REDIRECTS = 5
 LATE = "the answer did not end in time"
 LOCAL = ("127.0.0.1", "localhost", "::1")
-_ACCEPTED = "gzip, deflate"  # what `Unpacked` unpacks piece by piece
+ACCEPTED = "gzip, deflate"  # what `Unpacked` unpacks piece by piece
 _LINE_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _EVENT_ENDS = {
     "text/event-stream": _LINE_ENDS,
@@ -81,7 +81,7 @@ class Unpacked:
         self._encoding = encoding.strip().lower().removeprefix("x-")
         if self._encoding not in ("", "identity", "gzip", "deflate"):
             raise BeyondBoundsError(
-                f"{self._what} is packed as {encoding[:40]!r}; read here are: {_ACCEPTED}"
+                f"{self._what} is packed as {encoding[:40]!r}; read here are: {ACCEPTED}"
             )
         if not self._ends and announced.isdigit() and int(announced[:20]) > bounds.body:
             raise BeyondBoundsError(self._too_large(int(announced[:20])))
@@ -204,7 +204,7 @@ def is_local(url: str) -> bool:
 
 def _with_encoding(options: dict[str, Any]) -> dict[str, Any]:
     names = {name.lower() for name in options.get("headers") or {}}
-    wanted = {} if "accept-encoding" in names else {"Accept-Encoding": _ACCEPTED}
+    wanted = {} if "accept-encoding" in names else {"Accept-Encoding": ACCEPTED}
     return {**options, "headers": {**wanted, **(options.get("headers") or {})}}
 
 

@@ -216,8 +216,9 @@ class Watch:
             self._done.wait(0.05)
 
     def _weigh(self) -> None:
-        while not self._done.wait(0.02):
-            self.peak_mb = max(self.peak_mb, self._held_mb())
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            while not self._done.wait(0.02):
+                self.peak_mb = max(self.peak_mb, self._held_mb())
 
     def _used_s(self) -> float:
         times = self._process.cpu_times()

@@ -250,9 +250,7 @@ def _check_answered(unanswered: set[str], where: str) -> None:
         )
 
 
-def _chat_result(
-    block: Block, place: str, unanswered: set[str], images: bool
-) -> dict[str, Any]:
+def _chat_result(block: Block, place: str, unanswered: set[str], images: bool) -> dict[str, Any]:
     call_id = _string(block, "tool_use_id", place)
     if call_id not in unanswered:
         reason = (

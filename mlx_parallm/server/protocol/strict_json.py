@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.system import foreign_json
-from mlx_parallm.system.foreign_http import BeyondBoundsError, Bounds, Unpacked
+from mlx_parallm.system.foreign_http import ACCEPTED, BeyondBoundsError, Bounds, Unpacked
 from mlx_parallm.system.foreign_json import TooDeepError, TooManyContainersError, read_json
 
 
@@ -56,7 +56,7 @@ def _unpacked(body: bytes, encoding: str) -> bytes:
     try:
         unpacker = Unpacked(encoding, "", "", Bounds(body=MAX_BODY_BYTES), "the body")
     except BeyondBoundsError as error:
-        accepted = {"Accept-Encoding": "gzip, deflate, identity"}
+        accepted = {"Accept-Encoding": f"{ACCEPTED}, identity"}
         raise HTTPException(415, f"Content-Encoding: {error}", accepted) from None
     try:
         unpacked = b"".join(unpacker.feed(body))

@@ -105,7 +105,12 @@ def _add_message(turns: _Turns, item: Mapping[str, Any], where: str, images: boo
     if role == "assistant":
         turns.say(content_text(item.get("content"), place))
     else:
-        turns.add({"role": role, "content": _content(item.get("content"), place, images and role == "user")})
+        turns.add(
+            {
+                "role": role,
+                "content": _content(item.get("content"), place, images and role == "user"),
+            }
+        )
 
 
 def _content(content: Any, where: str, images: bool) -> str | list[dict[str, Any]]:

@@ -10,6 +10,7 @@ was read is kept for the next turn of a conversation, which sends it again.
 import asyncio
 import hashlib
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,8 @@ class PictureReader:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="pictures")
         self._lock = threading.Lock()  # requests' threads, environments and the trainer read
         self._kept: OrderedDict[tuple[str, bool], PromptImage] = OrderedDict()
+        # Pillow's, of which a file can cause thousands: what is wrong with a picture is its answer
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
     async def read(self, sources: Sequence[ImageSource]) -> list[PromptImage]:
         most = self._settings.max_images
