@@ -307,12 +307,14 @@ class Tokenizer:
             return True
         try:
             text = render(chat, None, refs=())
-            if any(not isinstance(result, str) for result in results):
-                if render(without_images(chat, "tool"), None, refs=()) == text:
-                    return False
+            hides_images = any(not isinstance(result, str) for result in results) and text == (
+                render(without_images(chat, "tool"), None, refs=())
+            )
         except RequestError:
             return False
-        return all(each.strip() in text for result in results for each in texts_of(result))
+        return not hides_images and all(
+            each.strip() in text for result in results for each in texts_of(result)
+        )
 
     def _template_text(self, tools: Any) -> str | None:
         """The template of a conversation, in Jinja; None: it is written in Python."""

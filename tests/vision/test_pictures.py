@@ -4,6 +4,7 @@ never another exception, and never decoded beyond the limit."""
 import io
 import random
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator
 
@@ -11,7 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mlx_parallm.systems.vision.config import VisionConfig
 from mlx_parallm.systems.vision.pictures import PictureError, open_picture
+from mlx_parallm.systems.vision.reader import PictureReader
+from mlx_parallm.types import PromptImage
 from tests.vision.drawn import file_of, noise
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
@@ -141,3 +145,30 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
     many = data[:last] + data[last:-2] * 200 + data[-2:]
     with pytest.raises(PictureError, match=r"JPEG of 2\d\d scans: at most 100"):
         open_picture(many, 1 << 20)
+
+
+def test_a_pictures_faults_write_no_lines_of_log() -> None:
+    """A file of 60 kB had Pillow warn five thousand times."""
+    tags = b"".join(struct.pack("<HHII", tag, 2, 60_000, 8) for tag in range(50))
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", 50) + tags
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(file, "JPEG", exif=exif)
+
+    class Processor:
+        placeholder, token_id = "", 0
+
+        def patches(self) -> tuple[int, int, int, int]:
+            return 1, 1, 1, 1
+
+        def process(self, picture: Image.Image, *, low: bool) -> PromptImage:
+            return PromptImage("", "", 0)
+
+    with warnings.catch_warnings(record=True) as written:
+        warnings.simplefilter("always")
+        open_picture(file.getvalue(), MOST)
+        assert written, "Pillow says nothing of this file any more"
+        written.clear()
+        reader = PictureReader(VisionConfig(), Processor())
+        reader.image_of(file.getvalue())
+        reader.close()
+    assert not written

@@ -16,7 +16,12 @@ import numpy as np
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.row_images import with_stored_images
 from mlx_parallm.environments.schedule import derive_seed
-from mlx_parallm.errors import GenerationFailedError, RequestError, RolloutRejectedError
+from mlx_parallm.errors import (
+    GenerationFailedError,
+    RequestError,
+    RolloutRejectedError,
+    failure_of,
+)
 from mlx_parallm.execution.tool_calls import (
     own_format,
     parse_tool_calls,

@@ -81,7 +81,8 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes:
             parts.append(reader.decompress(body[start : start + ZSTD_STEP]))
             size += len(parts[-1])
             if size > most:
-                raise BodyTooLargeError(most, b"".join(parts)[:LEADING_BYTES])
+                leading = b"".join(part[:LEADING_BYTES] for part in parts)
+                raise BodyTooLargeError(most, leading[:LEADING_BYTES])
     except zstandard.ZstdError as error:
         raise RequestError(f"the body is not valid zstd: {error}") from error
     if not reader.eof or reader.unused_data:
