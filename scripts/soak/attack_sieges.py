@@ -407,7 +407,7 @@ def fetched_pictures(_: Target) -> Iterator[list[Blow]]:
 
         def blow(server: Server, chance: random.Random) -> int:
             with httpx.Client(base_url=server.url, timeout=120) as http:
-                url = f"{host}/{chance.choice([*ANSWERS])}/a.png"
+                url = f"{host.url}/{chance.choice([*ANSWERS])}/a.png"
                 return hostile_images.ask(http, chance.randrange(3), url).status_code
 
         yield [blow]
@@ -626,9 +626,9 @@ def _enter_foreign(kind: str, way: str) -> None:
     @attack(f"a training whose {kind} server answers /{way}", got_through=way == "bomb")
     def foreign(target: Target) -> str:
         """It says what is wrong and ends, or goes on and ends by SIGTERM."""
-        with hostile_server() as url:
+        with hostile_server() as host:
             name = f"{kind}_{way}"
-            text = FOREIGN[kind].replace("URL", f"{url}/{way}")
+            text = FOREIGN[kind].replace("URL", f"{host.url}/{way}")
             command = [*training(target.directory, name, text)]
             command[0] = str(Path(sys.executable).parent / command[0])
             words = [word.replace(f"={PORT}", "=0") for word in command]
@@ -636,14 +636,9 @@ def _enter_foreign(kind: str, way: str) -> None:
             with output.open("wb") as file:
                 process = subprocess.Popen(words, stdout=file, stderr=file)
             try:
-                began = time.monotonic()
-                most, code = 0, None
-                while code is None and time.monotonic() - began < 4 * LASTS_S:
-                    with contextlib.suppress(OSError):
-                        status = Path(f"/proc/{process.pid}/statm").read_text()
-                        most = max(most, int(status.split()[1]) * 4096 // MB)
-                    code = process.poll()
-                    time.sleep(0.05)
+                most = watched(process, host.asked.is_set, LASTS_AT_MOST_S)
+                most = max(most, watched(process, lambda: False, LASTS_S))
+                code = process.poll()
                 seconds = 0.0
                 if code is None:
                     began = time.monotonic()
@@ -659,6 +654,17 @@ def _enter_foreign(kind: str, way: str) -> None:
         assert most < MOST_GROWN_MB, f"{most} MB"
         ended = f"ended {seconds:.1f} s after SIGTERM" if seconds else "ended by itself"
         return f"exit code {code}, {ended}, {most} MB: {text.strip().splitlines()[-1][-140:]}"
+
+
+def watched(process: "subprocess.Popen[bytes]", enough: Callable[[], bool], seconds: float) -> int:
+    """Wait until it is enough, or the process has ended; return the most memory seen, in MB."""
+    began, most = time.monotonic(), 0
+    while process.poll() is None and not enough() and time.monotonic() - began < bound(seconds):
+        with contextlib.suppress(OSError):
+            pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+            most = max(most, pages * 4096 // MB)
+        time.sleep(0.05)
+    return most
 
 
 for _kind in FOREIGN:

@@ -3,7 +3,7 @@
 /slow /endless /bomb /redirect /loop /hang /garbage /headers /deep /wide /null /cut /large
 /events (a stream without an end of an event)
 
-with hostile_server() as url: httpx.get(f"{url}/bomb")
+with hostile_server() as server: httpx.get(f"{server.url}/bomb")
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import gzip
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 MB = 1 << 20
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -82,15 +83,25 @@ ANSWERS: Mapping[str, Answer] = {
 }
 
 
+@dataclass
+class Hostile:
+    """A server that runs. `asked`: set once somebody has."""
+
+    url: str
+    asked: threading.Event
+
+
 @contextlib.contextmanager
-def hostile_server() -> Iterator[str]:
-    """Yield its address; it ends with the block."""
+def hostile_server() -> Iterator[Hostile]:
+    """Start one, which ends with the block."""
     stop, listener = threading.Event(), socket.create_server(("127.0.0.1", 0), backlog=200)
+    server = Hostile(f"http://127.0.0.1:{listener.getsockname()[1]}", threading.Event())
 
     def serve(client: socket.socket) -> None:
         with client, contextlib.suppress(OSError):
             client.settimeout(60)
             path = client.recv(65536).partition(b" ")[2].partition(b" ")[0].decode("latin-1")
+            server.asked.set()
             ways = [name for name in path.split("/") if name in ANSWERS]
             ANSWERS[ways[0] if ways else "null"](client, stop)
 
@@ -102,7 +113,7 @@ def hostile_server() -> Iterator[str]:
 
     threading.Thread(target=accept, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield server
     finally:
         stop.set()
         listener.close()
