@@ -23,6 +23,8 @@ class SequenceRecorder:
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._logprobs: list[float] = []
+        self._processed: list[float] = []
+        self._reshaped = False  # some turn was sampled from a reshaped distribution
         self._scored = True  # every sampled token has a log-probability
         self._versions: list[int] = []
         self._turns: list[int] = []  # sampled tokens of each
@@ -48,6 +50,7 @@ class SequenceRecorder:
         self._tokens += token_ids
         self._mask += [0] * len(token_ids)
         self._logprobs += [0.0] * len(token_ids)
+        self._processed += [0.0] * len(token_ids)
         self._versions += [UNKNOWN_VERSION] * len(token_ids)
 
     def add_sampled(self, completion: Completion) -> None:
@@ -62,6 +65,8 @@ class SequenceRecorder:
         self._mask += [1] * len(completion.token_ids)
         self._scored &= bool(completion.logprobs)
         self._logprobs += completion.logprobs
+        self._reshaped |= completion.processed_logprobs is not None
+        self._processed += completion.processed_logprobs or completion.logprobs
         self._versions += completion.policy_versions
         self._turns.append(len(completion.token_ids))
         if completion.token_ids:
@@ -83,6 +88,7 @@ class SequenceRecorder:
             temperature=temperature,
             scores={},
             images=self.images,
+            processed_logprobs=tuple(self._processed) if self._reshaped and self._scored else None,
             stop_reason=stop_reason,
             error=error,
             routed_experts=joined_experts(self._experts),

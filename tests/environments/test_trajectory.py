@@ -1,6 +1,17 @@
+from dataclasses import fields, replace
+
 import pytest
 
 from mlx_parallm.environments.trajectory import SequenceRecorder, continuation
+from mlx_parallm.rollout_store.completions import rollout_of
+from mlx_parallm.types import (
+    Completion,
+    PromptExperts,
+    Request,
+    Rollout,
+    RoutedExperts,
+    SamplingParams,
+)
 from tests.environments.scripted_client import end_of_turn, finished
 from tests.environments.templates import QWEN3, with_template
 from tests.tokenizer_families import make_tokenizer
@@ -17,6 +28,38 @@ def test_spans_keep_mask_logprobs_and_versions():
     assert rollout.logprobs == (0.0, 0.0, -0.5, -0.51, 0.0, -0.5)
     assert rollout.policy_versions == (3, 3, 3, 3, 4, 4)
     assert (rollout.temperature, rollout.stop_reason, rollout.sampled_tokens) == (0.7, "stop", 3)
+
+
+def test_no_field_of_a_completion_is_lost():
+    """A rollout of an episode, and one of a client's request, have all that was sampled with it."""
+    experts = RoutedExperts(layers=1, each=1, ids=b"\x03\x01", wide=False)
+    read = PromptExperts(0, RoutedExperts(layers=1, each=1, ids=b"\x02", wide=False))
+    completion = replace(
+        finished(0, "x", [7, 2], version=3),
+        processed_logprobs=(-0.1, -0.2),
+        routed_experts=experts,
+        prompt_experts=(read,),
+        finish_reason="length",
+    )
+    recorder = SequenceRecorder([5, 6])
+    recorder.add_sampled(completion)
+    request = Request("r", (5, 6), SamplingParams(temperature=0.7, top_p=0.9))
+    rollouts = [
+        recorder.rollout(temperature=0.7, stop_reason="length"),
+        rollout_of(request, [completion]),
+    ]
+    assert rollouts[0] == rollouts[1]
+    shared = {f.name for f in fields(Completion)} & {f.name for f in fields(Rollout)}
+    assert shared >= {"processed_logprobs", "routed_experts", "prompt_experts"}
+    assert [name for name in shared - {"error"} if not getattr(rollouts[0], name)] == []
+    assert rollouts[0].processed_logprobs == (0.0, 0.0, -0.1, -0.2)
+
+
+def test_a_turn_that_was_not_reshaped_has_its_own_log_probabilities():
+    recorder = SequenceRecorder([5])
+    recorder.add_sampled(replace(finished(0, "x", [7], version=1), processed_logprobs=(-0.1,)))
+    recorder.add_sampled(finished(0, "y", [9], version=1))
+    assert recorder.rollout(temperature=1, stop_reason=None).processed_logprobs == (0.0, -0.1, -0.5)
 
 
 TRIMMING = (
