@@ -99,12 +99,15 @@ class SamplingParams:
     pooling: Pooling | None = None  # the prompt's hidden states are wanted, pooled so
 
     @property
+    def filters(self) -> bool:
+        """True when the least likely tokens are left out."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
     def reshapes_distribution(self) -> bool:
         """True when sampling is not from plain softmax(logits / temperature)."""
         return (
-            self.top_p < 1.0
-            or self.top_k > 0
-            or self.min_p > 0.0
+            self.filters
             or self.min_tokens > 0
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0

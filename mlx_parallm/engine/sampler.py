@@ -248,9 +248,7 @@ class _Filter:
     """min_p, top_k and top_p of the rows that have any of them."""
 
     def __init__(self, params: list[SamplingParams]) -> None:
-        filtered = [
-            i for i, p in enumerate(params) if p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0
-        ]
+        filtered = [i for i, p in enumerate(params) if p.filters]
         self._all = len(filtered) == len(params)
         self._some = bool(filtered)
         self._index = mx.array(filtered or [0])

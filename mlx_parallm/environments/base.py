@@ -135,6 +135,9 @@ class EnvironmentSource(ABC):
     """Whether every episode of a group begins with `task.opening`: then one request opens all of
     them."""
 
+    several_turns = False
+    """Whether an episode may have several turns: then a dry run plans for all of max_token_length,
+    though its own episodes may have had one."""
     structure: Structure | None = None
     """What the text of every answer is held to while it is sampled."""
     keeps_rows = False

@@ -86,7 +86,7 @@ def create_environment(kind: str, **options: Any) -> BaseEnvironment:
 
 def _builtin(kind: str) -> Callable[..., EnvironmentSource]:
     if kind in ENVIRONMENTS:
-        cls = _class(kind)
+        cls = class_of(kind)
         if issubclass(cls, EnvironmentSource):
             return cls
         return functools.partial(_state_source, cls)
@@ -95,7 +95,8 @@ def _builtin(kind: str) -> Callable[..., EnvironmentSource]:
     return KINDS[kind]
 
 
-def _class(kind: str) -> type[BaseEnvironment] | type[EnvironmentSource]:
+def class_of(kind: str) -> type[BaseEnvironment] | type[EnvironmentSource]:
+    """Return the class of a kind of `ENVIRONMENTS`."""
     place = ENVIRONMENTS[kind]
     whole = place if place.startswith("mlx_parallm.") else f"{__package__}.kinds.{place}"
     cls: type[BaseEnvironment] | type[EnvironmentSource] = imported(whole)
@@ -105,7 +106,7 @@ def _class(kind: str) -> type[BaseEnvironment] | type[EnvironmentSource]:
 def _environment(kind: str) -> type[BaseEnvironment]:
     if kind not in ENVIRONMENTS:
         raise _unknown(kind, list(ENVIRONMENTS))
-    cls = _class(kind)
+    cls = class_of(kind)
     if issubclass(cls, EnvironmentSource):
         raise ConfigError(
             f"create_environment({kind!r}): an episode of this kind is played with an engine; put"

@@ -89,6 +89,8 @@ class BaseEnvironment(ABC):
     blocking: bool = False
     """Whether `update_state` may take long (tools, a simulation): then it runs on a thread of
     the episode."""
+    several_turns: bool = False
+    """Whether an episode may have several turns: a dry run plans for their length."""
     rewards_turns: bool = False
     """Whether the rewards of the turns are the whole reward: then no reward functions are
     needed."""

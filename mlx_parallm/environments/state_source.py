@@ -70,6 +70,7 @@ class StateSource(EnvironmentSource):
         super().__init__(config, seed=seed, name=name)
         self.template, self.rewards, self._make = make(), rewards, make
         self.learner, self.structure = self.template.learner, self.template.structure
+        self.several_turns = self.template.several_turns
         self.tools = self.policy_tools(None)
         check_environment(type(self.template), f"environments: {config.kind}")
         self._reset_keywords = _reset_keywords(type(self.template), f"environments: {config.kind}")

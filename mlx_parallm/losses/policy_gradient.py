@@ -89,9 +89,12 @@ class Terms:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """`values` [B, T], minimised. `clipped` [B, T] bool: where the bound of this loss acts, None
-    = it has none. `penalty` [B, T] is added to them, but is not multiplied by a sampler
-    correction."""
+    """`values` [B, T], minimised. `penalty` [B, T] is added to them, but is not multiplied by a
+    sampler correction.
+
+    `clipped` [B, T] bool: where a bound on the ratio ends the gradient; None: the loss bounds no
+    ratio. It is the metric `clip_fraction`, which the health line reads as distance from the policy
+    that sampled, so a bound of another kind stays out of it."""
 
     values: mx.array
     clipped: mx.array | None = None

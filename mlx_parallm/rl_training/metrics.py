@@ -137,6 +137,7 @@ of the tokens of prompts and between turns; `prompt_experts_missing`: share of t
 recorded experts. Of a mixture of experts, over the tokens that the step trained
 on: `expert_tokens`, `expert_load_max`, `expert_load_entropy`, `experts_unused`:
 `models.experts.routing.expert_load`.
+`trained_tokens`: those of `tokens` that the loss counted, where a client computes the steps.
 `time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by
 the guard.
 `publish_kl`: `publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`:

@@ -34,6 +34,8 @@ class ConversationEnvironment(BaseEnvironment):
     """`style` "chat": the prompt is a list of messages; "text": "User: …" and "Assistant:"
     lines, for base models (in a configuration beside prompt_format = "text")."""
 
+    several_turns = True
+
     def __init__(
         self,
         inference: Inference | None = None,

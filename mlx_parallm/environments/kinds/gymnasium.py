@@ -42,6 +42,7 @@ class SimulationState(State):
 
 
 class GymnasiumEnvironment(BaseEnvironment):
+    several_turns = True
     default_rewards = ("python:mlx_parallm.environments.kinds.gymnasium:episode_return",)
     blocking = True
 

@@ -69,6 +69,7 @@ class SVRLEnvironment(BaseEnvironment):
     """Self-verification under a budget. Calls are written `USE_TOOL[name](input)`, the answer
     `FINAL ANSWER: …`."""
 
+    several_turns = True
     default_rewards = ("builtin:svrl",)
 
     def __init__(

@@ -13,6 +13,8 @@ from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 class ToolsEnvironment(BaseEnvironment):
     """One question, calls, one answer. The tools are those of the configuration, or `tools`."""
 
+    several_turns = True
+
     def __init__(
         self,
         inference: Inference | None = None,

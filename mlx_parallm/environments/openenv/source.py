@@ -145,6 +145,7 @@ def of_the_server(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
 
 
 class OpenEnvSource(EnvironmentSource):
+    several_turns = True
     opens_together = False
 
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:

@@ -46,6 +46,7 @@ class FolderState(State):
 
 
 class TaskFoldersEnvironment(BaseEnvironment):
+    several_turns = True
     default_rewards = ("python:mlx_parallm.environments.task_folders.environment:tests_reward",)
     blocking = True
 

@@ -127,6 +127,8 @@ class Table:
 
 
 class TextArenaSource(EnvironmentSource):
+    several_turns = True
+
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
         """Raises ConfigError: package missing, no such game, one that cannot be played here, or
         wrong options."""

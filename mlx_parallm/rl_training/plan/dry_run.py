@@ -71,9 +71,6 @@ ALIKE = 0.8
 LOG_LINE = 400
 """Bytes that a step adds to run.log and samples.jsonl."""
 NEVER = 10**9
-SEVERAL_TURNS = ("conversation", "svrl", "gymnasium", "tools")
-"""Kinds of environments whose episodes may have several turns, though a probe's may all have
-one."""
 STAND_IN = "STAND-IN-FOR-THE-ANSWER"
 
 T = TypeVar("T")
@@ -231,6 +228,7 @@ class DryRun:
                 for rollout in result.group.rollouts:
                     self._probe.several_turns |= has_several_turns(rollout)
                     self._probe.saw(len(prompt), len(rollout.tokens) - len(prompt))
+            self._probe.several_turns |= may_have_several_turns(result.plan.source)
             failure = result.failure or self._look_through(policy, result.plan.source)
             if failure is not None:
                 broken.append(f"{key} ({result.plan.source.name}): {failure}")
@@ -416,6 +414,11 @@ class DryRun:
             )
 
 
+def may_have_several_turns(source: EnvironmentSource) -> bool:
+    """Return whether later episodes may have several turns, though a probe's may all have one."""
+    return source.several_turns or bool(source.tools or source.config.tools)
+
+
 def has_several_turns(rollout: Rollout) -> bool:
     """Return whether something that was not sampled follows what was: a tool's result, the next
     question."""
@@ -427,9 +430,7 @@ def longest_to_expect(run: PlannedRun, seen: Lengths, *, several_turns: bool) ->
     """Return the longest prompt that was seen with the longest completion that may follow it:
     max_tokens, or where episodes have several turns all that max_token_length leaves."""
     config, completion = run.config, run.longest.completion
-    if several_turns or any(
-        entry.kind in SEVERAL_TURNS or entry.tools for entry in config.environments
-    ):
+    if several_turns:
         completion = config.rl_training.atropos.max_token_length - seen.prompt
     return replace(seen, completion=max(seen.completion, completion), batch=None)
 

@@ -69,6 +69,7 @@ class HybridState(State):
 class HybridEnvironment(BaseEnvironment):
     """Tasks for a planner with tools and experts; the experts' thread ends with the environment."""
 
+    several_turns = True
     default_rewards = ("python:mlx_parallm.systems.orchestrator.environment:hybrid",)
     blocking = True
 

@@ -16,6 +16,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.daemon import training_run
 from mlx_parallm.environments.kinds.tasks import TasksSource
+from mlx_parallm.environments.registry import ENVIRONMENTS, class_of
 from mlx_parallm.environments.runner import GroupPlan, GroupResult
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from mlx_parallm.models import loading
@@ -365,10 +366,13 @@ def test_several_turns_are_seen_in_what_was_sampled() -> None:
     )
 
 
-ROWS: dict[str, dict[str, Any]] = {
-    "dataset": {"data": "x.jsonl", "rewards": ["python:x.py:f"]},
-    "gymnasium": {"options": {"id": "CartPole-v1"}},
-}
+def test_every_kind_says_whether_its_episodes_may_have_several_turns() -> None:
+    """The probe's episodes may all have had one."""
+    one_turn = {kind for kind in ENVIRONMENTS if not class_of(kind).several_turns}
+    assert one_turn == {"simple_text", "pictures"}
+
+
+ROWS: dict[str, dict[str, Any]] = {"dataset": {"data": "x.jsonl", "rewards": ["python:x.py:f"]}}
 
 
 @pytest.mark.parametrize(
@@ -377,8 +381,6 @@ ROWS: dict[str, dict[str, Any]] = {
         ("dataset", 20, False, 64),  # max_tokens of one turn
         ("dataset", 80, False, 80),  # more was seen
         ("dataset", 20, True, 472),  # several turns: all that max_token_length leaves
-        # the probe's episodes had one turn, later ones may have more
-        ("gymnasium", 20, False, 472),
     ],
 )
 def test_the_longest_sequence_of_several_turns_fills_all_the_room(
