@@ -36,6 +36,7 @@ from mlx_parallm.models.mlx_lm_api import (
     load_config,
     tool_parsers,
 )
+from mlx_parallm.models.published.classes import set_dtype
 from mlx_parallm.models.published.generation_config import end_tokens
 from mlx_parallm.models.published.mend import load_hf_model
 from mlx_parallm.models.published.reader import read_published
@@ -285,7 +286,7 @@ def _make_ready(model: nn.Module, dtype_name: str) -> None:
     """Make the model ready in place: dtype, frozen, in evaluation mode, every array evaluated."""
     dtype = _dtype(dtype_name)
     if dtype is not None:
-        model.set_dtype(dtype)
+        set_dtype(model, dtype)
         widen_experts(model)
     if not hasattr(model, "_no_grad"):  # as `published/mend.py`, for models that others loaded
         nn.Module.__init__(model)

@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"
 RESULTS = json.loads((Path(__file__).parent / "results.json").read_text())
+ROUNDING = json.loads((Path(__file__).parent / "rounding.json").read_text())
 COLUMN = "beside transformers"
 TEXT_OF = {
     "gemma3": "gemma3_text",
@@ -40,6 +41,8 @@ def cell(name: str) -> str:
     if result["difference"] is None:
         return "refused for training: another model"
     words.append(f"{result['difference']:.1g}, gradient {result['gradient']:.1g}")
+    if rounding := ROUNDING.get(compared):
+        words.append(", ".join(f"{name} {ratio:g} ×" for name, (_, ratio) in rounding.items()))
     words.append(f"{result['equal']} of {result['tried']} options")
     if refused := result["refused"]:
         words.append(f"refused: {', '.join(refused)}")
@@ -59,7 +62,9 @@ def explanation() -> list[str]:
         " boolean). The forward as it",
         "is trained and as it is served, with caches, are compared. Options that are refused are"
         " refused for training by name; `serve`",
-        "warns. Recurrent layers that transformers computes in float32 differ by its rounding. Falcon-H1's"
+        "warns. The number behind bfloat16 and float16 is our own rounding in that type divided by"
+        " transformers'.",
+        "Recurrent layers that transformers computes in float32 differ by its rounding. Falcon-H1's"
         " gradient is of weights",
         "that hold the configuration's factors. `scripts/parity/` makes the checkpoints"
         " (torch) and compares; a part of them runs in",
@@ -92,9 +97,9 @@ def with_column(page: str) -> str:
 
 def main() -> None:
     page = PAGE.read_text()
-    if explanation()[1] not in page:
-        head, mark, rest = page.partition("\n**turns**")
-        page = head + "\n" + "\n".join(explanation()) + "\n" + mark + rest
+    head, mark, rest = page.partition(f"\n**turns**")
+    head = head.partition(f"\n**{COLUMN}**")[0]
+    page = head + "\n" + "\n".join(explanation()) + "\n" + mark + rest
     PAGE.write_text(with_column(page))
 
 

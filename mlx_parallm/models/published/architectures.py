@@ -24,10 +24,15 @@ from mlx_parallm.models.published.classes import (
     nanochat_names,
     norm_names,
     plain_names,
-    scale_of_its_type,
     stacked_experts,
     unnormalised_shares,
     unpacked_experts,
+    wide_norms,
+)
+from mlx_parallm.models.published.gemma import (
+    norms_in_float32,
+    scale_of_its_type,
+    soft_caps,
 )
 from mlx_parallm.models.published.reader import GLOBAL, Published, equal
 from mlx_parallm.models.published.windows import SLIDING
@@ -37,8 +42,6 @@ INERT, PLACED, ONE_EXPERT_AS_IT_IS = (
     frozenset(_KEYS[name]) for name in ("inert", "placed", "one_expert_as_it_is")
 )
 
-NO_CAP = 2.0**30
-"""A soft cap that changes nothing: NO_CAP · tanh(x / NO_CAP) is x, to the bit in float32."""
 Spelling = Callable[[Published, dict[str, Any]], None]
 
 
@@ -61,6 +64,8 @@ class Architecture:
     """Why its forward is another one than transformers', where that is not mended."""
     mend: Callable[[nn.Module, Published], None] | None = None
     """Mends the built model, in place."""
+    rounding: Callable[[nn.Module, Published], None] | None = None
+    """Mends, in place, what the class rounds to a half type where transformers does not."""
     own_ropes: frozenset[str] | None = None
     """The kinds of rope that the class computes by its own code, which stays; None: its ropes are
     replaced."""
@@ -139,7 +144,7 @@ def _ropes_of_exaone(model: nn.Module, published: Published) -> None:
 def _softcaps(published: Published, arguments: dict[str, Any]) -> None:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if published.get(key) is None:
-            arguments[key] = NO_CAP
+            arguments.pop(key, None)  # the class's arguments have numbers alone
 
 
 def _ropes_where_sliding(model: nn.Module, published: Published) -> None:
@@ -211,9 +216,8 @@ def _gemma4(published: Published, arguments: dict[str, Any]) -> None:
     config = published.config.to_dict()
     heads = {layer["head_dim"] for layer in config["per_layer_config"].values()}
     arguments["global_head_dim"] = heads.pop() if len(heads) == 1 else config["head_dim"]
+    arguments["final_logit_softcapping"] = config["final_logit_softcapping"]  # none is none
     arguments.pop("rope_scaling", None)
-    if config["final_logit_softcapping"] is None:
-        arguments["final_logit_softcapping"] = NO_CAP
 
 
 def _rotary_dim(published: Published, arguments: dict[str, Any]) -> None:
@@ -304,8 +308,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         mend=folded_multipliers,
     ),
     "falcon_mamba": Architecture({"layer_norm_epsilon": 1e-5}, activated=False),
-    "gemma": Architecture(TIED | NO_BIAS | CAUSAL, "gelu"),
-    "gemma2": Architecture(TIED | NO_BIAS | CAUSAL, TANH, spell=_softcaps),
+    "gemma": Architecture(TIED | NO_BIAS | CAUSAL, "gelu", rounding=norms_in_float32),
+    "gemma2": Architecture(
+        TIED | NO_BIAS | CAUSAL, TANH, spell=_softcaps, mend=soft_caps, rounding=norms_in_float32
+    ),
     "gemma3_text": Architecture(
         NO_BIAS
         | {
@@ -315,6 +321,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         TANH,
         mend=scale_of_its_type,
+        rounding=norms_in_float32,
     ),
     "gemma4_text": Architecture(
         NO_BIAS | CAUSAL,
@@ -396,15 +403,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     "qwen3": Architecture(NO_BIAS),
-    "qwen3_5_moe_text": Architecture(activated=False, mend=stacked_experts),
-    "qwen3_5_text": Architecture(activated=False),
+    "qwen3_5_moe_text": Architecture(
+        activated=False, mend=stacked_experts, rounding=wide_norms
+    ),
+    "qwen3_5_text": Architecture(activated=False, rounding=wide_norms),
     "qwen3_moe": Architecture(NO_BIAS),
-    "qwen3_next": Architecture(activated=False),
+    "qwen3_next": Architecture(activated=False, rounding=wide_norms),
     "recurrent_gemma": Architecture(
         TIED | NO_BIAS | {"num_key_value_heads": 1},
         TANH,
         activated=False,
         differs="log-probabilities are off by 0.04",
+        rounding=norms_in_float32,
     ),
     "smollm3": Architecture(spell=_global_types),
     "stablelm": Architecture(UNTIED),

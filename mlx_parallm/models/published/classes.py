@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.published.reader import Published
 
 Weights = dict[str, mx.array]
@@ -244,30 +243,45 @@ def _stacked(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
     return sanitize(rest)
 
 
-def embedding_scale(hidden_size: int, dtype: mx.Dtype) -> float:
-    """Return what Gemma multiplies its embeddings by: √hidden_size, rounded to the model's type."""
-    return scalar(mx.array(hidden_size**0.5, dtype).astype(mx.float32))
+_ONE_MORE = (
+    ".input_layernorm.weight",
+    ".post_attention_layernorm.weight",
+    "model.norm.weight",
+    ".q_norm.weight",
+    ".k_norm.weight",
+)
 
 
-@once
-def _scaled_in_float32(kind: Any) -> type[Any]:
-    class Scaled(kind):
-        def __call__(
-            self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
-        ) -> mx.array:
-            hidden = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
-            if hidden.dtype == mx.float32:
-                hidden = hidden * self.scale_ratio
-            return super().__call__(inputs, cache, hidden)
+class WideNorm(nn.RMSNorm):
+    """Holds its weights in float32 in a model of every type, and computes in it."""
 
-    return named_as(Scaled, kind)
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x.astype(mx.float32), self.weight, self.eps).astype(x.dtype)
 
 
-def scale_of_its_type(model: nn.Module, published: Published) -> None:
-    """Gemma 3: the class rounds the embeddings' scale to bfloat16 in float32 models too."""
-    inner: Any = model.language_model.model if "language_model" in model else model.model
-    size = published.config.hidden_size
-    rounded = embedding_scale(size, mx.bfloat16)
-    if rounded != size**0.5:
-        inner.__class__ = _scaled_in_float32(type(inner))
-        inner.scale_ratio = size**0.5 / rounded
+def _with_wide_norms(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
+    return sanitize(
+        {
+            name: array.astype(mx.float32)
+            if array.ndim == 1 and name.endswith(_ONE_MORE)
+            else array
+            for name, array in weights.items()
+        }
+    )
+
+
+def wide_norms(model: nn.Module, published: Published) -> None:
+    """Qwen3-Next, Qwen3.5: `sanitize` adds 1 to the norms' weights in the checkpoint's type, which
+    rounds them."""
+    for module in model.modules():
+        if type(module) is nn.RMSNorm:
+            module.__class__ = WideNorm
+    model.__class__ = _reading(type(model), _with_wide_norms)
+
+
+def set_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Give a model's arrays a type, in place, but for those that are wide in every type."""
+    wide = [(norm, norm.weight) for norm in model.modules() if isinstance(norm, WideNorm)]
+    model.set_dtype(dtype)
+    for norm, weight in wide:
+        norm.weight = weight.astype(mx.float32)

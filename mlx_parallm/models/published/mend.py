@@ -128,6 +128,8 @@ def mend(model: nn.Module, published: Published) -> None:
             place_windows(model, within(context, wanted))
     if architecture.mend:
         architecture.mend(model, published)
+    if architecture.rounding:
+        architecture.rounding(model, published)
     named = next((str(published.get(k)) for k in KEYS if k in published.keys), "")
     if named and architecture.activation and not same(named, architecture.activation):
         if not architecture.activated:

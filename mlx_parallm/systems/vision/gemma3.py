@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoImageProcessor
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.models.published.classes import embedding_scale
+from mlx_parallm.models.published.gemma import embedding_scale
 from mlx_parallm.systems.vision.tower import TowerEncoder, check_activation, load_tower
 from mlx_parallm.types import PromptImage
 

@@ -1,20 +1,25 @@
 """Each mend of a class of mlx-lm is still needed: without it the class computes another model, or
 cannot load it. Where a test here fails, mlx-lm computes that itself now: delete our mend."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.mlx_lm_api import mlx_lm_classes
 from mlx_parallm.models.published.architectures import ARCHITECTURES, class_arguments
 from mlx_parallm.models.published.mend import argument_names
 from mlx_parallm.models.published.reader import read_published
 from scripts.parity.compare import EQUAL
+from scripts.parity.rounding import MOST, RESULTS, difference, logprobs_of
 from scripts.parity.weights import tensor
-from tests.models.published.test_parity import DATA, cases
+from tests.models.published.test_parity import DATA, cases, write
 
 MENDED = sorted(
     name
@@ -61,3 +66,70 @@ def test_every_mend_has_a_case() -> None:
 @pytest.mark.parametrize("name", MENDED)
 def test_a_mend_is_still_needed(name: str) -> None:
     assert max(unmended(name, case) for case in cases(name)) > EQUAL
+
+
+ROUNDED = sorted(name for name, architecture in ARCHITECTURES.items() if architecture.rounding)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_half_type_is_rounded_as_in_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not without our mend. transformers' own difference to float64 is recorded; that of
+    float32 to float64 is nothing beside it."""
+    write(tmp_path / "model", cases(name)[0], mx.float16)
+    exact = logprobs_of(tmp_path / "model", "float32")
+    theirs, recorded = json.loads(RESULTS.read_text())[name]["float16"]
+    mended = difference(logprobs_of(tmp_path / "model", "float16"), exact) / theirs
+    assert mended == pytest.approx(recorded, rel=0.1)
+    unrounded = dataclasses.replace(ARCHITECTURES[name], rounding=None)
+    monkeypatch.setitem(ARCHITECTURES, name, unrounded)
+    unmended = difference(logprobs_of(tmp_path / "model", "float16"), exact) / theirs
+    assert unmended > 1.05 * mended
+
+
+def test_no_architecture_rounds_more_than_transformers() -> None:
+    recorded = json.loads(RESULTS.read_text())
+    assert len(recorded) > 60
+    ratios = {
+        (name, kind): ratio for name, r in recorded.items() for kind, (_, ratio) in r.items()
+    }
+    assert {key for key, ratio in ratios.items() if not ratio <= MOST} == set()
+
+
+def test_gemmas_scale_is_rounded_to_the_models_own_type(tmp_path: Path) -> None:
+    """A width whose root bfloat16 rounds to another number than float16 does."""
+    case = cases("gemma3_text")[0]
+    width, old = 40, case["config"]["hidden_size"]
+    inner = {"q_proj.weight": [old, width], "o_proj.weight": [width, old]}
+    shapes = {
+        key: inner.get(".".join(key.split(".")[-2:]), [width if n == old else n for n in shape])
+        for key, shape in case["tensors"].items()
+    }
+    config = case["config"] | {"hidden_size": width}
+    write(tmp_path / "model", {"config": config, "tensors": shapes}, mx.float16)
+    model = load_model(ModelConfig(base_path=str(tmp_path / "model"), dtype="float16")).model
+    taken = {}
+    first = model.layers[0]
+    kind = type(first)
+
+    class Watched(kind):
+        def __call__(self, x, *args, **kwargs):
+            taken["x"] = x
+            return super().__call__(x, *args, **kwargs)
+
+    first.__class__ = Watched
+    model(mx.array([[5]]))
+    row = mx.array(tensor("model.embed_tokens.weight", shapes["model.embed_tokens.weight"])[5])
+    wanted = row.astype(mx.float16) * mx.array(width**0.5, mx.float16)
+    assert mx.array_equal(taken["x"][0, 0], wanted)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma4_text"])
+def test_gemmas_without_soft_caps_are_finite_in_float16(name: str, tmp_path: Path) -> None:
+    case = cases(name)[0]
+    none = {"final_logit_softcapping": None}
+    none |= {"attn_logit_softcapping": None} if name == "gemma2" else {}
+    write(tmp_path / "model", case | {"config": case["config"] | none})
+    exact = logprobs_of(tmp_path / "model", "float32")
+    assert difference(logprobs_of(tmp_path / "model", "float16"), exact) < 0.02

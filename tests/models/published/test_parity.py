@@ -40,9 +40,11 @@ def all_cases() -> Iterator[Any]:
             yield pytest.param(file.stem, index, id=f"{file.stem}-{case['option']}")
 
 
-def write(path: Path, case: dict[str, Any]) -> None:
+def write(path: Path, case: dict[str, Any], dtype: mx.Dtype = mx.float32) -> None:
     path.mkdir()
-    arrays = {name: mx.array(tensor(name, shape)) for name, shape in case["tensors"].items()}
+    arrays = {
+        name: mx.array(tensor(name, shape)).astype(dtype) for name, shape in case["tensors"].items()
+    }
     mx.save_safetensors(str(path / "model.safetensors"), arrays, {"format": "pt"})
     (path / "config.json").write_text(json.dumps(case["config"]))
 
