@@ -45,6 +45,7 @@ from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ModelError
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.adapters.rope_length import check_rope_length
 from mlx_parallm.models.images.encoder import ImageSupport
 from mlx_parallm.models.images.support import image_support, with_images
 from mlx_parallm.models.loading import (
@@ -305,7 +306,10 @@ def _adapters_to_serve(
                 " version"
                 " of it"
             )
-    return main_adapter, {name: load_adapter(path).layers for name, path in paths.items()}
+    read = {name: load_adapter(path) for name, path in paths.items()}
+    for adapter in read.values():
+        check_rope_length(adapter.config, adapter.path, model.rope_length)
+    return main_adapter, {name: adapter.layers for name, adapter in read.items()}
 
 
 def _adapter_name(path: str) -> str:
@@ -533,7 +537,12 @@ class Serving:
         self._engine, self._weights = engine.thread, weights
         roots = (*self.config.server.adapter_roots, *adapter_roots)
         loader = AdapterLoader(
-            weights, engine.shapes, engine.names, roots, self.config.server.max_loaded_adapters
+            weights,
+            engine.shapes,
+            engine.names,
+            roots,
+            self.config.server.max_loaded_adapters,
+            rope_length=self.config.model.rope_length,
         )
         clients_engine = self._clients_engine(self.client) if self._clients_engine else self.client
         reader = None if loaded.images is None else loaded.images.reader

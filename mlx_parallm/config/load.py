@@ -99,7 +99,8 @@ class CoreConfig(Section):
         model on the same base can share them."""
         model = self.model
         quantizes = self.rl_training.lora.quantize_base
-        return model.revision is None and model.dtype == "auto" and not quantizes
+        as_it_is = model.revision is None and model.dtype == "auto" and model.rope_length is None
+        return as_it_is and not quantizes
 
     @property
     def reward_models(self) -> tuple[str, ...]:

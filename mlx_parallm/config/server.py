@@ -153,6 +153,11 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Weights' dtype; "auto" = float32 on CPU, the checkpoint's elsewhere. On a CPU "bfloat16"
     halves the memory of such weights and is several times slower (docs/operations.md)."""
+    rope_length: int | None = Field(None, ge=1)
+    """Turn every text as transformers turns one of so many tokens, in a model whose rope depends on
+    a text's length (longrope, dynamic): beyond original_max_position_embeddings that is
+    longrope's long factors, as vLLM chooses by its max_model_len. The same for sampling, training,
+    scoring and what is saved. Default: as for short texts, and longer ones are refused."""
     chat_template: str | None = None
     """Jinja template, or a file that holds one; default: the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -23,6 +23,7 @@ from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.adapters.adalora import PARAMETERS, pruned, save_adalora
 from mlx_parallm.models.adapters.adapter import ADALORA_FILE, LoraPair
 from mlx_parallm.models.adapters.peft import save_peft
+from mlx_parallm.models.adapters.rope_length import record_rope_length
 from mlx_parallm.models.adapters.settings import ADALORA_SCHEDULE
 from mlx_parallm.models.lora import (
     ADAPTER_CONFIG,
@@ -129,7 +130,12 @@ def convert(
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
-    write_directory(target, lambda directory: FORMATS[layout](directory, adapter))
+
+    def fill(directory: Path) -> None:
+        FORMATS[layout](directory, adapter)
+        record_rope_length(directory, loaded.config)
+
+    write_directory(target, fill)
     return ConvertReport(target, len(adapter.layers), _kind(adapter.layers))
 
 

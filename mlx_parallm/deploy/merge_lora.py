@@ -31,6 +31,7 @@ from mlx_parallm.errors import AdapterError, ModelError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.linear import dense_weight, merged_rows
 from mlx_parallm.models.adapters.peft import expert_names
+from mlx_parallm.models.adapters.rope_length import rope_length_of
 from mlx_parallm.models.images.encoder import ImageEncoder, text_alone
 from mlx_parallm.models.images.support import image_support, with_images
 from mlx_parallm.models.loading import LoadedModel, resolve_model_path
@@ -42,6 +43,7 @@ from mlx_parallm.models.mlx_lm_api import (
     save_model,
 )
 from mlx_parallm.models.published.mend import load_hf_model
+from mlx_parallm.models.published.rope import fixed_ropes
 from mlx_parallm.models.quantize import quantize_layers
 from mlx_parallm.system.files import write_directory
 
@@ -89,6 +91,7 @@ def merge(
         _check_upload(push_to_hub)
     base = resolve_model_path(base_model)
     adapter = load_adapter(lora_path)
+    rope_length = rope_length_of(adapter.config, adapter.path)
     model, config, images = _load(base)
     check_adapter(linear_shapes(model), adapter.layers, str(adapter.path))
     merged = merged_weights(model, adapter.layers)
@@ -107,7 +110,7 @@ def merge(
             _save_from_model(model, merged, directory, layout)
         else:
             _save_from_checkpoint(base, model, merged, directory)
-        _copy_companions(base, directory, entry)
+        _copy_companions(base, directory, entry, rope_length)
         _check_absent(output_path)  # again: writing a large model takes minutes
 
     write_directory(output_path, fill)
@@ -254,10 +257,14 @@ def _save(file: Path, tensors: dict[str, mx.array]) -> None:
     unfinished.rename(file)
 
 
-def _copy_companions(base: Path, directory: Path, quantization: Mapping[str, Any]) -> None:
-    """Copy config.json with this quantisation or none, and tokenizer, chat templates,
-    generation_config, code and licence."""
+def _copy_companions(
+    base: Path, directory: Path, quantization: Mapping[str, Any], rope_length: int | None
+) -> None:
+    """Copy config.json with this quantisation or none and the ropes of the adapter, and tokenizer,
+    chat templates, generation_config, code and licence."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    if rope_length is not None:
+        config = fixed_ropes(config, rope_length)
     for section in (config, config.get("text_config", {})):
         for key in QUANTIZATION_KEYS:
             section.pop(key, None)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import AdapterError, RefusedError
+from mlx_parallm.models.adapters.rope_length import check_rope_length
 from mlx_parallm.models.lora import ADAPTER_CONFIG, check_adapter, find_adapter_file, load_adapter
 from mlx_parallm.models.threads import in_loader_thread
 from mlx_parallm.system.log import get_logger
@@ -27,6 +28,7 @@ class AdapterLoader:
         names: which names are the server's own.
         roots: directories that adapters may be read from.
         most: adapters loaded at the same time; each keeps its arrays in memory.
+        rope_length: model.rope_length.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class AdapterLoader:
         names: ServedModels,
         roots: Sequence[Path],
         most: int,
+        *,
+        rope_length: int | None = None,
     ) -> None:
-        self._most = most
+        self._most, self._rope_length = most, rope_length
         self._weights, self._shapes, self._names = weights, shapes, names
         self._roots = [Path(os.path.realpath(root.expanduser())) for root in roots]
         self._paths: dict[str, Path] = {}  # what was loaded from where
@@ -92,7 +96,9 @@ class AdapterLoader:
             self._paths.pop(name, None)
 
     def _add(self, name: str, file: Path, source: Path) -> None:
-        layers = load_adapter(file).layers
+        adapter = load_adapter(file)
+        layers = adapter.layers
+        check_rope_length(adapter.config, adapter.path, self._rope_length)
         check_adapter(self._shapes, layers, name)
         before = self._paths.get(name)
         self._take_place(name, source)

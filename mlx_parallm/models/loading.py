@@ -40,7 +40,7 @@ from mlx_parallm.models.published.classes import set_dtype
 from mlx_parallm.models.published.generation_config import end_tokens
 from mlx_parallm.models.published.mend import load_hf_model
 from mlx_parallm.models.published.reader import read_published
-from mlx_parallm.models.published.rope import longest_text
+from mlx_parallm.models.published.rope import fixed_ropes, longest_text
 from mlx_parallm.models.published.tokenizer_files import is_generic, load_wrapper
 from mlx_parallm.models.quantize import load_quantized
 from mlx_parallm.models.recurrent.layers import use_chunks
@@ -89,7 +89,7 @@ def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> 
     file = (
         directory / "config.json" if directory else fetch_config(config.base_path, config.revision)
     )
-    model_config = read_config(file.parent)
+    model_config = _read_fixed(file.parent, config)
     check_quantization(model_config, config.base_path, quantize=quantize)
     check_config(model_config, train=train)
     return model_config
@@ -117,7 +117,7 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
     """Loads and evaluates the base model; 4-bit quantises it first when asked. Raises
     ModelError, ConfigError."""
     path = resolve_model_path(config.base_path, config.revision, dtype=config.dtype)
-    model_config = read_config(path)
+    model_config = _read_fixed(path, config)
     check_quantization(model_config, config.base_path, quantize=quantize, directory=path)
     try:
         if quantize:
@@ -125,10 +125,14 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
                 path,
                 trust_remote_code=config.trust_remote_code,
                 cache=config.quantized_cache_directory(),
+                rope_length=config.rope_length,
             )
         else:
             model, model_config = load_hf_model(
-                path, lazy=True, trust_remote_code=config.trust_remote_code
+                path,
+                lazy=True,
+                trust_remote_code=config.trust_remote_code,
+                model_config=model_config,
             )
         check_numbers(model, config.base_path)
         _make_ready(model, config.dtype)
@@ -201,6 +205,12 @@ def read_config(path: Path) -> dict[str, Any]:
                     f" {most:g}"
                 )
     return config
+
+
+def _read_fixed(path: Path, config: ModelConfig) -> dict[str, Any]:
+    """config.json with the ropes that model.rope_length asks for. Raises ModelError."""
+    read = read_config(path)
+    return read if config.rope_length is None else fixed_ropes(read, config.rope_length)
 
 
 def vocabulary_size(config: dict[str, Any]) -> int:
@@ -315,7 +325,7 @@ def _context_length(config: dict[str, Any]) -> int:
     if longest is not None and longest < length:
         log.warning(
             "the context is shorter than the model's: its rope turns longer texts in another way"
-            " from their first token on",
+            " from their first token on (model.rope_length chooses it for all)",
             context=longest,
             max_position_embeddings=length,
         )

@@ -24,8 +24,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.mlx_lm_api import save_config, save_model
+from mlx_parallm.models.mlx_lm_api import load_config, save_config, save_model
 from mlx_parallm.models.published.mend import load_hf_model
+from mlx_parallm.models.published.rope import ROPE_LENGTH, fixed_ropes
 from mlx_parallm.system.files import remove_of_the_dead, write_problem
 from mlx_parallm.system.log import get_logger
 
@@ -39,22 +40,30 @@ DEFAULTS = {"group_size": GROUP_SIZE, "bits": BITS, "mode": "affine"}
 
 
 def load_quantized(
-    path: Path, *, trust_remote_code: bool = False, cache: Path | None = None
+    path: Path,
+    *,
+    trust_remote_code: bool = False,
+    cache: Path | None = None,
+    rope_length: int | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model in 4 bits and its configuration with mlx-lm's `quantization` entry; scales in the
     checkpoint's dtype.
 
     Args:
         cache: directory of quantised copies; None = none is read or kept.
+        rope_length: model.rope_length; a copy is of one.
 
     Raises what mlx-lm raises on a checkpoint that it cannot load; ModelError when no layer can be
     quantised.
     """
-    key = _key(path)
+    key = _key(path) | ({} if rope_length is None else {ROPE_LENGTH: rope_length})
+    fixed = None if rope_length is None else fixed_ropes(load_config(path), rope_length)
     entry = cache / _entry_name(path, key) if cache is not None else None
     if entry is not None and (cached := _from_cache(entry, key)) is not None:
         return cached
-    model, config = load_hf_model(path, lazy=True, trust_remote_code=trust_remote_code)
+    model, config = load_hf_model(
+        path, lazy=True, trust_remote_code=trust_remote_code, model_config=fixed
+    )
     config["quantization"] = quantize_layers(model)
     # that file's code does not go into the cache
     if entry is not None and "model_file" not in config:

@@ -85,7 +85,7 @@ def compare_all(folder: Path) -> Iterator[dict[str, Any]]:
 def compare(path: Path, case: Mapping[str, Any]) -> dict[str, float]:
     """Return the largest differences: `whole` and `served` of log-probabilities, `gradient`
     relative. Raises ParallmError: the checkpoint is refused."""
-    config = ModelConfig(base_path=str(path))
+    config = ModelConfig(base_path=str(path), rope_length=case.get("rope_length"))
     check_model(config, train=True)
     model = load_model(config).model
     ids = mx.array(case["ids"])[None]

@@ -70,6 +70,12 @@ def explanation() -> list[str]:
         " (torch) and compares; a part of them runs in",
         "the default tests. `mlx_parallm doctor --model M` says what of one model's config.json is"
         " understood.",
+        "A rope that depends on a text's length (longrope, dynamic) is that of short texts, and longer ones are"
+        " refused: a text's",
+        "first keys would have to be turned anew when it grows. `model.rope_length` chooses the way of"
+        " longer texts for all, as vLLM",
+        "does: it is recorded with the run and in its adapters, and what is saved, merged or exported"
+        " has it in its config.json.",
     ]
 
 
@@ -97,7 +103,7 @@ def with_column(page: str) -> str:
 
 def main() -> None:
     page = PAGE.read_text()
-    head, mark, rest = page.partition(f"\n**turns**")
+    head, mark, rest = page.partition("\n**turns**")
     head = head.partition(f"\n**{COLUMN}**")[0]
     page = head + "\n" + "\n".join(explanation()) + "\n" + mark + rest
     PAGE.write_text(with_column(page))

@@ -30,6 +30,12 @@ from scripts.parity.weights import direction, tensor
 LENGTH = 24
 WINDOW = 6
 SIZES = tomllib.loads((Path(__file__).parent / "sizes.toml").read_text())
+BY_LENGTH = {
+    "rope=longrope,long": {"original_max_position_embeddings": 16},
+    "rope=dynamic,long": {"max_position_embeddings": 16},
+}
+"""Ropes that depend on a text's length, in a text beyond it: model.rope_length has that of the
+text."""
 RECORDED = (
     "plain",
     "rope=yarn",
@@ -38,6 +44,7 @@ RECORDED = (
     "layer_types=full first",
 )
 """The options of each architecture that the default tests repeat."""
+RECORDED_BESIDES = {"llama": BY_LENGTH, "phi3": BY_LENGTH, "phimoe": ("rope=longrope",)}
 NOT_TRIED = frozenset(SIZES["not_tried"])
 """Booleans that change no forward of a decoder, or that only initial weights depend on."""
 
@@ -161,6 +168,9 @@ def _ropes(known: dict[str, Any], base: dict[str, Any]) -> Iterator[tuple[str, d
         },
         "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     }  # fmt: skip
+    if known["model_type"] == "phimoe":
+        scales = {"short_mscale": 1.3, "long_mscale": 1.1, "original_max_position_embeddings": 64}
+        kinds = {label: scales | kind for label, kind in kinds.items() if label != "theta"}
     if "full_attention" in rope:
         for label, kind in kinds.items():
             changed = rope["full_attention"] | kind
@@ -172,6 +182,10 @@ def _ropes(known: dict[str, Any], base: dict[str, Any]) -> Iterator[tuple[str, d
         yield "rope=partial", {"rope_parameters": plain | {"partial_rotary_factor": 0.75}}
     for label, kind in kinds.items():
         yield f"rope={label}", {"rope_parameters": plain | kind}
+    for label, short in BY_LENGTH.items() if known["model_type"] != "phimoe" else ():
+        kind = kinds[label.removeprefix("rope=").removesuffix(",long")]
+        changes = {"rope_parameters": plain | kind | short}
+        yield label, changes | {k: v for k, v in short.items() if k in known}
 
 
 def make_all(name: str, out: Path) -> dict[str, dict[str, Any]]:
@@ -228,6 +242,7 @@ def make(name: str, option: str, changes: dict[str, Any], target: Path) -> dict[
         "changes": changes,
         "config": json.loads((target / "config.json").read_text()),
         "tensors": shapes,
+        **({"rope_length": LENGTH} if option in BY_LENGTH else {}),
         "ids": ids.tolist(),
         "logprobs": [round(value, 8) for value in scores.tolist()],
         "gradients": gradients,
@@ -239,7 +254,7 @@ def make(name: str, option: str, changes: dict[str, Any], target: Path) -> dict[
 def record(name: str, made: dict[str, dict[str, Any]], folder: Path) -> None:
     """Write a few cases of an architecture for the default tests."""
     cases = []
-    for option in RECORDED:
+    for option in (*RECORDED, *RECORDED_BESIDES.get(name, ())):
         if option not in made:
             continue
         case = dict(made[option])

@@ -22,11 +22,13 @@ from mlx_parallm.errors import AdapterError, ModelError
 from mlx_parallm.execution.prompt_images import PARTS
 from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, LoraPair
 from mlx_parallm.models.adapters.linear import dense_weight, merged_rows
+from mlx_parallm.models.adapters.rope_length import rope_length_of
 from mlx_parallm.models.gguf.architectures import arguments_of
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
 from mlx_parallm.models.lora import AdapterFile, check_adapter, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
 from mlx_parallm.models.published.mend import load_hf_model
+from mlx_parallm.models.published.rope import fixed_ropes
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.run_directory import FINAL, checkpoint_at
 from mlx_parallm.runs.run import open_run
@@ -203,13 +205,15 @@ def open_model(source: ModelSource) -> OpenModel:
     """Open the files; nothing large is read. Raises ModelError; AdapterError: it is of another
     model."""
     path = resolve_model_path(source.base, source.revision)
+    adapter = load_adapter(source.adapter) if source.adapter else None
     config = read_config(path)
+    if adapter and (length := rope_length_of(adapter.config, adapter.path)) is not None:
+        config = fixed_ropes(config, length)
     try:
-        model, _ = load_hf_model(path, lazy=True)
+        model, _ = load_hf_model(path, lazy=True, model_config=config)
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"{path} cannot be loaded: {reason}") from error
-    adapter = load_adapter(source.adapter) if source.adapter else None
     notes = list(source.notes)
     if adapter is not None:
         if seeing := next((layer for layer in adapter.layers if layer.startswith(PARTS)), None):

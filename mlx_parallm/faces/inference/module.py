@@ -55,6 +55,7 @@ from mlx_parallm.faces.inference.types import (
     explicit_params,
     is_messages,
 )
+from mlx_parallm.models.adapters.rope_length import check_rope_length
 from mlx_parallm.models.experts.routing import watched_experts
 from mlx_parallm.models.images.encoder import ImageParts
 from mlx_parallm.models.images.support import image_support, with_images
@@ -207,7 +208,11 @@ class InferenceModule:
             served.model, policy=POLICY, keep_versions=config.server.keep_versions
         )
         path = config.model.lora_path
-        adapters = {} if path is None else {POLICY: load_adapter(path).layers}
+        adapters = {}
+        if path is not None:
+            adapter = load_adapter(path)
+            check_rope_length(adapter.config, adapter.path, config.model.rope_length)
+            adapters[POLICY] = adapter.layers
         # a trainer that is attached later may repeat them
         recorded = config.rl_training.router_replay != "off" and watched_experts(
             served.model, "off"

@@ -19,6 +19,7 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.models.adapters.adalora import PARAMETERS, save_adalora
 from mlx_parallm.models.adapters.peft import save_peft
+from mlx_parallm.models.adapters.rope_length import record_rope_length
 from mlx_parallm.models.loading import evaluate_module, load_model
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.scoring.card import CARD_FILE
@@ -132,6 +133,7 @@ def save(checkpoint: Path, target: Path, *, lora: LoraConfig, base: str) -> None
                 )
             else:
                 save_peft(directory, adapter.layers, dropout=lora.dropout, base=base)
+            record_rope_length(directory, adapter.config)
             if (checkpoint / CARD_FILE).is_file():  # a reward model is more than its adapter
                 for name in (CARD_FILE, VALUE_HEAD_FILE):
                     shutil.copyfile(checkpoint / name, directory / name)

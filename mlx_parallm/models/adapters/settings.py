@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import AdapterError, ConfigError
+from mlx_parallm.models.published.rope import ROPE_LENGTH
 
 APPLIED = (
     "peft_type",
@@ -27,8 +28,9 @@ APPLIED = (
     "alpha_pattern",
     "use_rslora",
     "use_dora",
+    ROPE_LENGTH,
 )
-ADALORA = ("peft_type", "init_r", "lora_alpha", "rank_pattern")
+ADALORA = ("peft_type", "init_r", "lora_alpha", "rank_pattern", ROPE_LENGTH)
 """The same of PEFT's AdaLoraConfig (`adalora.read_adalora`)."""
 ADALORA_SCHEDULE = (
     "target_r",
@@ -111,6 +113,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 MLX_LM = frozenset(
     (
+        ROPE_LENGTH,
         "model",
         "fine_tune_type",
         "lora_parameters",

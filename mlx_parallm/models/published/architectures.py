@@ -403,9 +403,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     "qwen3": Architecture(NO_BIAS),
-    "qwen3_5_moe_text": Architecture(
-        activated=False, mend=stacked_experts, rounding=wide_norms
-    ),
+    "qwen3_5_moe_text": Architecture(activated=False, mend=stacked_experts, rounding=wide_norms),
     "qwen3_5_text": Architecture(activated=False, rounding=wide_norms),
     "qwen3_moe": Architecture(NO_BIAS),
     "qwen3_next": Architecture(activated=False, rounding=wide_norms),

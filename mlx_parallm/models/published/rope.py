@@ -7,6 +7,7 @@ multiplied by `factor` (yarn, longrope).
 
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.published.reader import Published
+from mlx_parallm.models.published.reader import Published, read_published
 
 Numbers = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -28,7 +29,8 @@ class Turns:
     factor: float = 1.0
     longest: int | None = None
     """The longest text for which these hold; None: any. Beyond it transformers takes others for the
-    whole text, from its first token on, which whoever samples it does not know yet."""
+    whole text, from its first token on, which whoever samples it does not know yet: `fixed_ropes`
+    chooses for all texts."""
 
 
 class Rope(nn.Module):
@@ -57,7 +59,8 @@ class Rope(nn.Module):
         ):
             raise ModelError(
                 f"rope_parameters (rope_scaling): rope_type {self.kind!r} turns texts of more than"
-                f" {self.longest} tokens in another way from their first token on: not supported"
+                f" {self.longest} tokens in another way from their first token on: choose that way"
+                " for all texts by model.rope_length"
             )
         if self._factor != 1.0:
             if x.shape[-1] == self.dims:
@@ -88,7 +91,11 @@ def turns_of(published: Published, rope: Mapping[str, Any], head_dim: int) -> Tu
             f" {', '.join(sorted(_KINDS))}"
         )
     try:
-        return compute(published, rope, head_dim)
+        turns = compute(published, rope, head_dim)
+        if published.model_type == "phimoe" and kind != "default":
+            original = rope["original_max_position_embeddings"]
+            return Turns(turns.inverse, float(rope["short_mscale"]), original)
+        return turns
     except KeyError as error:
         raise ModelError(
             f"rope_parameters (rope_scaling) of rope_type {kind!r} lacks {error}"
@@ -130,10 +137,10 @@ def _linear(published: Published, rope: Mapping[str, Any], head_dim: int) -> Tur
 
 def _dynamic(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
     """NTK by the text's length: as it is up to `max_position_embeddings`. Hunyuan's `alpha` gives
-    another base up to there."""
+    another base to all texts."""
     base, dims = rope["rope_theta"], _dims(rope, head_dim)
     if published.model_type.startswith("hunyuan") and (alpha := rope.get("alpha")):
-        base *= alpha ** (dims / (dims - 2))
+        return Turns(_plain(base * alpha ** (dims / (dims - 2)), dims))
     return Turns(_plain(base, dims), longest=published.config.max_position_embeddings)
 
 
@@ -192,7 +199,8 @@ def _longrope(published: Published, rope: Mapping[str, Any], head_dim: int) -> T
     if len(factors) != dims // 2:
         raise ValueError(f"short_factor has {len(factors)} numbers; it needs {dims // 2}")
     inverse = 1 / (factors * np.float32(rope["rope_theta"]) ** _exponents(dims))
-    return Turns(inverse.astype(np.float32), float(attention), longest=original)
+    longest = None if list(rope["long_factor"]) == list(rope["short_factor"]) else original
+    return Turns(inverse.astype(np.float32), float(attention), longest)
 
 
 def _llama3(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
@@ -224,3 +232,72 @@ _KINDS = {
     "llama3": _llama3,
     "proportional": _proportional,
 }
+
+
+ROPE_LENGTH = "rope_length"
+"""The key of a config.json, and of an adapter's, under which model.rope_length is recorded."""
+
+
+def fixed_ropes(config: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """Return a config.json whose ropes turn every text as transformers turns one of `length`
+    tokens: longrope takes its long factors, dynamic NTK one base. That is another model for
+    shorter texts, and the same for whoever reads the result, here or elsewhere.
+
+    Raises ModelError: the ropes do not depend on a text's length, or none is so long.
+    """
+    changed = deepcopy(dict(config))
+    if config.get(ROPE_LENGTH) == length:
+        return changed
+    published = read_published(config)
+    bound = None if published is None else longest_text(published)
+    if published is not None and published.model_type == "phimoe":
+        raise ModelError(
+            f"model.rope_length = {length}: transformers turns long texts of a phimoe by the short"
+            " factors, others by the long ones: not supported"
+        )
+    if published is None or bound is None:
+        raise ModelError(
+            f"model.rope_length = {length}: the model's ropes do not depend on a text's length:"
+            " leave it out"
+        )
+    changed[ROPE_LENGTH] = length
+    if length <= bound:
+        return changed
+    text = changed["text_config"] if isinstance(changed.get("text_config"), dict) else changed
+    most = max(_fix(published, name, rope, length, text) for name, rope in published.ropes.items())
+    if length > most:
+        raise ModelError(
+            f"model.rope_length = {length}: config.json's ropes are for texts of at most {most}"
+            " tokens"
+        )
+    again = read_published(changed)
+    if again is None or (longest_text(again) or length) < length:
+        raise ModelError(
+            f"model.rope_length = {length} is not supported for {published.model_type}"
+        )
+    return changed
+
+
+def _fix(
+    published: Published, name: str, rope: Mapping[str, Any], length: int, text: dict[str, Any]
+) -> int:
+    """Change one rope in `text`, in its own spelling, and return the longest text that it is
+    for."""
+    written = [text[key] for key in ("rope_parameters", "rope_scaling") if text.get(key)]
+    places = [place.get(name, place) if name else place for place in written]
+    kind, positions = rope.get("rope_type", "default"), published.config.max_position_embeddings
+    if kind == "longrope":
+        for place in places:
+            place["short_factor"] = list(rope["long_factor"])
+    elif kind == "dynamic" and turns_of(published, rope, published.head_dim).longest is not None:
+        factor, dims = rope["factor"], _dims(rope, published.head_dim)
+        stretched = (factor * length / positions - (factor - 1)) ** (dims / (dims - 2))
+        base = float(rope["rope_theta"] * stretched)
+        for place in places:
+            place.pop("type", None)
+            place |= {"rope_type": "default", "rope_theta": base}
+        if text.get("rope_scaling"):
+            text |= {"rope_scaling": None, "rope_theta": base}
+        text["max_position_embeddings"] = length
+        return int(factor * positions)
+    return int(positions)

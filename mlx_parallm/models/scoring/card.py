@@ -49,6 +49,7 @@ class RewardModelCard:
     end_token: EndToken = "document"
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    rope_length: int | None = None
 
     @classmethod
     def of_run(
@@ -72,6 +73,7 @@ class RewardModelCard:
             end_token=data.end_token,
             chat_template=tokenizer.chat_template if model.chat_template is not None else None,
             chat_template_kwargs=dict(model.chat_template_kwargs),
+            rope_length=model.rope_length,
         )
 
     def to_text(self) -> str:
@@ -93,6 +95,7 @@ class RewardModelCard:
         """Return whether a model, loaded as its checkpoint has it, has the arrays of this one's
         base. `base`: a hub id, a directory or a GGUF file."""
         as_it_is = self.revision is None and self.dtype == "auto" and not self.quantized
+        as_it_is = as_it_is and self.rope_length is None
         return self.adapter and as_it_is and _base_name(base) == _base_name(self.base)
 
     def model_config(self, directory: Path) -> ModelConfig:
@@ -103,6 +106,7 @@ class RewardModelCard:
                 "revision": self.revision if self.adapter else None,
                 "dtype": self.dtype,
                 "chat_template": self.chat_template,
+                "rope_length": self.rope_length,
             }
         )
 

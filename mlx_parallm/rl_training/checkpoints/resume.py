@@ -17,6 +17,7 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.adapters.rope_length import check_rope_length
 from mlx_parallm.models.lora import find_adapter_file, load_adapter
 from mlx_parallm.rl_training.checkpoint import find_checkpoint
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
@@ -129,7 +130,9 @@ def initial_adapter(
         file=str(file),
         **({"of_run": run} if run else {}),
     )
-    return dict(load_adapter(file).layers)
+    adapter = load_adapter(file)
+    check_rope_length(adapter.config, adapter.path, model.rope_length)
+    return dict(adapter.layers)
 
 
 def _other_run(file: Path, base: str, lora: LoraConfig) -> Path | None:

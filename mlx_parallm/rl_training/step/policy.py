@@ -30,6 +30,7 @@ from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.fake_quantized import rounded_layers, use_fake_quantization
 from mlx_parallm.models.adapters.linear import AdapterDropout, dense_weight, merged_rows
+from mlx_parallm.models.adapters.rope_length import record_rope_length
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_swiglu
 from mlx_parallm.models.experts.routing import replays_experts, watched_experts
@@ -428,6 +429,7 @@ class TrainedPolicy:
                 base=self._base,
                 adalora=self._adalora,
             )
+            record_rope_length(directory, self.model_config)
         else:
             with without_value_head(self.model):
                 save_model(directory, self.model)

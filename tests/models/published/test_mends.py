@@ -91,9 +91,7 @@ def test_a_half_type_is_rounded_as_in_transformers(
 def test_no_architecture_rounds_more_than_transformers() -> None:
     recorded = json.loads(RESULTS.read_text())
     assert len(recorded) > 60
-    ratios = {
-        (name, kind): ratio for name, r in recorded.items() for kind, (_, ratio) in r.items()
-    }
+    ratios = {(name, kind): ratio for name, r in recorded.items() for kind, (_, ratio) in r.items()}
     assert {key for key, ratio in ratios.items() if not ratio <= MOST} == set()
 
 

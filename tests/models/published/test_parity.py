@@ -52,6 +52,7 @@ def write(path: Path, case: dict[str, Any], dtype: mx.Dtype = mx.float32) -> Non
 REFUSED = {
     ("recurrent_gemma", "plain"): "model_type = 'recurrent_gemma",
     ("nanochat", "rope=yarn"): "rope_type 'yarn' is not supported",
+    ("phimoe", "rope=yarn"): "rope_type 'yarn' turns texts of more than 16 tokens",
 }
 
 
@@ -63,7 +64,7 @@ def test_forward_caches_and_gradient_are_transformers(
     write(tmp_path / "model", case)
     if told := REFUSED.get((name, case["option"])):
         with pytest.raises(ModelError, match=told):
-            check_model(ModelConfig(base_path=str(tmp_path / "model")), train=True)
+            compare(tmp_path / "model", case)
         return
     found = compare(tmp_path / "model", case)
     bound = ROUNDED.get(name, NEAR.get(name, EQUAL))
@@ -103,7 +104,8 @@ def test_every_spelling_of_a_rope_gives_the_same_bits(name: str, tmp_path: Path)
         for spelling, written in spellings.items():
             path = tmp_path / f"{index}-{spelling}"
             write(path, case | {"config": written})
-            model = load_model(ModelConfig(base_path=str(path))).model
+            settings = ModelConfig(base_path=str(path), rope_length=case.get("rope_length"))
+            model = load_model(settings).model
             logits[spelling] = np.array(model(mx.array(case["ids"])[None]))
         assert all(np.array_equal(one, logits["new"]) for one in logits.values())
 
