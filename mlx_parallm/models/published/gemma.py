@@ -80,11 +80,11 @@ def _uncapped_attention(kind: Any) -> type[Any]:
 
 @once
 def _uncapped_head(kind: Any) -> type[Any]:
-    class Uncapped(kind):
+    class UncappedHead(kind):
         def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
             return self.model.embed_tokens.as_linear(self.model(inputs, cache))
 
-    return named_as(Uncapped, kind)
+    return named_as(UncappedHead, kind)
 
 
 def soft_caps(model: nn.Module, published: Published) -> None:
