@@ -29,13 +29,38 @@ def load_wrapper(
     Args:
         settings: of transformers' AutoTokenizer.
 
-    Raises ModelError: chat_template.json cannot be read. Also what transformers raises.
+    Raises ModelError: chat_template.json cannot be read, or the vocabulary is missing. Also what
+    transformers raises.
     """
+    # with mistral-common installed, transformers would take its tokenizer, which is of another kind
+    settings = {"mistral_format": False, **settings}
     wrapper = load_hf_tokenizer(path, dict(settings), eos_token_ids=eos_token_ids)
+    _check_words(path, wrapper._tokenizer)
     more = _left_out(path, wrapper)
     if not more:
         return wrapper
     return load_hf_tokenizer(path, {**settings, **more}, eos_token_ids=eos_token_ids)
+
+
+def _check_words(path: Path, tokenizer: Any) -> None:
+    """transformers makes a tokenizer of special tokens alone where the files of a vocabulary are
+    missing, or have other names than its class reads."""
+    ids = tokenizer.encode(_TEXT, add_special_tokens=False)
+    if tokenizer.decode(ids, skip_special_tokens=True).strip():
+        return
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    words = set(tokenizer.get_vocab()) - added - set(tokenizer.all_special_tokens)
+    if len(words) <= _FEW:
+        files = sorted({TOKENIZER_FILE, *tokenizer.vocab_files_names.values()})
+        raise ModelError(
+            f"{path} has no vocabulary that transformers' {type(tokenizer).__name__} reads; it looks"
+            f" for {', '.join(files)}"
+        )
+
+
+_TEXT = "The quick brown fox 0123456789"
+_FEW = 64
+"""Language codes, and the like, that a class has by itself."""
 
 
 def is_generic(path: Path) -> bool:

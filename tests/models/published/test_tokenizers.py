@@ -3,6 +3,8 @@
 PUBLISHED_TEXTS sets the number of texts for each folder (2,000 take minutes).
 """
 
+import base64
+import json
 import os
 import random
 from pathlib import Path
@@ -98,7 +100,6 @@ def test_a_sentencepiece_model_alone(
     tmp_path: Path,
 ) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
-    import json
 
     from tests.tokenizer_families import CORPUS
 
@@ -123,3 +124,66 @@ def test_a_sentencepiece_model_alone(
         for skip in (True, False):
             shown = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
             assert ours.decode(ids, skip_special_tokens=skip) == shown
+
+
+@pytest.mark.parametrize(
+    ("model_type", "files"),
+    [
+        ("qwen2", {"vocab.tiktoken": "aGVsbG8= 0\n"}),
+        ("llama", {}),
+        ("gemma3_text", {}),
+        ("t5", {}),
+        ("gpt2", {"vocab.txt": "hello\n"}),
+        ("cohere", {"spiece.model": ""}),
+    ],
+)
+def test_a_vocabulary_that_is_missing_or_has_another_name_is_refused(
+    model_type: str, files: dict[str, str], tmp_path: Path
+) -> None:
+    """transformers makes a tokenizer that reads every text as nothing."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match=r"has no vocabulary that transformers' .*tokenizer\.json"):
+        load_tokenizer(tmp_path, ModelConfig(base_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("settings", [None, {"tokenizer_class": "LlamaTokenizer"}])
+def test_tekken_is_read_whatever_is_installed(
+    settings: dict[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers takes mistral-common's tokenizer where that is installed, which answers other
+    questions than a tokenizer of its own."""
+    words = [bytes([byte]) for byte in range(256)] + [b"he", b"hel"]
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"]
+    pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
+    tekken = {
+        "config": {
+            "pattern": pattern,
+            "num_vocab_tokens": len(words),
+            "default_vocab_size": len(words) + len(special),
+            "default_num_special_tokens": len(special),
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(word).decode()}
+            for rank, word in enumerate(words)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": text, "is_control": True}
+            for rank, text in enumerate(special)
+        ],
+    }
+    (tmp_path / "tekken.json").write_text(json.dumps(tekken))
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    probed = "transformers.integrations.mistral.tokenizer.resolve_mistral_format"
+    monkeypatch.setattr(probed, lambda *_, **options: pytest.fail(f"probed with {options}"))
+    ours = load_tokenizer(tmp_path, ModelConfig(base_path=str(tmp_path)))
+    for text in drawn("tekken"):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
