@@ -67,6 +67,11 @@ def test_every_layout_is_what_transformers_reads(family: str, tmp_path: Path) ->
             with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
                 load_tokenizer(folder, ModelConfig(base_path=str(folder)))
             continue
+        if len(theirs) < 64:  # its class reads no file that is here
+            assert name.startswith("vocab.json")
+            with pytest.raises(ModelError, match="has no vocabulary"):
+                load_tokenizer(folder, ModelConfig(base_path=str(folder)))
+            continue
         ours = load_tokenizer(folder, ModelConfig(base_path=str(folder)))
         for text in drawn(f"{family} {name}"):
             for special in (True, False):
@@ -130,7 +135,6 @@ def test_a_sentencepiece_model_alone(
     ("model_type", "files"),
     [
         ("qwen2", {"vocab.tiktoken": "aGVsbG8= 0\n"}),
-        ("llama", {}),
         ("gemma3_text", {}),
         ("t5", {}),
         ("gpt2", {"vocab.txt": "hello\n"}),
@@ -186,4 +190,5 @@ def test_tekken_is_read_whatever_is_installed(
     for text in drawn("tekken"):
         ids = theirs.encode(text)
         assert ours.encode(text) == ids
-        assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+        shown = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids, skip_special_tokens=True) == shown
