@@ -53,8 +53,8 @@ def _check_words(path: Path, tokenizer: Any) -> None:
     if len(words) <= _FEW:
         files = sorted({TOKENIZER_FILE, *tokenizer.vocab_files_names.values()})
         raise ModelError(
-            f"{path} has no vocabulary that transformers' {type(tokenizer).__name__} reads; it looks"
-            f" for {', '.join(files)}"
+            f"{path} has no vocabulary that transformers' {type(tokenizer).__name__} reads; it"
+            f" looks for {', '.join(files)}"
         )
 
 
