@@ -23,6 +23,7 @@ import contextlib
 import gc
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -38,11 +39,16 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.distributed.follower import follow
 from mlx_parallm.distributed.ranks import join
 from mlx_parallm.engine.adapter_loader import AdapterLoader
-from mlx_parallm.engine.client import EngineClient
+from mlx_parallm.engine.client import EngineAdmission, EngineClient
 from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.engine.thread import EngineThread
-from mlx_parallm.errors import ConfigError, EngineUnavailableError, ModelError
+from mlx_parallm.errors import (
+    ConfigError,
+    EngineUnavailableError,
+    MemoryShortError,
+    ModelError,
+)
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.rope_length import check_rope_length
@@ -76,7 +82,8 @@ from mlx_parallm.server.context import RollbackAPI, ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.blas import blas_status, share_blas_between
 from mlx_parallm.system.files import is_directory, local_path, raise_file_limit
-from mlx_parallm.system.hardware import launched_rank, usable_cores
+from mlx_parallm.system.footprint import MemoryGuard
+from mlx_parallm.system.hardware import launched_rank, memory_use, usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging, get_logger
 from mlx_parallm.system.power import kept_awake
 from mlx_parallm.system.redaction import Redactor
@@ -132,11 +139,11 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
     Args:
         adapters: name → path, beside `model.lora_path`.
 
-    Raises EngineUnavailableError: the engine thread has died.
+    Raises EngineUnavailableError: the engine thread has died; MemoryShortError.
     """
     with _begin(config.logging.level, config.redactor()) as shutdown:
         shutdown.limit_s = config.server.drain_timeout_s + END_S
-        serving, parts = Serving(config), list[ServedPart]()
+        serving, parts = Serving(config, stop=shutdown.stop), list[ServedPart]()
         try:
             with shutdown.interrupts():
                 _load_and_answer(serving, adapters, parts)
@@ -148,6 +155,7 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
                 serving.close()
                 for part in parts:
                     part.close()
+        serving.check_memory()
     return 0
 
 
@@ -206,7 +214,7 @@ def run_training(config: Config, *, resume: str | None) -> int:
                         config.model,
                         ranks,
                         stop,
-                        partial(Serving, http=False, processes=ranks.here),
+                        partial(Serving, http=False, processes=ranks.here, stop=stop),
                     )
                 return 0
             limit_s = config.server.drain_timeout_s + END_S
@@ -232,16 +240,29 @@ def run_training(config: Config, *, resume: str | None) -> int:
 
 
 def training_run(
-    config: Config, *, http: bool = True, pages: bool = False, ranks: Ranks = ALONE, **options: Any
+    config: Config,
+    *,
+    stop: threading.Event,
+    http: bool = True,
+    pages: bool = False,
+    ranks: Ranks = ALONE,
+    **options: Any,
 ) -> TrainingRun:
     """Make a run that is served by this process and may use every kind of source. `http`,
     `pages`: as in `Serving`. Further arguments: `PreparedRun`."""
     serve = partial(
-        Serving, http=http, pages=pages, processes=ranks.here, clients_engine=ranks.clients_engine
+        Serving,
+        http=http,
+        pages=pages,
+        processes=ranks.here,
+        clients_engine=ranks.clients_engine,
+        stop=stop,
     )
     sources = [imported(leaf.source) for leaf in leaves() if leaf.source is not None]
     kinds = (InProcessEnvironments.of, RewardsById, *sources)
-    prepared = PreparedRun(config, serve=serve, source_kinds=kinds, ranks=ranks, **options)
+    prepared = PreparedRun(
+        config, stop=stop, serve=serve, source_kinds=kinds, ranks=ranks, **options
+    )
     return TrainingRun(prepared)
 
 
@@ -335,6 +356,7 @@ class Serving:
         pages: true: the leaves that show a run in a browser show this one.
         processes: share this machine's memory.
         clients_engine: of this process's engine: what answers clients. None: that engine.
+        stop: set where memory runs out, so that the process saves and ends (`check_memory`).
     """
 
     def __init__(
@@ -345,6 +367,7 @@ class Serving:
         pages: bool = False,
         processes: int = 1,
         clients_engine: Callable[[EngineClient], EngineClient] | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
         self.config, self._processes, self._clients_engine = config, processes, clients_engine
         self._pages, self._trains = pages, False
@@ -361,6 +384,8 @@ class Serving:
         self.turns = Turns(config.rl_training.serve_priority)
         self._http: ServerThread | None = None
         self._engine: EngineThread | None = None
+        self._stop = stop or threading.Event()
+        self._guard: MemoryGuard | None = None
         self._weights: SharedWeights | None = None
         self._path: Path | None = None
         # the base, once it is loaded, for a reward model that has the same one
@@ -535,6 +560,7 @@ class Serving:
             record_prompt_experts=record_prompt_experts,
         )
         self._engine, self._weights = engine.thread, weights
+        self._guard = self._watch_memory()
         roots = (*self.config.server.adapter_roots, *adapter_roots)
         loader = AdapterLoader(
             weights,
@@ -548,6 +574,28 @@ class Serving:
         reader = None if loaded.images is None else loaded.images.reader
         defaults = self._sampling_defaults()
         self.state.ready(clients_engine, self.tokenizer(), loader, reader, defaults)
+
+    def _watch_memory(self) -> MemoryGuard:
+        server = self.config.server
+        guard = MemoryGuard(
+            server.memory_pause,
+            server.memory_stop,
+            EngineAdmission(self.client, lambda: self.turns.trains),
+            lambda reason: self._stop.set(),
+            partial(memory_use, self._processes),
+        )
+        self.state.metrics.watch_memory(guard)
+        guard.start()
+        return guard
+
+    def memory_health(self) -> str | None:
+        """Return a sentence while requests wait for memory; else None."""
+        return None if self._guard is None else self._guard.health()
+
+    def check_memory(self) -> None:
+        """Raises MemoryShortError: memory ran out, so the process was asked to end."""
+        if self._guard is not None and self._guard.stopped is not None:
+            raise MemoryShortError(self._guard.stopped)
 
     def _sampling_defaults(self) -> Mapping[str, float | int]:
         """Return the defaults of requests' sampling (server.generation_config), and log them.
@@ -608,3 +656,5 @@ class Serving:
                     if added.close is not None:
                         stack.callback(added.close)
                 self._added = []
+                if self._guard is not None:
+                    stack.callback(self._guard.close)  # first

@@ -28,10 +28,17 @@ ParallmError
 ├── CheckpointError          a checkpoint or run directory that cannot be written or read
 ├── TraceError               a trace, session or data set that cannot be read or written
 ├── PatternTimeoutError      a regular expression takes too long on a text
+├── MemoryShortError         the process has ended in order because memory was running out;
+│                            another one may go on
 ├── RankLostError            a rank of a distributed run has ended, or cannot be reached
+│   └── RanksStandStillError a sum over the ranks did not end; another start may go on
 └── PublishTimeoutError      could not get the weight lock within `lock_timeout_ms`; the old weights
                              keep serving
 """
+
+EXIT_AGAIN = 75
+"""The exit code of a process that has ended because something was short or stood still: another
+one may go on from the newest checkpoint (EX_TEMPFAIL of sysexits.h)."""
 
 
 class ParallmError(Exception):
@@ -171,8 +178,16 @@ class PatternTimeoutError(ParallmError):
     """A regular expression takes too long on a text; what the text holds is not known."""
 
 
+class MemoryShortError(ParallmError):
+    """The process has ended in order because memory was running out."""
+
+
 class RankLostError(ParallmError):
     """A rank of a distributed run has ended, or cannot be reached; training cannot go on."""
+
+
+class RanksStandStillError(RankLostError):
+    """A sum over the ranks did not end within `rl_training.rank_timeout_s`."""
 
 
 class PublishTimeoutError(ParallmError):

@@ -113,7 +113,7 @@ MLX_FREE = (
     "types",
 )
 # they measure MLX: imported when their command runs
-USES_MLX = ("cli.doctor_report", "cli.contracts")
+USES_MLX = ("cli.doctor_report", "cli.contracts", "cli.probes")
 
 MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 100

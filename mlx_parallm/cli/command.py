@@ -12,7 +12,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mlx_parallm.errors import ParallmError
+from mlx_parallm.errors import EXIT_AGAIN, MemoryShortError, ParallmError, RanksStandStillError
 from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.signals import END_S, EndLimit, Shutdown, StopRequested
 
@@ -66,12 +66,13 @@ def exit_code(run: Run, args: Namespace) -> int:
         sys.stderr.write(
             f"error: {escaped(Redactor(environment_secrets()).text(str(error)), lines=True)}\n"
         )
-        return EXIT_ERROR
+        again = isinstance(error, MemoryShortError | RanksStandStillError)
+        return EXIT_AGAIN if again else EXIT_ERROR
     except (ImportError, MemoryError, OSError, RuntimeError) as error:
         from mlx_parallm.system.hardware import lack_of_room
-        from mlx_parallm.system.packages import missing
+        from mlx_parallm.system.packages import missing, wrong_wheel
 
-        line = missing(error) if isinstance(error, ImportError) else None
+        line = missing(error) if isinstance(error, ImportError) else wrong_wheel(error)
         if (line := lack_of_room(error) or line) is None:
             raise  # a fault of this package
         sys.stderr.write(f"error: {line}\n")

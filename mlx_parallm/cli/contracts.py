@@ -5,7 +5,8 @@ model and dtype.
 and a running engine, built as a daemon does) that returns its `ContractResult`s, and prints a block
 of Markdown to paste into an issue.
 
-float32 is held to the bounds of the tests. In half precision an answer may turn another way where
+First come MLX's own operations (probes.py). float32 is held to the bounds of the tests, and means
+whole float32: `doctor` sets MLX_ENABLE_TF32=0 for the contracts unless it is set. In half precision an answer may turn another way where
 two tokens are as good as tied, so there it is the log-probabilities up to that token that must
 agree, to the rounding of logits.
 """
@@ -26,6 +27,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mlx_parallm.cli import probes
 from mlx_parallm.cli.doctor_report import facts
 from mlx_parallm.config.distillation import DistillationConfig
 from mlx_parallm.config.load import Config
@@ -332,7 +334,9 @@ def run(config: Config) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     results: list[ContractResult] = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"loading {config.model.base_path}", total=len(CONTRACTS) + 1)
+        task = progress.add_task("MLX's operations", total=len(CONTRACTS) + 2)
+        results += operations()
+        progress.update(task, advance=1, description=f"loading {config.model.base_path}")
         with subject_of(config) as subject:
             about = _about(subject)
             for name, contract in CONTRACTS.items():
@@ -364,6 +368,27 @@ def tried(
 
 
 # ---------------------------------------------------------------------- the contracts
+
+
+def operations() -> list[ContractResult]:
+    """MLX's own operations on this device (probes.py): one line, or one for each that is wrong."""
+    tried = list(probes.results())
+    bound = f"≤ {probes.BOUNDS[mx.float32]:g} in float32, more in half precision"
+    wrong = [
+        ContractResult(
+            f"MLX's {result.name}",
+            False,
+            _one_cell("; ".join(result.failures[:6]))
+            + (f" … {len(result.failures)} in all" if len(result.failures) > 6 else ""),
+            bound,
+        )
+        for result in tried
+        if result.failures
+    ]
+    largest = max(result.error for result in tried)
+    rows = ", ".join(map(str, probes.ROWS))
+    measured = f"{len(tried)} operations at {rows} rows: off by {largest:.1e} at most in float32"
+    return wrong or [ContractResult("MLX's operations", True, measured, bound)]
 
 
 def bandwidth(subject: Subject) -> list[ContractResult]:

@@ -10,6 +10,7 @@ import platform
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 
@@ -19,7 +20,15 @@ from rich.table import Table
 from mlx_parallm import __version__
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.blas import CUDA_PACKAGES, BlasStatus, blas_status
-from mlx_parallm.system.hardware import GIB, Hardware, detect, mlx_device
+from mlx_parallm.system.footprint import others_holding
+from mlx_parallm.system.hardware import (
+    GIB,
+    Hardware,
+    detect,
+    float32_is_tf32,
+    harmful_variables,
+    mlx_device,
+)
 from mlx_parallm.system.packages import extras, missing, mlx_backend_advice, version
 from mlx_parallm.system.terminal import Console
 
@@ -35,6 +44,8 @@ class Report:
     """`gflops`: edge of a square float32 product → its speed; `compile_error`: None when mx.compile
     works.
 
+    `float32`: what products are computed in; `holders`: other processes that hold much memory;
+    `harmful`: variables of the environment, each with the reason.
     Where MLX cannot be loaded `device` is None and nothing is measured.
     """
 
@@ -46,6 +57,9 @@ class Report:
     extras: dict[str, bool]
     compiler: str | None
     compile_error: str | None
+    float32: str = ""
+    holders: Sequence[str] = ()
+    harmful: Sequence[str] = ()
 
 
 def run() -> int:
@@ -80,6 +94,9 @@ def inspect() -> Report:
         extras=extras(),
         compiler=_compiler(),
         compile_error=_compile_error(),
+        float32=float32_words(),
+        holders=others_holding(),
+        harmful=harmful_variables(),
     )
 
 
@@ -115,11 +132,19 @@ def facts() -> list[str]:
         f"{platform.system()} {platform.release()} {hardware.processor}",
         mlx_device(),
         f"{hardware.cores} cores",
+        f"float32 products: {float32_words()}",
     ]
     return [
         " · ".join([f"mlx-parallm {__version__}", *named, f"Python {platform.python_version()}"]),
         " · ".join([*machine, memory, f"BLAS: {_blas_words(blas_status())}", f"{date.today()}"]),
     ]
+
+
+def float32_words() -> str:
+    """Say which float32 products are computed in. Loads MLX."""
+    if float32_is_tf32():
+        return "TF32 (MLX_ENABLE_TF32=0 makes them whole)"
+    return "whole"
 
 
 def matmul_gflops(size: int) -> float:
@@ -159,10 +184,12 @@ def advice(report: Report) -> list[str]:
             " (Debian: `apt install build-essential`), or set MLX_DISABLE_COMPILE=1"
         )
     if report.hardware.available_bytes < LOW_MEMORY_BYTES:
-        free = report.hardware.available_bytes / GIB
+        free, holders = report.hardware.available_bytes / GIB, ", ".join(report.holders)
+        named = f" ({holders})" if holders else ""
         sentences.append(
-            f"only {free:.1f} GiB of memory are free: stop another process, or add swap"
+            f"only {free:.1f} GiB of memory are free: stop another process{named}, or add swap"
         )
+    sentences += [f"unset {variable}" for variable in report.harmful]
     return sentences
 
 
@@ -182,7 +209,11 @@ def _table(report: Report) -> Table:
     )
     for size, speed in report.gflops.items():
         table.add_row(f"float32 {size}x{size} product", f"{speed:,.0f} GFLOP/s")
+    if report.float32:
+        table.add_row("float32 products", report.float32)
     table.add_row("memory", memory)
+    if report.holders:
+        table.add_row("held by others", ", ".join(report.holders))
     table.add_row("python", f"{platform.python_version()} ({sys.executable})")
     table.add_row("mlx-parallm", __version__)
     for name, installed in report.versions.items():

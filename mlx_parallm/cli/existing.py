@@ -517,9 +517,33 @@ def doctor(parser: ArgumentParser) -> Run:
         help="directory, hub id or builtin:tiny: what of its config.json is understood; where torch"
         " is installed, compares it with transformers on a text",
     )
+    parser.add_argument(
+        "--first-hour",
+        action="store_true",
+        help="instead: contracts, a chat beside training, kill -9 and resume, memory and threads"
+        " over time, on builtin:tiny and --model; prints a block to paste into an issue and writes"
+        " a JSON file",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        metavar="N",
+        help="--first-hour: of chat beside training, all models together (default: 10)",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        default="first_hour.json",
+        help="--first-hour: the file that is written (default: first_hour.json)",
+    )
     add_set(parser)
 
     def run(args: Namespace) -> int:
+        if args.first_hour:
+            from mlx_parallm.cli import first_hour
+
+            return first_hour.run(args.model, args.set, args.minutes, Path(args.json))
         if args.contracts and not args.model:
             parser.error("--contracts needs --model M")
         if not args.model:
@@ -527,6 +551,10 @@ def doctor(parser: ArgumentParser) -> Run:
 
             return doctor_report.run()
         config = load(None, [*args.set, f"model.base_path={toml_value(args.model)}"])
+        if args.contracts:
+            from mlx_parallm.system.hardware import use_whole_float32
+
+            use_whole_float32()
         require_mlx()
         from mlx_parallm.cli import contracts
         from mlx_parallm.models.threads import release_streams

@@ -13,7 +13,8 @@ When a rank ends with an error or dies of a signal, all others are asked to stop
 joined save, those that wait for it end at once. Ranks that the user has stopped are not asked
 again, for a second signal ends them at once. With `on_rank_lost = "continue"` the death of a rank
 is answered by a new start with as many ranks fewer, from the newest checkpoint; rank 0 saves one
-when it notices.
+when it notices. Where none has died and a sum has stood still (EXIT_AGAIN), all are started again,
+at most STANDSTILLS times without a new checkpoint.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ from mlx_parallm.cli.supervisor import (
     signals_to_pass_on,
 )
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.errors import ConfigError, RankLostError
+from mlx_parallm.errors import EXIT_AGAIN, ConfigError, RankLostError
 from mlx_parallm.system.hardware import detect, launched_rank
 from mlx_parallm.system.log import RunLog, get_logger
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals
@@ -52,6 +53,7 @@ raise SystemExit(train())
 """
 HOSTFILE, RANK = "MLX_HOSTFILE", "MLX_RANK"
 PARENT = "MLX_PARALLM_PARENT"  # file descriptor of a pipe that the parent alone can write to
+STANDSTILLS = 3
 LATE_S = 60.0  # after the end of a rank: who has not ended yet is named
 
 log = get_logger("ranks")
@@ -125,6 +127,7 @@ class LocalRanks:
         block_shutdown_signals()
         threading.Thread(target=self._pass_on, name="signals", daemon=True).start()
         at_start, resume = newest_checkpoint(self._directory), list[str]()
+        before, stood_still = at_start, 0
         while not self._stopping.is_set():
             codes = self._run_once(resume)
             lost = [
@@ -133,8 +136,15 @@ class LocalRanks:
                 if code < 0 and -code not in SHUTDOWN_SIGNALS
             ]
             left = self._count - len(lost)
-            goes_on = bool(lost and left and self._continues and not self._stopping.is_set())
             now = newest_checkpoint(self._directory)
+            stood_still = 0 if now != before or EXIT_AGAIN not in codes else stood_still + 1
+            again = not lost and EXIT_AGAIN in codes and stood_still <= STANDSTILLS
+            goes_on = (
+                bool((lost and left) or again) and self._continues and not self._stopping.is_set()
+            )
+            before = now
+            if again and goes_on:
+                log.warning("a sum stood still: starting all ranks again", checkpoint=now)
             for rank in lost:
                 self._tell(rank, signal.Signals(-codes[rank]), now, left if goes_on else 0)
             if not goes_on:

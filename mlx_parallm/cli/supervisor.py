@@ -5,10 +5,11 @@ catch. No MLX.
     a thread          passes SIGINT, SIGTERM and SIGHUP on to the child, each one
 
 Only death by a signal (SIGABRT of a GPU watchdog, SIGSEGV, the out-of-memory killer's SIGKILL) is
-answered by a new start from the newest checkpoint. So is an exit code 0: a child that has done its
-work ends with `DONE`, so a reward function or environment has called `os._exit(0)`. Other exit
-codes are passed on: 2 (an error in words), 1 (a bug). So is the end after a signal that was sent to
-the parent. stdout, stderr and the terminal are the child's.
+answered by a new start from the newest checkpoint. So is EXIT_AGAIN: memory was running out, and
+the child has saved. So is an exit code 0: a child that has done its work ends with `DONE`, so a
+reward function or environment has called `os._exit(0)`. Other exit codes are passed on: 2 (an error
+in words), 1 (a bug). So is the end after a signal that was sent to the parent. stdout, stderr and
+the terminal are the child's.
 """
 
 import json
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import EXIT_AGAIN, ConfigError
 from mlx_parallm.rl_training.run_directory import LATEST
 from mlx_parallm.system.hardware import launched_rank
 from mlx_parallm.system.log import RunLog, get_logger
@@ -153,14 +154,14 @@ class Supervisor:
             code = self._child.wait()
             if code == DONE:
                 return 0
-            if code > 0 or self._stopping.is_set():
+            if (code > 0 and code != EXIT_AGAIN) or self._stopping.is_set():
                 return code if code > 0 else 128 - code if code else 1
             now = newest_checkpoint(self._directory)
             if now != before:
                 left, pause, before = self._restarts, self._pause_s, now
-            self._tell(signal.Signals(-code) if code else None, now, left, pause)
+            self._tell(code, now, left, pause)
             if left == 0:
-                return 128 - code if code else 1
+                return code if code > 0 else 128 - code if code else 1
             left -= 1
             resume = resume_again(self._first, self._directory, at_start, now)
             self._stopping.wait(pause)
@@ -175,22 +176,10 @@ class Supervisor:
             if self._child is not None:
                 self._child.send_signal(self._asked)
 
-    def _tell(
-        self, number: signal.Signals | None, checkpoint: str | None, left: int, pause: float
-    ) -> None:
+    def _tell(self, code: int, checkpoint: str | None, left: int, pause: float) -> None:
         if sys.stderr.isatty():
             sys.stderr.write(SHOW_CURSOR)
-        reason = (
-            REASONS.get(number)
-            if number
-            else ("does a reward function or environment call os._exit?")
-        )
-        event = (
-            (f"the daemon died of {number.name}")
-            if number
-            else "the daemon ended with exit code 0, but is not done"
-        )
-        event += f" ({reason})" if reason else ""
+        event = _why(code)
         place = checkpoint or "the beginning: there is no checkpoint yet"
         say: Callable[..., None] = log.warning
         if left:
@@ -203,3 +192,15 @@ class Supervisor:
         if self._directory.is_dir():
             with self._run_log:  # closed again: the next child writes there too
                 self._run_log.open(self._directory)
+
+
+def _why(code: int) -> str:
+    """Say how a child has ended that is started again."""
+    if code == EXIT_AGAIN:
+        return "the daemon saved and ended because memory was running out"
+    if code == 0:
+        why = "does a reward function or environment call os._exit?"
+        return f"the daemon ended with exit code 0, but is not done ({why})"
+    number = signal.Signals(-code)
+    reason = REASONS.get(number)
+    return f"the daemon died of {number.name}" + (f" ({reason})" if reason else "")

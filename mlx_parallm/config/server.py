@@ -37,6 +37,21 @@ class ServerConfig(Section):
     prefix_cache_bytes: int | None = Field(None, ge=0)
     """Memory for keys and values of prefixes that later requests may share; 0 = off. Default: 5
     % of the memory; 0 when deterministic."""
+    buffer_cache: float = Field(0.125, ge=0, le=1)
+    """Share of the memory that MLX may keep as freed buffers for its next arrays; on a CPU MLX's
+    own bound is lower."""
+    wired_memory: Literal["off", "weights"] | float = "off"
+    """Memory that macOS may not page out: "off"; "weights", as much as they take; or a share of
+    what Metal recommends, above 0 and up to 1. Wired memory was in each report of a panic of the macOS kernel under two
+    streams of work; without it a model close to the machine's memory may become slow
+    (docs/mac.md). Elsewhere it does nothing."""
+    memory_pause: float = Field(0.85, gt=0, le=1)
+    """Share of the memory at which caches are given back and, where that is not enough, new
+    requests wait. What counts is the process's footprint (macOS), its resident memory (Linux),
+    and with CUDA the GPU's memory too. 1 = never."""
+    memory_stop: float = Field(0.95, gt=0, le=1)
+    """Share of the memory at which a training saves a checkpoint and a server answers what runs,
+    and the process ends, before the system kills it. 1 = never."""
     kv_layout: Literal["auto", "rectangle"] = "auto"
     """How running requests' keys and values lie in memory. "auto": by tokens where the
     architecture has plain attention (docs/models.md): a row holds its own tokens, and a prompt
@@ -125,6 +140,16 @@ class ServerConfig(Section):
     def _layout_fits(self) -> "ServerConfig":
         if self.record_prompt_experts and not self.enable_return_routed_experts:
             raise ValueError("record_prompt_experts is read with enable_return_routed_experts only")
+        if isinstance(self.wired_memory, float) and not 0 < self.wired_memory <= 1:
+            raise ValueError(
+                f'wired_memory = {self.wired_memory:g}: "off", "weights", or a share above 0 and up'
+                " to 1"
+            )
+        if self.memory_pause > self.memory_stop:
+            raise ValueError(
+                f"memory_pause = {self.memory_pause:g} is above memory_stop = {self.memory_stop:g}:"
+                " new requests wait before the process ends"
+            )
         if self.kv_bits is not None and self.prompt_lookup:
             raise ValueError(
                 "kv_bits and prompt_lookup exclude each other: keys and values of a draft are not"

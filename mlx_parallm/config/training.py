@@ -353,6 +353,10 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     on_rank_lost: Literal["stop", "continue"] = "stop"
     """When a rank of `--ranks N` dies: end the run with a checkpoint, or go on from it with as
     many ranks fewer."""
+    rank_timeout_s: float = Field(600.0, gt=0)
+    """Longest time that a rank waits for the others in a sum over all of them; then the run ends in
+    words, and on_rank_lost = "continue" starts all ranks again. MLX's ring has stood still
+    (docs/mac.md)."""
     seed: int = 0
     """Seed of everything random."""
     preference: PreferenceConfig = PreferenceConfig()

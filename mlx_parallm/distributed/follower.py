@@ -133,6 +133,7 @@ class Follower:
                 self._publish(task.version)
             elif isinstance(task, RankTask):
                 self._train(task)
+        self._serving.check_memory()
 
     def _train(self, task: RankTask) -> None:
         self._step = task.batch.step - 1

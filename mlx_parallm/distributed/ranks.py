@@ -13,7 +13,8 @@ they differ (a resume, a rollback, other hardware), rank 0's arrays are copied.
 
 A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's
 ring raises when a neighbour's process has died, but not when its machine has vanished. So
-collectives run in a thread of their own, and the thread that waits for one watches the connections.
+collectives run in a thread of their own, and the thread that waits for one watches the connections,
+and the clock (`rl_training.rank_timeout_s`): a ring has stood still although all ranks were there.
 These are authenticated with a key that rank 0 hands out by the first collective. A process that is
 stopped keeps its connections; its heartbeat shows it (heartbeat.py), and then the others end them.
 """
@@ -54,11 +55,11 @@ from mlx_parallm.distributed.heartbeat import LOOK_S, SILENT_LOOKS, Heartbeat
 from mlx_parallm.distributed.players import RankPlayer, hang_up
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.runner import MakePlayer, OnError, OnResults
-from mlx_parallm.errors import ConfigError, RankLostError
+from mlx_parallm.errors import EXIT_AGAIN, ConfigError, RankLostError, RanksStandStillError
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.rl_training.step.ranks import ALONE, HasArrays, Ranks, RankTask
-from mlx_parallm.system.hardware import launched_rank, prefix_cache_bytes
+from mlx_parallm.system.hardware import launched_rank, launched_with_jaccl, prefix_cache_bytes
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS
 
@@ -70,6 +71,7 @@ CONNECT_S = 5.0  # to one address of rank 0, and for the handshake
 ACCEPT_S = 0.05  # between two looks whether all ranks are there
 JOIN_S = 120.0  # for all ranks to be connected
 WATCH_S = 0.2  # between two looks at the connections while a collective runs
+TIMEOUT_S = 600.0  # of a sum, until a configuration says (rl_training.rank_timeout_s)
 GRACE_S = 5.0  # for a collective to end after a rank has gone: the data may have come before that
 # a dead machine: 25 s
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -117,6 +119,8 @@ def join() -> Ranks:
     if rank is None:
         return ALONE
     collectives = MLXThread("collectives")
+    if launched_with_jaccl():
+        log.warning("JACCL is experimental: it has crashed at its start and in sums (docs/mac.md)")
     try:
         with _nothing_else_runs():
             log.info("waiting for the other ranks", rank=rank, gives_up_after_s=JOIN_S)
@@ -171,6 +175,7 @@ class JoinedRanks(Ranks):
         self._connections, self.rollouts, self.requests, heartbeats = self._connect()
         self._watched = [_watched(connection) for connection in self._connections]
         self._silent: list[int] = []
+        self._sum_s, self._stands_still = TIMEOUT_S, False
         self._heartbeats = [
             Heartbeat(connection, partial(self._give_up, place))
             for place, connection in enumerate(heartbeats)
@@ -198,7 +203,7 @@ class JoinedRanks(Ranks):
         """Take what rank 0's configuration says about the ranks."""
         config, training = run.config, run.config.rl_training
         self._samples = samples(training.algorithm)
-        deterministic = training.deterministic
+        deterministic, self._sum_s = training.deterministic, training.rank_timeout_s
         self._keeps_prompts = (
             prefix_cache_bytes(config.server.prefix_cache_bytes, deterministic=deterministic) > 0
         )
@@ -250,18 +255,28 @@ class JoinedRanks(Ranks):
             agree(self, trainer, part=self.next_part())
 
     def exchange(self, value: T, *, stop: bool = False) -> list[T] | None:
+        return self._exchange(value, stop=stop)
+
+    def _exchange(
+        self, value: T, *, stop: bool = False, until: float | None = None
+    ) -> list[T] | None:
+        """`until`: time.monotonic() at which to give up; None: the others may compute for long."""
         if self.lost:
             return None
         try:
             if self.rank:
                 self._connections[0].send((stop, value))
+                _wait_for(self._connections[0], until)
                 everyone = self._connections[0].recv()
             else:
                 everyone = [
                     (stop, value),
-                    *(_value(connection) for connection in self._connections),
+                    *(_value(connection, until) for connection in self._connections),
                 ]
                 self._send_all(everyone)
+        except TimeoutError:
+            self._give_up_sum("not all ranks have come to a sum")
+            return None
         except (EOFError, OSError) as error:
             self._lose(error)
             return None
@@ -279,7 +294,8 @@ class JoinedRanks(Ranks):
         mx.eval(arrays)
         # While MLX's ring waits for the other ranks it takes a core from them, so it begins when
         # all are ready.
-        if self.exchange(None) is None:
+        until = time.monotonic() + self._sum_s
+        if self._exchange(None, until=until) is None:
             return None
         running, gone_at = self._collectives.submit(lambda: _sums(arrays, self._group)), None
         while True:
@@ -288,9 +304,12 @@ class JoinedRanks(Ranks):
             except concurrent.futures.TimeoutError:
                 if gone_at is None and self._gone():
                     gone_at = time.monotonic()
+                if gone_at is None and time.monotonic() > until:
+                    self._give_up_sum("a sum over the ranks stands still, although all are there")
+                    return None
                 if gone_at is not None and time.monotonic() - gone_at > GRACE_S:
                     # the end of a backend may wait for its collectives, as MPI_Finalize does
-                    atexit.register(_leave)
+                    atexit.register(_leave, EXIT_LOST)
                     self._lose("the others wait for it in a collective")
                     return None
             except RuntimeError as error:  # what a backend raises that notices
@@ -330,7 +349,7 @@ class JoinedRanks(Ranks):
         if not self.lost and self._gone():
             self._lose("its connection is closed")
         if self.lost:
-            raise RankLostError(self.lost)
+            raise (RanksStandStillError if self._stands_still else RankLostError)(self.lost)
         if stop is not None and not stop.is_set() and self._stop_requested():
             log.info("stopping: another rank was asked to")
             stop.set()
@@ -365,6 +384,15 @@ class JoinedRanks(Ranks):
             for other, watched in zip(others, self._watched, strict=True)
             if _is_closed(watched)
         ]
+
+    def _give_up_sum(self, what: str) -> None:
+        """End this rank's part in the run: a sum takes longer than it may."""
+        self._stands_still = True
+        atexit.register(_leave, EXIT_AGAIN)  # the backend's threads may wait for ever
+        self.lost = (
+            f"{what}: not done within {self._sum_s:g} s (rl_training.rank_timeout_s): {self._then}"
+        )
+        log.error("the ranks stand still", rank=self.rank, why=what)
 
     def _lose(self, why: object) -> None:
         gone = self._gone()
@@ -431,7 +459,7 @@ class JoinedRanks(Ranks):
                 list(purpose) for purpose in zip(*connecting.result(timeout=JOIN_S), strict=True)
             ]
         except concurrent.futures.TimeoutError:
-            atexit.register(_leave)
+            atexit.register(_leave, EXIT_LOST)
             raise RankLostError(
                 f"not all of {self.size} ranks have reached rank 0 within {JOIN_S:.0f} s"
             ) from None
@@ -631,11 +659,19 @@ def _watched(connection: Connection) -> socket.socket:
     return watched
 
 
-def _value(connection: Connection) -> Any:
-    """The value that a rank exchanges. A stop request before it is repeated in it."""
+def _value(connection: Connection, until: float | None) -> Any:
+    """The value that a rank exchanges. A stop request before it is repeated in it. Raises
+    TimeoutError."""
+    _wait_for(connection, until)
     while (message := connection.recv()) == STOP_REQUEST:
-        pass
+        _wait_for(connection, until)
     return message
+
+
+def _wait_for(connection: Connection, until: float | None) -> None:
+    """Raises TimeoutError: there is no message until then."""
+    if until is not None and not connection.poll(max(0.0, until - time.monotonic())):
+        raise TimeoutError
 
 
 def _is_closed(watched: socket.socket) -> bool:
@@ -647,7 +683,7 @@ def _is_closed(watched: socket.socket) -> bool:
         return True
 
 
-def _leave() -> None:
+def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(EXIT_LOST)
+    os._exit(code)

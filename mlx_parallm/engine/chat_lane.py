@@ -140,6 +140,10 @@ class ChatLaneEngine(Engine):
         super().release_memory()
         self._lane.release_memory()
 
+    def release_caches(self) -> None:
+        super().release_caches()
+        self._lane.release_caches()
+
     def check_integrity(self) -> None:
         super().check_integrity()
         self._lane.check_integrity()

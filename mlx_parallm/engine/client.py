@@ -35,7 +35,7 @@ from mlx_parallm.types import (
     Structure,
 )
 
-TRAINER, CLIENTS = "trainer", "clients"  # holders that may pause admission
+TRAINER, CLIENTS, MEMORY = "trainer", "clients", "memory"  # holders that may pause admission
 
 
 class Mailbox:
@@ -301,6 +301,10 @@ class EngineClient:
         self.queue.send(Call(function, future))
         return future
 
+    def release_caches(self) -> "Future[Any]":
+        """Gives back what no running sequence needs."""
+        return self.call(lambda engine: engine.release_caches())
+
     def reset_prefix_cache(self) -> "Future[Any]":
         """Forgets every prompt that was kept."""
         return self.call(lambda engine: engine.reset_prefix_cache())
@@ -327,3 +331,30 @@ class EngineClient:
         for adapter in {request.adapter for request in requests}:
             if adapter is not None and (load := info.models.loader(adapter)) is not None:
                 await asyncio.to_thread(load)
+
+
+class EngineAdmission:
+    """Pauses an engine for the memory guard (system/footprint.py), from any thread. An engine that
+    has ended is left alone.
+
+    Args:
+        trains: whether a training step is under way.
+    """
+
+    def __init__(self, client: EngineClient, trains: Callable[[], bool]) -> None:
+        self._client, self._trains = client, trains
+
+    def pause(self) -> None:
+        with suppress(EngineUnavailableError):
+            self._client.pause_admission(MEMORY)
+
+    def resume(self) -> None:
+        with suppress(EngineUnavailableError):
+            self._client.resume_admission(MEMORY)
+
+    def release(self) -> None:
+        with suppress(EngineUnavailableError):
+            self._client.release_caches()
+
+    def busy(self) -> bool:
+        return bool(self._client.stats().running) or self._trains()

@@ -46,6 +46,7 @@ from mlx_parallm.errors import ModelNotFoundError, RequestError
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.system.hardware import empty_buffer_cache
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import PromptImage, Request, SamplingParams
 from mlx_parallm.weights import SharedWeights, WeightsView
@@ -53,7 +54,7 @@ from mlx_parallm.weights import SharedWeights, WeightsView
 NOT_FINITE = "the model's logits are not finite"
 ALL_FORBIDDEN = "no token may come next: allowed_token_ids, bad_words and min_tokens leave none"
 log = get_logger(__name__)
-CLEAR_CACHE_STEPS = 512  # MLX's buffer cache is emptied this often
+SHRINK_STEPS = 512  # room of rows that have left is given back this often
 
 
 @dataclass(frozen=True)
@@ -494,7 +495,17 @@ class Engine:
             # arrays in a reference cycle (a traceback): the collector counts objects, not their
             # megabytes
             gc.collect()
-            mx.clear_cache()
+            empty_buffer_cache()
+
+    def release_caches(self) -> None:
+        """Give back, under pressure, what no running sequence needs: prefixes, room of rows that
+        have left, MLX's freed buffers."""
+        self.scheduler.forget_prefixes()
+        if self._ahead is None:
+            self.cache.shrink_to([sequence.cached for sequence in self.scheduler.rows])
+        self._note_memory()
+        gc.collect()
+        empty_buffer_cache()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when rows, lengths and positions do not fit each other."""
@@ -695,7 +706,6 @@ class Engine:
         self.counters.steps += 1
         self.counters.running = len(self.scheduler.active)
         self._note_memory()
-        if self.counters.steps % CLEAR_CACHE_STEPS == 0:
+        if self.counters.steps % SHRINK_STEPS == 0:
             # those of finished ones too
             self.cache.shrink_to([sequence.cached for sequence in self.scheduler.rows])
-            mx.clear_cache()

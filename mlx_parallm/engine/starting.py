@@ -24,6 +24,7 @@ from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_se
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.hardware import (
     async_scheduling,
+    bound_buffer_cache,
     kv_cache_bytes,
     prefix_cache_bytes,
     wire_memory,
@@ -95,9 +96,9 @@ def start_engine(
     if options.prompt_lookup and (why := no_drafts(options, deterministic=deterministic)):
         get_logger(__name__).warning("server.prompt_lookup is off", reason=why)
         options = replace(options, prompt_lookup=0)
-    if advice := wire_memory(
-        sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
-    ):
+    bound_buffer_cache(server.buffer_cache, processes=processes)
+    weight_bytes = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
+    if advice := wire_memory(weight_bytes, server.wired_memory):
         get_logger(__name__).warning("memory_is_short", advice=advice)
     shapes = linear_shapes(loaded.model)
     for name, layers in adapters.items():

@@ -42,6 +42,7 @@ from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.system.footprint import process_bytes
 from mlx_parallm.weights import PublishReport
 
 
@@ -346,6 +347,7 @@ class TrainingLoop:
                 "publish_ms": report.total_ms if report else None,
                 "serve_tok_s": tokens / seconds if seconds > 0 else None,
                 "memory_gb": memory_gb,
+                "footprint_gb": process_bytes() / 1e9,
             }
         )
 

@@ -83,6 +83,7 @@ KEYS = (
     "publish_ms",
     "serve_tok_s",
     "memory_gb",
+    "footprint_gb",
     "reward_by_environment",
     "environments",
     "full_marks",
@@ -140,6 +141,7 @@ on: `expert_tokens`, `expert_load_max`, `expert_load_entropy`, `experts_unused`:
 `trained_tokens`: those of `tokens` that the loss counted, where a client computes the steps.
 `time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by
 the guard.
+`memory_gb`: peak of MLX's arrays in the step; `footprint_gb`: what the process takes after it.
 `publish_kl`: `publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`:
 the checkpoint or version that the weights went back to before this step."""
 
@@ -150,6 +152,7 @@ TIMES = (
     "publish_ms",
     "serve_tok_s",
     "memory_gb",
+    "footprint_gb",
     "eval/seconds",
     "teacher_seconds",
 )

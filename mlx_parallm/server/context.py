@@ -18,7 +18,7 @@ from fastapi import Depends
 from fastapi import Request as HTTPRequest
 
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.engine.client import CLIENTS
+from mlx_parallm.engine.client import CLIENTS, MEMORY
 from mlx_parallm.engine.validation import MOST_ALTERNATIVES, check_alternatives
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.execution.prompt_images import ImageReader
@@ -267,6 +267,11 @@ class ServerContext:
     def clients_paused(self) -> bool:
         """True between a client's /pause and /resume; the trainer's own drain does not count."""
         return CLIENTS in self.engine.stats().holders
+
+    @property
+    def admission_paused(self) -> bool:
+        """True while new requests wait: a client has paused, or memory is short."""
+        return not {CLIENTS, MEMORY}.isdisjoint(self.engine.stats().holders)
 
     @property
     def _waiting(self) -> int:

@@ -15,6 +15,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mlx_parallm.system.footprint import MemoryGuard
 from mlx_parallm.types import EngineStats
 
 PREFIX = "mlx_parallm"
@@ -137,6 +138,10 @@ class ServerMetrics:
         """Add the counts of a run's tool client; once."""
         self.registry.register(_ToolsCollector(counts))
 
+    def watch_memory(self, guard: MemoryGuard) -> None:
+        """Add what the process takes of the memory, beside the guard's marks; once."""
+        self.watch(lambda: _memory_metrics(guard))
+
     def watch(self, metrics: Callable[[], Iterable[Metric]]) -> None:
         """Add what a part outside of the server counts, read at each scrape."""
         self.registry.register(_PartCollector(metrics))
@@ -144,6 +149,27 @@ class ServerMetrics:
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+
+def _memory_metrics(guard: MemoryGuard) -> Iterator[Metric]:
+    taken = GaugeMetricFamily(
+        f"{PREFIX}_footprint_bytes", "What the process takes of a memory", labels=["place"]
+    )
+    whole = GaugeMetricFamily(f"{PREFIX}_memory_bytes", "How large it is", labels=["place"])
+    for use in guard.measure():
+        taken.add_metric([use.place], use.used)
+        whole.add_metric([use.place], use.whole)
+    marks = GaugeMetricFamily(
+        f"{PREFIX}_memory_mark", "Share of it at which the guard acts", labels=["mark"]
+    )
+    marks.add_metric(["pause"], guard.pause)
+    marks.add_metric(["stop"], guard.stop)
+    yield from (taken, whole, marks)
+    yield GaugeMetricFamily(
+        f"{PREFIX}_memory_paused",
+        "1 while new requests wait for memory",
+        value=int(guard.paused),
+    )
 
 
 class _EngineCollector(Collector):

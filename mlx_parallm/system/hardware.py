@@ -8,11 +8,13 @@ import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import psutil
 
 from mlx_parallm.system.blas import has_cuda_backend
+from mlx_parallm.system.footprint import MemoryUse, process_bytes
 
 GIB, MIB = 2**30, 2**20
 # of the memory that is free once the model is loaded: the rest is for activations, and the trainer
@@ -21,6 +23,12 @@ PREFIX_CACHE_SHARE = 20  # of all memory
 # of what Metal keeps in memory: a larger model leaves too little for the cache (mlx-lm's number)
 WIRED_SHARE = 0.9
 # of mlx.launch; of mpirun (Open MPI, MPICH)
+# of mlx.launch --backend jaccl
+JACCL_VARIABLES = ("MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR")
+TF32 = "MLX_ENABLE_TF32"
+HARMFUL = {
+    "MLX_METAL_FAST_SYNCH": "two streams of work have locked the GPU with it (ml-explore/mlx#3830)"
+}
 RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
@@ -54,6 +62,26 @@ def launched_rank() -> int | None:
     """Return this process's rank from mlx.launch or mpirun; None: it was started alone."""
     rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), None)
     return None if rank is None else int(rank)
+
+
+def launched_with_jaccl() -> bool:
+    """Whether the ranks of this launch are connected by JACCL."""
+    return any(name in os.environ for name in JACCL_VARIABLES)
+
+
+def use_whole_float32() -> None:
+    """Let float32 products be whole float32 (`float32_is_tf32`), unless the user has chosen. Before
+    MLX computes."""
+    os.environ.setdefault(TF32, "0")
+
+
+def harmful_variables() -> list[str]:
+    """Return "NAME: why" for each variable of the environment that does harm to MLX."""
+    return [
+        f"{name}: {why}"
+        for name, why in HARMFUL.items()
+        if os.environ.get(name, "0") not in ("", "0")
+    ]
 
 
 def memory_present() -> tuple[int, int]:
@@ -117,20 +145,24 @@ def async_scheduling(configured: bool | None, *, deterministic: bool) -> bool:
     return not deterministic and mx.default_device().type == mx.DeviceType.gpu
 
 
-def wire_memory(model_bytes: int) -> str | None:
-    """Let Metal keep all that it may in memory, as mlx-lm does while it generates. Otherwise macOS
-    may page weights out, and each step waits for them. Does nothing on other backends and before
-    macOS 15. Loads MLX.
+def wire_memory(model_bytes: int, wired: float | str = "off") -> str | None:
+    """Let Metal keep a part of its memory from being paged out (`server.wired_memory`). Does
+    nothing where MLX's default device is no Metal GPU. Loads MLX.
+
+    Args:
+        wired: "off", "weights" (as much as they take), or a share of what Metal recommends. Panics
+            of the macOS kernel were reported with any (docs/mac.md).
 
     Return advice for a model that takes more than `WIRED_SHARE` of that memory, else None.
     """
     import mlx.core as mx
 
-    if not mx.metal.is_available():
+    info = mx.device_info() if mx.default_device().type == mx.DeviceType.gpu else {}
+    if "max_recommended_working_set_size" not in info:
         return None
-    info = mx.device_info()
     most, whole = int(info["max_recommended_working_set_size"]), int(info["memory_size"])
-    mx.set_wired_limit(most)
+    if wired != "off":
+        mx.set_wired_limit(min(most, model_bytes) if wired == "weights" else int(wired * most))
     if model_bytes <= WIRED_SHARE * most:
         return None
     sizes = (
@@ -144,6 +176,58 @@ def wire_memory(model_bytes: int) -> str | None:
         f"`sudo sysctl iogpu.wired_limit_mb={-(-wanted // MIB)}` raises that until the next start"
         " of macOS"
     )
+
+
+def memory_use(processes: int = 1) -> list[MemoryUse]:
+    """Return what this process takes of each memory that holds its arrays. Loads MLX.
+
+    Args:
+        processes: share this machine; each may have its part.
+    """
+    import mlx.core as mx
+
+    arrays = mx.get_active_memory() + mx.get_cache_memory()
+    machine = int(psutil.virtual_memory().total) // processes
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return [MemoryUse("process", process_bytes(), machine)]
+    if sys.platform == "darwin":  # one memory for both
+        return [MemoryUse("process", max(process_bytes(), arrays), machine)]
+    gpu = MemoryUse("gpu", arrays, memory_present()[1] // processes)
+    return [gpu, MemoryUse("process", process_bytes(), machine)]
+
+
+def bound_buffer_cache(share: float, *, processes: int = 1) -> int:
+    """Let MLX keep at most this share of the memory as freed buffers for the next arrays
+    (`server.buffer_cache`), and return the bytes. MLX's own bound stays where it is lower, as on a
+    CPU; on a GPU it has none that protects the machine. Loads MLX."""
+    import mlx.core as mx
+
+    wanted = int(share * memory_present()[1]) // processes
+    before = mx.set_cache_limit(wanted)
+    if before < wanted:
+        mx.set_cache_limit(before)
+    return min(before, wanted)
+
+
+def empty_buffer_cache() -> None:
+    """Give freed buffers back to the system once this thread's own work is done: emptied beside
+    work in flight, Metal has answered with errors and wrong data. Loads MLX."""
+    import mlx.core as mx
+
+    mx.synchronize()
+    mx.clear_cache()
+
+
+@cache
+def float32_is_tf32() -> bool:
+    """Whether float32 products keep ten bits of the mantissa here, as MLX lets M5 and CUDA do
+    unless MLX_ENABLE_TF32 is 0. Measured once, on a GPU only. Loads MLX."""
+    import mlx.core as mx
+
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return False
+    fine = mx.full((128, 128), 1 + 2**-12)  # TF32 makes 1 of it
+    return not mx.array_equal(fine @ mx.eye(128), fine).item()
 
 
 def mlx_device() -> str:

@@ -88,6 +88,19 @@ def missing(error: ImportError) -> str | None:
     return None
 
 
+def wrong_wheel(error: BaseException) -> str | None:
+    """Return the line for an error of kernels that were built for another version of macOS; None:
+    it is another error."""
+    text = str(error)
+    if "language version" not in text and "Unable to load kernel" not in text:
+        return None
+    return (
+        f"MLX's kernels do not fit this system ({' '.join(text.split())[:200]}): on macOS install"
+        " the wheel for this version (pip install --force-reinstall --no-cache-dir mlx), or update"
+        " macOS"
+    )
+
+
 def require_mlx() -> None:
     """Raises ConfigError: no backend of MLX is installed."""
     if advice := mlx_backend_advice():

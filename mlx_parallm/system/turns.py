@@ -39,6 +39,11 @@ class Turns:
         """True while the engine rests after each of its steps: then none may run during a rest."""
         return self._priority == "train" and not self._trainer_idle.is_set()
 
+    @property
+    def trains(self) -> bool:
+        """True while a training step is under way."""
+        return not self._trainer_idle.is_set()
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Enclose a step of the engine."""

@@ -10,7 +10,7 @@ import pytest
 
 import mlx_parallm
 from mlx_parallm import cli
-from mlx_parallm.cli import contracts
+from mlx_parallm.cli import contracts, probes
 from mlx_parallm.cli.contracts import (
     ROUNDING,
     ContractResult,
@@ -39,6 +39,12 @@ def subject() -> Iterator[Subject]:
         with subject_of(load_config(None, CONFIG)) as made:
             made.rate = 6 * contracts.NEW_TOKENS / contracts.ALONE_S  # six sequences a comparison
             yield made
+
+
+@pytest.fixture(autouse=True)
+def one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ones are tried in test_probes."""
+    monkeypatch.setattr(probes, "PROBES", probes.PROBES[:1])
 
 
 def answer(tokens: Sequence[int], logprob: float = -1.0) -> Completion:

@@ -12,7 +12,7 @@ from mlx_parallm.cli import doctor_report as doctor_module
 from mlx_parallm.cli.doctor_report import Report, advice, matmul_gflops
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.blas import FIX, BlasStatus, blas_status
-from mlx_parallm.system.hardware import GIB, Hardware
+from mlx_parallm.system.hardware import GIB, Hardware, harmful_variables
 
 BIN = Path(sys.executable).parent
 HEALTHY = Report(
@@ -36,6 +36,20 @@ def doctor(**environment: str) -> "subprocess.CompletedProcess[str]":
 
 def test_a_healthy_machine_gets_no_advice() -> None:
     assert advice(HEALTHY) == []
+
+
+def test_a_variable_that_does_harm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "0")
+    assert harmful_variables() == []
+    monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
+    (line,) = advice(replace(HEALTHY, harmful=harmful_variables()))
+    assert line.startswith("unset MLX_METAL_FAST_SYNCH: ")
+
+
+def test_who_holds_the_memory_is_named() -> None:
+    short = replace(HEALTHY.hardware, available_bytes=GIB)
+    (line,) = advice(replace(HEALTHY, hardware=short, holders=["ollama 12.3 GiB"]))
+    assert "1.0 GiB of memory are free: stop another process (ollama 12.3 GiB)" in line
 
 
 def test_the_reference_blas_is_named_with_its_fix() -> None:

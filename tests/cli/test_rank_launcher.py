@@ -114,6 +114,19 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on_without_it(tmp_pat
     assert hosts is None, "one rank is a process without MLX's ring"
 
 
+def test_ranks_whose_sum_stood_still_are_started_again(tmp_path: Path) -> None:
+    """All of them, for none has died; not for ever."""
+    deeds: dict[str, object] = {"1.0": 75, "1.1": "waits", "2.0": 0, "2.1": 0}
+    goes_on = start(tmp_path / "goes on", 2, deeds, "continues")
+    stops = start(tmp_path / "stops", 2, deeds)
+    always = {f"{turn}.{rank}": 75 for turn in (1, 2) for rank in range(2)}
+    ends = start(tmp_path / "ends", 2, dict(always), "continues")
+    for parent, code, again in ((goes_on, 0, 1), (stops, 75, 0), (ends, 75, 3)):
+        _, said = parent.communicate(timeout=60)
+        assert parent.returncode == code and said.count("starting all ranks again") == again, said
+    assert (tmp_path / "goes on/2.1").exists() and not (tmp_path / "stops/2.0").exists()
+
+
 def until_there(*files: Path) -> None:
     until(lambda: all(file.exists() for file in files), 30)
 

@@ -78,6 +78,14 @@ def starts(here: Path) -> list[str]:
     return (here / "starts").read_text().splitlines()
 
 
+def test_a_run_that_saved_because_memory_was_short_goes_on(tmp_path: Path) -> None:
+    parent = start(tmp_path, "saves 75", "75", "done", restarts=2)
+    _, said = parent.communicate(timeout=30)
+    assert parent.returncode == 0, said
+    assert said.count("saved and ended because memory was running out") == 2
+    assert len((tmp_path / "starts").read_text().splitlines()) == 3
+
+
 def test_an_abort_is_answered_by_a_start_from_the_newest_checkpoint(tmp_path: Path) -> None:
     parent = start(tmp_path, "SIGABRT", "saves SIGSEGV", "done", restarts=2)
     _, said = parent.communicate(timeout=30)

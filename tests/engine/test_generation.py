@@ -47,7 +47,7 @@ def test_greedy_in_a_batch_equals_alone(architecture):
 def test_sequences_behind_finished_ones_survive_when_memory_is_given_back(monkeypatch):
     """The cache was once cut to the number of running rows before the last of them had moved
     forward."""
-    monkeypatch.setattr(engine_module, "CLEAR_CACHE_STEPS", 1)
+    monkeypatch.setattr(engine_module, "SHRINK_STEPS", 1)
     served = serve(qwen3_model(), max_rows=32, prefill_chunk=4096, by_tokens=False)
     prompts = ragged_prompts(32, longest=20)
     lengths = [3] * 29 + [40] * 3

@@ -3,6 +3,7 @@ Prints one JSON line."""
 
 import json
 import os
+import signal
 import sys
 import threading
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from mlx_parallm.distributed import ranks as distributed
 from mlx_parallm.distributed.ranks import JoinedRanks, join
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, RanksStandStillError
 from mlx_parallm.models.threads import mlx_thread
 
 assert mlx_parallm.__version__
@@ -62,6 +63,32 @@ def vanishes(ranks: JoinedRanks) -> dict[str, object]:
     return {"sum": ranks.sum([mx.ones((1000,))]), "lost": ranks.lost}
 
 
+def stops(ranks: JoinedRanks) -> dict[str, object]:
+    """Rank 1 is stopped before a sum; its connections stay."""
+    ranks._sum_s = 2.0
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return given_up(ranks)
+
+
+def stands(ranks: JoinedRanks) -> dict[str, object]:
+    """All ranks come to a sum, and it never ends, as MLX's ring has done. Rank 0 is the first to
+    give up."""
+    ranks._sum_s = 60.0 if ranks.rank else 2.0
+    if ranks.rank == 1:
+        distributed._sums = lambda *_: threading.Event().wait()  # type: ignore[assignment]
+    return given_up(ranks)
+
+
+def given_up(ranks: JoinedRanks) -> dict[str, object]:
+    found = {"sum": ranks.sum([mx.ones((1000,))]), "lost": ranks.lost}
+    try:
+        ranks.check()
+    except RanksStandStillError:
+        found["again"] = True
+    return found
+
+
 def main() -> None:
     if sys.argv[1] == "versions":
         distributed.VERSIONS = f"mlx-parallm 0.{os.environ['MLX_RANK']}"
@@ -71,7 +98,14 @@ def main() -> None:
         sys.exit(str(error))
     assert isinstance(ranks, JoinedRanks)
     with mlx_thread():
-        found = {"calls": calls, "dies": dies, "vanishes": vanishes}[sys.argv[1]](ranks)
+        programs = {
+            "calls": calls,
+            "dies": dies,
+            "vanishes": vanishes,
+            "stops": stops,
+            "stands": stands,
+        }
+        found = programs[sys.argv[1]](ranks)
         sys.stdout.write(json.dumps(found, default=lambda value: value.tolist()) + "\n")
         sys.stdout.flush()
 

@@ -21,6 +21,7 @@ import mlx.core as mx
 import psutil
 import pytest
 
+from mlx_parallm.errors import EXIT_AGAIN
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.integration import processes
@@ -148,6 +149,24 @@ def test_a_lost_rank_ends_the_collective_and_the_process(tmp_path: Path, how: st
     assert "rank 1 of 2 is gone" in result["lost"]
     assert code == {"dies": 0, "vanishes": 2}[how], err
     assert seconds < 40
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("stops", "not all ranks have come"), ("stands", "although all are there")]
+)
+def test_a_sum_that_does_not_end_ends_the_process(tmp_path: Path, how: str, why: str) -> None:
+    ranks = program(tmp_path, how)
+    try:
+        out, err = ranks[0].communicate(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    [line] = [line for line in out.splitlines() if line.startswith("{")]
+    result = json.loads(line)
+    assert result["sum"] is None and result["again"] is True
+    assert why in result["lost"] and "rank_timeout_s" in result["lost"]
+    assert ranks[0].returncode == EXIT_AGAIN, err
 
 
 def test_a_rank_that_waits_for_one_that_never_comes_can_be_ended(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from mlx_parallm.engine.starting import engine_options
 from mlx_parallm.system.hardware import (
     GIB,
     Hardware,
+    bound_buffer_cache,
     detect,
+    empty_buffer_cache,
     lack_of_room,
     memory_present,
     mlx_device,
@@ -99,12 +101,41 @@ def test_metal_keeps_the_model_in_memory(
     wired: list[int] = []
     sizes = {"max_recommended_working_set_size": 96 * GIB, "memory_size": 128 * GIB}
     monkeypatch.setattr(mx, "set_wired_limit", wired.append)
-    monkeypatch.setattr(mx, "device_info", lambda: sizes)
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    assert wire_memory(model_gib * GIB) is None and wired == []
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", dict)  # of the CPU, which a Mac's program may choose
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    assert wire_memory(model_gib * GIB, 1.0) is None and wired == []
+    monkeypatch.setattr(mx, "device_info", lambda: sizes)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     found = wire_memory(model_gib * GIB) or ""
-    assert advice in found and bool(advice) == bool(found) and wired == [96 * GIB]
+    assert advice in found and bool(advice) == bool(found) and wired == [], "off by default"
+    assert [wire_memory(model_gib * GIB, way) or "" for way in (0.5, "weights")] == [found, found]
+    assert wired == [48 * GIB, min(model_gib, 96) * GIB]
+
+
+def test_a_lower_bound_of_the_buffer_cache_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX's own on a CPU is 32 MiB; on a GPU it is what the GPU has."""
+    mx = pytest.importorskip("mlx.core")
+    limits = [32 << 20]
+
+    def set_limit(limit: int) -> int:
+        limits.append(limit)
+        return limits[-2]
+
+    monkeypatch.setattr(mx, "set_cache_limit", set_limit)
+    eighth = memory_present()[1] // 8
+    assert bound_buffer_cache(0.125) == 32 << 20 and limits[-1] == 32 << 20
+    limits[:] = [96 * GIB]
+    assert bound_buffer_cache(0.125, processes=2) == eighth // 2 == limits[-1]
+
+
+def test_the_buffer_cache_is_emptied_after_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    mx = pytest.importorskip("mlx.core")
+    calls: list[str] = []
+    monkeypatch.setattr(mx, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(mx, "clear_cache", lambda: calls.append("clear"))
+    empty_buffer_cache()
+    assert calls == ["synchronize", "clear"]
 
 
 def test_this_machine() -> None:

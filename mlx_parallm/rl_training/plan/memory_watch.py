@@ -18,6 +18,7 @@ from mlx_parallm.rl_training.plan.preflight import (
     PlannedRun,
     in_words,
 )
+from mlx_parallm.system.footprint import others_holding
 from mlx_parallm.system.hardware import memory_present
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.terminal import Console
@@ -54,11 +55,13 @@ class MemoryWatch:
         if needed > whole:
             raise ConfigError(run.too_little_memory(needed, whole))
         if needed > min(TIGHT * whole, free):
+            others = others_holding()
             log.warning(
                 "little memory to spare: mlx_parallm train --dry-run measures what the run needs",
                 needed_at_most=in_words(needed),
                 present=in_words(whole),
                 free=in_words(free),
+                **({"held_by_others": ", ".join(others)} if others else {}),
             )
         return cls(run)
 

@@ -65,6 +65,7 @@ class RunningRun:
         self._evaluations.finish()
         prepared.events.emit(RunFinished(outcome))
         self._end_soon()
+        prepared.serving.check_memory()
         prepared.ranks.check()
 
     def _control(self) -> RunControl:

@@ -51,6 +51,7 @@ def _subscribe_display(started: StartedRun, tokenizer: Tokenizer) -> None:
         if CLIENTS in serving.client.stats().holders:
             return [
                 "paused by a client: POST /resume, or Resume on the dashboard, goes on",
+                serving.memory_health(),
                 started.memory.health(),
             ]
         teachers = started.parts.trainer.teachers
@@ -58,6 +59,7 @@ def _subscribe_display(started: StartedRun, tokenizer: Tokenizer) -> None:
             *started.sources.health(),
             started.parts.buffer.health(),
             teachers.health() if teachers is not None else None,
+            serving.memory_health(),
             started.memory.health(),
         ]
 

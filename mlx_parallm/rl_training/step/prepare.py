@@ -43,6 +43,7 @@ from mlx_parallm.models.cpu_kernels import as_data
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import Measure, MicroBatch
 from mlx_parallm.rl_training.step.teaching import LOGPROBS, Lesson, Teaching, teacher_numbers
+from mlx_parallm.system.hardware import float32_is_tf32
 
 Scores = Mapping[str, np.ndarray]
 """Columns of the trainer's own forward passes, [N] float32 over the trained tokens of the batch:
@@ -504,11 +505,13 @@ def sampler_correction(options: CorrectionOptions, model: nn.Module) -> SamplerC
 
 
 def expected_mismatch(model: nn.Module) -> float:
-    """The row of `MEASURED_MISMATCH` for a model, adapters aside: they are float32 whatever the
-    base is."""
+    """The row of `MEASURED_MISMATCH` for a model on the default device, adapters aside: they are
+    float32 whatever the base is."""
     base = [
         (name, array) for name, array in tree_flatten(model.parameters()) if ".lora_" not in name
     ]
     floats = [array for _, array in base if mx.issubdtype(array.dtype, mx.floating)]
     dtype = max(floats, key=lambda array: array.nbytes).dtype
+    if dtype == mx.float32 and float32_is_tf32():
+        dtype = mx.float16  # TF32 keeps as many bits of the mantissa
     return MEASURED_MISMATCH[dtype, any(name.endswith(".scales") for name, _ in base)]

@@ -73,7 +73,7 @@ async def health(context: Context) -> Response:
         "running": stats.running,
         "waiting": stats.waiting,
         "steps": stats.steps,
-        "paused": context.clients_paused,
+        "paused": context.admission_paused,
     }
     return JSONResponse(healthy)
 

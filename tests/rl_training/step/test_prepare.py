@@ -21,6 +21,7 @@ from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.options import check_kv_bits, training_options
+from mlx_parallm.rl_training.step import prepare as prepare_module
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.prepare import (
     MEASURED_MISMATCH,
@@ -290,6 +291,14 @@ def test_the_row_of_a_model(dtype: mx.Dtype, quantised: bool) -> None:
     if quantised:
         nn.quantize(model, group_size=32, bits=4)
     assert expected_mismatch(model) == MEASURED_MISMATCH[dtype, quantised]
+
+
+def test_float32_that_is_tf32_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32 keeps as many bits of the mantissa as float16."""
+    monkeypatch.setattr(prepare_module, "float32_is_tf32", lambda: True)
+    assert expected_mismatch(make_model()) == MEASURED_MISMATCH[mx.float16, False]
+    chosen = correction(make_config(), make_model())
+    assert chosen is not None and chosen.kind == "tis"
 
 
 def test_icepop_is_mis_of_tokens_with_its_own_bounds() -> None:

@@ -28,6 +28,7 @@ const CHARTS = [
   { title: "Tokens per second", keys: { serve_tok_s: "served", trained_tok_s: "trained" } },
   { title: "Tokens of a step", keys: { tokens: "all", trained_tokens: "trained on" } },
   { title: "Seconds of a step", keys: { time_rollout_s: "waiting for rollouts", time_train_s: "training", time_publish_s: "publishing", teacher_seconds: "asking teachers" } },
+  { title: "Memory", note: "GB, the peak of a step and what the process has after it", keys: { memory_gb: "MLX's arrays", footprint_gb: "the process" } },
   { title: "Staleness", note: "policy versions", keys: { staleness: "mean", staleness_max: "most" } },
   { title: "Learning rate", keys: { learning_rate: "rate" } },
 ];

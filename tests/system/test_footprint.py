@@ -1,0 +1,136 @@
+"""The memory of this process, and the guard's two marks, with numbers instead of a full machine."""
+
+import ctypes
+import os
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from mlx_parallm.system import footprint
+from mlx_parallm.system.footprint import (
+    IDLE_PAUSE_S,
+    MemoryGuard,
+    MemoryUse,
+    process_bytes,
+)
+from mlx_parallm.system.hardware import memory_use
+
+
+class Engine:
+    """Notes what the guard does with it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.computes = True
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def release(self) -> None:
+        self.calls.append("release")
+
+    def busy(self) -> bool:
+        return self.computes
+
+
+class Guarded:
+    def __init__(self, pause: float = 0.85, stop: float = 0.95) -> None:
+        self.engine, self.share, self.now = Engine(), 0.0, 0.0
+        self.guard = MemoryGuard(
+            pause,
+            stop,
+            self.engine,
+            lambda reason: self.engine.calls.append("stop"),
+            lambda: [MemoryUse("gpu", 1, 100), MemoryUse("process", round(self.share * 100), 100)],
+            lambda: self.now,
+        )
+
+    def looks(self, *percents: int) -> list[str]:
+        """What the guard does while so much is used, one look after the other."""
+        before = len(self.engine.calls)
+        for percent in percents:
+            self.share = percent / 100
+            self.guard.look()
+        return self.engine.calls[before:]
+
+
+@pytest.mark.parametrize(
+    ("percents", "calls"),
+    [
+        ((10, 84, 84), []),
+        ((90, 80), ["release"]),  # caches were enough
+        ((90, 90, 90), ["release", "pause"]),
+        ((90, 90, 84, 84), ["release", "pause"]),  # just below the mark is not enough
+        ((90, 90, 82), ["release", "pause", "resume"]),
+        ((90, 90, 82, 90, 90), ["release", "pause", "resume", "release", "pause"]),
+        ((99, 80), ["release"]),
+        ((99, 99, 99), ["release", "pause", "stop"]),
+        ((90, 90, 99), ["release", "pause", "stop"]),
+    ],
+)
+def test_two_marks(percents: tuple[int, ...], calls: list[str]) -> None:
+    guarded = Guarded()
+    assert guarded.looks(*percents) == calls
+    assert bool(guarded.guard.stopped) == ("stop" in calls)
+    sentence = guarded.guard.health() or ""
+    assert bool(sentence) == (calls[-1:] in (["pause"], ["stop"]))
+
+
+def test_a_mark_of_1_does_nothing() -> None:
+    assert Guarded(1, 1).looks(99, 99, 100, 120) == []
+    assert Guarded(0.5, 1).looks(99, 100, 120) == ["release", "pause"]
+
+
+def test_a_pause_that_helps_nobody_ends() -> None:
+    """A model that takes 90 % itself is served all the same."""
+    guarded = Guarded()
+    assert guarded.looks(90, 90, 90) == ["release", "pause"]
+    guarded.now = 10 * IDLE_PAUSE_S
+    assert guarded.looks(90) == [], "what runs may give memory back"
+    guarded.engine.computes = False
+    assert guarded.looks(90) == ["release"]
+    guarded.now += IDLE_PAUSE_S
+    assert guarded.looks(90, 90, 90) == ["resume"] and guarded.guard.health() is None
+    assert guarded.looks(99) == ["stop"], "the other mark holds"
+
+
+def test_this_process() -> None:
+    resident = psutil.Process().memory_info().rss
+    assert 0.5 * resident < process_bytes() < 2 * resident
+
+
+def test_the_physical_footprint_of_macos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As proc_pid_rusage fills rusage_info_v0: 16 bytes of an id, then numbers of 8; the
+    footprint is the eighth."""
+
+    def proc_pid_rusage(pid: int, flavor: int, buffer: object) -> int:
+        assert (pid, flavor) == (os.getpid(), 0)
+        numbers = (ctypes.c_uint64 * 12).from_buffer(buffer._obj)  # type: ignore[attr-defined]
+        numbers[:] = [*range(9), 7 << 30, 10, 11]
+        return 0
+
+    libraries = {footprint.LIBPROC: SimpleNamespace(proc_pid_rusage=proc_pid_rusage)}
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(ctypes, "CDLL", libraries.__getitem__)
+    assert process_bytes() == 7 << 30
+
+
+def test_a_gpus_memory_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    mx = pytest.importorskip("mlx.core")
+    [alone] = memory_use()
+    assert alone.place == "process" and alone.whole == psutil.virtual_memory().total
+    assert memory_use(2)[0].whole == alone.whole // 2
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 80 << 30, "free_memory": 1})
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 30 << 30)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 10 << 30)
+    assert str(memory_use()[0]) == "40.0 of 80.0 GiB of the GPU's memory (50%)"
+    assert memory_use()[1].place == "process"
+    monkeypatch.setattr(sys, "platform", "darwin")  # one memory, in which both are
+    monkeypatch.setattr(footprint, "_physical_footprint", lambda: 50 << 30)
+    assert [use.used >> 30 for use in memory_use()] == [50]
