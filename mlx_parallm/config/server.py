@@ -42,9 +42,9 @@ class ServerConfig(Section):
     own bound is lower."""
     wired_memory: Literal["off", "weights"] | float = "off"
     """Memory that macOS may not page out: "off"; "weights", as much as they take; or a share of
-    what Metal recommends, above 0 and up to 1. Wired memory was in each report of a panic of the macOS kernel under two
-    streams of work; without it a model close to the machine's memory may become slow
-    (docs/mac.md). Elsewhere it does nothing."""
+    what Metal recommends, above 0 and up to 1. Wired memory was in each report of a panic of the
+    macOS kernel under two streams of work; without it a model close to the machine's memory may
+    become slow (docs/mac.md). Elsewhere it does nothing."""
     memory_pause: float = Field(0.85, gt=0, le=1)
     """Share of the memory at which caches are given back and, where that is not enough, new
     requests wait. What counts is the process's footprint (macOS), its resident memory (Linux),
