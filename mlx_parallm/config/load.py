@@ -393,8 +393,11 @@ def find_config(source: str | Path) -> Path:
     if name in shipped and (len(path.parts) == 1 or path.parent.name == "train_configs"):
         return shipped[name]
     names = ", ".join(sorted(p.removesuffix(".toml") for p in shipped))
+    near = difflib.get_close_matches(name, shipped, n=1)
+    meant = f"; did you mean {near[0].removesuffix('.toml')!r}?" if near else ":"
     raise ConfigError(
-        f"no configuration {str(source)!r}: not a file, and not one of the shipped ones ({names})"
+        f"no configuration {str(source)!r}: not a file, and not one of the shipped ones{meant}"
+        f" There are {names}"
     )
 
 

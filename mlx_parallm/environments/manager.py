@@ -27,7 +27,7 @@ from mlx_parallm.environments.scheduler import RolloutScheduler
 from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError, RolloutRejectedError
-from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.log import FILE_ONLY, get_logger, words_of
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.types import ChatTokenizer, PolicyClient, RolloutGroup, Trajectory
 
@@ -362,6 +362,7 @@ class RolloutManager(RolloutScheduler):
         self._config, self._adapter, self._template_kwargs = config, adapter, template_kwargs
         self._client, self._tokenizer = _engine(self.inference, client, tokenizer)
         self._sink, self._on_failure, self._on_times = sink, on_failure, on_times
+        self._logged_reasons: set[str] = set()
         self._episodes: EpisodeRunner | None = None
         self._collector = (
             Collector(config, on_start=on_rollout_start, on_complete=on_rollout_complete)
@@ -515,7 +516,10 @@ class RolloutManager(RolloutScheduler):
                 reason = str(error)
         if reason is None:
             return None, not stored
-        log.warning("group dropped", group=result.group.group_id, reason=reason)
+        # a reason is shown once; run.log has every group
+        shown = {FILE_ONLY: True} if words_of(reason) in self._logged_reasons else {}
+        self._logged_reasons.add(words_of(reason))
+        log.warning("group dropped", group=result.group.group_id, reason=reason, **shown)
         if self._on_failure is not None:
             self._on_failure(result.group, reason)
         return reason, False

@@ -1,7 +1,6 @@
 """The registry of environment kinds: makes a source from a configured kind or from the user's
 class."""
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,13 @@ from mlx_parallm.environments.kinds.tasks import TasksSource
 from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.environments.state_source import StateSource, check_environment
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.user_code import check_call, is_reference, load, user_code
+from mlx_parallm.execution.user_code import (
+    check_call,
+    did_you_mean,
+    is_reference,
+    load,
+    user_code,
+)
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 
 KINDS: Mapping[str, Callable[..., EnvironmentSource]] = MappingProxyType(
@@ -126,9 +131,8 @@ def _unknown(kind: str, kinds: Sequence[str]) -> ConfigError:
             " and comes over HTTP"
             " (docs/verifiers.md)"
         )
-    near = difflib.get_close_matches(kind, kinds, n=1, cutoff=0.0)[0]
     return ConfigError(
-        f"environments: unknown kind {kind!r}; did you mean {near!r}? There are:"
+        f"environments: unknown kind {kind!r}{did_you_mean(kind, kinds) or '.'} There are:"
         f" {', '.join(kinds)},"
         ' and "python:file.py:Class"'
     )

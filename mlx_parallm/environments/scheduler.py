@@ -42,7 +42,7 @@ from mlx_parallm.environments.runner import (
 )
 from mlx_parallm.environments.schedule import Schedule
 from mlx_parallm.errors import CheckpointError, EnvironmentFailedError
-from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.log import FILE_ONLY, get_logger
 
 log = get_logger("environments")
 
@@ -273,7 +273,8 @@ class RolloutScheduler(ABC):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        log.error("environments stopped", error=describe(error))
+        # `health` and `check` say it to those who watch
+        log.error("environments stopped", error=describe(error), **{FILE_ONLY: True})
         with self._changed:
             self._failure, self._stopping = error, True
             self._changed.notify_all()

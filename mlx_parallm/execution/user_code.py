@@ -181,7 +181,7 @@ def read_options(cls: type[T], options: Mapping[str, Any], what: str) -> T:
     for name in options:
         if name not in fields:
             raise ConfigError(
-                f"{what} has no option {name!r}{did_you_mean(name, list(fields))}"
+                f"{what} has no option {name!r}{did_you_mean(name, list(fields)) or '.'}"
                 f" There are: {', '.join(fields)}"
             )
     for name, entry in fields.items():
@@ -281,5 +281,6 @@ def _is_theirs(filename: str) -> bool:
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    """Return the likeliest of the names as the end of a sentence; "" where none is alike."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -21,6 +21,7 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.models.cpu_kernels import on_cpu, use_unpacking
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.formats import (
+    BUILTIN,
     check_directory,
     check_names,
     check_numbers,
@@ -343,6 +344,7 @@ def _local(base_path: str, dtype: str, *, convert: bool = True) -> Path | None:
         return converted(local_path(base_path), dtype, convert=convert)
     if is_file(base_path) or base_path.startswith((".", "/", "~")) or base_path.count("/") != 1:
         raise ModelError(
-            f"no model at {base_path!r}: neither a directory nor a hub id (owner/name)"
+            f"no model at {base_path!r}: neither a directory nor a hub id (owner/name), nor one of"
+            f" this package's own ({', '.join(BUILTIN)})"
         )
     return None

@@ -35,7 +35,7 @@ from mlx_parallm.rl_training.events import (
     StepFinished,
     Waiting,
 )
-from mlx_parallm.rl_training.metrics import MetricsFile, complete, words_of
+from mlx_parallm.rl_training.metrics import MetricsFile, complete
 from mlx_parallm.rl_training.publish.rollback import Rollbacks
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
@@ -43,6 +43,7 @@ from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.system.footprint import process_bytes
+from mlx_parallm.system.log import words_of
 from mlx_parallm.weights import PublishReport
 
 

@@ -8,7 +8,6 @@ checkpoint: `cut` removes them.
 import json
 import math
 import os
-import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -163,11 +162,6 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return one line: all keys in their order; numbers that JSON cannot hold become null."""
     line = dict.fromkeys(KEYS) | dict(values)
     return {key: _finite(value) for key, value in line.items()}
-
-
-def words_of(text: str) -> str:
-    """Return a sentence without its numbers: the same at each step."""
-    return re.sub(r"[0-9.,]+", "", text)
 
 
 def of_rows(line: Mapping[str, Any]) -> bool:

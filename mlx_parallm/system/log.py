@@ -10,6 +10,7 @@ character of a value to a terminal.
 import io
 import json as jsonlib
 import logging
+import re
 import sys
 import threading
 import time
@@ -215,6 +216,11 @@ def _for_the_terminal(_: Any, __: str, event: MutableMapping[str, Any]) -> Mutab
 
 def _hidden(redactor: Redactor, key: str, value: Any) -> Any:
     return value if key.startswith("_") or key == "exc_info" else redactor.named(key, value)
+
+
+def words_of(text: str) -> str:
+    """Return a sentence without its numbers: the same at each step."""
+    return re.sub(r"[0-9.,]+", "", text)
 
 
 def get_logger(name: str) -> Any:

@@ -3,7 +3,8 @@
     python -m scripts.bench.own_agents [AGENT ...] [--work DIR]
 
 letters   no tools: the last letter of a word, three times (the base never answers so)
-boxes     a tool: what is in a box is what the tool says
+house     tools: which of three knows, and what it says (own_tool_agent.py: a loop of the OpenAI client
+          over HTTP, recorded by `mlx_parallm traces record`, asked again behind `mlx_parallm serve`)
 dice      nothing can be learned: good and bad answers are thrown
 
 Each has its labelled traces, no reward is named, method grpo. The exported policy is asked questions
@@ -13,8 +14,8 @@ better, better, and not better. Prints a line an agent; the exit code is 1 where
 
 import argparse
 import json
+import math
 import random
-import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,67 +25,35 @@ from typing import Any
 
 from mlx_parallm.cli.command import load
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.execution.tool_calls import tool_definition
 from mlx_parallm.runs.eval import evaluate_here
 from mlx_parallm.systems.pipeline import CPU_ONLY, TrainingPipeline
 from mlx_parallm.systems.pipeline.pipeline import RESULTS_FILE
 from mlx_parallm.systems.traces.reading import write_lines
-from mlx_parallm.systems.traces.schema import Trace, new_trace
+from mlx_parallm.systems.traces.schema import new_trace
+from scripts.bench import own_tool_agent
 
 ALPHABET = "abcdefghijklmnop"
-PROMPTS = 129
-COLOURS = ("red", "blue", "green", "pink", "grey", "black", "white", "brown", "gold", "plum")
-ASKED = ("Box {}?", "Open box {}.", "In box {}?", "Look: {}", "{} please", "What is in {}?")
-NAMES = ("Ann", "Bob", "Cid", "Dora", "Eve")
+PROMPTS, ASKED = 129, 100
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Agent:
-    """An agent: what it is asked, and what it did, well and badly."""
+    """An agent: what it is asked, and what it did, well and badly. `outside`: how often it is right
+    behind a policy, of questions that no trace has."""
 
     name: str
-    question: Callable[[str], str]
-    good: Callable[[str, random.Random], list[Json]]
-    bad: Callable[[str, random.Random], list[Json]]
-    right: Callable[[str], str]
-    tools: tuple[Json, ...] = ()
+    record: Callable[["Agent", Path], Path]
+    outside: Callable[["Agent", Path | None, Path], tuple[int, int]]
+    question: Callable[[str], str] = str
+    good: Callable[[str, random.Random], list[Json]] = lambda *_: []
+    bad: Callable[[str, random.Random], list[Json]] = lambda *_: []
+    right: Callable[[str], str] = str
     better: bool = True
-
-    def all_questions(self) -> list[str]:
-        """Its traces are of the first PROMPTS; the others are asked outside."""
-        if not self.tools:
-            return words(PROMPTS + 100, seed=1)
-        kinds = [f"{who}: {form.format(n)}" for who in NAMES for form in ASKED for n in range(10)]
-        random.Random(1).shuffle(kinds)
-        return kinds
-
-
-def box(n: int) -> str:
-    """Look."""
-    return COLOURS[n * 7 % 10]
-
-
-BOX = tool_definition(box)
-
-
-def number_in(question: str) -> int:
-    return int(re.findall(r"\d", question)[0])
 
 
 def answer(text: str) -> list[Json]:
     return [{"role": "assistant", "content": text}]
-
-
-def looked(question: str, rng: random.Random) -> list[Json]:
-    n = number_in(question)
-    call = {"name": "box", "arguments": json.dumps({"n": n})}
-    calls = [{"id": "c0", "type": "function", "function": call}]
-    return [
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "c0", "content": box(n)},
-        *answer(box(n)),
-    ]
 
 
 def wrong_letters(word: str, rng: random.Random) -> list[Json]:
@@ -96,33 +65,6 @@ def thrown(word: str, rng: random.Random) -> list[Json]:
     return answer("".join(rng.choices(ALPHABET, k=3)))
 
 
-AGENTS = (
-    Agent(
-        "letters",
-        lambda word: f"Last letter, three times: {word}",
-        lambda word, _: answer(word[-1] * 3),
-        wrong_letters,
-        lambda word: word[-1] * 3,
-    ),
-    Agent(
-        "boxes",
-        lambda question: question,
-        looked,
-        lambda question, rng: answer(rng.choice(COLOURS[1:])[::-1]),
-        lambda question: box(number_in(question)),
-        tools=(BOX,),
-    ),
-    Agent(
-        "dice",
-        lambda word: f"Guess for {word}",
-        thrown,
-        thrown,
-        lambda word: "".join(random.Random(f"dice {word}").choices(ALPHABET, k=3)),
-        better=False,
-    ),
-)
-
-
 def words(count: int, seed: int) -> list[str]:
     rng, found = random.Random(seed), dict[str, None]()
     while len(found) < count:
@@ -130,24 +72,23 @@ def words(count: int, seed: int) -> list[str]:
     return list(found)
 
 
-def traces_of(agent: Agent) -> list[Trace]:
-    """A good and a bad run for each of the agent's questions, labelled."""
+def written(agent: Agent, place: Path) -> Path:
+    """Write a good and a bad run for each of the agent's questions, labelled; return the file."""
     rng, traces = random.Random(0), []
-    for word in agent.all_questions()[:PROMPTS]:
+    for word in words(PROMPTS + ASKED, seed=1)[:PROMPTS]:
         for good in (True, False):
             done = (agent.good if good else agent.bad)(word, rng)
             messages = [{"role": "user", "content": agent.question(word)}, *done]
-            tools = [{"type": "function", "function": tool} for tool in agent.tools]
-            name = f"{word}-{good}"
-            trace = new_trace(messages, session_id=name, source="own", tools=tools or None)
+            trace = new_trace(messages, session_id=f"{word}-{good}", source="own")
             trace.note(rewards={"reward": {"score": float(good), "weight": 1.0}})
             traces.append(trace)
-    return traces
+    write_lines(traces, place / "traces.jsonl")
+    return place / "traces.jsonl"
 
 
-def outside(agent: Agent, adapter: Path | None, place: Path) -> float:
-    """Return the share of right answers to questions that no trace has, by the agent's own rule."""
-    unseen = agent.all_questions()[PROMPTS:]
+def answered(agent: Agent, adapter: Path | None, place: Path) -> tuple[int, int]:
+    """Return how many greedy answers are right by the agent's own rule, and of how many."""
+    unseen = words(PROMPTS + ASKED, seed=1)[PROMPTS:]
     rows = [{"prompt": agent.question(word), "answer": agent.right(word)} for word in unseen]
     (place / "outside.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     entry_values = {
@@ -159,28 +100,73 @@ def outside(agent: Agent, adapter: Path | None, place: Path) -> float:
         'model.base_path="builtin:tiny"',
         f"evaluation.problems={len(rows)}",
         *([] if adapter is None else [f'model.lora_path="{adapter}"']),
-        *([f'tools.functions=["python:{__file__}:box"]'] if agent.tools else []),
     ]
     lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in entry_values.items())
     config = load(None, settings, text=f"[[evaluation.environments]]\n{lines}max_tokens = 128\n")
     [evaluation] = evaluate_here(config, 32).evaluations
-    return sum(
-        problem.answers[0].text.rpartition("⟧\n")[2].strip() == problem.expected
-        for problem in evaluation.problems
-    ) / len(rows)
+    right = [each.answers[0].text.strip() == each.expected for each in evaluation.problems]
+    return sum(right), len(right)
+
+
+def recorded(agent: Agent, place: Path) -> Path:
+    """Record the agent of own_tool_agent.py; return the recorder's directory."""
+    own_tool_agent.record(own_tool_agent.questions()[:PROMPTS], place / "traces")
+    return place / "traces"
+
+
+def served(agent: Agent, adapter: Path | None, place: Path) -> tuple[int, int]:
+    unseen = own_tool_agent.questions()[PROMPTS:]
+    right = own_tool_agent.judged(unseen, "builtin:tiny", adapter, place / "serve.log")
+    return sum(right), len(right)
+
+
+AGENTS = (
+    Agent(
+        "letters",
+        written,
+        answered,
+        lambda word: f"Last letter, three times: {word}",
+        lambda word, _: answer(word[-1] * 3),
+        wrong_letters,
+        lambda word: word[-1] * 3,
+    ),
+    Agent("house", recorded, served),
+    Agent(
+        "dice",
+        written,
+        answered,
+        lambda word: f"Guess for {word}",
+        thrown,
+        thrown,
+        lambda word: "".join(random.Random(f"dice {word}").choices(ALPHABET, k=3)),
+        better=False,
+    ),
+)
+
+
+def outside_verdict(before: tuple[int, int], after: tuple[int, int]) -> tuple[bool, str]:
+    """Return whether the share of right answers has risen beyond chance, and the interval (95 %) of
+    the difference in words."""
+    shares = [right / count for right, count in (before, after)]
+    spread = sum(p * (1 - p) / n for p, n in zip(shares, (before[1], after[1]), strict=True))
+    # two shares of 0 or 1 have no spread by this formula: half an answer stands for what was not seen
+    half = max(1.96 * math.sqrt(spread), 0.5 / after[1])
+    change = shares[1] - shares[0]
+    numbers = f"{shares[0]:.2f} → {shares[1]:.2f} of {after[1]}, {change:+.2f} ± {half:.2f}"
+    return change > half, numbers
 
 
 def examined(agent: Agent, work: Path) -> bool:
     """Run the quick start for an agent; return whether the verdict is right, inside and outside."""
     place = work / agent.name
     place.mkdir(parents=True, exist_ok=True)
-    write_lines(traces_of(agent), place / "traces.jsonl")
+    traces = agent.record(agent, place)
     pipeline = TrainingPipeline(
         agent.name,
         "builtin:tiny",
         method="grpo",
         data_dir=place,
-        traces=[place / "traces.jsonl"],
+        traces=[traces],
         profile=CPU_ONLY,
         deploy=str(place / "deployed"),
         type="q8_0",
@@ -192,12 +178,13 @@ def examined(agent: Agent, work: Path) -> bool:
     results = json.loads((pipeline.work / RESULTS_FILE).read_text())
     inside = results["evaluation"] or {}
     final = pipeline.work / "train" / "run" / "final"
-    before, after = outside(agent, None, place), outside(agent, final, place)
-    is_right = bool(inside.get("better")) == agent.better == (after - before > 0.2)
+    before, after = (agent.outside(agent, adapter, place) for adapter in (None, final))
+    risen, numbers = outside_verdict(before, after)
+    is_right = bool(inside.get("better")) == agent.better == risen
     deployed = results["deployed"] is not None
     print(
-        f"{agent.name}: {inside.get('verdict')}, deployed: {deployed}; outside, {before:.2f} →"
-        f" {after:.2f}: {'right' if is_right and deployed == agent.better else 'WRONG'}",
+        f"{agent.name}: {inside.get('verdict')}, deployed: {deployed}; outside: {numbers}:"
+        f" {'right' if is_right and deployed == agent.better else 'WRONG'}",
         flush=True,
     )
     return is_right and deployed == agent.better

@@ -6,6 +6,7 @@ import pytest
 import tomli
 
 from mlx_parallm.config.load import load_config
+from mlx_parallm.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -19,6 +20,11 @@ def test_shipped_configurations_parse(file: Path) -> None:
     )
     first = file.read_text(encoding="utf-8").splitlines()[0]
     assert first.startswith(f"# mlx_parallm train --config train_configs/{file.name}")
+
+
+def test_a_name_that_is_almost_a_shipped_one() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
+        load_config("quickstat")
 
 
 def test_shipped_configurations_go_by_name() -> None:

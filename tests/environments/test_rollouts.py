@@ -12,6 +12,7 @@ from mlx_parallm.errors import (
     EnvironmentFailedError,
     RolloutRejectedError,
 )
+from mlx_parallm.system.log import FILE_ONLY
 from tests.environments.managing import WAIT_S, Inbox, two_tasks, until
 from tests.environments.scripted_client import ScriptedClient
 
@@ -216,7 +217,7 @@ def test_the_health_line_tells_of_failures_and_of_a_stall_but_not_of_waiting(man
 
 @pytest.mark.parametrize(("reason", "groups"), [("broken {0}", 5), ("broken", 3)])
 def test_failure_after_failure_ends_the_manager_sooner_where_all_fail_alike(
-    managed, tokenizer, monkeypatch, reason, groups
+    managed, tokenizer, monkeypatch, warned, reason, groups
 ):
     monkeypatch.setattr(scheduler, "FAILURES_IN_A_ROW", 5)
     monkeypatch.setattr(scheduler, "ALIKE_FROM_THE_START", 3)
@@ -228,6 +229,9 @@ def test_failure_after_failure_ends_the_manager_sooner_where_all_fail_alike(
     assert f"environments stopped: {groups} groups in a row failed" in manager.health()
     with pytest.raises(EnvironmentFailedError, match="the last one: RuntimeError: broken"):
         manager.check()
+    dropped = [line for line in warned if line["event"] == "group dropped"]
+    shown = [line["event"] for line in warned if FILE_ONLY not in line]
+    assert len(dropped) == groups and shown == ["group dropped"], "a reason is shown once"
 
 
 @pytest.mark.parametrize(("status", "groups"), [(None, 5), (503, 5), (401, 3)])

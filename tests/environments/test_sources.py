@@ -68,6 +68,7 @@ def test_entries_of_one_name_get_names_of_their_own():
             "unknown kind 'task'; did you mean 'tasks'.*reasoning_gym",
         ),
         ({"kind": "tasks", "name": "summ"}, "no built-in task 'summ'; did you mean 'sum'"),
+        ({"kind": "tasks", "name": "xyz"}, r"no built-in task 'xyz'\. There are: sum"),
         ({"kind": "tasks", "name": "sum", "options": {"digits": 3}}, "takes no options.*digits"),
     ],
 )

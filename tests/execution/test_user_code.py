@@ -42,6 +42,7 @@ def write(directory: Path, text: str, name: str = "mine.py") -> Path:
             "python:{}:corect",
             "no 'corect' in .*did you mean 'correct'",
         ),
+        ("def short(): ...", "python:{}:nope", r"no 'nope' in [^;]*mine\.py$"),
         ("f = 3", "python:{}:f", "is int 3, not a function"),
         ("class f: ...", "python:{}:f", "is a class, not a function"),
         ("x = 1\ndef f(:\n", "python:{}:f", r"mine\.py, line 2: SyntaxError: "),

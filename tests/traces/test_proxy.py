@@ -312,6 +312,7 @@ def test_an_upstream_that_is_away(tmp_path: Path) -> None:
     thread = ServerThread(app, listener, 8)
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}, "the proxy itself is well"
     with (
         agent(url, "x") as client,
         pytest.raises(openai.InternalServerError, match="cannot be reached"),

@@ -8,7 +8,6 @@ one tenth held out, so the two splits never share a problem, whatever the seed.
 `docs/tiny_model.md`).
 """
 
-import difflib
 import hashlib
 import random
 import string
@@ -20,6 +19,7 @@ from typing import Any
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Messages, Split, Task
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.user_code import did_you_mean
 from mlx_parallm.rewards.base import verifier
 
 HELDOUT_SHARE = 10
@@ -123,10 +123,10 @@ class TasksSource(EnvironmentSource):
         """Raises ConfigError: an unknown task, or options (these tasks have none)."""
         super().__init__(config, seed=seed, name=name)
         if config.name not in self.tasks:
-            near = difflib.get_close_matches(config.name, self.tasks, n=1, cutoff=0.0)[0]
+            near = did_you_mean(config.name, list(self.tasks)) or "."
             raise ConfigError(
-                f"environments: no built-in task {config.name!r}; did you mean {near!r}? There"
-                f" are: {', '.join(self.tasks)}"
+                f"environments: no built-in task {config.name!r}{near} There are:"
+                f" {', '.join(self.tasks)}"
             )
         if config.options:
             raise ConfigError(

@@ -8,6 +8,7 @@ same of the untrained model as `eval_before/…`.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,11 +23,18 @@ from mlx_parallm.rl_training.data.batches import (
     pair_constants,
 )
 from mlx_parallm.rl_training.data.tokens import Unit
+from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import FEWEST
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Rollout
 
 SCORE = "heldout_score"
 ACCURACY = "rewards/accuracies"
+SHOWN = {
+    "eval/loss": "loss",
+    f"eval/{ACCURACY}": "accuracy",
+    "eval/rewards/margins": "margin",
+    "eval/auc": "AUC",
+}
 
 
 class HeldOut:
@@ -57,6 +65,10 @@ class HeldOut:
     def measures(self) -> bool:
         """Whether there are rows to measure."""
         return bool(self._units)
+
+    @property
+    def rows(self) -> int:
+        return len(self._units)
 
     def before(self) -> dict[str, float]:
         """Measure the untrained model. The metrics line of step 1 has the same numbers."""
@@ -158,11 +170,23 @@ def _padded(rows: Sequence[np.ndarray], shape: tuple[int, int]) -> mx.array:
 
 def describe(numbers: Mapping[str, float]) -> str:
     """The loss and the score's parts as a text."""
-    shown = {
-        "eval/loss": "loss",
-        f"eval/{ACCURACY}": "accuracy",
-        "eval/rewards/margins": "margin",
-        "eval/auc": "AUC",
-    }
-    parts = [f"{name} {numbers[key]:.3f}" for key, name in shown.items() if key in numbers]
+    parts = [f"{name} {numbers[key]:.3f}" for key, name in SHOWN.items() if key in numbers]
     return ", ".join(parts) or "there are none"
+
+
+def in_words(lines: Sequence[Mapping[str, Any]], rows: int) -> str | None:
+    """Return the numbers of `rows` held-out rows before training and in the newest evaluation, as
+    one line; None: the metrics `lines` do not have both."""
+    before, after = (
+        next((line for line in each if f"{part}/loss" in line), None)
+        for part, each in (("eval_before", lines), ("eval", reversed(lines)))
+    )
+    if before is None or after is None:
+        return None
+    pairs = [
+        (name, before.get(key.replace("eval/", "eval_before/")), after.get(key))
+        for key, name in SHOWN.items()
+    ]
+    changes = [f"{name} {b:.3f} -> {a:.3f}" for name, b, a in pairs if None not in (b, a)]
+    few = ", too few to tell" if rows < FEWEST else ""
+    return f"held-out rows: {', '.join(changes)} ({rows} row{'s' * (rows != 1)}{few})"

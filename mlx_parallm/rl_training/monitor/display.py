@@ -36,7 +36,7 @@ from mlx_parallm.rl_training.events import (
     StepFinished,
     Waiting,
 )
-from mlx_parallm.rl_training.metrics import of_rows, words_of
+from mlx_parallm.rl_training.metrics import of_rows
 from mlx_parallm.rl_training.monitor.drawing import (
     CURVE_WIDTH,
     began_and_now,
@@ -52,7 +52,7 @@ from mlx_parallm.rl_training.monitor.samples import (
     samples_table,
     shortened,
 )
-from mlx_parallm.system.log import FILE_ONLY, get_logger
+from mlx_parallm.system.log import FILE_ONLY, get_logger, words_of
 from mlx_parallm.system.terminal import Console
 
 log = get_logger("display")
@@ -287,7 +287,7 @@ class TrainingDisplay:
 
     def _log_step(self, metrics: Mapping[str, Any]) -> None:
         keys = ROW_KEYS if of_rows(metrics) else LINE_KEYS
-        shown = {key: _rounded(metrics[key]) for key in keys if key in metrics}
+        shown = {key: _rounded(metrics[key]) for key in keys if metrics.get(key) is not None}
         if "eval/loss" in shown and shown.get("heldout_score") == _rounded(-metrics["eval/loss"]):
             del shown["heldout_score"]  # the same number with another sign
         self._logged_health = self.health()

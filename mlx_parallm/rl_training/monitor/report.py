@@ -22,9 +22,9 @@ from mlx_parallm.rl_training.evaluation.comparison import (
     answers_table,
     plain_report,
 )
-from mlx_parallm.rl_training.metrics import words_of
 from mlx_parallm.rl_training.monitor.drawing import by_option, command_lines
 from mlx_parallm.rl_training.monitor.health import find
+from mlx_parallm.system.log import words_of
 from mlx_parallm.system.terminal import Console
 
 SMOOTHING = 10  # steps on each side of a mean, fewer in a short run
@@ -212,6 +212,7 @@ def print_report(
     successes: Sequence[str] = (),
     *,
     first: str = BEFORE,
+    results: str | None = None,
 ) -> None:
     """Print the report. In a terminal no line breaks inside a word, and a command in several lines
     can be pasted.
@@ -221,7 +222,10 @@ def print_report(
         problems: what is wrong with the run, a sentence each, the last one where to read more; the
             first and the last are printed. successes: what is good about it.
         first: when the earlier answers of `comparisons` were given.
+        results: the numbers of held-out rows, where a run learned from rows.
     """
+    if results is not None:
+        console.print(Text(results), soft_wrap=not console.is_terminal)
     if comparisons:
         if console.is_terminal:
             console.print(answers_table(comparisons, first))

@@ -6,6 +6,7 @@ from mlx_parallm.config.data import REWARD_MODEL
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.row_images import example_content
 from mlx_parallm.rl_training.evaluation.comparison import BEFORE, compare
+from mlx_parallm.rl_training.evaluation.heldout_rows import in_words
 from mlx_parallm.rl_training.events import Outcome, RunInfo
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.monitor import report
@@ -84,6 +85,10 @@ def print_run_report(started: StartedRun, metrics: MetricsFile, outcome: Outcome
     )
     shown = samples if samples.is_file() else None
     successes = report.successes_of(lines)
+    heldout = started.heldout
+    results = None if heldout is None else in_words(lines, heldout.rows)
     report.print_report(
-        console, comparisons, commands, curve, shown, problems, successes, first=first
+        *(console, comparisons, commands, curve, shown, problems, successes),
+        first=first,
+        results=results,
     )

@@ -67,6 +67,7 @@ from mlx_parallm.systems.pipeline.verdict import (
     verdict_on,
     verdict_on_rows,
 )
+from mlx_parallm.systems.pipeline.warm_up import EVALUATIONS, MOST_ROUNDS, ROUND, still_learns
 from mlx_parallm.systems.pipeline.work import (
     Json,
     PipelineStage,
@@ -96,7 +97,7 @@ PLAIN_BITS = {"f16": 16, "bf16": 16}
 RUN = "run"
 # how much the learned reward and the agreement with the traces' good answers count
 WEIGHTS = [1.0, 2.0]
-WARM, WARM_STEPS = "warm", 160
+WARM = "warm"
 LORA = "rl_training.lora."
 TOOL_NAMES = "tool_names"
 TOOLS_FILE, WARM_ROWS, LENGTH_FILE = "tools.json", "good.jsonl", "longest_answer"
@@ -426,31 +427,49 @@ class Stages:
             settings.append(f"model.lora_path={_toml(str(warm))}")
         return ["train", "--config", directory / "config.toml", *_set(settings)]
 
-    def _warm_command(self, directory: Path) -> list[object] | None:
-        """The training on the good runs of the traces that comes before that on a learned reward: a
-        policy that never finds a good answer has nothing to compare. None: there is none."""
+    def _warm_up(self, directory: Path) -> None:
+        """Learn the good runs of the traces before the training on a learned reward: a policy that
+        never finds a good answer has nothing to compare. As many rounds as help; what an earlier
+        call has done is not done again."""
+        run = directory / WARM
+        metrics = MetricsFile(run / METRICS_FILE)
+        for number in range(1, MOST_ROUNDS + 1):
+            command, steps = self._warm_command(directory, number)
+            if command is None:
+                return
+            newest = metrics.last(1)
+            if not (run / FINAL).is_dir() or not newest or int(newest[-1]["step"]) < steps:
+                self.work.command("train", command, self._watch)
+            if not still_learns(list(metrics.read())):
+                return
+
+    def _warm_command(self, directory: Path, rounds: int) -> tuple[list[object] | None, int]:
+        """Return the command of the warm-up's first `rounds` rounds, and their steps. None: there
+        is no warm-up."""
         rows = self._file("dataset", "rows") / WARM_ROWS
         if not self._learns_a_reward or not rows.is_file() or not rows.stat().st_size:
-            return None
+            return None, 0
         text = dataset_toml(self.options.base_model, str(rows), (), "sft")
         # those of the model; the others are meant for the training on rewards
         kept = [each for each in self.options.settings if each.startswith(("model.", LORA))]
         plain = load(None, kept, text=text)
         if not plain.rl_training.lora.enabled:
-            return None
-        steps = self.options.epochs * math.ceil(count_lines(rows) / plain.rl_training.batch_size)
+            return None, 0
+        passes = self.options.epochs * math.ceil(count_lines(rows) / plain.rl_training.batch_size)
+        steps = max(passes, ROUND) + (rounds - 1) * ROUND
         values: Json = {
             "rl_training.run_name": WARM,
             "rl_training.checkpoint_dir": str(directory),
-            "rl_training.total_steps": max(steps, WARM_STEPS),
+            "rl_training.total_steps": steps,
             # of the held-out rows' loss: few rows are soon learned by heart
-            "rl_training.checkpoint_interval": WARM_STEPS // 8,
-            "data.eval_every": WARM_STEPS // 8,
+            "rl_training.checkpoint_interval": ROUND // EVALUATIONS,
+            "data.eval_every": ROUND // EVALUATIONS,
             **self.hardware.settings(plain.data.max_length),
         }
         write_atomically(directory / "warm.toml", text.encode())
         settings = [f"{key}={_toml(value)}" for key, value in values.items()] + kept
-        return ["train", "--config", directory / "warm.toml", *_set(settings), "--resume", "auto"]
+        words = ["train", "--config", directory / "warm.toml", *_set(settings), "--resume", "auto"]
+        return words, steps
 
     def _dry_run(self, directory: Path) -> Json:
         self.work.command("dry_run", [*self._training_command(directory), "--dry-run"], self._watch)
@@ -459,9 +478,7 @@ class Stages:
         return {"log": (directory / "log.txt").read_text(encoding="utf-8", errors="replace")}
 
     def _train(self, directory: Path) -> Json:
-        warm = None if (directory / WARM / FINAL).is_dir() else self._warm_command(directory)
-        if warm is not None:
-            self.work.command("train", warm, self._watch)
+        self._warm_up(directory)
         metrics = MetricsFile(directory / RUN / METRICS_FILE)
         total = self._config_of(self._settings()).rl_training.total_steps or 0
 

@@ -96,6 +96,10 @@ def recording_proxy(recorder: SessionRecorder, upstream: str) -> ASGIApp:
     async def relayed(name: SessionName, path: str, request: HTTPRequest) -> Response:
         return await relay.answer(session_name(name), path, request)
 
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
     app.include_router(router)
     install_error_handlers(app)
     app.add_middleware(BodyLimitMiddleware, max_bytes=MAX_BODY_BYTES)

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_parallm.rl_training.data.batches import DataBatches, mismatched
 from mlx_parallm.rl_training.data.tokens import Encoded, Unit
-from mlx_parallm.rl_training.evaluation.heldout_rows import area_under_curve
+from mlx_parallm.rl_training.evaluation.heldout_rows import area_under_curve, in_words
 
 
 def unit(number: int, *, prompt: int = 2, completion: int = 3, label: bool = True) -> Unit:
@@ -110,3 +110,13 @@ def test_area_under_the_curve() -> None:
     assert area_under_curve([2, 1, 1], [True, True, False]) == 0.75
     assert area_under_curve([0.0] * 4, [True, True, False, False]) == 0.5
     assert area_under_curve([1, 2], [True, True]) is None
+
+
+def test_held_out_rows_before_and_after_are_one_line():
+    first = {"step": 1, "eval_before/loss": 0.693, "eval_before/rewards/accuracies": 0.5}
+    middle = {"step": 2, "eval/loss": 0.7, "eval/rewards/accuracies": 0.25}
+    last = {"step": 3, "eval/loss": 0.5, "eval/rewards/accuracies": 0.75}
+    line = "held-out rows: loss 0.693 -> 0.500, accuracy 0.500 -> 0.750"
+    assert in_words([first, middle, last], 40) == f"{line} (40 rows)"
+    assert in_words([first, middle, last], 1) == f"{line} (1 row, too few to tell)"
+    assert in_words([first], 40) is None and in_words([middle], 40) is None
