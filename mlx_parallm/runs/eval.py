@@ -22,7 +22,7 @@ from rich.text import Text
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
-from mlx_parallm.config.load import Config
+from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.environments.episode import EpisodePolicy, LastTurn, TurnPolicy, TurnRequest
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
@@ -49,7 +49,9 @@ from mlx_parallm.rl_training.evaluation.evaluate import (
     evaluate,
     overall_score,
 )
+from mlx_parallm.rl_training.evaluation.examiner import no_rules, own_examiners
 from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, Shown, write_page
+from mlx_parallm.rl_training.run_directory import CONFIG_FILE
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.types import Completion
@@ -72,6 +74,9 @@ class Result:
     seconds: float
     url: str | None = None
     completion_tokens: int | None = None
+    # by environment: what scored the answers, is no rule, and trained the policy
+    examiners: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unknown_training: bool = True  # then `examiners` may have trained it
 
     def to_json(self) -> dict[str, Any]:
         shown = {"problems", "greedy", "samples", "temperature", "top_p"}
@@ -82,8 +87,10 @@ class Result:
             "seconds": self.seconds,
             "completion_tokens": self.completion_tokens,
             "score": overall_score(self.evaluations),
+            "unknown_training": self.unknown_training,
             "environments": {
-                evaluation.environment: evaluation.to_json() for evaluation in self.evaluations
+                each.environment: each.to_json(self.examiners.get(each.environment, ()))
+                for each in self.evaluations
             },
         }
 
@@ -273,7 +280,12 @@ def evaluate_here(config: Config, max_in_flight: int) -> Result:
     name = config.model.base_path + (
         (f" + {config.model.lora_path}") if config.model.lora_path else ""
     )
-    return Result(name, config.evaluation, evaluations, time.monotonic() - started)
+    trained = _trained_on(config)
+    return Result(
+        *(name, config.evaluation, evaluations, time.monotonic() - started),
+        examiners=_examiners(problems, trained),
+        unknown_training=trained is None,
+    )
 
 
 def evaluate_endpoint(config: Config, url: str, model: str | None, max_in_flight: int) -> Result:
@@ -305,9 +317,38 @@ def evaluate_endpoint(config: Config, url: str, model: str | None, max_in_flight
         started = time.monotonic()
         with InferenceModule(name, backend="openai", base_url=url, api_key=key) as inference:
             evaluations, tokens = asyncio.run(answer(inference, problems))
+    seconds, examiners = time.monotonic() - started, _examiners(problems, None)
     return Result(
-        name, config.evaluation, evaluations, time.monotonic() - started, url, tokens or None
+        *(name, config.evaluation, evaluations, seconds, url, tokens or None), examiners=examiners
     )
+
+
+def _trained_on(config: Config) -> Sequence[EnvironmentConfig] | None:
+    """Return the environments of the run that trained the model's adapter, or the model; () of a
+    model of the hub. None: the run's configuration is not beside it, or cannot be read."""
+    source = Path(config.model.lora_path or config.model.base_path)
+    if not source.exists():
+        return ()
+    for directory in (source, source.resolve().parent):
+        if (file := directory / CONFIG_FILE).is_file():
+            try:
+                return load_config(file).environments
+            except ConfigError:
+                return None
+    return None
+
+
+def _examiners(
+    problems: Sequence[ProblemSet], trained: Sequence[EnvironmentConfig] | None
+) -> dict[str, tuple[str, ...]]:
+    """Return what scores each environment's answers, is no rule, and trained the policy, or may
+    have: `trained` None."""
+    return {
+        each.source.name: no_rules(each.source.config)
+        if trained is None
+        else own_examiners(trained, [each.source.config])
+        for each in problems
+    }
 
 
 async def endpoint_model(endpoint: OpenAIEndpoint, model: str | None) -> str:

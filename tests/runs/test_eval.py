@@ -5,6 +5,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 from mlx_parallm import cli
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
+from mlx_parallm.config.load import Config
 from mlx_parallm.environments.episode import TurnRequest
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.registry import build_sources
@@ -22,7 +24,7 @@ from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.inference.openai import OpenAIBackend
 from mlx_parallm.rl_training.evaluation.evaluate import draw_problems, evaluate
-from mlx_parallm.runs.eval import EndpointPolicy, compare
+from mlx_parallm.runs.eval import EndpointPolicy, _examiners, _trained_on, compare
 
 TOML = """
 [evaluation]
@@ -366,3 +368,25 @@ async def test_an_endpoint_has_to_call_where_the_rows_say_so(tmp_path: Path) -> 
             await evaluate(endpoint.policy(inference), problems, EvaluationConfig(problems=1))
         [(_, body)] = endpoint.asked
         assert body.get("tool_choice", "auto") == choice
+
+
+def test_a_judge_may_have_trained_what_it_judges(tmp_path: Path) -> None:
+    """Outside its run a policy was trained on what its run's configuration names; on anything
+    where that is not beside it; on nothing here where it is the hub's."""
+    run = tmp_path / "run"
+    (adapter := run / "final").mkdir(parents=True)
+    (moved := tmp_path / "moved").mkdir()
+    entry = 'kind = "dataset"\ndata = "rows.jsonl"\nrewards = ["builtin:math"]\n'
+    (run / "config.toml").write_text(f"[[environments]]\n{entry}")
+    judged = EnvironmentConfig(kind="dataset", name="x", data="x", rewards=["builtin:judge"])
+    problems = [SimpleNamespace(source=SimpleNamespace(name="x", config=judged))]
+    for lora, unknown, examiners in (
+        (adapter, False, ()),
+        (moved, True, ("judge",)),
+        (None, False, ()),
+    ):
+        path = None if lora is None else str(lora)
+        config = Config(model={"base_path": "builtin:tiny", "lora_path": path})
+        trained = _trained_on(config)
+        assert (trained is None) == unknown
+        assert _examiners(problems, trained) == {"x": examiners}

@@ -44,25 +44,29 @@ class Comparison:
     # (before, after) with the rows' answers, where the reward is its own examiner
     agreements: tuple[tuple[float, float], ...] = ()
     one_answer: tuple[str, int] | None = None  # afterwards, of nearly all prompts
+    # nobody knows what trained it: it was evaluated outside its run
+    may_have_trained: bool = False
 
     @property
     def doubt(self) -> str | None:
-        """Why a higher reward does not say that the answers are better; None: it does. A reward
-        that trained the policy is no examiner of it, unless the rows' own answers agree."""
-        if not self.own_examiner:
-            return None
+        """Why a higher reward does not say that the answers are better; None: it does. One answer
+        to all prompts is none, whoever scores it, unless the rows want it. A reward that trained
+        the policy is no examiner of it, unless the rows' own answers agree."""
         if self.one_answer is not None:
             text, count = self.one_answer
             return f"{count} of {len(self.rewards)} prompts get one answer: {text[:SHOWN]!r}"
+        if not self.own_examiner:
+            return None
         names = ", ".join(self.own_examiner)
+        trained = "may have trained it" if self.may_have_trained else "trained it"
         if not self.agreements:
-            return f"{names} trained it and judges it: that alone does not say that it is better"
+            return f"{names} {trained} and judges it: that alone does not say that it is better"
         before, after = ([pair[side] for pair in self.agreements] for side in (0, 1))
         change = difference(before, after)
         if change.significant and change.mean > 0:
             return None
         return (
-            f"{names} trained it and judges it, and the agreement with the rows' answers,"
+            f"{names} {trained} and judges it, and the agreement with the rows' answers,"
             f" {_mean(before):.3f} -> {_mean(after):.3f}, has not risen by more than chance"
         )
 
@@ -114,6 +118,7 @@ def compare(before: Line, after: Line) -> list[Comparison]:
                     examiner,
                     both,
                     (same[0], same[1]) if same else None,
+                    bool(after.get("unknown_training")),
                 )
             )
     return comparisons

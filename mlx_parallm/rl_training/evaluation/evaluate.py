@@ -181,23 +181,25 @@ class Evaluation:
     problems: tuple[EvaluatedProblem, ...]
 
     def examined(self, examiners: Sequence[str]) -> dict[str, Any]:
-        """Return what else is to be known of answers that were scored by the reward that trained
-        the policy (`examiner.py`): the reward's names, the one answer of nearly all prompts, and
-        the agreement of each greedy answer with its row's answer, by the problem's key. {} where
-        it is a rule: `examiners` is empty."""
-        if not examiners:
-            return {}
+        """Return what else is to be known of answers (`examiner.py`): the one answer of nearly all
+        prompts, unless the rows want that one; and where the reward that scored them trained the
+        policy and is no rule, its names and the agreement of each greedy answer with its row's
+        answer, by the problem's key."""
         greedy = [
             (p, p.greedy.text.rpartition(f"{BETWEEN[-1]}\n")[2])
             for p in self.problems
             if p.greedy is not None and p.greedy.scored
         ]
+        same = one_answer([text for _, text in greedy])
+        if same is not None and one_answer([p.expected or p.key for p, _ in greedy]) is not None:
+            same = None
+        if not examiners:
+            return {} if same is None else {"one_answer": same}
         agreements = {
             problem.key: text_agreement(text, problem.expected)
             for problem, text in greedy
             if problem.expected is not None
         }
-        same = one_answer([text for _, text in greedy])
         return {"own_examiner": list(examiners), "one_answer": same, "agreements": agreements}
 
     @property
@@ -262,9 +264,10 @@ class Evaluation:
                 ]
         return columns
 
-    def to_json(self) -> dict[str, Any]:
-        """`problems`: the reward of every answer; `examples`: the answers to the first ones."""
-        return {
+    def to_json(self, examiners: Sequence[str] = ()) -> dict[str, Any]:
+        """`problems`: the reward of every answer; `examples`: the answers to the first ones;
+        `examiners`: as in `examined`."""
+        return self.examined(examiners) | {
             "numbers": self.numbers(),
             "problems": [problem.to_json() for problem in self.problems],
             "examples": [

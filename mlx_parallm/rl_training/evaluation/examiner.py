@@ -35,6 +35,11 @@ def own_examiners(
     )
 
 
+def no_rules(entry: EnvironmentConfig) -> tuple[str, ...]:
+    """Return the names of the rewards of an environment that are no rules."""
+    return own_examiners([entry], [entry])
+
+
 def one_answer(texts: Sequence[str]) -> tuple[str, int] | None:
     """Return the answer that nearly all of several prompts get, and how many; None: there is no
     such answer, or there are too few prompts to tell."""

@@ -329,12 +329,7 @@ class Evaluations:
             "seconds": time.monotonic() - running.began,
             "score": overall_score(evaluations),
             "environments": {
-                evaluation.environment: evaluation.to_json()
-                | (
-                    evaluation.examined(names)
-                    if (names := self._own[evaluation.environment])
-                    else {}
-                )
+                evaluation.environment: evaluation.to_json(self._own[evaluation.environment])
                 for evaluation in evaluations
             },
         }

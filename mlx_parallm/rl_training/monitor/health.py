@@ -34,6 +34,7 @@ from mlx_parallm.rl_training.monitor.evidence import (
 from mlx_parallm.rl_training.monitor.part_signs import FAILURE_RULES, PART_RULES, is_taught
 from mlx_parallm.rl_training.monitor.reward_hole import reward_hole
 from mlx_parallm.rl_training.monitor.reward_signs import NO_ROOM
+from mlx_parallm.rl_training.step.batch import ONE_ANSWER
 
 HEALTHY = "healthy"
 PAGE = "docs/troubleshooting.md"
@@ -399,14 +400,22 @@ def _solved(evidence: Evidence) -> Sign | None:
         return None
     steps = _solved_steps(evidence)
     words = (
-        f"solved: every answer of {steps} steps in a row earned 1, the best reward; nothing is"
-        " left to learn"
+        f"solved: every answer of {steps} steps in a row earned 1, the best reward"
+        f"{_alike(evidence) or '; nothing is left to learn'}"
     )
     solved = Evidence(evidence.window[-steps:])
     return Sign(
         words,
         {"steps_solved": steps} | solved.means("reward_mean", "groups_all_right", "grad_norm"),
     )
+
+
+def _alike(evidence: Evidence) -> str:
+    """Say that one text earns the rewards of nearly all prompts; "" where the answers differ."""
+    share = evidence.mean("most_frequent_answer")
+    if share is None or share < ONE_ANSWER:
+        return ""
+    return f"; {share:.0%} of the answers are one and the same: read it before you believe it"
 
 
 @_rule("reward-constant", "the reward function: it must tell answers apart")
@@ -442,7 +451,10 @@ def _learned(evidence: Evidence) -> Sign | None:
         evidence.total("groups"),
     )
     trained = groups - evidence.total("dropped_without_variance")
-    words = f"learned: nearly all answers are right, reward {now:.2f} after {began:.2f} at first"
+    words = (
+        f"learned: nearly all answers are right, reward {now:.2f} after {began:.2f} at first"
+        f"{_alike(evidence)}"
+    )
     numbers = {
         "reward_first": began or 0.0,
         "reward_mean": now or 0.0,

@@ -55,7 +55,7 @@ OTHER = [f"words {letter}" for letter in "abcdefghijkl"]
     ("texts", "own", "answers", "says"),
     [
         (RIGHT, False, False, None),  # a rule
-        (ONE, False, False, None),  # which may want one answer
+        (ONE, False, False, "12 of 12 prompts get one answer: '2'"),  # also of a rule
         (RIGHT, True, True, None),  # the rows' answers agree
         (RIGHT, True, False, "learned trained it and judges it"),
         (OTHER, True, True, "has not risen by more than chance"),

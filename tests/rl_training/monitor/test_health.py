@@ -251,6 +251,16 @@ def test_a_task_that_is_solved_is_said_to_be_so():
     }
 
 
+def test_one_text_that_earns_everything_leaves_nothing_proved():
+    """A reward that a constant answer games looks like a task that is solved."""
+    line = SOLVED | {"most_frequent_answer": 0.97, "grad_norm": 0.0}
+    [found] = find([line] * WINDOW, window())
+    assert found.name == "solved" and "nothing is left" not in found.sentence
+    assert found.sentence.endswith(
+        "97% of the answers are one and the same: read it before you believe it"
+    )
+
+
 def test_the_last_three_steps_are_enough_to_be_solved():
     """A run of five steps that ends so, and nothing but "no variance" was found in it."""
     before = WELL | {"groups_without_variance": 0.75, "groups_all_right": 0.5}
