@@ -1,0 +1,135 @@
+"""The shell blocks that a page's own test only looks at (`check`), run all the same.
+
+    scripts/test -m long tests/docs/test_checked_commands.py
+
+Each page is a session as in `test_docs_code.py`, in a clone's place: an empty directory with links to
+what a clone has, and with what the pages take for granted, a run that has ended and configurations
+of their names. What needs a download, another program or hours is named in NOT_HERE, with the
+reason; of the programs under scripts/bench only the flags are looked at.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.docs import docs_commands
+from tests.docs.docs_blocks import ROOT, SHELLS, Block
+from tests.docs.test_docs_code import ALL, Page, shims  # noqa: F401  a fixture
+from tests.integration.processes import BIN
+
+CHECKED = [block for block in ALL if block.language in SHELLS and not block.is_run]
+NOT_HERE = {
+    "atropos.md": "installs another program",
+    "clients.md": "asks for Claude Code",
+    "first_model.md": "a download",
+    "hybrid.md": "minutes; tests/orchestrator has shorter ones",
+    "pipeline.md": "needs traces of an agent; tests/pipeline makes them",
+    "prompt_policy.md": "two servers",
+    "real_model.md": "a download; `make real-model`",
+    "rewards_by_id.md": "an id that the reader has",
+    "tiny_model.md": "half an hour",
+    "tiny_vision_model.md": "half an hour",
+    "tools.md": "installs another program",
+    "traces.md": "logs of the reader's own, and a server that nothing ends",
+    "typescript.md": "npm; scripts/test_typescript",
+    "verifiers.md": "installs another program",
+}
+# lines of other blocks that need an address, another program or a file that the reader has
+NOT_THESE = re.compile(
+    r"ollama:|192\.168|llama-server|mlx\.launch|--url |wandb sync|SmolLM2|smollm2|mistralai|/rollback"
+    r"|rsync|^jq "
+)
+CONFIGURATIONS = ("my.toml", "train.toml", "run.toml", "test.toml")
+RUNS = ("my-run", "first", "second", "third", "three")
+BENCH = re.compile(r"-m scripts\.bench\.([\w.]+)|scripts/bench/(\w+)\.py")
+
+
+def here(block: Block) -> Block:
+    """The block without the lines that cannot be run on this machine, to be run."""
+    joined = block.text.replace("\\\n", " ")
+    lines = [line for line in joined.splitlines() if not NOT_THESE.search(line)]
+    text = "\n".join(lines).replace("step_000100", "step_000001") + "\n"
+    return replace(block, text=text, info=tuple(word for word in block.info if word != "check"))
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in a clone's place."""
+    place = tmp_path_factory.mktemp("clone")
+    settings = {
+        **docs_commands.SMALL,
+        "evaluation.problems": 8,
+        "server.port": 0,
+        "rl_training.total_steps": 2,
+        "rl_training.checkpoint_interval": 1,
+        "rl_training.run_name": RUNS[0],
+    }
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    command = [BIN / "mlx_parallm", "train", "--config", "quickstart", *words]
+    subprocess.run(command, cwd=place, check=True, capture_output=True)
+    for name in RUNS[1:]:
+        shutil.copytree(place / "checkpoints" / RUNS[0], place / "checkpoints" / name)
+    for name in CONFIGURATIONS:
+        shutil.copy(ROOT / "train_configs" / "quickstart.toml", place / name)
+    return place
+
+
+PAGES = sorted(
+    {
+        block.page
+        for block in CHECKED
+        if block.page.name not in NOT_HERE and "bench" not in str(block)
+    }
+)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_checked_blocks_run(page: Path, clone: Path, tmp_path: Path, shims: Path) -> None:  # noqa: F811
+    place = tmp_path / "clone"
+    shutil.copytree(clone, place)
+    for name in ("examples", "scripts", "train_configs"):
+        (place / name).symlink_to(ROOT / name)
+    blocks = [here(block) if block in CHECKED else block for block in ALL if block.page == page]
+    session = Page(blocks, place, shims)
+    session.run(blocks[-1].line)
+    faults = [session.results[block.line].result() for block in blocks if block.is_run]
+    assert not [fault for fault in faults if fault]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_flags_of_the_benchmarks_exist() -> None:
+    wrong = []
+    for block in CHECKED:
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if (found := BENCH.search(line)) is None:
+                continue
+            module = f"scripts.bench.{found[1] or found[2]}"
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            shown = subprocess.run(
+                [sys.executable, "-m", module, "--help"],
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            flags = set(re.findall(r"(?<=\s)--[a-z-]+", line[found.end() :]))
+            known = set(re.findall(r"--[a-z-]+", shown.stdout))
+            if shown.returncode or flags - known:
+                wrong.append(f"{block}: {line}: {shown.stderr[-500:]} {flags - known}")
+    assert not wrong
+
+
+def test_what_is_not_run_is_there() -> None:
+    assert set(NOT_HERE) <= {block.page.name for block in CHECKED}
