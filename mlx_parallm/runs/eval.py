@@ -23,6 +23,7 @@ from rich.text import Text
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.config.load import Config, load_config
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.environments.episode import EpisodePolicy, LastTurn, TurnPolicy, TurnRequest
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
@@ -280,9 +281,12 @@ def evaluate_here(config: Config, max_in_flight: int) -> Result:
     name = config.model.base_path + (
         (f" + {config.model.lora_path}") if config.model.lora_path else ""
     )
-    trained = _trained_on(config)
+    trained = _trained_on(config.model)
     return Result(
-        *(name, config.evaluation, evaluations, time.monotonic() - started),
+        name,
+        config.evaluation,
+        evaluations,
+        time.monotonic() - started,
         examiners=_examiners(problems, trained),
         unknown_training=trained is None,
     )
@@ -317,16 +321,21 @@ def evaluate_endpoint(config: Config, url: str, model: str | None, max_in_flight
         started = time.monotonic()
         with InferenceModule(name, backend="openai", base_url=url, api_key=key) as inference:
             evaluations, tokens = asyncio.run(answer(inference, problems))
-    seconds, examiners = time.monotonic() - started, _examiners(problems, None)
     return Result(
-        *(name, config.evaluation, evaluations, seconds, url, tokens or None), examiners=examiners
+        name,
+        config.evaluation,
+        evaluations,
+        time.monotonic() - started,
+        url,
+        tokens or None,
+        _examiners(problems, None),
     )
 
 
-def _trained_on(config: Config) -> Sequence[EnvironmentConfig] | None:
+def _trained_on(model: ModelConfig) -> Sequence[EnvironmentConfig] | None:
     """Return the environments of the run that trained the model's adapter, or the model; () of a
     model of the hub. None: the run's configuration is not beside it, or cannot be read."""
-    source = Path(config.model.lora_path or config.model.base_path)
+    source = Path(model.lora_path or model.base_path)
     if not source.exists():
         return ()
     for directory in (source, source.resolve().parent):

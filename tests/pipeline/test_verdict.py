@@ -11,6 +11,7 @@ from mlx_parallm.systems.pipeline.references import (
     recorded_calls,
     references_of_prompts,
 )
+from mlx_parallm.systems.pipeline.stages import still_learns
 from mlx_parallm.systems.pipeline.verdict import (
     HeldOutAnswer,
     in_words,
@@ -154,3 +155,19 @@ def test_references_and_recorded_calls_of_traces(tmp_path: Path) -> None:
     played += [Trajectory("", rollout), Trajectory("x", rollout)]
     wanted = [["4"], found[prompt_key(traces[2])], found[prompt_key(traces[2])], None]
     assert agreement(played, wanted) == [1.0, 1.0, 0.0, None]
+
+
+@pytest.mark.parametrize(
+    ("losses", "tokens", "goes_on"),
+    [
+        ([0.50, 0.40, 0.34], 60, True),  # calls of tools after one round
+        ([0.50, 0.48, 0.46], 60, False),  # it does not fall: nothing to learn, or a long text
+        ([0.20, 0.05, 0.01], 4, False),  # short answers are written already
+        ([0.50, 0.30], 60, False),  # of few rows none are held out
+    ],
+)
+def test_good_runs_are_learned_as_long_as_it_helps(
+    losses: list[float], tokens: int, goes_on: bool
+) -> None:
+    lines = [{"eval/loss": loss, "completion_tokens_mean": tokens} for loss in losses]
+    assert still_learns(lines) == goes_on

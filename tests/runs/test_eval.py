@@ -14,7 +14,7 @@ from rich.console import Console
 from mlx_parallm import cli
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
-from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.environments.episode import TurnRequest
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.registry import build_sources
@@ -386,7 +386,6 @@ def test_a_judge_may_have_trained_what_it_judges(tmp_path: Path) -> None:
         (None, False, ()),
     ):
         path = None if lora is None else str(lora)
-        config = Config(model={"base_path": "builtin:tiny", "lora_path": path})
-        trained = _trained_on(config)
+        trained = _trained_on(ModelConfig(base_path="builtin:tiny", lora_path=path))
         assert (trained is None) == unknown
         assert _examiners(problems, trained) == {"x": examiners}

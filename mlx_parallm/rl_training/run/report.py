@@ -88,7 +88,13 @@ def print_run_report(started: StartedRun, metrics: MetricsFile, outcome: Outcome
     heldout = started.heldout
     results = None if heldout is None else in_words(lines, heldout.rows)
     report.print_report(
-        *(console, comparisons, commands, curve, shown, problems, successes),
+        console,
+        comparisons,
+        commands,
+        curve,
+        shown,
+        problems,
+        successes,
         first=first,
         results=results,
     )
