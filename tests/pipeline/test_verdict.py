@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from mlx_parallm.systems.pipeline.references import (
     recorded_calls,
     references_of_prompts,
 )
-from mlx_parallm.systems.pipeline.stages import still_learns
+from mlx_parallm.systems.pipeline.stages import has_risen, still_learns
 from mlx_parallm.systems.pipeline.verdict import (
     HeldOutAnswer,
     in_words,
@@ -171,3 +172,11 @@ def test_good_runs_are_learned_as_long_as_it_helps(
 ) -> None:
     lines = [{"eval/loss": loss, "completion_tokens_mean": tokens} for loss in losses]
     assert still_learns(lines) == goes_on
+
+
+def test_the_policy_before_the_rewards_is_kept_where_they_do_not_rise() -> None:
+    def lines(*rewards: float | None) -> list[dict[str, Any]]:
+        return [{"reward_mean": reward} for reward in rewards]
+
+    assert has_risen(lines(0.3, 0.3, 0.2, 0.5, 0.5)) and has_risen(lines(None, None))
+    assert not has_risen(lines(1.46, 1.51, 0.7, 0.4, 0.4)) and not has_risen(lines(1, 1, 1))

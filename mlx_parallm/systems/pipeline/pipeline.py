@@ -321,6 +321,8 @@ def line_of(outcome: StageOutcome) -> str:
             about = f"{result['rows']['train']} rows, {result['problems']}{of_all} prompts held out"
         case "train":
             about = f"{result['steps']} steps"
+            if "kept" in result:
+                about += ", after which the rewards are no higher: the policy before them is kept"
         case "baseline" if result["score"] is not None:
             about = f"{result['score']:.3f}"
         case "evaluate" | "export" if "what" in result:

@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from mlx_parallm.cli.command import load, toml_value
@@ -99,6 +100,9 @@ WEIGHTS = [1.0, 2.0]
 WARM = "warm"
 ROUND, MOST_ROUNDS, EVALUATIONS = 160, 4, 8
 """Steps of a round of the warm-up, rounds, and evaluations of its held-out rows in a round."""
+AFTER_WARM_UP = 0.2
+"""Times the usual learning rate: at the usual one a policy that had learned to write calls of some
+60 tokens lost them within five steps."""
 WRITTEN, LEAST_FALL = 0.5, 0.1
 """The warm-up ends when sampling writes this share of the held-out answers whole, or when their
 loss has fallen by less than this share over two evaluations."""
@@ -111,6 +115,7 @@ MEASURE = {"kto": "auc", "dpo": "rewards/accuracies", "sft": "loss"}
 FEW_ROWS = 10  # they are seen once: more passes would be learned by heart
 GROUPS = 16  # prompts of one step
 EXAMPLES = 8
+LAST_STEPS = 5
 
 
 class Stages:
@@ -428,6 +433,10 @@ class Stages:
         warm = directory / WARM
         warm = warm / BEST if (warm / BEST).is_dir() else warm / FINAL
         if warm.is_dir():
+            rate = self._config_of(self._settings()).rl_training.learning_rate * AFTER_WARM_UP
+            own = "rl_training.learning_rate="
+            if not any(setting.startswith(own) for setting in self.options.settings):
+                settings.append(f"{own}{rate:.1e}")
             settings.append(f"model.lora_path={_toml(str(warm))}")
         return ["train", "--config", directory / "config.toml", *_set(settings)]
 
@@ -499,7 +508,15 @@ class Stages:
                 f"train: it was stopped at step {step} of {total}: the same command goes on"
             )
         key = "reward_mean" if self.options.method == "grpo" else "loss"
-        return {"steps": step, "curve": {key: [line.get(key) for line in lines]}}
+        result: Json = {"steps": step, "curve": {key: [line.get(key) for line in lines]}}
+        return result | ({"kept": WARM} if self._kept == WARM else {})
+
+    @property
+    def _kept(self) -> str:
+        """The run whose policy is the result: the warm-up's where the rewards have not risen."""
+        rewards = MetricsFile(self._file("train", f"{RUN}/{METRICS_FILE}")).read()
+        warm = self._file("train", f"{WARM}/{FINAL}").is_dir()
+        return WARM if warm and not has_risen(list(rewards)) else RUN
 
     # ------------------------------------------------------------------ evaluation
 
@@ -594,7 +611,7 @@ class Stages:
 
     @property
     def _final(self) -> Path:
-        return self._file("train", f"{RUN}/{FINAL}")
+        return self._file("train", f"{self._kept}/{FINAL}")
 
     def _about_evaluation(self) -> Any:
         return [
@@ -647,7 +664,7 @@ class Stages:
         ]
 
     def _export(self, directory: Path) -> Json:
-        out, run = directory / "gguf", self._file("train", RUN)
+        out, run = directory / "gguf", self._file("train", self._kept)
         self.work.command(
             "export",
             ["export", run, "--type", self._kind, "--to", out, "--name", self.options.name],
@@ -713,6 +730,14 @@ def _code_of(reference: str) -> Any:
     if not reference.startswith(PREFIX) or not file.is_file():
         return reference
     return [[each.name, each] for each in sorted({file, *file.parent.glob("*.py")})]
+
+
+def has_risen(lines: Sequence[Json]) -> bool:
+    """Return whether the last steps of a run earned more than its first two; True of a run without
+    rewards."""
+    rewards = [float(line["reward_mean"]) for line in lines if line.get("reward_mean") is not None]
+    last = rewards[2:][-LAST_STEPS:]
+    return not last or fmean(last) > fmean(rewards[:2])
 
 
 def still_learns(lines: Sequence[Json]) -> bool:
