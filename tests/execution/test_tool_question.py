@@ -62,7 +62,7 @@ def test_labels_are_verified(client: ToolClient) -> None:
     )
     even, _ = verify_labels(client, [{"n": 2}, {"n": 3}], ToolQuestion("is_even", {"n": "{n}"}))
     assert even == [{"n": 2}]
-    with pytest.raises(ConfigError, match="there is no column 'm'; did you mean"):
+    with pytest.raises(ConfigError, match="there is no column 'm': n"):
         verify_labels(client, [{"n": 2}], ToolQuestion("is_even", {"n": "{m}"}))
 
 
