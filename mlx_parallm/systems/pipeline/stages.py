@@ -434,9 +434,9 @@ class Stages:
         warm = warm / BEST if (warm / BEST).is_dir() else warm / FINAL
         if warm.is_dir():
             rate = self._config_of(self._settings()).rl_training.learning_rate * AFTER_WARM_UP
-            own = "rl_training.learning_rate="
-            if not any(setting.startswith(own) for setting in self.options.settings):
-                settings.append(f"{own}{rate:.1e}")
+            key = "rl_training.learning_rate="
+            if not any(setting.startswith(key) for setting in self.options.settings):
+                settings.append(f"{key}{rate:.1e}")
             settings.append(f"model.lora_path={_toml(str(warm))}")
         return ["train", "--config", directory / "config.toml", *_set(settings)]
 
