@@ -201,7 +201,8 @@ def _save_from_checkpoint(
 ) -> None:
     """Copy the base's files one by one, with the adapted tensors replaced."""
     linear = linear_layers(model)
-    places = _places(merged)
+    names = _names_in(base, model)
+    places = {names.get(name, name): place for name, place in _places(merged).items()}
     waiting = set(places)
     for file in sorted(base.glob("model*.safetensors")):
         tensors = dict(_load_tensors(file))
@@ -224,6 +225,22 @@ def _save_from_checkpoint(
         )
     for index in base.glob("*.safetensors.index.json"):
         shutil.copy(index, directory / index.name)
+
+
+def _names_in(base: Path, model: nn.Module) -> dict[str, str]:
+    """Return the model's name of each tensor → the checkpoint's, where loading only renames it:
+    what leaves `sanitize` is the object that went in."""
+    if not hasattr(model, "sanitize"):
+        return {}
+    tensors: dict[str, mx.array] = {}
+    for file in sorted(base.glob("model*.safetensors")):
+        tensors |= _load_tensors(file)
+    names = {id(array): name for name, array in tensors.items()}
+    try:
+        read = model.sanitize(dict(tensors))
+    except KeyError:  # RecurrentGemma's changes the model, once
+        return {}
+    return {name: names[id(array)] for name, array in read.items() if id(array) in names}
 
 
 def _places(merged: Mapping[str, mx.array]) -> dict[str, tuple[str, int | None]]:

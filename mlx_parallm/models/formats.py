@@ -171,6 +171,17 @@ def check_quantization(
         )
 
 
+def unknown_layers(model: Any, config: Mapping[str, Any]) -> list[str]:
+    """Return the layers that MLX's `quantization` names and that a model has not."""
+    settings = config.get("quantization") or {}
+    known = {path for path, _ in model.named_modules()}
+    return sorted(
+        name
+        for name, value in settings.items()
+        if isinstance(value, Mapping | bool) and name not in known
+    )
+
+
 def load_fault(
     directory: Path, config: Mapping[str, Any], error: Exception, hint: str = ""
 ) -> ModelError:

@@ -46,6 +46,11 @@ class _Stand:
     def __init__(self, block: Any, call: Callable[..., Any]) -> None:
         self._block, self._call = block, call
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The block's: OLMo Hybrid chooses a block's mask by its class."""
+        return type(self._block)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 

@@ -29,6 +29,7 @@ from mlx_parallm.models.formats import (
     directory_of,
     is_gguf,
     load_fault,
+    unknown_layers,
 )
 from mlx_parallm.models.gguf.cache import converted
 from mlx_parallm.models.hub import download, fetch_config
@@ -136,6 +137,12 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
                 model_config=model_config,
             )
         check_numbers(model, config.base_path)
+        if unknown := unknown_layers(model, model_config):
+            log.warning(
+                "config.json's quantization names layers that the model has not",
+                layers=", ".join(unknown[:5]),
+                count=len(unknown),
+            )
         _make_ready(model, config.dtype)
     except ModelError:
         raise

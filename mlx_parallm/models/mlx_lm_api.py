@@ -59,6 +59,8 @@ def mlx_lm_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     """Return the classes of a model and of its arguments, as they are. Raises ValueError: none of
     that name."""
     name = OWN_ARCHITECTURES.get(config["model_type"])
+    if config["model_type"] == "bailing_hybrid" and "group_norm_size" not in config:
+        name = "mlx_lm.models.bailing_moe_v3"  # transformers' Ling, not the one of Ring 2.5
     if name is None:
         config = config | {"model_type": TEXT_ALONE.get(config["model_type"], config["model_type"])}
         classes: tuple[Any, Any] = _get_classes(config)

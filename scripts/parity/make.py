@@ -10,21 +10,26 @@ architecture without their weights, which tests make again from names and shapes
 """
 
 import argparse
+import importlib
 import json
 import shutil
 import tomllib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 from transformers.utils import logging
 
+from scripts.parity.exact import Exact
 from scripts.parity.weights import direction, tensor
 
 LENGTH = 24
@@ -36,15 +41,29 @@ BY_LENGTH = {
 }
 """Ropes that depend on a text's length, in a text beyond it: model.rope_length has that of the
 text."""
-RECORDED = (
-    "plain",
-    "rope=yarn",
-    "rope.full=yarn",
-    "window",
-    "layer_types=full first",
+WINDOWS = ("layer_types=full first", "window")
+SCALED = ("rope=yarn", "rope.full=yarn")
+SCALES = frozenset(
+    {"deepseek_v3", "gemma3_text", "glm4", "gpt_oss", "llama", "mistral"}
+    | {"nanochat", "phi", "qwen2", "qwen3_moe", "stablelm"}
 )
-"""The options of each architecture that the default tests repeat."""
-RECORDED_BESIDES = {"llama": BY_LENGTH, "phi3": BY_LENGTH, "phimoe": ("rope=longrope",)}
+MENDED = {
+    "exaone4": "layer_types=all sliding",
+    "exaone_moe": "layer_types=all full",
+    "falcon_h1": "key_multiplier",
+    "glm4_moe_lite": "rms_norm_eps",
+    "mimo_v2_flash": "layer_types=all sliding",
+    "minimax_m3_vl": "rope=yarn,attention_factor",
+}
+"""The options that the default tests repeat: `plain`, that which shows a mend, or else the first of
+WINDOWS that there is, and for the architectures of SCALES that of SCALED."""
+RECORDED_BESIDES = {
+    "llama": tuple(BY_LENGTH),
+    "phi3": tuple(BY_LENGTH),
+    "phimoe": ("rope=yarn", "rope=longrope"),
+}
+NO_KEYS = ("names", "outer", "rope", "text", "vision", "without")
+"""What sizes.toml says of an architecture and its configuration does not."""
 NOT_TRIED = frozenset(SIZES["not_tried"])
 """Booleans that change no forward of a decoder, or that only initial weights depend on."""
 
@@ -66,9 +85,14 @@ def main() -> None:
             record(name, made, args.record)
 
 
+def text_of(name: str) -> str:
+    """Return the `model_type` of the part that reads text."""
+    return str(SIZES["architectures"][name].get("text", name))
+
+
 def base_of(name: str) -> dict[str, Any]:
     """Return the small configuration of an architecture."""
-    known = CONFIG_MAPPING[name]().to_dict()
+    known = CONFIG_MAPPING[text_of(name)]().to_dict()
     tables = [SIZES["common"], SIZES["experts"], SIZES["recurrent"]]
     if "kv_lora_rank" in known:
         tables.append(SIZES["latent"])
@@ -76,14 +100,16 @@ def base_of(name: str) -> dict[str, Any]:
     small = {key: value for table in tables for key, value in table.items() if key in known}
     if "n_embd" in known:
         small = {k: v for k, v in small.items() if k.endswith("_token_id") or k == "vocab_size"}
-    return small | own
+    small |= {key: value for key, value in own.items() if key not in NO_KEYS}
+    return {key: value for key, value in small.items() if key not in own.get("without", ())}
 
 
 def options_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (option, changes of the configuration), one thing changed in each."""
-    known, base = CONFIG_MAPPING[name]().to_dict(), base_of(name)
-    yield "plain", {}
-    yield from _ropes(known, base)
+    known, base = CONFIG_MAPPING[text_of(name)]().to_dict(), base_of(name)
+    rope = SIZES["architectures"][name].get("rope", {})
+    yield "plain", {"rope_parameters": PLAIN_ROPE | rope} if rope else {}
+    yield from _ropes(known, base, rope)
     yield from _windows(known, base)
     yield from _keys(known, base)
     for key, values in {
@@ -138,7 +164,12 @@ def _keys(known: dict[str, Any], base: dict[str, Any]) -> Iterator[tuple[str, di
             yield key, {key: (base.get(key, value) or 1.0) * 0.6}
 
 
-def _ropes(known: dict[str, Any], base: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def _ropes(
+    known: dict[str, Any], base: dict[str, Any], extra: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     rope = known.get("rope_parameters")
     if not rope:
         return
@@ -176,8 +207,8 @@ def _ropes(known: dict[str, Any], base: dict[str, Any]) -> Iterator[tuple[str, d
             changed = rope["full_attention"] | kind
             yield f"rope.full={label}", {"rope_parameters": {**rope, "full_attention": changed}}
         return
-    plain = {"rope_type": "default", "rope_theta": 10000.0}
-    if partial:
+    plain = PLAIN_ROPE | extra
+    if partial and "partial_rotary_factor" not in extra:
         plain["partial_rotary_factor"] = partial
         yield "rope=partial", {"rope_parameters": plain | {"partial_rotary_factor": 0.75}}
     for label, kind in kinds.items():
@@ -206,42 +237,47 @@ def make_all(name: str, out: Path) -> dict[str, dict[str, Any]]:
 
 def make(name: str, option: str, changes: dict[str, Any], target: Path) -> dict[str, Any]:
     """Make one checkpoint in `target` and return its case. Raises what transformers raises."""
-    config = CONFIG_MAPPING[name](**(base_of(name) | changes))
+    config, whole = _config(name, base_of(name) | changes), "vision" in SIZES["architectures"][name]
     config._attn_implementation = "eager"
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(target)
+    kind, called = _model_class(config), _names_in(name)
+    kind._from_config(config, dtype=torch.float32).save_pretrained(target)
     file = target / "model.safetensors"
     shapes = {key: list(value.shape) for key, value in load_file(file).items()}
     save_file(
-        {key: torch.from_numpy(tensor(key, shape)) for key, shape in shapes.items()},
+        {key: torch.from_numpy(tensor(called(key), shape)) for key, shape in shapes.items()},
         file,
         {"format": "pt"},
     )
-    model = AutoModelForCausalLM.from_pretrained(
+    model = kind.from_pretrained(
         target,
         dtype=torch.float64,
         attn_implementation="eager",
         experts_implementation="eager",
-    ).eval()
+    )
+    model = model.double().eval()
     ids = np.random.RandomState(len(name + option)).randint(3, 96, LENGTH)
-    logits = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].double()
-    scores = logits[:-1].log_softmax(-1)[torch.arange(LENGTH - 1), torch.from_numpy(ids[1:])]
-    if not torch.isfinite(scores).all():
-        raise ValueError("log-probabilities are not finite")
-    (scores * torch.linspace(-1, 1, LENGTH - 1, dtype=torch.float64)).sum().backward()
+    with Exact():
+        logits = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0]
+        scores = logits[:-1].log_softmax(-1)[torch.arange(LENGTH - 1), torch.from_numpy(ids[1:])]
+        if not torch.isfinite(scores).all():
+            raise ValueError("log-probabilities are not finite")
+        (scores * torch.linspace(-1, 1, LENGTH - 1)).sum().backward()
     gradients = {
-        key: [
+        called(key): [
             float(value.grad.norm()),
-            float((value.grad.numpy() * direction(key, list(value.shape))).sum()),
+            float((value.grad.numpy() * direction(called(key), list(value.shape))).sum()),
         ]
-        for key, value in model.named_parameters()
+        for key, value in _parameters(model, shapes)
         if key in shapes and list(value.shape) == shapes[key] and value.grad is not None
     }
+    if text_of(name) != name and not whole:
+        _write_as_part(name, target, called)
     case = {
         "architecture": name,
         "option": option,
         "changes": changes,
         "config": json.loads((target / "config.json").read_text()),
-        "tensors": shapes,
+        "tensors": {called(key): shape for key, shape in shapes.items()},
         **({"rope_length": LENGTH} if option in BY_LENGTH else {}),
         "ids": ids.tolist(),
         "logprobs": [round(value, 8) for value in scores.tolist()],
@@ -251,15 +287,68 @@ def make(name: str, option: str, changes: dict[str, Any], target: Path) -> dict[
     return case
 
 
+def _config(name: str, keys: dict[str, Any]) -> Any:
+    vision = SIZES["architectures"][name].get("vision")
+    if vision is None:
+        return CONFIG_MAPPING[text_of(name)](**keys)
+    outer = SIZES["architectures"][name].get("outer", {})
+    return CONFIG_MAPPING[name](text_config=keys, vision_config=vision, **outer)
+
+
+def _model_class(config: Any) -> Any:
+    """Return the class that scores texts: not each one is known to AutoModelForCausalLM."""
+    kind = type(config)
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.sub_configs:
+        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    module = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+    return next(value for key, value in vars(module).items() if key.endswith("ForCausalLM"))
+
+
+def _parameters(model: Any, shapes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield parameters by the names that they are saved under."""
+    for key, value in model.named_parameters():
+        turned = key.replace("model.language_model.", "language_model.model.")
+        yield (turned if turned in shapes else key), value
+
+
+def _names_in(name: str) -> Callable[[str], str]:
+    """Return how the tensors of a text model are called where it is a part of `name`."""
+    before, after = SIZES["architectures"][name].get("names", ("", ""))
+
+    def called(key: str) -> str:
+        return after + key.removeprefix(before) if key.startswith(before) else key
+
+    return called
+
+
+def _write_as_part(name: str, target: Path, called: Callable[[str], str]) -> None:
+    """Write a saved text model as the part of a model that also sees."""
+    file, written = target / "model.safetensors", target / "config.json"
+    tensors = {called(key): value.clone() for key, value in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    text = json.loads(written.read_text())
+    written.write_text(json.dumps({"model_type": name, "text_config": text}))
+
+
 def record(name: str, made: dict[str, dict[str, Any]], folder: Path) -> None:
     """Write a few cases of an architecture for the default tests."""
     cases = []
-    for option in (*RECORDED, *RECORDED_BESIDES.get(name, ())):
-        if option not in made:
-            continue
+    windows = [option for option in WINDOWS if option in made]
+    options = ["plain", MENDED[name]] if name in MENDED else ["plain", *windows[:1]]
+    if name in SCALES:
+        options += [option for option in SCALED if option in made]
+    for option in (*options, *RECORDED_BESIDES.get(name, ())):
         case = dict(made[option])
         chosen = sorted(case["gradients"], key=lambda key: (key.count("."), key))
         few = [] if cases else [*chosen[:4], *chosen[-6:]]  # of the first, as each costs seconds
+        seen = ("vision_tower", "vision_model", "projector", "patch_merge")
+        case["tensors"] = {
+            key: shape
+            for key, shape in case["tensors"].items()
+            if not any(part in key for part in seen)
+        }
         case["gradients"] = {k: [float(f"{x:.8g}") for x in case["gradients"][k]] for k in few}
         case.pop("changes")
         if cases and case["tensors"] == cases[0]["tensors"]:

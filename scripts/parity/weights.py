@@ -9,10 +9,10 @@ import numpy as np
 def tensor(name: str, shape: list[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Return float32 numbers: of matrices around 0, of vectors (norms, biases) around 0.6."""
     # the one stream of numpy that never changes
-    noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+    noise = np.asarray(np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape))
     if len(shape) >= 2 and shape[0] > 1:
-        return (0.2 * noise).astype(np.float32)
-    return (0.6 + 0.1 * noise).astype(np.float32)
+        return np.asarray(0.2 * noise, np.float32)
+    return np.asarray(0.6 + 0.1 * noise, np.float32)
 
 
 def direction(name: str, shape: list[int]) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelError
@@ -100,9 +101,10 @@ def rewritten(
     return path
 
 
+@pytest.mark.usefixtures("informative_logs")
 def test_each_layer_has_its_own_bits_and_mode(tmp_path: Path) -> None:
     """An MLX checkpoint of mixed bits, modes and skipped layers; one layer is in no list, and its
-    shapes tell how it is packed."""
+    shapes tell how it is packed. A name that is no layer's is told."""
     rng = np.random.default_rng(0)
     prefix = "model.layers.0.self_attn."
     kinds: dict[str, tuple[int, int, str] | None] = {
@@ -135,8 +137,14 @@ def test_each_layer_has_its_own_bits_and_mode(tmp_path: Path) -> None:
         else dict(zip(("bits", "group_size", "mode"), kind, strict=True))
         for path, kind in kinds.items()
     }
+    entry["model.layers.0.self_attn.qkv_proj"] = {"bits": 8, "group_size": 32}
     path = rewritten(tmp_path / "m", change, {"quantization": entry, "quantization_config": entry})
-    modules = dict(load_model(ModelConfig(base_path=str(path))).model.named_modules())
+    with capture_logs() as logs:
+        loaded = load_model(ModelConfig(base_path=str(path)))
+    modules = dict(loaded.model.named_modules())
+    [told] = [entry for entry in logs if "layers" in entry]
+    assert told["log_level"] == "warning"
+    assert told["layers"] == "model.layers.0.self_attn.qkv_proj"
     assert len(meant) == 14
     for name, weights in meant.items():
         layer = modules[name]

@@ -19,6 +19,7 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.models.published.classes import (
     biased_experts,
     dense_names,
+    each,
     folded_multipliers,
     grouped_norms,
     nanochat_names,
@@ -28,6 +29,19 @@ from mlx_parallm.models.published.classes import (
     unnormalised_shares,
     unpacked_experts,
     wide_norms,
+)
+from mlx_parallm.models.published.forwards import (
+    head_names,
+    index_ropes,
+    latent_norms,
+    ling_names,
+    no_zero_experts,
+    norms_of_queries,
+    rounded_scale,
+    scaled_as_minicpm3,
+    shared_keys,
+    split_kernels,
+    text_alone,
 )
 from mlx_parallm.models.published.gemma import (
     norms_in_float32,
@@ -130,8 +144,9 @@ def _exaone4(published: Published, arguments: dict[str, Any]) -> None:
 def _one_of_each(model: nn.Module, published: Published) -> None:
     last = published.layers - 1
     inner: Any = model.model
-    if inner.swa_idx is not None:
-        inner.swa_idx, inner.full_idx = min(inner.swa_idx, last), min(inner.full_idx, last)
+    for name in ("swa_idx", "full_idx", "ga_idx"):
+        if (index := getattr(inner, name, None)) is not None:
+            setattr(inner, name, min(index, last))
 
 
 def _ropes_of_exaone(model: nn.Module, published: Published) -> None:
@@ -194,6 +209,112 @@ def _dense_first(published: Published) -> list[str]:
     types = list(published.config.mlp_layer_types)
     dense = types.count("dense")
     return ["dense"] * dense + ["sparse"] * (len(types) - dense)
+
+
+def _bailing_hybrid(published: Published, arguments: dict[str, Any]) -> None:
+    _first_dense(published, arguments)
+    arguments["head_dim"] = published.config.linear_head_dim
+    arguments["moe_shared_expert_intermediate_size"] = published.config.moe_intermediate_size
+    _scaled(published, arguments)
+
+
+def _last_of_each_group(published: Published) -> list[str]:
+    """Return the layer types that mlx-lm's class of Ling has."""
+    size, layers = published.config.layer_group_size, published.layers
+    whole = layers // size * size
+    return [
+        GLOBAL if (i + 1) % size == 0 or i >= whole else "linear_attention" for i in range(layers)
+    ]
+
+
+def _solar_open(published: Published, arguments: dict[str, Any]) -> None:
+    """The class is GLM 4 MoE's; no layer is without experts."""
+    arguments |= {"intermediate_size": 0, "first_k_dense_replace": 0, "use_qk_norm": False}
+
+
+def _minicpm3(published: Published, arguments: dict[str, Any]) -> None:
+    config = published.config
+    # the class wants a scaling of this form; the ropes are put in afterwards
+    arguments["rope_scaling"] = {"short_factor": 1.0, "long_factor": 1.0}
+    arguments["dim_model_base"] = config.dim_model_base
+
+
+def _longcat_flash(published: Published, arguments: dict[str, Any]) -> None:
+    arguments |= {"attention_method": "MLA", "zero_expert_type": "identity"}
+    arguments |= {"mla_scale_q_lora": True, "mla_scale_kv_lora": True}
+    _scaled(published, arguments)
+
+
+def _mimo_v2_flash(published: Published, arguments: dict[str, Any]) -> None:
+    config = published.config
+    windows = [int(kind == SLIDING) for kind in config.layer_types]
+    # it looks for one of each kind; one more is no layer's
+    arguments["hybrid_layer_pattern"] = [*windows, *({0, 1} - set(windows))]
+    arguments["moe_layer_freq"] = [int(kind == "sparse") for kind in config.mlp_layer_types]
+    arguments["sliding_window_size"] = config.sliding_window
+    arguments["layernorm_epsilon"] = config.rms_norm_eps
+    arguments["swa_rope_theta"] = arguments["rope_theta"]
+    own = {
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "n_shared_experts": None,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "swa_num_attention_heads": config.num_attention_heads,
+        "swa_num_key_value_heads": 2 * config.num_key_value_heads,
+        "swa_head_dim": config.head_dim,
+        "swa_v_head_dim": config.v_head_dim,
+    }
+    for key, value in own.items():
+        arguments.setdefault(key, value)
+
+
+def _gemma3n(published: Published, arguments: dict[str, Any]) -> None:
+    arguments["rope_local_base_freq"] = arguments["rope_theta"]
+    config = published.config
+    own = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
+    if not {GLOBAL, SLIDING} <= set(own):
+        raise ModelError("config.json has layer_types of one kind alone: not supported")
+    arguments["altup_coef_clip"] = None  # transformers clips in training, and never what is saved
+
+
+def _every_nth_expert(published: Published) -> list[int]:
+    step = published.config.interleave_moe_layer_step
+    return list(range(step - 1, published.layers, step))
+
+
+def _every_fourth_plain(published: Published) -> list[int]:
+    return [int((i + 1) % 4 != 0) for i in range(published.layers)]
+
+
+def _whole_chunks(published: Published) -> int | None:
+    """Return the size of chunks where it changes nothing."""
+    size: int | None = published.get("attention_chunk_size")
+    longest = int(published.config.max_position_embeddings)
+    return size if size is not None and size >= longest else None
+
+
+def _no_temperature(published: Published) -> bool:
+    """Return whether layers without ropes are scaled by the position, where that changes
+    nothing."""
+    config = published.config
+    if all(config.no_rope_layers) or config.floor_scale > config.max_position_embeddings:
+        return bool(config.attn_temperature_tuning)
+    return False
+
+
+def _minimax_m3(published: Published, arguments: dict[str, Any]) -> None:
+    part = published.rope.get("partial_rotary_factor", 1.0)
+    arguments["rotary_dim"] = turned = int(published.head_dim * part)
+    if turned > published.config.index_head_dim:
+        raise ModelError(
+            f"config.json has index_head_dim = {published.config.index_head_dim}, and turns"
+            f" {turned} numbers of a head: not supported"
+        )
+
+
+def _muse_glimmer(published: Published, arguments: dict[str, Any]) -> None:
+    arguments["layer_rope_theta"] = list(published.config.layer_rope_theta)
 
 
 def _kimi_linear(published: Published, arguments: dict[str, Any]) -> None:
@@ -282,6 +403,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         NO_BIAS, heeds=frozenset({"global_attn_every_n_layers"}), spell=_one_global
     ),
     "apertus": Architecture(NO_BIAS, "xielu", False, spell=_apertus),
+    "bailing_hybrid": Architecture(
+        NO_BIAS
+        | UNTIED
+        | {"kda_safe_gate": True, "moe_renormalize": True}
+        | {"layer_types": _last_of_each_group, "mlp_layer_types": _dense_first},
+        heeds=frozenset(
+            {"linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "rope_theta"}
+        ),
+        spell=_bailing_hybrid,
+        activated=False,
+        mend=each(latent_norms, ling_names),
+    ),
     "cohere": Architecture(TIED),
     "cohere2": Architecture(TIED | {"head_dim": _head_dim}, mend=_ropes_where_sliding),
     "deepseek_v2": Architecture(
@@ -331,10 +464,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         spell=_gemma4,
         own_ropes=frozenset({"default", "proportional"}),
     ),
+    "gemma3n_text": Architecture(NO_BIAS | TIED, TANH, False, spell=_gemma3n, mend=shared_keys),
     "glm4": Architecture(UNTIED),
     "glm4_moe": Architecture(UNTIED),
     "glm4_moe_lite": Architecture(
-        UNTIED | {"mlp_layer_types": _dense_first, "rms_norm_eps": 1e-5}, spell=_deepseek_v32
+        UNTIED | {"mlp_layer_types": _dense_first}, spell=_deepseek_v32, mend=latent_norms
     ),
     "glm_moe_dsa": Architecture(
         UNTIED
@@ -363,20 +497,60 @@ ARCHITECTURES: dict[str, Architecture] = {
     "helium": Architecture(UNTIED),
     "jamba": Architecture(activated=False, mend=unnormalised_shares),
     "kimi_linear": Architecture(
-        NO_BIAS | {"q_lora_rank": None, "mlp_layer_types": _dense_first},
+        NO_BIAS | UNTIED | {"q_lora_rank": None, "mlp_layer_types": _dense_first},
         heeds=frozenset({"linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"}),
         spell=_kimi_linear,
         activated=False,
-        mend=dense_names,
+        mend=each(dense_names, latent_norms),
     ),
     "lfm2": Architecture(TIED, spell=_lfm2),
     "lfm2_moe": Architecture(TIED, spell=_lfm2),
-    "llama4_text": Architecture(NO_BIAS | {"moe_layers": []}),
+    "llama4": Architecture(
+        UNTIED
+        | {"num_experts_per_tok": 1, "moe_layers": _every_nth_expert}
+        | {"no_rope_layers": _every_fourth_plain},
+        mend=norms_of_queries,
+    ),
+    "llama4_text": Architecture(
+        NO_BIAS
+        | {"moe_layers": [], "attention_chunk_size": _whole_chunks}
+        | {"attn_temperature_tuning": _no_temperature},
+        heeds=frozenset(
+            {"num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step", "attn_scale"}
+            | {"floor_scale", "router_jitter_noise"}
+        ),
+        mend=each(norms_of_queries, head_names),
+    ),
+    "longcat_flash": Architecture(
+        UNTIED, spell=_longcat_flash, mend=each(latent_norms, no_zero_experts)
+    ),
     "mamba": Architecture({"layer_norm_epsilon": 1e-5}, activated=False),
     "mamba2": Architecture(
         {"layer_norm_epsilon": 1e-5}, activated=False, spell=_mamba2, mend=grouped_norms
     ),
     "mellum": Architecture(NO_BIAS, spell=_one_global),
+    "muse_glimmer_text": Architecture(NO_BIAS | UNTIED, spell=_muse_glimmer, mend=text_alone),
+    "minimax_m3_vl_text": Architecture(
+        heeds=frozenset({"rotary_dim"}), activation="", spell=_minimax_m3, mend=index_ropes
+    ),
+    "mimo_v2_flash": Architecture(
+        NO_BIAS | UNTIED,
+        heeds=frozenset({"mlp_layer_types", "rms_norm_eps"}),
+        spell=_mimo_v2_flash,
+        mend=_one_of_each,
+    ),
+    "minicpm3": Architecture(
+        {
+            "mlp_bias": False,
+            "q_lora_rank": lambda published: published.get("q_lora_rank", "a rank"),
+        },
+        heeds=frozenset({"dim_model_base"}),
+        spell=_minicpm3,
+        mend=each(latent_norms, scaled_as_minicpm3),
+    ),
+    "minimax": Architecture(
+        differs="MiniMax-Text-01 has lightning attention; mlx-lm's class computes MiniMax-M2"
+    ),
     "minimax_m2": Architecture(spell=_rotary_dim),
     "ministral3": Architecture(spell=_global_types),
     "nanochat": Architecture(
@@ -393,7 +567,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         spell=_nemotron_h,
     ),
     "olmo3": Architecture(spell=_mixed_types),
-    "olmo_hybrid": Architecture(activated=False, mend=norm_names),
+    "olmo_hybrid": Architecture(activated=False, mend=each(norm_names, split_kernels)),
     "olmoe": Architecture({"clip_qkv": None}),
     "phi": Architecture(UNTIED | {"qk_layernorm": False}, TANH),
     "phimoe": Architecture(UNTIED | {"attention_bias": True, "lm_head_bias": True}, spell=_phimoe),
@@ -411,10 +585,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         TIED | NO_BIAS | {"num_key_value_heads": 1},
         TANH,
         activated=False,
-        differs="log-probabilities are off by 0.04",
+        mend=rounded_scale,
         rounding=norms_in_float32,
     ),
     "smollm3": Architecture(spell=_global_types),
+    "solar_open": Architecture(UNTIED, spell=_solar_open),
     "stablelm": Architecture(UNTIED),
     "starcoder2": Architecture({"use_bias": True}, "gelu"),
 }
@@ -422,6 +597,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 def architecture_of(published: Published) -> Architecture:
     """Return what is known of a class."""
+    if (whole := ARCHITECTURES.get(published.within)) is not None:
+        return whole
     return ARCHITECTURES.get(SAME_CLASS.get(published.model_type, published.model_type), PLAIN)
 
 

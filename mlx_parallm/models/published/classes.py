@@ -13,6 +13,7 @@ from mlx_parallm.models.published.reader import Published
 Weights = dict[str, mx.array]
 Sanitize = Callable[[Weights], Weights]
 Reading = Callable[[Any, Weights, Sanitize], Weights]
+Mend = Callable[[nn.Module, Published], None]
 
 
 def once(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,7 +22,9 @@ def once(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @once
-def _reading(kind: Any, read: Reading) -> type[Any]:
+def reading(kind: Any, read: Reading) -> type[Any]:
+    """Return a class that reads tensors through `read`."""
+
     class Mended(kind):
         def sanitize(self, weights: Weights) -> Weights:
             sanitize = getattr(super(), "sanitize", dict)  # not every class has one
@@ -37,7 +40,7 @@ def named_as(made: Any, kind: Any) -> type[Any]:
     return made
 
 
-def renamed(*pairs: tuple[re.Pattern[str], str]) -> Callable[[nn.Module, Published], None]:
+def renamed(*pairs: tuple[re.Pattern[str], str]) -> Mend:
     """Return a mend: tensors have other names as transformers saves them than mlx-lm reads. Each
     pair is a regular expression and its replacement."""
 
@@ -50,7 +53,7 @@ def renamed(*pairs: tuple[re.Pattern[str], str]) -> Callable[[nn.Module, Publish
         return sanitize({name_of(name): array for name, array in weights.items()})
 
     def mend(model: nn.Module, published: Published) -> None:
-        model.__class__ = _reading(type(model), read)
+        model.__class__ = reading(type(model), read)
 
     return mend
 
@@ -74,9 +77,19 @@ nanochat_names = renamed(
 )
 
 
+def each(*mends: Mend) -> Mend:
+    """Return a mend that does several."""
+
+    def mend(model: nn.Module, published: Published) -> None:
+        for part in mends:
+            part(model, published)
+
+    return mend
+
+
 def unpacked_experts(model: nn.Module, published: Published) -> None:
     """GPT-OSS as transformers saves it in a plain type: [experts, in, out], gate, up in turns."""
-    model.__class__ = _reading(type(model), _experts_apart)
+    model.__class__ = reading(type(model), _experts_apart)
 
 
 def _experts_apart(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
@@ -104,7 +117,7 @@ def _experts_apart(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
 def folded_multipliers(model: nn.Module, published: Published) -> None:
     """Falcon-H1: `sanitize` multiplies the weights by the configuration's factors, but leaves out
     those of keys and values, and all biases."""
-    model.__class__ = _reading(type(model), _with_factors)
+    model.__class__ = reading(type(model), _with_factors)
 
 
 def _with_factors(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
@@ -161,7 +174,7 @@ def biased_experts(model: nn.Module, published: Published) -> None:
         if hasattr(module, "switch_mlp") and hasattr(module, "gate_act"):
             module.__class__ = _biased(type(module))
             module.moe_statics = _Statics(published.config.moe_num_experts)
-    model.__class__ = _reading(type(model), _with_bias)
+    model.__class__ = reading(type(model), _with_bias)
 
 
 def _with_bias(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
@@ -222,7 +235,7 @@ _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$"
 def stacked_experts(model: nn.Module, published: Published) -> None:
     """Qwen3.5-MoE as transformers 5 saves it: an array for each expert; the class reads them
     stacked, as the hub's files have them."""
-    model.__class__ = _reading(type(model), _stacked)
+    model.__class__ = reading(type(model), _stacked)
 
 
 def _stacked(model: Any, weights: Weights, sanitize: Sanitize) -> Weights:
@@ -276,7 +289,7 @@ def wide_norms(model: nn.Module, published: Published) -> None:
     for module in model.modules():
         if type(module) is nn.RMSNorm:
             module.__class__ = WideNorm
-    model.__class__ = _reading(type(model), _with_wide_norms)
+    model.__class__ = reading(type(model), _with_wide_norms)
 
 
 def set_dtype(model: nn.Module, dtype: mx.Dtype) -> None:

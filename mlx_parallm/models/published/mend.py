@@ -172,7 +172,8 @@ def _rope(old: Any, published: Published, rope: Mapping[str, Any], turns: Turns)
     if "rope_interleave" in published.keys:
         traditional = bool(published.config.rope_interleave)
     kind = rope.get("rope_type", "default")
-    if kind in ("default", "linear") and turns.factor == 1.0:
+    odd = int(published.head_dim * rope.get("partial_rotary_factor", 1.0)) % 2
+    if kind in ("default", "linear") and turns.factor == 1.0 and not odd:
         scale = 1 / rope["factor"] if kind == "linear" else 1.0
         return nn.RoPE(2 * len(turns.inverse), traditional, rope["rope_theta"], scale)
     return Rope(turns, traditional=traditional, kind=kind)

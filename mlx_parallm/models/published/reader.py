@@ -31,6 +31,8 @@ class Published:
     """Every key, defaults filled in."""
     written: Mapping[str, Any]
     """The part of config.json that speaks of it, as it is written."""
+    within: str = ""
+    """`model_type` of the model that it is the text part of."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a key's value; `default`: the architecture has no such key."""
@@ -125,6 +127,8 @@ def read_published(config: Mapping[str, Any]) -> Published | None:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
         return None
+    if name == "bailing_hybrid" and "group_norm_size" in config:
+        return None  # Ring 2.5 has the name too, and transformers knows the other one alone
     try:
         read = _read(CONFIG_MAPPING[name], config)
     except Exception as error:
@@ -134,7 +138,7 @@ def read_published(config: Mapping[str, Any]) -> Published | None:
     if isinstance(text_config, PreTrainedConfig):
         part = config.get("text_config")
         return Published(
-            text_config.model_type, text_config, part if isinstance(part, Mapping) else config
+            text_config.model_type, text_config, part if isinstance(part, Mapping) else config, name
         )
     return Published(name, read, config)
 

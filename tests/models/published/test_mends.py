@@ -13,19 +13,20 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.mlx_lm_api import mlx_lm_classes
-from mlx_parallm.models.published.architectures import ARCHITECTURES, class_arguments
-from mlx_parallm.models.published.mend import argument_names
-from mlx_parallm.models.published.reader import read_published
+from mlx_parallm.models.published.architectures import ARCHITECTURES
+from mlx_parallm.models.published.mend import model_classes
 from scripts.parity.compare import EQUAL
 from scripts.parity.rounding import MOST, RESULTS, difference, logprobs_of
 from scripts.parity.weights import tensor
-from tests.models.published.test_parity import DATA, cases, write
+from tests.models.published.test_parity import cases, write
 
-MENDED = sorted(
-    name
-    for name, architecture in ARCHITECTURES.items()
-    if architecture.mend and (DATA / f"{name}.json").exists()
-)
+WHOLE = {
+    "gemma3n_text": "gemma3n",
+    "minimax_m3_vl_text": "minimax_m3_vl",
+    "muse_glimmer_text": "muse_glimmer",
+}
+"""`model_type` of a part that reads text → of the whole model, whose case it is."""
+MENDED = sorted(WHOLE.get(name, name) for name, known in ARCHITECTURES.items() if known.mend)
 
 
 def plain(value):
@@ -40,32 +41,25 @@ def unmended(name: str, case: dict) -> float:
     """Return how far mlx-lm's own class is off, with the arguments that we give it; infinite: it
     does not load the checkpoint."""
     config = plain(case["config"])
-    published = read_published(config)
-    assert published is not None
-    model_class, args_class = mlx_lm_classes(config)
-    arguments = class_arguments(published, argument_names(args_class), config)
+    model_class, _ = mlx_lm_classes(config)
+    _, arguments = model_classes(config)
     weights = {key: mx.array(tensor(key, shape)) for key, shape in case["tensors"].items()}
+    ids = mx.array(case["ids"])[None]
     try:
-        model = model_class(args_class.from_dict(arguments))
+        model = model_class(arguments.from_dict(config))
         if hasattr(model, "sanitize"):
             weights = model.sanitize(weights)
         model.load_weights(list(weights.items()))
-    except (ValueError, KeyError):
+        model.eval()
+        scores = token_logprobs(model(ids)[0, :-1], ids[0, 1:])
+    except (ValueError, KeyError, IndexError):
         return float("inf")
-    model.eval()
-    ids = mx.array(case["ids"])[None]
-    scores = token_logprobs(model(ids)[0, :-1], ids[0, 1:])
     return float(np.abs(np.array(scores) - np.array(case["logprobs"])).max())
-
-
-def test_every_mend_has_a_case() -> None:
-    without = {name for name, architecture in ARCHITECTURES.items() if architecture.mend}
-    assert without - set(MENDED) <= {"kimi_linear", "olmo_hybrid"}, Path(DATA)
 
 
 @pytest.mark.parametrize("name", MENDED)
 def test_a_mend_is_still_needed(name: str) -> None:
-    assert max(unmended(name, case) for case in cases(name)) > EQUAL
+    assert any(unmended(name, case) > EQUAL for case in cases(name))
 
 
 ROUNDED = sorted(name for name, architecture in ARCHITECTURES.items() if architecture.rounding)
