@@ -174,11 +174,11 @@ def check_quantization(
 def unknown_layers(model: Any, config: Mapping[str, Any]) -> list[str]:
     """Return the layers that MLX's `quantization` names and that a model has not."""
     settings = config.get("quantization") or {}
-    known = {path for path, _ in model.named_modules()}
+    paths = {path for path, _ in model.named_modules()}
     return sorted(
         name
         for name, value in settings.items()
-        if isinstance(value, Mapping | bool) and name not in known
+        if isinstance(value, Mapping | bool) and name not in paths
     )
 
 

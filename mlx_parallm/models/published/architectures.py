@@ -144,9 +144,14 @@ def _exaone4(published: Published, arguments: dict[str, Any]) -> None:
 def _one_of_each(model: nn.Module, published: Published) -> None:
     last = published.layers - 1
     inner: Any = model.model
-    for name in ("swa_idx", "full_idx", "ga_idx"):
-        if (index := getattr(inner, name, None)) is not None:
-            setattr(inner, name, min(index, last))
+    if inner.swa_idx is not None:
+        inner.swa_idx, inner.full_idx = min(inner.swa_idx, last), min(inner.full_idx, last)
+
+
+def _one_of_each_in_mimo(model: nn.Module, published: Published) -> None:
+    last = published.layers - 1
+    inner: Any = model.model
+    inner.swa_idx, inner.ga_idx = min(inner.swa_idx, last), min(inner.ga_idx, last)
 
 
 def _ropes_of_exaone(model: nn.Module, published: Published) -> None:
@@ -254,7 +259,7 @@ def _mimo_v2_flash(published: Published, arguments: dict[str, Any]) -> None:
     arguments["sliding_window_size"] = config.sliding_window
     arguments["layernorm_epsilon"] = config.rms_norm_eps
     arguments["swa_rope_theta"] = arguments["rope_theta"]
-    own = {
+    defaults = {
         "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
         "n_shared_experts": None,
@@ -265,15 +270,15 @@ def _mimo_v2_flash(published: Published, arguments: dict[str, Any]) -> None:
         "swa_head_dim": config.head_dim,
         "swa_v_head_dim": config.v_head_dim,
     }
-    for key, value in own.items():
+    for key, value in defaults.items():
         arguments.setdefault(key, value)
 
 
 def _gemma3n(published: Published, arguments: dict[str, Any]) -> None:
     arguments["rope_local_base_freq"] = arguments["rope_theta"]
     config = published.config
-    own = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
-    if not {GLOBAL, SLIDING} <= set(own):
+    kinds = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
+    if not {GLOBAL, SLIDING} <= set(kinds):
         raise ModelError("config.json has layer_types of one kind alone: not supported")
     arguments["altup_coef_clip"] = None  # transformers clips in training, and never what is saved
 
@@ -537,7 +542,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         NO_BIAS | UNTIED,
         heeds=frozenset({"mlp_layer_types", "rms_norm_eps"}),
         spell=_mimo_v2_flash,
-        mend=_one_of_each,
+        mend=_one_of_each_in_mimo,
     ),
     "minicpm3": Architecture(
         {
