@@ -573,7 +573,20 @@ class Serving:
         clients_engine = self._clients_engine(self.client) if self._clients_engine else self.client
         reader = None if loaded.images is None else loaded.images.reader
         defaults = self._sampling_defaults()
-        self.state.ready(clients_engine, self.tokenizer(), loader, reader, defaults)
+        tokenizer = self.tokenizer()
+        self._name_unread_arguments(tokenizer)
+        self.state.ready(clients_engine, tokenizer, loader, reader, defaults)
+
+    def _name_unread_arguments(self, tokenizer: Tokenizer) -> None:
+        """Log the configuration's template arguments that the chat template does not read."""
+        arguments = {"model": self.config.model.chat_template_kwargs} | {
+            f"environments.{number}": entry.chat_template_kwargs
+            for number, entry in enumerate(self.config.environments)
+        }
+        for place, values in arguments.items():
+            for name in tokenizer.unread_arguments(values):
+                key = f"{place}.chat_template_kwargs.{name}"
+                log.warning("the model's chat template does not read this argument", key=key)
 
     def _watch_memory(self) -> MemoryGuard:
         server = self.config.server

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, Template
+from jinja2 import Environment, Template, meta
 from jinja2.exceptions import TemplateError
 from pydantic import BaseModel
 from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -141,6 +141,16 @@ def takes_parts(source: str) -> bool:
             return False
 
     return not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
+
+
+@lru_cache(maxsize=32)
+def variables_of(source: str) -> frozenset[str] | None:
+    """Return the names that a template reads and does not set itself in every case; None: it cannot
+    be read."""
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
+    except TemplateError:
+        return None
 
 
 def with_arguments(

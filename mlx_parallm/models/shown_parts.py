@@ -1,8 +1,8 @@
 """Find the parts of a conversation that its chat template leaves out.
 
 A template prints what it knows and drops the rest without a word: a call beside content, the result
-of a tool, a second system message. A copy of the conversation with a mark in each of these places
-is rendered, and the marks are looked for in the text.
+of a tool, a second system message, the definition of a tool. A copy of the conversation with a mark
+in each of these places is rendered, and the marks are looked for in the text.
 """
 
 import json
@@ -14,6 +14,8 @@ from mlx_parallm.execution.chat_messages import REASONING, PartsText
 
 MOST_SHAPES = 256  # of conversations whose answer is kept
 Chat = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+Render = Callable[[list[dict[str, Any]], Tools | None], str]
 
 
 class ShownParts:
@@ -22,17 +24,15 @@ class ShownParts:
     def __init__(self) -> None:
         self._known: dict[Any, tuple[str, ...]] = {}
 
-    def lost(
-        self, chat: Chat, key: str, render: Callable[[list[dict[str, Any]]], str]
-    ) -> list[str]:
-        """Return the places of calls, results and system messages that are left out, such as
-        `messages.2.tool_calls.0`; [] where the template refuses the copy. `key`: what else the text
-        depends on; `render` makes it."""
-        shape = (key, *map(_shape, chat))
+    def lost(self, chat: Chat, tools: Tools | None, key: str, render: Render) -> list[str]:
+        """Return the places of calls, results, system messages and tools that are left out, such as
+        `messages.2.tool_calls.0` or `tools.0`; [] where the template refuses the copy. `key`: what
+        else the text depends on; `render` makes it."""
+        shape = (key, len(tools or ()), *map(_shape, chat))
         if shape not in self._known:
             if len(self._known) >= MOST_SHAPES:
                 self._known.clear()
-            self._known[shape] = tuple(_lost(chat, render))
+            self._known[shape] = tuple(_lost(chat, tools or (), render))
         return list(self._known[shape])
 
 
@@ -47,7 +47,7 @@ def _kinds(parts: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, bool], ...]:
     return tuple((part["type"], bool(part.get("text", "").strip())) for part in parts)
 
 
-def _lost(chat: Chat, render: Callable[[list[dict[str, Any]]], str]) -> list[str]:
+def _lost(chat: Chat, tools: Tools, render: Render) -> list[str]:
     marks: list[tuple[str, str]] = []  # place and mark
 
     def mark(place: str) -> str:
@@ -55,40 +55,55 @@ def _lost(chat: Chat, render: Callable[[list[dict[str, Any]]], str]) -> list[str
         return marks[-1][1]
 
     copy = [_marked(message, f"messages.{at}", mark) for at, message in enumerate(chat)]
+    named = [_with_name(tool, mark(f"tools.{at}")) for at, tool in enumerate(tools)]
     if not marks:
         return []
     try:
-        text = render(copy)
+        text = render(copy, named or None)
     except RequestError:  # nothing is left out in silence
         return []
     shown: dict[str, list[bool]] = {}
     for place, sign in marks:
         shown.setdefault(place, []).append(sign in text)
-    return [place for place, parts in shown.items() if _is_lost(place, parts, copy, text, render)]
+
+    def without(place: str) -> str | None:
+        """The text without a call or a tool; None: the template refuses that."""
+        try:
+            if place.startswith("tools."):
+                others = [tool for at, tool in enumerate(named) if place != f"tools.{at}"]
+                return render(copy, others or None)
+            return render(_without_call(copy, place), named or None)
+        except RequestError:
+            return None
+
+    return [place for place, parts in shown.items() if _is_lost(place, parts, text, without)]
+
+
+def _with_name(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the definition of a tool under another name."""
+    if isinstance(function := tool.get("function"), Mapping):
+        return {**tool, "function": {**function, "name": name}}
+    return {**tool, "name": name}
 
 
 def _is_lost(
-    place: str,
-    shown: list[bool],
-    copy: list[dict[str, Any]],
-    text: str,
-    render: Callable[[list[dict[str, Any]]], str],
+    place: str, shown: list[bool], text: str, without: Callable[[str], str | None]
 ) -> bool:
-    """Whether a part is left out. `shown`: of a call its name and its arguments. A call of which
-    neither stands in the text may be there in another way: then the text is another one without
-    it."""
-    if len(shown) == 1 or any(shown):  # a text has one mark
-        return not shown[-1]
+    """Whether a part is left out. `shown`: of a call its name and its arguments. A call or a tool
+    of which nothing stands in the text may be there in another way: then the text is another one
+    without it."""
+    is_text = ".content" in place
+    return not shown[-1] if is_text or any(shown) else without(place) == text
+
+
+def _without_call(chat: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
     _, at, _, index = place.split(".")
-    message = copy[int(at)]
+    message = chat[int(at)]
     calls = [call for n, call in enumerate(message["tool_calls"]) if n != int(index)]
-    without = {**message, "tool_calls": calls}
+    changed = {**message, "tool_calls": calls}
     if not calls:
-        del without["tool_calls"]
-    try:
-        return render([*copy[: int(at)], without, *copy[int(at) + 1 :]]) == text
-    except RequestError:
-        return False
+        del changed["tool_calls"]
+    return [*chat[: int(at)], changed, *chat[int(at) + 1 :]]
 
 
 def _marked(message: Mapping[str, Any], place: str, mark: Callable[[str], str]) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from mlx_parallm.execution.prompt_images import (
     without_sources,
 )
 from mlx_parallm.execution.taught_tools import with_taught_tools, with_written_calls
-from mlx_parallm.models.chat_template import render_template, with_arguments
+from mlx_parallm.models.chat_template import render_template, variables_of, with_arguments
 from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
-from mlx_parallm.models.shown_parts import ShownParts, with_one_system
+from mlx_parallm.models.shown_parts import ShownParts, Tools, with_one_system
 from mlx_parallm.models.token_text import Detokenizer, TextReader, TokenPieces
 from mlx_parallm.types import PromptImage
 
@@ -34,6 +34,21 @@ ANCHORS = ("\n", ".", "a", "0", ")", "中", "<")
 NOT_TEMPLATE_KWARGS = ("chat_template", "messages", "tools")
 """Names that are no arguments of a template: a template of a client's could keep the server busy
 for ever."""
+OWN_KWARGS = ("add_generation_prompt", "continue_final_message")
+"""Arguments that are obeyed here, whether the template reads them or not."""
+PROBE = {
+    "type": "function",
+    "function": {
+        "name": "zq0zq",
+        "description": "probe",
+        "parameters": {
+            "type": "object",
+            "properties": {"value": {"type": "string", "description": "probe"}},
+            "required": ["value"],
+        },
+    },
+}
+"""A tool that is looked for in what a template prints."""
 
 
 class Tokenizer:
@@ -83,15 +98,41 @@ class Tokenizer:
         parser = self.parse_tool_call if reads_tools else None
         self.tool_format: str = "" if parser is None else parser.__module__.rpartition(".")[2]
 
-    @property
+    @cached_property
     def template_takes_tools(self) -> bool:
-        """False: the chat template would leave tools out without a word."""
+        """False: the chat template leaves tools out without a word, of a conversation with a
+        system message or without."""
         if not self.has_chat_template:
             return False
-        written_in_python = (
-            self._wrapper._chat_template is not None or self._hf.chat_template is None
-        )
-        return written_in_python or "tools" in str(self._hf.chat_template)
+        options = {"add_generation_prompt": True, "continue_final_message": False}
+        user, system = ({"role": role, "content": "text"} for role in ("user", "system"))
+        shown = []
+        for chat in ([user], [system, user]):
+            try:
+                shown.append(PROBE["function"]["name"] in self._render(chat, [PROBE], options))
+            except RequestError:
+                continue
+        return all(shown) if shown else self._written_in_python or "tools" in self._variables
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        """The names that the chat templates in Jinja read."""
+        if self._written_in_python:
+            return frozenset()
+        templates = self._hf.chat_template
+        sources = templates.values() if isinstance(templates, dict) else [templates]
+        return frozenset[str]().union(*(variables_of(str(each)) or () for each in sources))
+
+    def unread_arguments(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of template arguments that the chat template does not read, so that
+        they change nothing. That a model must not think is obeyed by one that never does."""
+        if not self._variables:
+            return ()
+        known = {*self._variables, *OWN_KWARGS}
+        if self.think_markers is None:
+            off = ("enable_thinking", "thinking")
+            known |= {name for name in off if arguments.get(name) is False}
+        return tuple(name for name in arguments if name not in known)
 
     @property
     def chat_template(self) -> str | None:
@@ -262,10 +303,10 @@ class Tokenizer:
         this model's format is known. Raises RequestError: what is left out all the same."""
 
         def lost_in(chat: Sequence[Mapping[str, Any]]) -> list[str]:
-            def rendered(copy: list[dict[str, Any]]) -> str:
-                return str(render(copy, tools, refs=()))
+            def rendered(copy: list[dict[str, Any]], marked: Tools | None) -> str:
+                return str(render(copy, marked, refs=()))
 
-            return self._shown_parts.lost(chat, f"{key} {bool(tools)}", rendered)
+            return self._shown_parts.lost(chat, tools, key, rendered)
 
         try:
             text = render(chat, tools)
@@ -316,12 +357,16 @@ class Tokenizer:
             each.strip() in text for result in results for each in texts_of(result)
         )
 
+    @property
+    def _written_in_python(self) -> bool:
+        if self._wrapper._chat_template is not None or self._hf.chat_template is None:
+            return True
+        of_class = type(self._hf).apply_chat_template
+        return of_class is not PreTrainedTokenizerBase.apply_chat_template
+
     def _template_text(self, tools: Any) -> str | None:
         """The template of a conversation, in Jinja; None: it is written in Python."""
-        kind = type(self._hf)
-        if self._wrapper._chat_template is not None or self._hf.chat_template is None:
-            return None
-        if kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        if self._written_in_python:
             return None
         try:
             return str(self._hf.get_chat_template(None, tools))

@@ -120,12 +120,16 @@ class AnswerCheck:
         )
 
     def with_header(self, response: Response) -> Response:
-        if self.unenforced:
-            names = ", ".join(self.unenforced).encode("ascii", "backslashreplace").decode()
-            response.headers[HEADER] = "".join(c if c.isprintable() else "?" for c in names)[
-                :LONGEST_HEADER
-            ]
-        return response
+        return with_names(response, HEADER, self.unenforced)
+
+
+def with_names(response: Response, header: str, names: Collection[str]) -> Response:
+    """Put names into a header of an answer, as far as a header can hold them."""
+    if names:
+        written = ", ".join(names).encode("ascii", "backslashreplace").decode()
+        shown = "".join(c if c.isprintable() else "?" for c in written)
+        response.headers[header] = shown[:LONGEST_HEADER]
+    return response
 
 
 NO_CHECK = AnswerCheck()

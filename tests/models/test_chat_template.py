@@ -32,7 +32,7 @@ def printed(use: str, arguments: Any, role: str = "assistant") -> str:
     """What a template that takes tools shows of a call's arguments, with `a` for them."""
     template = (
         (
-            "{# tools #}{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a ="
+            "{{ tools | tojson if tools }}{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a ="
             " c.function.arguments %}"
         )
         + use

@@ -39,7 +39,8 @@ ONE_CALL = "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% endif
 NAMES = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
 FIRST = "{% if m.role != 'system' or loop.first %}"
 REFUSES = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
-PYTHONIC = "{# tools <|tool_call_start|> #}"
+TAKES_TOOLS = "{% if tools and loop.first %}{{ tools | tojson }}{% endif %}"
+PYTHONIC = "{# <|tool_call_start|> #}" + TAKES_TOOLS
 
 
 def tokenizer(turn: str) -> Tokenizer:
@@ -50,20 +51,22 @@ def tokenizer(turn: str) -> Tokenizer:
 @pytest.mark.parametrize(
     "turn, chat, place",
     [
-        ("{# tools <tool_call> tool_call.name #}" + TURN, HISTORY, "messages.2.tool_calls.0"),
-        ("{# tools #}" + TURN + ONE_CALL, HISTORY, None),
+        ("{# <tool_call> tool_call.name #}" + TAKES_TOOLS + TURN, HISTORY, "messages.2.tool_calls.0"),
+        (TAKES_TOOLS + TURN + ONE_CALL, HISTORY, None),
         (
-            "{# tools <tool_call> tool_call.name #}" + TURN + ONE_CALL,
+            "{# <tool_call> tool_call.name #}" + TAKES_TOOLS + TURN + ONE_CALL,
             HISTORY,
             "messages.2.tool_calls.1",
         ),
         (
-            "{# tools <tool_call> tool_call.name #}" + TURN + NAMES,
+            "{# <tool_call> tool_call.name #}" + TAKES_TOOLS + TURN + NAMES,
             HISTORY,
             "messages.2.tool_calls.0",
         ),
         (
-            "{# tools <tool_call> tool_call.name #}{% if m.role != 'tool' %}"
+            "{# <tool_call> tool_call.name #}"
+            + TAKES_TOOLS
+            + "{% if m.role != 'tool' %}"
             + TURN
             + CALLS
             + "{% endif %}",
@@ -71,7 +74,7 @@ def tokenizer(turn: str) -> Tokenizer:
             "messages.3.content",
         ),
         ("{% if m.role != 'system' %}" + TURN + CALLS + "{% endif %}", LATE, "messages.0.content"),
-        ("{# tools #}" + TURN + CALLS, HISTORY, None),
+        (TAKES_TOOLS + TURN + CALLS, HISTORY, None),
     ],
 )
 def test_a_part_that_is_left_out_is_named(turn: str, chat: list[Any], place: str | None) -> None:
@@ -120,3 +123,66 @@ def test_taught_tools_are_not_lost_where_the_template_has_no_system_message() ->
         [USER], tools=[tool]
     )
     assert "look" in text and "<user>" in text
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "turn, takes",
+    [
+        (TAKES_TOOLS + TURN, True),
+        ("{# tools #}" + TURN, False),
+        # Phi-4's: a key of the system message, which no request has
+        ("{% if m.tools %}{{ m.tools }}{% endif %}" + TURN, False),
+        ("{% if m.role == 'system' and tools %}{{ tools }}{% endif %}" + TURN, False),
+        ("{% if m.role == 'user' and tools %}{{ tools | length }}{% endif %}" + TURN, False),
+    ],
+)
+def test_tools_that_a_template_only_names_are_taught(turn: str, takes: bool) -> None:
+    reader = tokenizer(turn)
+    assert reader.template_takes_tools is takes
+    text = reader.render_chat_text([USER], tools=[tool("look"), tool("see")])
+    assert "look" in text and "see" in text
+    assert ("To call one, write" in text) is not takes or not reader.tool_format
+
+
+def test_a_tool_that_the_template_leaves_out_is_named() -> None:
+    first = "{% if tools and loop.first %}{{ tools[0] | tojson }}{% endif %}"
+    reader = tokenizer("{# <tool_call> tool_call.name #}" + first + TURN)
+    assert "look" in reader.render_chat_text([USER], tools=[tool("look")])
+    with pytest.raises(RequestError, match="leaves it out") as refused:
+        reader.render_chat_text([USER], tools=[tool("look"), tool("see")])
+    assert refused.value.param == "tools.1"
+    shouting = tokenizer(
+        "{# <tool_call> tool_call.name #}"
+        "{% if tools and loop.first %}{{ tools[0] | tojson }}{{ tools | tojson | upper }}{% endif %}"
+        + TURN
+    )
+    assert "SEE" in shouting.render_chat_text([USER], tools=[tool("look"), tool("see")])
+
+
+@pytest.mark.parametrize(
+    "turn, unread",
+    [
+        (TURN, ("enable_thinking", "style")),
+        ("{% if enable_thinking %}!{% endif %}" + TURN, ("style",)),
+        ("{# style enable_thinking #}{{ style }}" + TURN, ("enable_thinking",)),
+        ("{% set style = 1 %}" + TURN, ("enable_thinking", "style")),
+    ],
+)
+def test_template_arguments_that_are_not_read_are_named(
+    turn: str, unread: tuple[str, ...]
+) -> None:
+    arguments = {"enable_thinking": True, "style": "x", "add_generation_prompt": False}
+    assert tokenizer(turn).unread_arguments(arguments) == unread
+
+
+def test_a_model_that_never_thinks_obeys_who_wants_no_thinking() -> None:
+    off = {"enable_thinking": False, "thinking": False}
+    reader = tokenizer(TURN)
+    reader.think_markers = None
+    assert reader.unread_arguments(off) == ()
+    reader.think_markers = ("<think>", "</think>")
+    assert reader.unread_arguments(off) == ("enable_thinking", "thinking")

@@ -144,6 +144,13 @@ def test_template_arguments_come_from_the_request_and_the_configuration():
         }
         tokens = http.post("/tokenize", json=body).json()["tokens"]
         assert tokenizer.decode(tokens) == "x|False|b"
+        header = "X-Unread-Template-Arguments"
+        assert header not in http.post("/v1/chat/completions", json=body).headers
+        body["chat_template_kwargs"] |= {"tone": "ü"}
+        body |= {"verbosity": "low", "reasoning_effort": "none"}  # "none" is enable_thinking too
+        for streamed in (False, True):
+            answer = http.post("/v1/chat/completions", json=body | {"stream": streamed})
+            assert answer.headers[header] == "verbosity, chat_template_kwargs.tone", answer.text
 
 
 def test_an_error_that_quotes_half_a_character_can_be_sent():

@@ -38,7 +38,7 @@ LONG = " ".join(f"reason {number}," for number in range(30))
 
 BRIEF_TEMPLATE = (
     # the shipped model's context is small
-    "{{ tools | length if tools }}{{ messages[0].content }}<|im_end|>"
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}<|im_end|>"
 )
 HERMES = dict.fromkeys(("<think>", "</think>", "<tool_call>", "</tool_call>"), False)
 MISTRAL = dict.fromkeys(("[TOOL_CALLS]", "[ARGS]", "[TOOLS]", "<think>", "</think>"), True)

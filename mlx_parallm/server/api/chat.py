@@ -42,7 +42,7 @@ from mlx_parallm.server.protocol.answers import (
 )
 from mlx_parallm.server.protocol.openai import ChatBody, ChatTokensBody
 from mlx_parallm.server.protocol.strict_json import json_router
-from mlx_parallm.server.schema_check import answer_check
+from mlx_parallm.server.schema_check import answer_check, with_names
 from mlx_parallm.types import (
     Completion,
     CompletionDelta,
@@ -54,6 +54,8 @@ from mlx_parallm.types import (
 from mlx_parallm.types import Request as EngineRequest
 
 router = json_router("openai")
+UNREAD = "X-Unread-Template-Arguments"
+"""Header with the request's fields that the chat template does not read."""
 
 
 @router.post("/v1/chat/completions")
@@ -102,7 +104,7 @@ async def answer_chat(
         observer.begun(body)
     answer = _ChatResponse(context, model, response_id, body, plan.answer_format, requests[0])
     options = body.stream_options
-    return await respond(
+    response = await respond(
         answer,
         request,
         requests,
@@ -111,6 +113,8 @@ async def answer_chat(
         form=form,
         check=check,
     )
+    unread = [] if tokens else body.unread_fields(context.tokenizer.unread_arguments)
+    return with_names(response, UNREAD, unread)
 
 
 @router.post("/v1/chat/completions/tokens")

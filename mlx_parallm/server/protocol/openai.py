@@ -1,6 +1,6 @@
 """Request bodies of the OpenAI routes and of /tokenize and /detokenize (vLLM's shapes)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -217,17 +217,34 @@ class Conversation(Body):
         return words.get("enable_thinking") is False or words.get("thinking") is False
 
     def _template_words(self) -> dict[str, Any]:
-        """The fields that only a template can follow, under the names that templates read.
+        words: dict[str, Any] = {}
+        for of_field in self._words_of_fields().values():
+            words |= of_field
+        return words
+
+    def _words_of_fields(self) -> dict[str, dict[str, Any]]:
+        """The fields that only a template can follow, each under the names that templates read.
         `reasoning_effort` = "none" is what they call no thinking: `enable_thinking` (Qwen, GLM)
         and `thinking` (DeepSeek, Granite) are false."""
-        words: dict[str, Any] = {
-            "reasoning_effort": self.reasoning_effort,
-            "verbosity": self.verbosity,
+        effort, thinks = self.reasoning_effort, self.enable_thinking
+        fields: dict[str, dict[str, Any]] = {}
+        if effort is not None:
+            off = {"enable_thinking": False, "thinking": False} if effort == NO_REASONING else {}
+            fields["reasoning_effort"] = {"reasoning_effort": effort, **off}
+        if self.verbosity is not None:
+            fields["verbosity"] = {"verbosity": self.verbosity}
+        if thinks is not None:
+            fields["enable_thinking"] = {"enable_thinking": thinks, "thinking": thinks}
+        return fields
+
+    def unread_fields(self, unread: Callable[[Mapping[str, Any]], Collection[str]]) -> list[str]:
+        """Return the fields, and keys of `chat_template_kwargs`, of which the template reads
+        nothing. `unread` names those of some template arguments that are not read."""
+        given = self._words_of_fields() | {
+            f"chat_template_kwargs.{name}": {name: value}
+            for name, value in self.chat_template_kwargs.items()
         }
-        thinks = False if self.reasoning_effort == NO_REASONING else None
-        thinks = self.enable_thinking if self.enable_thinking is not None else thinks
-        words |= {"enable_thinking": thinks, "thinking": thinks}
-        return {name: value for name, value in words.items() if value is not None}
+        return [name for name, words in given.items() if len(unread(words)) == len(words)]
 
     def template_messages(self, *, images: bool = False) -> list[dict[str, Any]]:
         """Messages as the tokenizer takes them, with the images of users or without. Raises
