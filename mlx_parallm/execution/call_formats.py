@@ -485,7 +485,7 @@ class _Pythonic:
         if sign in ('"', "'"):
             if (quoted := self._literal.match(cursor.text, cursor.at)) is not None:
                 try:
-                    value = ast.literal_eval(quoted[0])
+                    value = ast.literal_eval(quoted[0].replace("\0", "\\x00"))
                 except (ValueError, SyntaxError):
                     value = None
                 if isinstance(value, str):

@@ -15,6 +15,7 @@ from tests.server.rendered_calls import FORMATS, calls, same
 from tests.server.test_answer_parts import IN_EVERY_FORMAT, shape
 
 BEFORE = ("", "so ", "<think>r</think>", "a < b\n")
+AFTER = ("", "", "", " done.", "\nbye <b>")
 
 
 def answer_format(form: str, tools: Any) -> AnswerFormat:
@@ -28,11 +29,13 @@ def answer_format(form: str, tools: Any) -> AnswerFormat:
     )
 
 
-def streamed(form: AnswerFormat, text: str, cuts: list[int]) -> AnswerParts:
+def streamed(
+    form: AnswerFormat, text: str, cuts: list[int], *, complete: bool = True
+) -> AnswerParts:
     splitter, pieces = AnswerSplitter(form), []
     for start, end in pairwise([0, *sorted(cuts), len(text)]):
         pieces.append(splitter.feed(text[start:end]))
-    pieces.append(splitter.finish(complete=True))
+    pieces.append(splitter.finish(complete=complete))
     calls = [call for piece in pieces for call in piece.tool_calls]
     return AnswerParts(
         "".join(piece.reasoning for piece in pieces),
@@ -47,8 +50,8 @@ def differences(form: str, count: int, seed: int, every: int = 4) -> Iterator[tu
     for number in range(count):
         rng = Random(f"{form} {seed} {number}")
         tools, made = calls(rng, form)
-        before = rng.choice(BEFORE)
-        text = before + FORMATS[form].render(made) if made else before
+        before, after = rng.choice(BEFORE), rng.choice(AFTER)
+        text = before + (FORMATS[form].render(made) if made else "") + after
         reading = answer_format(form, tools)
         cuts = [rng.randrange(len(text) + 1) for _ in range(rng.randrange(8))]
         answers = {
@@ -64,7 +67,8 @@ def differences(form: str, count: int, seed: int, every: int = 4) -> Iterator[tu
             except ValueError as error:
                 yield number, way, text, expected, str(error)
                 continue
-            plain = (reasoning + content).strip() == before.replace("<think>r</think>", "r").strip()
+            said = before.replace("<think>r</think>", "r") + after
+            plain = "".join((reasoning + content).split()) == "".join(said.split())
             if not (plain and same([list(call) for call in got], expected)):
                 yield number, way, text, expected, (reasoning, content, got)
         own = OwnFormat(reading.tool_markers, reading.parse)  # type: ignore[arg-type]
@@ -75,13 +79,46 @@ def differences(form: str, count: int, seed: int, every: int = 4) -> Iterator[tu
             yield number, "episode", text, expected, read
 
 
+def shown(parts: AnswerParts) -> Any:
+    """An answer with the arguments of its calls as text: of a call that is cut off they are no
+    JSON."""
+    calls = [call["function"] for call in parts.whole_calls()]
+    return (
+        parts.reasoning,
+        parts.content,
+        [(call["name"], call["arguments"]) for call in calls],
+    )
+
+
+def differences_of_cut_answers(form: str, count: int, seed: int) -> Iterator[tuple[Any, ...]]:
+    """Each answer that a limit cuts off anywhere and that is not the same whole and streamed."""
+    for number in range(count):
+        rng = Random(f"cut {form} {seed} {number}")
+        tools, made = calls(rng, form)
+        text = rng.choice(BEFORE) + FORMATS[form].render(made) + rng.choice(AFTER)
+        text = text[: rng.randrange(len(text) + 1)]
+        reading = answer_format(form, tools if rng.random() < 0.8 else [])
+        whole = shown(reading.read(text, "length"))
+        some = [rng.randrange(len(text) + 1) for _ in range(rng.randrange(4))]
+        for cuts in (some, list(range(1, len(text))) if number % 4 == 0 else []):
+            got = shown(streamed(reading, text, cuts, complete=False))
+            if got != whole:
+                yield number, cuts, text, whole, got
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_answer_that_is_cut_off_is_the_same_streamed(form: str) -> None:
+    found = list(differences_of_cut_answers(form, 15, seed=1))
+    assert not found, found[0]
+
+
 def test_every_format_has_a_renderer() -> None:
     assert set(FORMATS) == set(IN_EVERY_FORMAT)
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_a_template_writes_is_read_back(form: str) -> None:
-    found = list(differences(form, 40, seed=1))
+    found = list(differences(form, 25, seed=1))
     assert not found, found[0]
 
 
@@ -91,3 +128,5 @@ def test_what_a_template_writes_is_read_back(form: str) -> None:
 def test_ten_thousand_calls_are_read_back(form: str) -> None:
     found = list(differences(form, 10_000, seed=2, every=20))
     assert not found, found[0]
+    cut = list(differences_of_cut_answers(form, 10_000, seed=2))
+    assert not cut, cut[0]

@@ -210,7 +210,11 @@ class AnswerSplitter:
         """The rest. `complete`: the model itself ended the answer, so a tool call that lacks
         only its end counts; of one that a limit cut off there is the beginning."""
         parts, thinking = AnswerParts(), self._state in ("reasoning", _DRAFT)
-        self._take(self._pending, parts)
+        if self._begun is not None and self._state in _REGIONS and not complete:
+            self._region.append(self._pending)
+            self._begun.cut(self._pending)
+        else:
+            self._take(self._pending, parts)
         if self._state == _DRAFT:
             self._end_draft(parts, may_call=complete)
         self._pending = ""

@@ -32,6 +32,8 @@ from mlx_parallm.execution.typed_values import argument_schema, is_text
 
 # a text of n characters is parsed again after n / 2^6 more: the work stays linear but for a factor
 READ_AGAIN = 6
+# characters that are read of calls that were cut off, to find the last argument that has ended
+MOST_READ = 200_000
 
 
 def new_call_id() -> str:
@@ -56,6 +58,12 @@ class BegunCalls(Protocol):
         ...
 
     def feed(self, text: str) -> None: ...
+
+    def cut(self, undecided: str) -> None:
+        """Read what is there once more: a limit has ended the answer. However the text came in
+        pieces, the calls are then the same. `undecided`: text at the end that may begin a
+        marker."""
+        ...
 
 
 def begun_calls(
@@ -114,6 +122,9 @@ class _JsonCalls:
             call.arguments += self._read_value()
             if self._depth:
                 return
+
+    def cut(self, undecided: str) -> None:
+        self.feed(undecided)
 
     def _begin(self) -> bool:
         """Read the header of the next call, and the bracket that opens its arguments."""
@@ -199,7 +210,10 @@ _STEPS: Mapping[str, _Steps] = {
     "function_gemma": _Steps("}", _BEFORE_KEY, ("<escape>",)),
     "gemma4": _Steps("}", _BEFORE_KEY, ('<|"|>',)),
     "pythonic": _Steps(
-        ")]", re.compile(r"""[,](?=\s*[^\s,=()\[\]{}"']+\s*=)"""), ('"', "'"), _is_python
+        ")]",
+        re.compile(r"""[,](?=\s*[^\s,=()\[\]{}"']+\s*=)|\)(?=\s*,\s*[^\s,=()\[\]{}"']+\()"""),
+        ('"', "'"),
+        _is_python,
     ),
 }
 Read = tuple[str, dict[str, Any], str | None]
@@ -221,28 +235,49 @@ class _GrowingCalls:
 
     def feed(self, text: str) -> None:
         self._text += text
-        if self._steps is None or len(self._text) < self._next:
+        if len(self._text) >= self._next:
+            self._next = len(self._text) + max(1, len(self._text) >> READ_AGAIN)
+            self._read(self._text)
+
+    def cut(self, undecided: str) -> None:
+        # a text between delimiters that has ended: nothing behind it says so yet
+        marks = () if self._steps is None else self._steps.delimiters
+        ends = sorted({self._text.rfind(mark) for mark in marks} - {-1})
+        for end in (*ends, len(self._text)):
+            if self._form == "pythonic" and (escape := _first_escape(self._text[:end])):
+                self._read(self._text[:escape])
+            self._read(self._text[:end], MOST_READ)
+
+    def _read(self, text: str, work: int = 0) -> None:
+        """`work`: characters that may be read to find the last argument that has ended, beyond the
+        first try."""
+        if self._steps is None:
             return
-        self._next = len(self._text) + max(1, len(self._text) >> READ_AGAIN)
-        calls = self._decided(self._steps)
-        growing = self._with_open_text(self._steps, calls)
+        calls = self._decided(self._steps, text, work)
+        growing = self._with_open_text(self._steps, text, calls)
         self._take(growing or calls, cut=2 if growing else 1)
 
-    def _decided(self, steps: _Steps) -> list[Read]:
+    def _decided(self, steps: _Steps, text: str, work: int) -> list[Read]:
         """The calls up to the last argument that has ended."""
         if self._markup is not None:
-            end = decided_end(self._markup, self._text)
+            ends = [decided_end(self._markup, text)]
         else:
-            end = max((comma.start() for comma in steps.comma.finditer(self._text)), default=0)
-        closed = self._text[:end] + steps.close
-        if end == 0 or inside_value(self._form, closed) or not steps.valid(closed):
-            return []
-        return read_calls(self._parse, closed, self._tools)
+            ends = [comma.start() for comma in steps.comma.finditer(text)]
+        for end in reversed(ends):
+            closed = text[:end] + steps.close
+            if end and not inside_value(self._form, closed) and steps.valid(closed):
+                if calls := read_calls(self._parse, closed, self._tools):
+                    return calls
+            if (work := work - end) < 0:
+                break
+        return []
 
-    def _with_open_text(self, steps: _Steps, calls: Sequence[Read]) -> list[Read] | None:
+    def _with_open_text(
+        self, steps: _Steps, text: str, calls: Sequence[Read]
+    ) -> list[Read] | None:
         """The calls with the argument that is being written, where that is a text that will not
         be read otherwise."""
-        closed = self._closed_text(steps)
+        closed = self._closed_text(steps, text)
         if closed is None or not steps.valid(closed):
             return None
         longer = read_calls(self._parse, closed, self._tools)
@@ -256,25 +291,24 @@ class _GrowingCalls:
             return longer
         if self._markup.cdata and value.lstrip()[:1] in ("", "<"):  # may begin a CDATA section
             return None
-        return longer if self._wants_text(self._markup, name, key) else None
+        return longer if self._wants_text(self._markup, text, name, key) else None
 
-    def _closed_text(self, steps: _Steps) -> str | None:
+    def _closed_text(self, steps: _Steps, text: str) -> str | None:
         """The call with the text that is being written closed; None: none is."""
         if self._markup is not None:
-            return certain_text(self._markup, self._text) + self._markup.closed + steps.close
-        if not inside_value(self._form, self._text):
+            return certain_text(self._markup, text) + self._markup.closed + steps.close
+        if not inside_value(self._form, text):
             return None
         if self._form == "pythonic":
-            quote = _open_quote(self._text)
-            text, mark = self._text, quote
+            mark = _open_quote(text)
         else:
             [mark] = steps.delimiters
-            text = self._text[: len(self._text) - begun_mark(self._text, mark)]
+            text = text[: len(text) - begun_mark(text, mark)]
         return None if mark is None else f"{text}{mark}{steps.close}"
 
-    def _wants_text(self, markup: Markup, name: str, key: str) -> bool:
+    def _wants_text(self, markup: Markup, text: str, name: str, key: str) -> bool:
         if self._form == "kimi_k3":  # the tag says it
-            *_, opened = markup.opened.finditer(self._text)
+            *_, opened = markup.opened.finditer(text)
             return 'type="' not in opened[0] or 'type="string"' in opened[0]
         for tool in self._tools:
             if tool["function"]["name"] == name:
@@ -301,6 +335,16 @@ def _count(calls: Sequence[Read]) -> int:
 _QUOTED = re.compile(
     r"""(?:[^"'\\]|"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')*+(["'])[^\\]*+""", re.DOTALL
 )
+
+
+_CLOSED = re.compile(r"""(?:[^"'\\]|"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')*+""", re.DOTALL)
+
+
+def _first_escape(text: str) -> int:
+    """Where the first escape stands of the quotation in which a text ends; 0: there is none."""
+    closed = _CLOSED.match(text)
+    at = 0 if closed is None else closed.end()
+    return max(text.find("\\", at), 0)
 
 
 def _open_quote(text: str) -> str | None:
