@@ -51,7 +51,11 @@ def tokenizer(turn: str) -> Tokenizer:
 @pytest.mark.parametrize(
     "turn, chat, place",
     [
-        ("{# <tool_call> tool_call.name #}" + TAKES_TOOLS + TURN, HISTORY, "messages.2.tool_calls.0"),
+        (
+            "{# <tool_call> tool_call.name #}" + TAKES_TOOLS + TURN,
+            HISTORY,
+            "messages.2.tool_calls.0",
+        ),
         (TAKES_TOOLS + TURN + ONE_CALL, HISTORY, None),
         (
             "{# <tool_call> tool_call.name #}" + TAKES_TOOLS + TURN + ONE_CALL,
@@ -172,9 +176,7 @@ def test_a_tool_that_the_template_leaves_out_is_named() -> None:
         ("{% set style = 1 %}" + TURN, ("enable_thinking", "style")),
     ],
 )
-def test_template_arguments_that_are_not_read_are_named(
-    turn: str, unread: tuple[str, ...]
-) -> None:
+def test_template_arguments_that_are_not_read_are_named(turn: str, unread: tuple[str, ...]) -> None:
     arguments = {"enable_thinking": True, "style": "x", "add_generation_prompt": False}
     assert tokenizer(turn).unread_arguments(arguments) == unread
 

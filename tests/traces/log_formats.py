@@ -107,6 +107,39 @@ def openai_calls(folder: Path, talks: Sequence[Talk]) -> list[Path]:
     return [lines(folder / "calls.jsonl", rows)]
 
 
+def response_calls(folder: Path, talks: Sequence[Talk]) -> list[Path]:
+    """A line for each call of the Responses API, which repeats the items before it."""
+    rows = []
+    for talk in talks:
+        items: list[Json] = []
+        asked: Json = {"model": "m"}
+        for number, turn in enumerate(talk.turns):
+            if turn.cut:
+                raise NotInFormatError("a call's answer is whole, or has its reason")
+            if turn.role == "system":
+                asked["instructions"] = turn.text
+                continue
+            if turn.role == "own":
+                item: Json = {"type": "code_interpreter_call", "id": f"ci{number}", "code": "1"}
+                outputs = [{"type": "logs", "logs": turn.text}] if turn.text is not None else None
+                output: list[Json] = [item | {"status": "completed", "outputs": outputs}]
+            elif turn.role == "user":
+                items.append({"role": "user", "content": turn.text})
+                continue
+            else:
+                text = {"type": "output_text", "text": turn.text, "annotations": []}
+                output = [{"type": "message", "role": "assistant", "content": [text]}]
+                output[0] |= {"id": turn.name or f"{talk.name}{talk.mark}{number}"}
+            response: Json = {"id": f"r-{talk.name}{talk.mark}{number}", "object": "response"}
+            response |= {"status": "completed", "output": output, "model": "m"}
+            if turn.end is not None:
+                response |= {"status": "incomplete", "incomplete_details": {"reason": turn.end}}
+            row: Json = {"request": asked | {"input": list(items)}, "response": response}
+            rows.append(row | ({"metadata": {"subagent": True}} if talk.is_side else {}))
+            items += output
+    return [lines(folder / "responses.jsonl", rows)]
+
+
 def anthropic(folder: Path, talks: Sequence[Talk]) -> list[Path]:
     rows = []
     for talk in talks:
@@ -557,6 +590,7 @@ FORMATS: dict[str, tuple[str, Write]] = {
     "openai calls": ("openai", openai_calls),
     "anthropic": ("openai", anthropic),
     "gemini": ("openai", gemini),
+    "responses": ("responses", response_calls),
     "sharegpt": ("openai", sharegpt),
     "atif": ("atif", atif),
     "recorded": ("recorded", recorded),

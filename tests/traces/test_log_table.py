@@ -138,6 +138,7 @@ QUESTIONS: tuple[Callable[[Path, str], None], ...] = (
 )
 NOT_THERE: dict[str, set[str]] = {
     "openai calls": {"interrupted"},
+    "responses": {"interrupted"},
     "recorded": {"subagent", "own_call", "own_call_unseen"},
     "claude-code": {"system"},
     "openinference": {"cut", "own_call", "own_call_unseen"},

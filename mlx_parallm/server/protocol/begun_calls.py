@@ -265,16 +265,14 @@ class _GrowingCalls:
             ends = [comma.start() for comma in steps.comma.finditer(text)]
         for end in reversed(ends):
             closed = text[:end] + steps.close
-            if end and not inside_value(self._form, closed) and steps.valid(closed):
-                if calls := read_calls(self._parse, closed, self._tools):
-                    return calls
-            if (work := work - end) < 0:
-                break
+            is_whole = end and not inside_value(self._form, closed) and steps.valid(closed)
+            calls = read_calls(self._parse, closed, self._tools) if is_whole else []
+            work -= end
+            if calls or work < 0:
+                return calls
         return []
 
-    def _with_open_text(
-        self, steps: _Steps, text: str, calls: Sequence[Read]
-    ) -> list[Read] | None:
+    def _with_open_text(self, steps: _Steps, text: str, calls: Sequence[Read]) -> list[Read] | None:
         """The calls with the argument that is being written, where that is a text that will not
         be read otherwise."""
         closed = self._closed_text(steps, text)

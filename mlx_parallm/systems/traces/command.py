@@ -21,6 +21,7 @@ FORMATS = (
     "auto",
     "atif",
     "openai",
+    "responses",
     "recorded",
     "collected",
     "rollouts",

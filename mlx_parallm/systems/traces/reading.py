@@ -21,6 +21,7 @@ from mlx_parallm.systems.traces.importers.claude_code import claude_code
 from mlx_parallm.systems.traces.importers.codex import codex
 from mlx_parallm.systems.traces.importers.otel import holds_spans, otlp
 from mlx_parallm.systems.traces.importers.report import Importer, ImportReport, whole_json
+from mlx_parallm.systems.traces.importers.responses import is_response_call, responses
 from mlx_parallm.systems.traces.importers.runs import (
     collected,
     is_collection,
@@ -35,6 +36,7 @@ from mlx_parallm.systems.traces.schema import Trace, dump_line, read_jsonl
 IMPORTERS: dict[str, Importer] = {
     "atif": atif,
     "openai": openai_chat,
+    "responses": responses,
     "recorded": recorded,
     "collected": collected,
     "rollouts": rollouts,
@@ -101,7 +103,9 @@ def _format_of(line: dict[str, object]) -> str | None:
         return "codex"
     if "sessionId" in keys or keys >= {"parentUuid", "uuid"}:
         return "claude-code"
-    return "openai" if is_conversation(line) else None
+    if is_conversation(line):
+        return "openai"
+    return "responses" if is_response_call(line) else None
 
 
 def read_traces(

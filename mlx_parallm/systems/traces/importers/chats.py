@@ -38,7 +38,7 @@ def openai_chat(path: Path, report: ImportReport) -> Iterator[Trace]:
     An assistant message of weight 0 is not trained on. Other columns are kept in `extra.columns`.
     """
     for place, row in objects(path, report):
-        yield from made(report, place, partial(_conversations, row, place, report))
+        yield from made(report, place, partial(openai_conversations, row, place, report))
 
 
 def is_conversation(row: Mapping[str, Any]) -> bool:
@@ -61,7 +61,7 @@ def _request_of(row: Mapping[str, Any]) -> str | None:
     )
 
 
-def _conversations(row: Json, place: str, report: ImportReport) -> list[Trace]:
+def openai_conversations(row: Json, place: str, report: ImportReport) -> list[Trace]:
     """A trace for each answer that the line holds beside its messages; one trace where it holds
     none."""
     columns = dict(row)

@@ -38,7 +38,9 @@ ENCRYPTED = "its history is not whole: a compaction that is encrypted, or has no
 
 
 @dataclass
-class _CodexLog:
+class ItemLog:
+    """Messages that are made of response items, one after another (`take_item`)."""
+
     session: str
     version: str = "unknown"
     model: str | None = None
@@ -60,7 +62,7 @@ class _CodexLog:
 def codex(path: Path, report: ImportReport) -> Iterator[Trace]:
     """The `response_item` lines; events repeat them. A compaction ends a trace: the model saw a
     new prompt after it."""
-    log = _CodexLog(path.stem)
+    log = ItemLog(path.stem)
     number = 0
     for place, line in objects(path, report):
         payload, kind = line.get("payload"), line.get("type")
@@ -86,14 +88,14 @@ def codex(path: Path, report: ImportReport) -> Iterator[Trace]:
                 report.skip(place, REPEATED)
                 continue
             try:
-                _take_item(log, payload, place, report, rest)
+                take_item(log, payload, place, report, rest)
             except SHAPES as error:
                 report.skip(place, shape_of(error))
                 log.untrainable = "its history is not whole: an item of an unknown shape"
     yield from _codex_trace(log, number + 1, report)
 
 
-def _is_again(log: _CodexLog, item: Json) -> bool:
+def _is_again(log: ItemLog, item: Json) -> bool:
     """Whether an item was read before: one of the same id and content, or of a history that a
     resumed session begins with."""
     text = json.dumps(item, sort_keys=True)
@@ -108,7 +110,7 @@ def _is_again(log: _CodexLog, item: Json) -> bool:
     return again
 
 
-def _take_event(log: _CodexLog, event: Json, place: str, report: ImportReport) -> None:
+def _take_event(log: ItemLog, event: Json, place: str, report: ImportReport) -> None:
     """Learn from an event how the newest answer ended: the items do not say it."""
     kind = event.get("type")
     if kind in ("task_complete", "turn_complete"):
@@ -122,7 +124,7 @@ def _take_event(log: _CodexLog, event: Json, place: str, report: ImportReport) -
         report.remark(place, NEVER.format(reason))
 
 
-def _take_about(log: _CodexLog, kind: str, payload: Json) -> None:
+def _take_about(log: ItemLog, kind: str, payload: Json) -> None:
     if kind == "turn_context":
         log.model = payload["model"] if isinstance(payload.get("model"), str) else log.model
         return
@@ -153,7 +155,7 @@ def _plain(name: str) -> str:
     return name.replace("_", "").replace("-", "").lower()
 
 
-def _compact(log: _CodexLog, line: Json, place: str, report: ImportReport) -> None:
+def _compact(log: ItemLog, line: Json, place: str, report: ImportReport) -> None:
     """Open a new trace with what a compaction left: its `replacement_history`, else its summary."""
     payload = line["payload"]
     log.messages, log.places, log.about, log.answered = [], [], [line], {}
@@ -163,7 +165,7 @@ def _compact(log: _CodexLog, line: Json, place: str, report: ImportReport) -> No
         report.expect(place, history)
         for number, item in enumerate(history):
             try:
-                _take_item(log, item, f"{place}#{number}", report, {})
+                take_item(log, item, f"{place}#{number}", report, {})
             except SHAPES as error:
                 report.drop(place, f"an item of a compaction: {shape_of(error)}", item)
                 log.untrainable = ENCRYPTED
@@ -182,7 +184,7 @@ def _compact(log: _CodexLog, line: Json, place: str, report: ImportReport) -> No
     log.places = [place]
 
 
-def _take_item(log: _CodexLog, item: Any, place: str, report: ImportReport, rest: Json) -> None:
+def take_item(log: ItemLog, item: Any, place: str, report: ImportReport, rest: Json) -> None:
     """Add a response item to the messages. `rest`: what its line holds beside it."""
     if not isinstance(item, dict):
         raise TraceError("an item that is no object")
@@ -221,7 +223,7 @@ def _take_item(log: _CodexLog, item: Any, place: str, report: ImportReport, rest
     log.places.append(place)
 
 
-def _take_message(log: _CodexLog, item: Json, rest: Json) -> None:
+def _take_message(log: ItemLog, item: Json, rest: Json) -> None:
     kept = rest | {
         key: value for key, value in item.items() if key not in ("type", "role", "content")
     }
@@ -254,7 +256,7 @@ def _parts(content: Any) -> list[Any]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
-def _take_reasoning(log: _CodexLog, item: Json, rest: Json) -> bool:
+def _take_reasoning(log: ItemLog, item: Json, rest: Json) -> bool:
     """Add the text of a thought: its content, else its summary; return whether it has any."""
     key = next((key for key in ("content", "summary") if text_of(item.get(key))), None)
     if key is None:
@@ -298,7 +300,7 @@ def _is_own(item: Json, kind: str) -> bool:
     return kind not in CLIENT_CALLS and not item.get("call_id")
 
 
-def _take_own_call(log: _CodexLog, item: Json, kind: str, call_id: str, rest: Json) -> None:
+def _take_own_call(log: ItemLog, item: Json, kind: str, call_id: str, rest: Json) -> None:
     """Add a call that the API made, and its result, where the item holds one: other items of its
     answer follow as another answer."""
     key = next((key for key in (*OUTPUTS, "error") if item.get(key) is not None), None)
@@ -342,7 +344,7 @@ def _output(item: Json, call_id: str, rest: Json, key: str) -> Json:
     return add_step(message, extra={"lines": [rest | others]} if rest | others else {})
 
 
-def _open_answer(log: _CodexLog) -> Json:
+def _open_answer(log: ItemLog) -> Json:
     """The answer that the model is giving: reasoning, text and calls up to the next message or
     result are one."""
     last = log.messages[-1] if len(log.messages) > log.opened else {}
@@ -354,14 +356,14 @@ def _open_answer(log: _CodexLog) -> Json:
     return log.messages[-1]
 
 
-def _note(log: _CodexLog, kept: Json) -> None:
+def _note(log: ItemLog, kept: Json) -> None:
     """Keep what the line of a part of the newest answer holds beside it."""
     if kept:
         before = log.messages[-1].get("step", {}).get("extra", {}).get("lines", [])
         log.messages[-1] = add_step(log.messages[-1], extra={"lines": [*before, kept]})
 
 
-def _codex_trace(log: _CodexLog, number: int, report: ImportReport) -> Iterator[Trace]:
+def _codex_trace(log: ItemLog, number: int, report: ImportReport) -> Iterator[Trace]:
     places = list(log.places)
     if not any(message["role"] == "assistant" for message in log.messages):
         for place in places:

@@ -1,0 +1,176 @@
+"""Calls of OpenAI's Responses API, one a line: what was asked (`input`, `instructions`, `tools`),
+in the line or in its `request`, and the response's `output`. Spans of the OpenAI Agents SDK too.
+
+    {"request": {"input": …, "tools": […]}, "response": {"id": …, "status": …, "output": […]}}
+    {"input": …, "output": […]}
+    {"object": "trace.span", "span_data": {"type": "generation" or "response", …}}
+
+Only the output is learned: the answers in `input` are another call's. A call that goes on from
+`previous_response_id` gets the messages of that call, where it stands before it in the file.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import TraceError
+from mlx_parallm.systems.traces.importers.chats import COPIED, REQUESTS, openai_conversations
+from mlx_parallm.systems.traces.importers.codex import ItemLog, take_item
+from mlx_parallm.systems.traces.importers.dialects import tool_definitions
+from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_sampled
+from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, made, objects
+from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace
+
+ASKED = ("input", "instructions", "tools", "previous_response_id")
+SPANS = ("generation", "response")
+NO_HISTORY = "its history is not whole: the response that it goes on from is not in the file"
+
+
+def responses(path: Path, report: ImportReport) -> Iterator[Trace]:
+    """A trace for each call."""
+    known: dict[str, list[Json]] = {}
+    for place, row in objects(path, report):
+        yield from made(report, place, partial(_traces, row, place, report, known))
+
+
+def is_response_call(row: Mapping[str, Any]) -> bool:
+    span = row.get("span_data")
+    if isinstance(span, Mapping):
+        return row.get("object") == "trace.span" and isinstance(span.get("type"), str)
+    return _output_of(row) is not None and not isinstance(row.get("messages"), list)
+
+
+def _output_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The response that a line holds: the line itself, its `response`, or that one's `body`."""
+    response = row.get("response")
+    inner = response.get("body") if isinstance(response, Mapping) else None
+    held = (each for each in (inner, response, row) if isinstance(each, Mapping))
+    return next((each for each in held if isinstance(each.get("output"), list)), None)
+
+
+def _traces(
+    row: Json, place: str, report: ImportReport, known: dict[str, list[Json]]
+) -> list[Trace]:
+    if isinstance(span := row.get("span_data"), Mapping):
+        return _span_traces(row, span, place, report, known)
+    response = _output_of(row)
+    if response is None:
+        raise TraceError("no list 'output'")
+    asked = next((row[key] for key in REQUESTS if isinstance(row.get(key), Mapping)), row)
+    log = ItemLog(str(response.get("id") or row.get("id") or place))
+    if (before := asked.get("previous_response_id") or response.get("previous_response_id")) and (
+        (history := known.get(str(before))) is not None
+    ):
+        log.messages = [dict(message) for message in history]
+    elif before:
+        log.untrainable = NO_HISTORY
+    given = asked.get("input")
+    given = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    _take(log, given, place, report)
+    log.messages = [
+        add_step(each, **COPIED) if each["role"] == "assistant" else each for each in log.messages
+    ]
+    log.opened = len(log.messages)
+    _take(log, response["output"], place, report)
+    _end(log, response, row, place, report)
+    if response.get("id"):
+        known[str(response["id"])] = log.messages
+    return [_trace(log, row, asked, response, place, report)]
+
+
+def _take(log: ItemLog, items: Any, place: str, report: ImportReport) -> None:
+    """Add items to the messages. One that cannot be read is left out, and nothing is learned of
+    what follows it."""
+    if not isinstance(items, Sequence):
+        raise TraceError("'input' is neither text nor a list")
+    first = report.expect(place, items)
+    for number, item in enumerate(items, first):
+        kind = item.get("type") if isinstance(item, Mapping) else None
+        if kind is None and isinstance(item, Mapping) and "role" in item:
+            item, kind = {**item, "type": "message"}, "message"
+        taken = len(log.places)
+        try:
+            take_item(log, item, f"{place}#{number}", report, {})
+        except SHAPES:
+            log.untrainable = "its history is not whole: an item of an unknown shape"
+        if len(log.places) == taken:
+            reason = "reasoning that is encrypted" if kind == "reasoning" else "an unknown item"
+            report.leave(place, number, reason)
+
+
+def _end(
+    log: ItemLog, response: Mapping[str, Any], row: Json, place: str, report: ImportReport
+) -> None:
+    """Mark the answers of a response that did not come to its end."""
+    details = response.get("incomplete_details")
+    about = (
+        [response, {"finish_reason": details.get("reason")}]
+        if isinstance(details, Mapping)
+        else [response]
+    )
+    for at in range(log.opened, len(log.messages)):
+        message = log.messages[at]
+        if message["role"] == "assistant" and (reason := not_sampled(message, *about, row)):
+            log.messages[at] = marked(message, reason)
+            report.remark(place, NEVER.format(reason))
+
+
+def _trace(
+    log: ItemLog,
+    row: Json,
+    asked: Mapping[str, Any],
+    response: Mapping[str, Any],
+    place: str,
+    report: ImportReport,
+) -> Trace:
+    if not any(message["role"] == "assistant" for message in log.messages[log.opened :]):
+        raise TraceError("no answer in 'output'")
+    instructions = asked.get("instructions") or response.get("instructions")
+    opening: list[Json] = []
+    if isinstance(instructions, str):
+        opening = [{"role": "system", "content": instructions}]
+    elif instructions:
+        raise TraceError("'instructions' is no text")
+    if log.untrainable is not None:
+        report.remark(place, f"{log.untrainable}; nothing of the trace is trained on")
+    columns = {
+        key: _rest(value) for key, value in row.items() if key not in ASKED and key != "output"
+    }
+    return new_trace(
+        [*opening, *log.messages],
+        session_id=log.session,
+        source="responses",
+        model=response.get("model") if isinstance(response.get("model"), str) else None,
+        tools=tool_definitions(asked.get("tools") or response.get("tools")),
+        columns={key: value for key, value in columns.items() if value not in (None, {})} or None,
+        untrainable="the call failed" if row.get("error") else log.untrainable,
+    )
+
+
+def _rest(value: Any) -> Any:
+    """What a request or a response holds beside its messages."""
+    if not isinstance(value, Mapping):
+        return value
+    return {k: v for k, v in value.items() if k not in ASKED and k != "output" and v is not None}
+
+
+def _span_traces(
+    row: Json,
+    span: Mapping[str, Any],
+    place: str,
+    report: ImportReport,
+    known: dict[str, list[Json]],
+) -> list[Trace]:
+    kind = span.get("type")
+    if kind not in SPANS:
+        raise TraceError(f"spans of type {kind!r}: generations and responses hold what was said")
+    rest = {key: value for key, value in row.items() if key != "span_data"}
+    if kind == "response":
+        if _output_of(span) is None:
+            raise TraceError("a response's span holds its id alone: log the response with it")
+        return _traces({**rest, **span}, place, report, known)
+    listed = span.get("output") or []
+    choices = [{"message": message} for message in listed]
+    call = {"request": {"messages": span.get("input")}, "response": {"choices": choices}}
+    return openai_conversations({**rest, **call}, place, report)
