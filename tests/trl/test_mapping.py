@@ -149,9 +149,9 @@ def test_names_of_the_tables_are_trls() -> None:
         ({"num_generation": 4}, "did you mean 'num_generations'"),
         ({"lerning_rate": 1.0}, "did you mean 'learning_rate'"),
         ({"temperature": -1.0}, "temperature"),
-        ({"loss_type": "vespo"}, "loss_type"),
+        ({"loss_type": "vespo"}, 'importance_sampling_level="sequence"'),
         ({"loss_type": "cispo"}, "epsilon_high"),
-        ({"scale_rewards": "batch"}, "scale_rewards"),
+        ({"scale_rewards": "batch"}, "an advantage here is of one group"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "warmup_ratio"),
     ],
 )
@@ -159,6 +159,29 @@ def test_what_means_nothing_here_is_refused_by_name(options: dict[str, Any], wor
     with pytest.raises(ConfigError, match="GRPOConfig") as caught:
         GRPOConfig(**options)
     assert words in str(caught.value)
+
+
+SCHEDULES = (
+    *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "inverse_sqrt"),
+    *("constant_with_warmup", "reduce_lr_on_plateau", "cosine_with_min_lr", "greedy"),
+    *("cosine_warmup_with_min_lr", "warmup_stable_decay"),
+)
+"""transformers' SchedulerType."""
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_there_or_says_what_to_use(name: str) -> None:
+    if name in ("linear", "cosine", "constant", "constant_with_warmup"):
+        assert SFTConfig(lr_scheduler_type=name).lr_scheduler_type == name
+        return
+    with pytest.raises(ConfigError, match=rf"SFTConfig\(.*{name}.*cosine"):
+        SFTConfig(lr_scheduler_type=name)
+
+
+@pytest.mark.parametrize("loss", ["aot", ["sigmoid", "aot_unpaired"]])
+def test_a_loss_over_the_pairs_of_a_batch_is_refused(loss: Any) -> None:
+    with pytest.raises(ConfigError, match="compares each by itself"):
+        DPOConfig(loss_type=loss)
 
 
 def test_what_changes_no_result_is_accepted_with_one_warning() -> None:

@@ -198,6 +198,38 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """name → (the values that switch it off, beside None; what to use instead)."""
 
 
+SCHEDULE = "linear, cosine, constant and constant_with_warmup are here"
+VALUES_NOT_HERE: Mapping[tuple[str, str], str] = {
+    (
+        "loss_type",
+        "vespo",
+    ): 'importance_sampling_level="sequence" and loss_type="cispo" bound the ratio in other ways;'
+    " a loss of your own is GRPOTrainer(loss=…)",
+    **dict.fromkeys(
+        (("loss_type", "aot"), ("loss_type", "aot_unpaired")),
+        'it sorts the pairs of a batch against each other; "sigmoid" compares each by itself',
+    ),
+    (
+        "scale_rewards",
+        "batch",
+    ): 'an advantage here is of one group, whatever else is in its batch: scale_rewards="none",'
+    ' perhaps with overrides={"rl_training.advantage_whiten": True}, which divides by the standard'
+    " deviation over all tokens of a step",
+    (
+        "lr_scheduler_type",
+        "cosine_with_min_lr",
+    ): 'lr_scheduler_type="cosine" with overrides={"rl_training.lr_final": 1e-6}',
+    **{
+        ("lr_scheduler_type", name): SCHEDULE
+        for name in (
+            *("cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay"),
+            *("reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "greedy"),
+        )
+    },
+}
+"""TRL's argument and a value of it that there is not → what to use instead."""
+
+
 class TrainerConfig(Options):
     """The arguments that all trainers have in common. None leaves an argument at its default, but
     for max_length.
@@ -307,6 +339,7 @@ class TrainerConfig(Options):
         for name, value in values.items():
             if name in type(self).model_fields:
                 kept[name] = value.value if isinstance(value, Enum) else value
+                _refuse_values(kind, name, kept[name])
             elif name in SPEED_ONLY or name.startswith("vllm_"):
                 continue  # vllm_…: of an engine that use_vllm has not switched on
             elif name in WITHOUT_EFFECT:
@@ -360,6 +393,14 @@ class TrainerConfig(Options):
                 " is best"
             )
         return self
+
+
+def _refuse_values(kind: str, name: str, value: Any) -> None:
+    """Raises ConfigError: a value of TRL's that there is not here."""
+    for each in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(each, str) and (name, each) in VALUES_NOT_HERE:
+            instead = VALUES_NOT_HERE[name, each]
+            raise ConfigError(f"{kind}({name}={each!r}) is not here: {instead} (docs/trl.md)")
 
 
 class SampledConfig(TrainerConfig):
