@@ -36,10 +36,11 @@ NOT_TEMPLATE_KWARGS = ("chat_template", "messages", "tools")
 for ever."""
 OWN_KWARGS = ("add_generation_prompt", "continue_final_message")
 """Arguments that are obeyed here, whether the template reads them or not."""
-PROBE = {
+PROBE_NAME = "zq0zq"
+PROBE: Mapping[str, Any] = {
     "type": "function",
     "function": {
-        "name": "zq0zq",
+        "name": PROBE_NAME,
         "description": "probe",
         "parameters": {
             "type": "object",
@@ -109,7 +110,7 @@ class Tokenizer:
         shown = []
         for chat in ([user], [system, user]):
             try:
-                shown.append(PROBE["function"]["name"] in self._render(chat, [PROBE], options))
+                shown.append(PROBE_NAME in self._render(chat, [PROBE], options))
             except RequestError:
                 continue
         return all(shown) if shown else self._written_in_python or "tools" in self._variables
@@ -128,11 +129,11 @@ class Tokenizer:
         they change nothing. That a model must not think is obeyed by one that never does."""
         if not self._variables:
             return ()
-        known = {*self._variables, *OWN_KWARGS}
+        names = {*self._variables, *OWN_KWARGS}
         if self.think_markers is None:
             off = ("enable_thinking", "thinking")
-            known |= {name for name in off if arguments.get(name) is False}
-        return tuple(name for name in arguments if name not in known)
+            names |= {name for name in off if arguments.get(name) is False}
+        return tuple(name for name in arguments if name not in names)
 
     @property
     def chat_template(self) -> str | None:

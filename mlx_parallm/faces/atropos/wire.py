@@ -3,7 +3,8 @@
 On the wire `masks` are labels: -100 where a token was given, the token's own id where the policy
 sampled it; and `inference_logprobs` hold 1.0 where there is none. Here `mask` is 0 or 1; a group
 without `inference_logprobs` (server_type openai) has rollouts with `logprobs` None, and a sampled
-token without one among others refuses the group.
+token without one among others refuses the group. Zeros for all sampled tokens of a group, as
+environments write that have none, are no log-probabilities either.
 
 atroposlib's ManagedServer makes sequences of several turns: several sampled spans; after a turn its
 EOS twice, the second one given; earlier turns given again (-100 and 1.0) when a plain completion
@@ -56,6 +57,7 @@ GIVEN = -100  # the label of a token that is not trained on
 # what atroposlib's DummyManagedServer invents for servers without token ids
 _DUMMY_TOKENS = list(range(128))
 _DUMMY_LOGPROB = -0.5
+FEWEST_CERTAIN = 8  # sampled tokens of a group: fewer may all be certain
 MAX_TEMPERATURE = 1e6  # also against integers that no float holds
 _KEPT_AS_METADATA = ("generation_params", "env_id")
 _IGNORED = ("ref_logprobs",)
@@ -164,6 +166,10 @@ def from_scored_data(
     _refuse_what_is_not_supported(wire)
     size = len(wire.tokens)
     _require_rows(wire, size)
+    ignored = [key for key, value in wire if key in _IGNORED and value is not None]
+    if _are_placeholders(wire):
+        wire.inference_logprobs = None
+        ignored.append("inference_logprobs")
     names = _stored_images(wire, images)
     overrides = wire.overrides or []
     if not any(map(has_score, wire.scores)):
@@ -187,7 +193,7 @@ def from_scored_data(
             [{**message, "content": _without_pictures(message["content"])} for message in row]
             for row in wire.messages
         ]
-    if ignored := [key for key, value in wire if key in _IGNORED and value is not None]:
+    if ignored:
         metadata["ignored_fields"] = ignored
     if wire.distill_token_ids is not None or wire.distill_logprobs is not None:
         metadata["distill"] = _teachers_numbers(wire)
@@ -200,6 +206,18 @@ def from_scored_data(
         else tuple(tuple(row) for row in wire.advantages),
         metadata=metadata,
     )
+
+
+def _are_placeholders(wire: ScoredData) -> bool:
+    """Whether zeros stand for the log-probabilities of all sampled tokens of the group."""
+    rows = zip(wire.masks, wire.inference_logprobs or (), strict=False)
+    values = [
+        value
+        for labels, row in rows
+        for label, value in zip(labels, row, strict=True)
+        if label != GIVEN
+    ]
+    return len(values) >= FEWEST_CERTAIN and not any(values)
 
 
 def _teachers_numbers(wire: ScoredData) -> dict[str, Any]:

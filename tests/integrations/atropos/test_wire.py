@@ -55,6 +55,20 @@ def test_a_group_without_logprobs_has_none() -> None:
     assert group.group_id != parse(scored_data()).group_id
 
 
+def test_zeros_for_all_tokens_are_no_log_probabilities() -> None:
+    """An environment without log-probabilities fills the field: its tokens would be trained on as
+    certain ones."""
+    row = list(range(5, 13))
+    sent = {"tokens": [row, row], "masks": [[-100, *row[1:]]] * 2, "scores": [1.0, 0.0]}
+    group = parse(sent | {"inference_logprobs": [[1.0] + [0.0] * 7] * 2})
+    assert [rollout.logprobs for rollout in group.rollouts] == [None, None]
+    assert group.metadata["ignored_fields"] == ["inference_logprobs"]
+    with pytest.raises(RolloutRejectedError, match="zeros alone"):
+        check_group(group, vocab_size=99, max_token_length=99)
+    certain = parse(sent | {"inference_logprobs": [[1.0] + [0.0] * 7, [1.0] + [-1.0] * 7]})
+    assert certain.rollouts[0].logprobs == (0.0, *[0.0] * 7), "one sequence may be certain"
+
+
 def test_what_collect_trajectories_of_a_base_env_sends() -> None:
     """Its default implementation sends [] for what no item has, {} for the overrides and no
     inference_logprobs."""

@@ -29,9 +29,9 @@ NO_HISTORY = "its history is not whole: the response that it goes on from is not
 
 def responses(path: Path, report: ImportReport) -> Iterator[Trace]:
     """A trace for each call."""
-    known: dict[str, list[Json]] = {}
+    histories: dict[str, list[Json]] = {}
     for place, row in objects(path, report):
-        yield from made(report, place, partial(_traces, row, place, report, known))
+        yield from made(report, place, partial(_traces, row, place, report, histories))
 
 
 def is_response_call(row: Mapping[str, Any]) -> bool:
@@ -50,17 +50,17 @@ def _output_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _traces(
-    row: Json, place: str, report: ImportReport, known: dict[str, list[Json]]
+    row: Json, place: str, report: ImportReport, histories: dict[str, list[Json]]
 ) -> list[Trace]:
     if isinstance(span := row.get("span_data"), Mapping):
-        return _span_traces(row, span, place, report, known)
+        return _span_traces(row, span, place, report, histories)
     response = _output_of(row)
     if response is None:
         raise TraceError("no list 'output'")
     asked = next((row[key] for key in REQUESTS if isinstance(row.get(key), Mapping)), row)
     log = ItemLog(str(response.get("id") or row.get("id") or place))
     if (before := asked.get("previous_response_id") or response.get("previous_response_id")) and (
-        (history := known.get(str(before))) is not None
+        (history := histories.get(str(before))) is not None
     ):
         log.messages = [dict(message) for message in history]
     elif before:
@@ -75,7 +75,7 @@ def _traces(
     _take(log, response["output"], place, report)
     _end(log, response, row, place, report)
     if response.get("id"):
-        known[str(response["id"])] = log.messages
+        histories[str(response["id"])] = log.messages
     return [_trace(log, row, asked, response, place, report)]
 
 
@@ -93,9 +93,9 @@ def _take(log: ItemLog, items: Any, place: str, report: ImportReport) -> None:
         try:
             take_item(log, item, f"{place}#{number}", report, {})
         except SHAPES:
-            log.untrainable = "its history is not whole: an item of an unknown shape"
+            log.untrainable = "its history is not whole: an item of an unhistories shape"
         if len(log.places) == taken:
-            reason = "reasoning that is encrypted" if kind == "reasoning" else "an unknown item"
+            reason = "reasoning that is encrypted" if kind == "reasoning" else "an unhistories item"
             report.leave(place, number, reason)
 
 
@@ -160,7 +160,7 @@ def _span_traces(
     span: Mapping[str, Any],
     place: str,
     report: ImportReport,
-    known: dict[str, list[Json]],
+    histories: dict[str, list[Json]],
 ) -> list[Trace]:
     kind = span.get("type")
     if kind not in SPANS:
@@ -169,7 +169,7 @@ def _span_traces(
     if kind == "response":
         if _output_of(span) is None:
             raise TraceError("a response's span holds its id alone: log the response with it")
-        return _traces({**rest, **span}, place, report, known)
+        return _traces({**rest, **span}, place, report, histories)
     listed = span.get("output") or []
     choices = [{"message": message} for message in listed]
     call = {"request": {"messages": span.get("input")}, "response": {"choices": choices}}
