@@ -161,29 +161,6 @@ def test_what_means_nothing_here_is_refused_by_name(options: dict[str, Any], wor
     assert words in str(caught.value)
 
 
-SCHEDULES = (
-    *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "inverse_sqrt"),
-    *("constant_with_warmup", "reduce_lr_on_plateau", "cosine_with_min_lr", "greedy"),
-    *("cosine_warmup_with_min_lr", "warmup_stable_decay"),
-)
-"""transformers' SchedulerType."""
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_is_there_or_says_what_to_use(name: str) -> None:
-    if name in ("linear", "cosine", "constant", "constant_with_warmup"):
-        assert SFTConfig(lr_scheduler_type=name).lr_scheduler_type == name
-        return
-    with pytest.raises(ConfigError, match=rf"SFTConfig\(.*{name}.*cosine"):
-        SFTConfig(lr_scheduler_type=name)
-
-
-@pytest.mark.parametrize("loss", ["aot", ["sigmoid", "aot_unpaired"]])
-def test_a_loss_over_the_pairs_of_a_batch_is_refused(loss: Any) -> None:
-    with pytest.raises(ConfigError, match="compares each by itself"):
-        DPOConfig(loss_type=loss)
-
-
 def test_what_changes_no_result_is_accepted_with_one_warning() -> None:
     given = {
         "bf16": True,

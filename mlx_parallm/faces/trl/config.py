@@ -198,17 +198,16 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """name → (the values that switch it off, beside None; what to use instead)."""
 
 
-SCHEDULE = "linear, cosine, constant and constant_with_warmup are here"
+SCHEDULES = "linear, cosine, constant and constant_with_warmup are here"
+SORTS = 'it sorts the pairs of a batch against each other; "sigmoid" compares each by itself'
 VALUES_NOT_HERE: Mapping[tuple[str, str], str] = {
     (
         "loss_type",
         "vespo",
     ): 'importance_sampling_level="sequence" and loss_type="cispo" bound the ratio in other ways;'
     " a loss of your own is GRPOTrainer(loss=…)",
-    **dict.fromkeys(
-        (("loss_type", "aot"), ("loss_type", "aot_unpaired")),
-        'it sorts the pairs of a batch against each other; "sigmoid" compares each by itself',
-    ),
+    ("loss_type", "aot"): SORTS,
+    ("loss_type", "aot_unpaired"): SORTS,
     (
         "scale_rewards",
         "batch",
@@ -219,13 +218,13 @@ VALUES_NOT_HERE: Mapping[tuple[str, str], str] = {
         "lr_scheduler_type",
         "cosine_with_min_lr",
     ): 'lr_scheduler_type="cosine" with overrides={"rl_training.lr_final": 1e-6}',
-    **{
-        ("lr_scheduler_type", name): SCHEDULE
-        for name in (
-            *("cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay"),
-            *("reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "greedy"),
-        )
-    },
+    ("lr_scheduler_type", "cosine_with_restarts"): SCHEDULES,
+    ("lr_scheduler_type", "polynomial"): SCHEDULES,
+    ("lr_scheduler_type", "inverse_sqrt"): SCHEDULES,
+    ("lr_scheduler_type", "warmup_stable_decay"): SCHEDULES,
+    ("lr_scheduler_type", "reduce_lr_on_plateau"): SCHEDULES,
+    ("lr_scheduler_type", "cosine_warmup_with_min_lr"): SCHEDULES,
+    ("lr_scheduler_type", "greedy"): SCHEDULES,
 }
 """TRL's argument and a value of it that there is not → what to use instead."""
 

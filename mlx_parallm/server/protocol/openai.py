@@ -240,11 +240,11 @@ class Conversation(Body):
     def unread_fields(self, unread: Callable[[Mapping[str, Any]], Collection[str]]) -> list[str]:
         """Return the fields, and keys of `chat_template_kwargs`, of which the template reads
         nothing. `unread` names those of some template arguments that are not read."""
-        given = self._words_of_fields() | {
+        fields = self._words_of_fields() | {
             f"chat_template_kwargs.{name}": {name: value}
             for name, value in self.chat_template_kwargs.items()
         }
-        return [name for name, words in given.items() if len(unread(words)) == len(words)]
+        return [name for name, words in fields.items() if len(unread(words)) == len(words)]
 
     def template_messages(self, *, images: bool = False) -> list[dict[str, Any]]:
         """Messages as the tokenizer takes them, with the images of users or without. Raises

@@ -57,17 +57,17 @@ def _traces(
     response = _output_of(row)
     if response is None:
         raise TraceError("no list 'output'")
-    asked = next((row[key] for key in REQUESTS if isinstance(row.get(key), Mapping)), row)
+    request = next((row[key] for key in REQUESTS if isinstance(row.get(key), Mapping)), row)
     log = ItemLog(str(response.get("id") or row.get("id") or place))
-    if (before := asked.get("previous_response_id") or response.get("previous_response_id")) and (
+    if (before := request.get("previous_response_id") or response.get("previous_response_id")) and (
         (history := histories.get(str(before))) is not None
     ):
         log.messages = [dict(message) for message in history]
     elif before:
         log.untrainable = NO_HISTORY
-    given = asked.get("input")
-    given = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
-    _take(log, given, place, report)
+    items = request.get("input")
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items or []
+    _take(log, items, place, report)
     log.messages = [
         add_step(each, **COPIED) if each["role"] == "assistant" else each for each in log.messages
     ]
@@ -76,7 +76,7 @@ def _traces(
     _end(log, response, row, place, report)
     if response.get("id"):
         histories[str(response["id"])] = log.messages
-    return [_trace(log, row, asked, response, place, report)]
+    return [_trace(log, row, request, response, place, report)]
 
 
 def _take(log: ItemLog, items: Any, place: str, report: ImportReport) -> None:
@@ -93,9 +93,9 @@ def _take(log: ItemLog, items: Any, place: str, report: ImportReport) -> None:
         try:
             take_item(log, item, f"{place}#{number}", report, {})
         except SHAPES:
-            log.untrainable = "its history is not whole: an item of an unhistories shape"
+            log.untrainable = "its history is not whole: an item of an unknown shape"
         if len(log.places) == taken:
-            reason = "reasoning that is encrypted" if kind == "reasoning" else "an unhistories item"
+            reason = "reasoning that is encrypted" if kind == "reasoning" else "an unknown item"
             report.leave(place, number, reason)
 
 
@@ -119,14 +119,14 @@ def _end(
 def _trace(
     log: ItemLog,
     row: Json,
-    asked: Mapping[str, Any],
+    request: Mapping[str, Any],
     response: Mapping[str, Any],
     place: str,
     report: ImportReport,
 ) -> Trace:
     if not any(message["role"] == "assistant" for message in log.messages[log.opened :]):
         raise TraceError("no answer in 'output'")
-    instructions = asked.get("instructions") or response.get("instructions")
+    instructions = request.get("instructions") or response.get("instructions")
     opening: list[Json] = []
     if isinstance(instructions, str):
         opening = [{"role": "system", "content": instructions}]
@@ -142,14 +142,14 @@ def _trace(
         session_id=log.session,
         source="responses",
         model=response.get("model") if isinstance(response.get("model"), str) else None,
-        tools=tool_definitions(asked.get("tools") or response.get("tools")),
+        tools=tool_definitions(request.get("tools") or response.get("tools")),
         columns={key: value for key, value in columns.items() if value not in (None, {})} or None,
         untrainable="the call failed" if row.get("error") else log.untrainable,
     )
 
 
 def _rest(value: Any) -> Any:
-    """What a request or a response holds beside its messages."""
+    """Return what a request or a response holds beside its messages."""
     if not isinstance(value, Mapping):
         return value
     return {k: v for k, v in value.items() if k not in ASKED and k != "output" and v is not None}
