@@ -56,8 +56,8 @@ def check_group(
         raise RolloutRejectedError("the group has no rollouts")
     if missing_logprobs == "reject" and any(r.logprobs is None for r in group.rollouts):
         raise RolloutRejectedError(
-            "no inference_logprobs, or zeros alone: the environment must collect through atroposlib's"
-            " ManagedServer (server_type vllm)"
+            "no inference_logprobs, or zeros alone: the environment must collect through"
+            " atroposlib's ManagedServer (server_type vllm)"
             ' or return them itself; rl_training.atropos.missing_logprobs = "recompute" trains'
             " without them"
         )
