@@ -85,6 +85,36 @@ def test_whole_and_streamed_turns_join(proxy: str, tmp_path: Path) -> None:
     assert KEY.encode() not in everything
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("path", ["responses", "messages"])
+def test_calls_of_the_other_apis_are_recorded_as_the_chats_that_they_are(
+    proxy: str, tmp_path: Path, path: str, streamed: bool
+) -> None:
+    def ask(said: list[Any]) -> str:
+        body: Any = {"model": "default", "stream": streamed, "temperature": 0}
+        if path == "responses":
+            body |= {"input": said, "instructions": "be brief", "max_output_tokens": 6}
+        else:
+            body |= {"messages": said, "system": "be brief", "max_tokens": 6}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        url = f"{proxy}/sessions/{path}/v1/{path}"
+        answer = httpx.post(url, json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    ask([QUESTION])
+    [first] = session(tmp_path, path).turns.values()
+    assert first.response is not None and first.response["content"]
+    again = [QUESTION, {"role": "assistant", "content": first.response["content"]}]
+    ask([*again, {"role": "user", "content": "Sum: 1+1"}])
+    _, second = session(tmp_path, path).turns.values()
+    assert second.parent == "t1"
+    [trace] = session(tmp_path, path).traces()
+    roles = [message["role"] for message in trace.messages]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    assert trace.messages[0]["content"] == "be brief"
+
+
 def test_refusals_of_the_upstream_pass_and_are_no_turns(proxy: str, tmp_path: Path) -> None:
     with (
         agent(proxy, "no", key="wrong-key-000") as client,

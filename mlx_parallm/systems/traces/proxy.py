@@ -2,9 +2,9 @@
 URL`.
 
 Every request goes on to the upstream as it came, its key too, which is kept nowhere; answers come
-back byte for byte. Chat completions are recorded, whole or streamed, before the client sees their
-end. Recording never fails a call: what cannot be read or written is left out, with a line in the
-log that says why and how many there are by now.
+back byte for byte. Chat completions, Responses and Messages are recorded, whole or streamed, before
+the client sees their end. Recording never fails a call: what cannot be read or written is left out,
+with a line in the log that says why and how many there are by now.
 """
 
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator
@@ -36,6 +36,7 @@ from mlx_parallm.system.foreign_json import read_json
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.validation import faults
 from mlx_parallm.systems.traces.answers import MOST_CHOICES, ChunkReader, take_answer
+from mlx_parallm.systems.traces.other_apis import OTHER_APIS, CallReader
 from mlx_parallm.systems.traces.recorder import RecordedCall, SessionRecorder, session_name
 from mlx_parallm.systems.traces.routes import SessionName, add_feedback
 from mlx_parallm.systems.traces.schema import Json
@@ -130,8 +131,8 @@ class _Relay:
 
     async def answer(self, name: str, path: str, request: HTTPRequest) -> Response:
         body = await request.body()
-        recording = _Recording(self._recorder)
-        if path == CHAT and request.method == "POST":
+        recording = _Recording(self._recorder, OTHER_APIS[path]() if path in OTHER_APIS else None)
+        if path in (CHAT, *OTHER_APIS) and request.method == "POST":
             recording.begin(name, body)
         # as it was sent: "%2F" is no slash
         rest = request.scope["raw_path"].split(b"/", 4)[4].decode("ascii")
@@ -195,8 +196,9 @@ class _Recording:
 
     given_up = 0  # calls of this process
 
-    def __init__(self, recorder: SessionRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: SessionRecorder, other: CallReader | None) -> None:
+        """`other`: reads a call of another API than the chat's."""
+        self._recorder, self._other = recorder, other
         self._call: RecordedCall | None = None
         self._temperature = 1.0
         self._reader: ChunkReader | None = None
@@ -204,7 +206,10 @@ class _Recording:
 
     def begin(self, name: str, body: bytes) -> None:
         with self._giving_up(name):
-            request = _ChatRequest.model_validate(_json_object(body))
+            chat = _json_object(body)
+            if self._other is not None:
+                chat = self._other.chat(chat)
+            request = _ChatRequest.model_validate(chat)
             self._temperature = 1.0 if request.temperature is None else request.temperature
             call = RecordedCall(name, request.messages, request.tools or [], request.model)
             self._reader = ChunkReader(call, request.n or 1, self._temperature)
@@ -214,7 +219,10 @@ class _Recording:
         """Record an answer that was not streamed; one without choices is none."""
         if (call := self._call) is not None:
             with self._giving_up(call.session):
-                take_answer(call, _json_object(content), temperature=self._temperature)
+                answer = _json_object(content)
+                if self._other is not None:
+                    answer = self._other.answer(answer)
+                take_answer(call, answer, temperature=self._temperature)
             if call.choices:
                 await self.end(COMPLETE)
 
@@ -225,9 +233,15 @@ class _Recording:
         with self._giving_up(call.session):
             for event_bytes in self._events.feed(data):
                 if chunk := _event_data(event_bytes):
-                    self._reader.take(chunk)
+                    self._take(call, self._reader, chunk)
             if self._reader.ended:
                 await self.end(COMPLETE)
+
+    def _take(self, call: RecordedCall, reader: ChunkReader, event: Json) -> None:
+        if self._other is None:
+            reader.take(event)
+        elif (answer := self._other.take(event)) is not None:
+            take_answer(call, answer, temperature=self._temperature)
 
     async def end(self, status: TurnStatus) -> None:
         """Write the call, once."""

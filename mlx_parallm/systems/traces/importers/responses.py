@@ -67,19 +67,19 @@ def _traces(
         log.untrainable = NO_HISTORY
     items = request.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items or []
-    _take(log, items, place, report)
+    take_items(log, items, place, report)
     log.messages = [
         add_step(each, **COPIED) if each["role"] == "assistant" else each for each in log.messages
     ]
     log.opened = len(log.messages)
-    _take(log, response["output"], place, report)
+    take_items(log, response["output"], place, report)
     _end(log, response, row, place, report)
     if response.get("id"):
         histories[str(response["id"])] = log.messages
     return [_trace(log, row, request, response, place, report)]
 
 
-def _take(log: ItemLog, items: Any, place: str, report: ImportReport) -> None:
+def take_items(log: ItemLog, items: Any, place: str, report: ImportReport) -> None:
     """Add items to the messages. One that cannot be read is left out, and nothing is learned of
     what follows it."""
     if not isinstance(items, Sequence):
