@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.other_apis import MessageReader, ResponseReader
+from mlx_parallm.systems.traces.importers.other_apis import MessageReader, ResponseReader
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
 TEXT = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I"}]}
