@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -89,10 +91,37 @@ def _physical_footprint() -> int:
     return 0 if failed else int(usage.phys_footprint)
 
 
+def machine_bytes() -> int:
+    """Return the memory that this process may have: the machine's, or less in a container."""
+    return min([int(psutil.virtual_memory().total), *container_limits()])
+
+
+def container_limits(
+    root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
+) -> list[int]:
+    """Return the bounds of memory of this process's control groups (Docker, systemd), of version 1
+    or 2; none outside of Linux."""
+    limits, lines = list[int](), list[str]()
+    with suppress(OSError):
+        lines = groups.read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(base):
+                with suppress(OSError, ValueError):  # not there, or "max"
+                    limits.append(int((folder / name).read_text()))
+    return limits
+
+
 def others_holding(share: float = 0.05, count: int = 3) -> list[str]:
     """Name the other processes that hold at least this share of the machine's memory, the largest
     first, as "ollama 12.3 GiB". macOS shows a process only what belongs to its user."""
-    whole, held = psutil.virtual_memory().total, list[tuple[int, str]]()
+    whole, held = machine_bytes(), list[tuple[int, str]]()
     for process in psutil.process_iter(["pid", "name", "memory_info"]):
         memory = process.info["memory_info"]
         if memory is None or process.info["pid"] == os.getpid() or memory.rss < share * whole:
@@ -185,7 +214,7 @@ class MemoryGuard:
             log.warning("memory: new requests wait until it falls", used=str(use), mark=mark)
         if over_stop and self.stopped is None:
             self.stopped = (
-                f"the process took {use}, server.memory_stop = {self.stop:g}: it saved and ended"
+                f"the process took {use}, server.memory_stop = {self.stop:g}: it ended in order"
                 " before the system would have killed it; choose a smaller model, batch or"
                 " server.kv_cache_bytes (docs/operations.md)"
             )

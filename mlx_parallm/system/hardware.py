@@ -14,7 +14,7 @@ from typing import Any, Literal
 import psutil
 
 from mlx_parallm.system.blas import has_cuda_backend
-from mlx_parallm.system.footprint import MemoryUse, process_bytes
+from mlx_parallm.system.footprint import MemoryUse, machine_bytes, process_bytes
 
 GIB, MIB = 2**30, 2**20
 # of the memory that is free once the model is loaded: the rest is for activations, and the trainer
@@ -46,8 +46,14 @@ class Hardware:
 
 def detect() -> Hardware:
     """Return this machine's hardware, without loading MLX."""
-    memory = psutil.virtual_memory()
-    return Hardware(_backend(), platform.machine(), usable_cores(), memory.total, memory.available)
+    whole, free = machine_memory()
+    return Hardware(_backend(), platform.machine(), usable_cores(), whole, free)
+
+
+def machine_memory() -> tuple[int, int]:
+    """Return (all, free) bytes of the machine's memory, as far as this process may have it."""
+    whole, free = machine_bytes(), int(psutil.virtual_memory().available)
+    return whole, min(free, max(0, whole - process_bytes()))
 
 
 def usable_cores() -> int:
@@ -99,11 +105,10 @@ def memory_present() -> tuple[int, int]:
         ),
         0,
     )
-    machine = psutil.virtual_memory()
+    machine, available = machine_memory()
     if not whole:
-        return machine.available, machine.total
-    free = int(info.get("free_memory", min(whole, machine.available)))
-    return free, whole
+        return available, machine
+    return int(info.get("free_memory", min(whole, available))), whole
 
 
 def prefix_cache_bytes(configured: int | None, *, deterministic: bool, processes: int = 1) -> int:
@@ -187,7 +192,7 @@ def memory_use(processes: int = 1) -> list[MemoryUse]:
     import mlx.core as mx
 
     arrays = mx.get_active_memory() + mx.get_cache_memory()
-    machine = int(psutil.virtual_memory().total) // processes
+    machine = machine_bytes() // processes
     if mx.default_device().type != mx.DeviceType.gpu:
         return [MemoryUse("process", process_bytes(), machine)]
     if sys.platform == "darwin":  # one memory for both

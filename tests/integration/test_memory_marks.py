@@ -16,6 +16,7 @@ from mlx_parallm.engine.client import MEMORY
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import MemoryShortError
 from mlx_parallm.system import footprint
+from mlx_parallm.system.footprint import machine_bytes
 from mlx_parallm.weights import SharedWeights
 from tests.integration.in_process import train_here
 from tests.integration.processes import metrics
@@ -75,7 +76,7 @@ def mark_above_now(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     """The share of the memory that MARGIN more than now would be."""
     monkeypatch.setattr(footprint, "LOOK_S", 0.02)
     try:
-        yield (psutil.Process().memory_info().rss + MARGIN) / psutil.virtual_memory().total
+        yield (psutil.Process().memory_info().rss + MARGIN) / machine_bytes()
     finally:
         while held:
             held.pop().close()

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -13,6 +14,8 @@ from mlx_parallm.system.footprint import (
     IDLE_PAUSE_S,
     MemoryGuard,
     MemoryUse,
+    container_limits,
+    machine_bytes,
     process_bytes,
 )
 from mlx_parallm.system.hardware import memory_use
@@ -120,10 +123,35 @@ def test_the_physical_footprint_of_macos(monkeypatch: pytest.MonkeyPatch) -> Non
     assert process_bytes() == 7 << 30
 
 
+@pytest.mark.parametrize(
+    ("group", "file", "name"),
+    [
+        ("0::/system.slice/x", "system.slice/x", "memory.max"),
+        ("0::/system.slice/x", "system.slice", "memory.max"),
+        ("0::/", "", "memory.max"),
+        ("4:memory:/docker/x", "memory/docker/x", "memory.limit_in_bytes"),
+        ("4:cpu,memory:/y", "memory", "memory.limit_in_bytes"),
+    ],
+)
+def test_a_container_has_less(
+    group: str, file: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the two versions of control groups write it, of the group itself or one above it."""
+    groups, root = tmp_path / "groups", tmp_path / "root"
+    groups.write_text(f"7:pids:/z\n{group}\n")
+    (root / file).mkdir(parents=True)
+    (root / "memory.max").write_text("max\n")
+    (root / file / name).write_text("123456\n")
+    assert container_limits(root, groups) == [123456]
+    assert container_limits(root, tmp_path / "none") == []
+    monkeypatch.setattr(footprint, "container_limits", lambda: [5 << 20, 6 << 20])
+    assert machine_bytes() == 5 << 20
+
+
 def test_a_gpus_memory_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     mx = pytest.importorskip("mlx.core")
     [alone] = memory_use()
-    assert alone.place == "process" and alone.whole == psutil.virtual_memory().total
+    assert alone.place == "process" and alone.whole == machine_bytes()
     assert memory_use(2)[0].whole == alone.whole // 2
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 80 << 30, "free_memory": 1})
