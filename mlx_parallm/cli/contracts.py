@@ -44,6 +44,7 @@ from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.system.hardware import empty_buffer_cache, float32_is_tf32
 from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.types import Completion, Request, Rollout, RolloutGroup, SamplingParams
@@ -136,7 +137,7 @@ def subject_of(config: Config) -> Iterator[Subject]:
     check_model(config.model, train=False, quantize=lora.quantize_base)
     config = config.model_copy(update={"server": config.server.model_copy(update={"port": 0})})
     bandwidth = memory_bandwidth()
-    mx.clear_cache()
+    empty_buffer_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     serving = Serving(config)
@@ -318,6 +319,12 @@ ROUNDING = {
 }
 
 
+def rounding(dtype: mx.Dtype) -> Rounding:
+    """Return the bounds of a model of this type on the default device."""
+    tf32 = dtype == mx.float32 and float32_is_tf32()  # the user wants it: `doctor` switches it off
+    return ROUNDING[mx.float16 if tf32 else dtype]
+
+
 @dataclass(frozen=True)
 class ContractResult:
     """One line of the block. `passed`: None = measured, but not judged."""
@@ -433,7 +440,7 @@ def batched_is_alone(subject: Subject) -> list[ContractResult]:
         alone = [
             subject.generate([replace(r, request_id=f"{r.request_id}-alone")])[0] for r in requests
         ]
-        result = compare(alone, subject.generate(requests), ROUNDING[subject.dtype])
+        result = compare(alone, subject.generate(requests), rounding(subject.dtype))
         results.append(replace(result, contract=f"batched = alone, {name}"))
     return results
 
@@ -537,7 +544,7 @@ def engine_is_trainer(subject: Subject) -> list[ContractResult]:
                 "finite",
             )
         ]
-    bound = ROUNDING[subject.dtype]
+    bound = rounding(subject.dtype)
     measured = (
         f"max {largest:.1e}, mean {mean:.1e}; {metrics['tokens']:.0f} tokens of {count} sequences,"
         " with adapter"

@@ -144,7 +144,10 @@ class LocalRanks:
             )
             before = now
             if again and goes_on:
-                log.warning("a sum stood still: starting all ranks again", checkpoint=now)
+                log.warning(
+                    "memory was short, or a sum stood still: starting all ranks again",
+                    checkpoint=now,
+                )
             for rank in lost:
                 self._tell(rank, signal.Signals(-codes[rank]), now, left if goes_on else 0)
             if not goes_on:

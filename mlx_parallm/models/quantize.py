@@ -28,6 +28,7 @@ from mlx_parallm.models.mlx_lm_api import load_config, save_config, save_model
 from mlx_parallm.models.published.mend import load_hf_model
 from mlx_parallm.models.published.rope import ROPE_LENGTH, fixed_ropes
 from mlx_parallm.system.files import remove_of_the_dead, write_problem
+from mlx_parallm.system.hardware import empty_buffer_cache
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("quantize")
@@ -103,7 +104,7 @@ def quantize_layers(model: nn.Module, bits: int = BITS) -> dict[str, Any]:
         mx.eval(quantized.parameters())
         model.update_modules(tree_unflatten([(path, quantized)]))
         del layer
-        mx.clear_cache()
+        empty_buffer_cache()
         count += 1
     if count == 0:
         raise ModelError(f"quantize_base: no layer's width is a multiple of {GROUP_SIZE}")

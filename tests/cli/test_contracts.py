@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 import mlx_parallm
@@ -19,6 +20,7 @@ from mlx_parallm.cli.contracts import (
     block,
     compare,
     memory_bandwidth,
+    rounding,
     subject_of,
     tried,
 )
@@ -55,6 +57,13 @@ def answer(tokens: Sequence[int], logprob: float = -1.0) -> Completion:
 
 def test_equal_answers_pass() -> None:
     assert compare([answer(range(24))], [answer(range(24), -1.00001)], EXACT).passed is True
+
+
+def test_float32_that_is_tf32_has_wider_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rounding(mx.float32) == ROUNDING[mx.float32]
+    monkeypatch.setattr(contracts, "float32_is_tf32", lambda: True)
+    assert rounding(mx.float32) == ROUNDING[mx.float16]
+    assert rounding(mx.bfloat16) == ROUNDING[mx.bfloat16]
 
 
 def test_a_tie_passes_in_float32() -> None:

@@ -32,6 +32,7 @@ from mlx_parallm.models.published.rope import fixed_ropes
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.run_directory import FINAL, checkpoint_at
 from mlx_parallm.runs.run import open_run
+from mlx_parallm.system.hardware import empty_buffer_cache
 
 CHUNK_NUMBERS = 1 << 24  # numbers of a tensor that are computed at once: 64 MB in float32
 ZERO = np.float32(0)
@@ -142,7 +143,7 @@ class OpenModel:
         for path, module in _leaves(self.model):
             yield from self._of(path, module)
             dict.clear(module)
-            mx.clear_cache()
+            empty_buffer_cache()
 
     def _of(self, path: str, module: nn.Module) -> Iterator["SourceTensor"]:
         quantized = ("scales", "biases") if isinstance(module, QUANTIZED) else ()
