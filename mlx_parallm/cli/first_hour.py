@@ -6,7 +6,9 @@ does, for an issue and for docs/benchmarks/machines.md. No MLX in this process.
                 files over time; `kill -9` half way, and the resume
     panics      macOS's reports of kernel panics from that time
 
-A part that fails is a line of the report, and the next one is tried. `FirstHour` is what is
+The training's rewards are noise and its learning rate is tiny: each step trains on all of its
+answers, and the last minute's work is the first one's. A part that fails is a line of the report,
+and the next one is tried. `FirstHour` is what is
 written: a JSON file, and a block of Markdown.
 """
 
@@ -53,6 +55,7 @@ batch_size = 16
 [rl_training]
 total_steps = 1000000
 batch_size = 16
+learning_rate = 1e-6
 checkpoint_interval = 5
 run_name = "run"
 serve_priority = "balanced"
@@ -62,11 +65,20 @@ rollout_batch_size = 16
 max_token_length = 256
 
 [[environments]]
-kind = "tasks"
-name = "reverse"
+kind = "dataset"
+data = {rows}
+rewards = [{reward}]
 group_size = 4
-max_tokens = 16
+max_tokens = 32
 """
+REWARD = """
+import random
+
+
+def noise(prompts, completions, **columns):
+    return [random.random() for _ in completions]
+"""
+ROWS = [{"prompt": f"Write {number} words about the sea."} for number in range(2, 66)]
 
 
 @dataclass
@@ -266,7 +278,12 @@ class _Training:
         listener.close()
         self._http = sync_client(base_url=f"http://127.0.0.1:{port}", timeout=HTTP_S)
         config = self._folder / "first_hour.toml"
-        config.write_text(CONFIG)
+        rows, reward = self._folder / "rows.jsonl", self._folder / "reward.py"
+        rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        reward.write_text(REWARD)
+        config.write_text(
+            CONFIG.format(rows=toml_value(str(rows)), reward=toml_value(f"python:{reward}:noise"))
+        )
         settings = [
             f"model.base_path={toml_value(self._name)}",
             f"server.port={port}",
