@@ -25,7 +25,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
@@ -44,7 +44,9 @@ from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import (
+    EXIT_AGAIN,
     ConfigError,
+    DeviceFaultError,
     EngineUnavailableError,
     MemoryShortError,
     ModelError,
@@ -81,13 +83,15 @@ from mlx_parallm.server.connections import connection_limit
 from mlx_parallm.server.context import RollbackAPI, ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.blas import blas_status, share_blas_between
+from mlx_parallm.system.device.faults import DeviceFaults
+from mlx_parallm.system.device.heartbeat import PAUSED
 from mlx_parallm.system.files import is_directory, local_path, raise_file_limit
 from mlx_parallm.system.footprint import MemoryGuard
 from mlx_parallm.system.hardware import launched_rank, memory_use, usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging, get_logger
 from mlx_parallm.system.power import kept_awake
 from mlx_parallm.system.redaction import Redactor
-from mlx_parallm.system.signals import END_S, Shutdown
+from mlx_parallm.system.signals import END_S, EndLimit, Shutdown
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import PublishReport, SharedWeights
@@ -144,19 +148,41 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
     with _begin(config.logging.level, config.redactor()) as shutdown:
         shutdown.limit_s = config.server.drain_timeout_s + END_S
         serving, parts = Serving(config, stop=shutdown.stop), list[ServedPart]()
-        try:
+
+        def close() -> None:
+            serving.close()
+            for part in parts:
+                part.close()
+
+        with _ended(close, serving.turns.faults, shutdown.limit_s):
             with shutdown.interrupts():
                 _load_and_answer(serving, adapters, parts)
             while not shutdown.stop.wait(ENGINE_CHECK_S):
                 serving.check()
             log.info("stopping")
-        finally:
-            with mlx_thread():
-                serving.close()
-                for part in parts:
-                    part.close()
         serving.check_memory()
     return 0
+
+
+@contextlib.contextmanager
+def _ended(close: Callable[[], None], faults: DeviceFaults, limit_s: float) -> Iterator[None]:
+    """Close what the block has started. After a fault of the device what closes may fail or wait
+    for it: that is not to hide the fault, nor to take longer than the limit."""
+    try:
+        yield
+    except BaseException as error:
+        if faults.note(error) is None:
+            with mlx_thread():
+                close()
+            raise
+        EndLimit(EXIT_AGAIN).start(limit_s)
+        with contextlib.suppress(Exception):
+            close()
+        if isinstance(error, DeviceFaultError):
+            raise
+        faults.check()
+    with mlx_thread():
+        close()
 
 
 def _load_and_answer(
@@ -231,12 +257,10 @@ def run_training(config: Config, *, resume: str | None) -> int:
                     run_log=run_log,
                     ranks=ranks,
                 )
-            try:
-                run.execute(loads)
-            finally:
-                with mlx_thread():
-                    run.close()
-    return 0
+            paused = False
+            with _ended(run.close, run.prepared.serving.turns.faults, limit_s):
+                paused = run.execute(loads)
+    return PAUSED if paused else 0
 
 
 def training_run(
@@ -542,6 +566,7 @@ class Serving:
             record_experts: see `start_engine`; `record_prompt_experts` too.
         """
         self._load_scorer(loaded)
+        weights.check = self.turns.faults.check
         training = self.config.rl_training
         engine = start_engine(
             self.config.server,
@@ -642,7 +667,8 @@ class Serving:
 
     def check(self) -> None:
         """Raises EngineUnavailableError when the engine thread has died: nothing will be
-        answered any more."""
+        answered any more. DeviceFaultError: the GPU has failed."""
+        self.turns.faults.check()
         stats = self.client.stats()
         if not stats.alive:
             raise EngineUnavailableError(stats.error or "the engine thread has ended")

@@ -14,6 +14,8 @@ ParallmError
 │   │                        tries (HTTP 400)
 │   └── RefusedError         an adapter, reward or rollback that cannot be accepted; carries
 │                            HTTP's `status`
+├── DeviceFaultError         the GPU has failed; carries `fault`, and the process ends with exit
+│                            code 75
 ├── EngineUnavailableError   the engine is loading, draining or dead, or a loop thread has ended
 │                            (HTTP 503)
 ├── GenerationFailedError    the engine gave one request up with an error of its own (HTTP 500);
@@ -116,6 +118,15 @@ class InvalidAnswerError(RequestError):
 
 class EngineUnavailableError(ParallmError):
     """The engine is loading, draining or dead."""
+
+
+class DeviceFaultError(ParallmError):
+    """The GPU has failed, and nothing more is computed. `fault`: a `DeviceFault` of
+    `system.device.faults`; `plan`: how the work goes on."""
+
+    def __init__(self, fault: object, plan: str = "") -> None:
+        super().__init__(f"{fault}{plan and '. '}{plan}")
+        self.fault = fault
 
 
 class GenerationFailedError(ParallmError):

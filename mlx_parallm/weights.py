@@ -17,12 +17,17 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_parallm.errors import AdapterError, PublishTimeoutError
 from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
 from mlx_parallm.models.adapters.linear import gain
 from mlx_parallm.models.lora import linear_layers
 from mlx_parallm.models.threads import in_loader_thread
+from mlx_parallm.system.device.faults import wrong_numbers
+
+NEW_ZEROS = 256
+"""Weights of which more than one in so many has become exactly 0 are not what training made."""
 
 
 @dataclass(frozen=True)
@@ -218,10 +223,13 @@ class SharedWeights:
         self.policy = policy
         self.lock = ReadWriteLock()
         self.shelf: AdapterShelf | None = None
+        # raises where what was computed may not be served: a fault of the device
+        self.check: Callable[[], None] = lambda: None
         self.history = PolicyHistory(policy, keep_versions, archive, self._ready)
         self._model = model
         self._parameters = parameter_slots(model)
         self._slots: dict[str, AdapterSlot] = {}
+        self._proof = WeightsProof()
         self._version = version
         self._revision = 0
         self._base_serial = 0
@@ -263,7 +271,9 @@ class SharedWeights:
             )
         adapter = AdapterWeights(name, self._version, self._ready(layers))
         mx.eval(adapter.arrays)
+        mx.synchronize()
         with self.lock.write():
+            self.check()
             self._put(adapter)
         return adapter
 
@@ -287,17 +297,20 @@ class SharedWeights:
         """Make `layers` the policy's adapter under `version`, a higher number than before (the
         next one).
 
-        Raises PublishTimeoutError: nothing changed.
+        Raises PublishTimeoutError: nothing changed. DeviceFaultError: these cannot be the weights
+        that training made.
         """
         assert self.policy is not None, "SharedWeights was made without a policy adapter"
         number = self._next(version)
         adapter = AdapterWeights(self.policy, number, self._ready(layers))
+        slot = self._slots.get(self.policy)
 
         def rebind() -> None:
             self._put(adapter)
             self._version = number
 
-        return self._publish(adapter.arrays, rebind, number, timeout_s)
+        served = {} if slot is None else _numbered(slot.weights.arrays)
+        return self._publish(_numbered(adapter.arrays), served, rebind, number, timeout_s)
 
     def publish_parameters(
         self,
@@ -323,7 +336,9 @@ class SharedWeights:
             self._revision += 1
 
         arrays = [array for _, _, adapter in adapters for array in adapter.arrays]
-        return self._publish([*parameters.values(), *arrays], rebind, number, timeout_s)
+        served = {path: self._parameters[path][0][self._parameters[path][1]] for path in parameters}
+        new = dict(parameters) | _numbered(arrays)
+        return self._publish(new, served, rebind, number, timeout_s)
 
     def _ready(self, layers: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
         """Add the missing gains of DoRA layers, over the base as it is now; one layer after the
@@ -395,14 +410,23 @@ class SharedWeights:
         return int(version) if separator and policy == self.policy and version.isdecimal() else None
 
     def _publish(
-        self, arrays: list[mx.array], rebind: Any, version: int, timeout_s: float | None
+        self,
+        arrays: dict[str, mx.array],
+        served: dict[str, mx.array],
+        rebind: Any,
+        version: int,
+        timeout_s: float | None,
     ) -> PublishReport:
         started = time.perf_counter()
-        mx.eval(arrays)
+        mx.eval(list(arrays.values()))
+        mx.synchronize()  # raises what the device has stored of a fault
+        zeros = self._proof.check(arrays, served)
         evaluated = time.perf_counter()
         with self.lock.write(timeout_s):
             entered = time.perf_counter()
+            self.check()
             rebind()
+            self._proof.note(zeros)
             left = time.perf_counter()
         return PublishReport(
             version,
@@ -410,6 +434,48 @@ class SharedWeights:
             1e3 * (left - entered),
             1e3 * (time.perf_counter() - started),
         )
+
+
+class WeightsProof:
+    """Whether weights may be served, by what was served before. One thread's."""
+
+    def __init__(self) -> None:
+        self._zeros: dict[str, int] = {}  # of what is served
+
+    def check(self, new: dict[str, mx.array], old: dict[str, mx.array]) -> dict[str, int]:
+        """Return the zeros of each of the new arrays, for `note`. Raises DeviceFaultError: zeros
+        are where the old arrays have none."""
+        zeros = _zeros(new)
+        if grown := [name for name, count in zeros.items() if count > new[name].size // NEW_ZEROS]:
+            before = {name: old[name] for name in grown if name in old and name not in self._zeros}
+            counts = self._zeros | _zeros(before)
+            for name in grown:
+                most = counts.get(name, new[name].size) + new[name].size // NEW_ZEROS
+                if zeros[name] > most:
+                    raise wrong_numbers(
+                        f"{name} has {zeros[name]} zeros of {new[name].size} numbers, and had"
+                        f" {counts[name]}"
+                    )
+        return zeros
+
+    def note(self, zeros: dict[str, int]) -> None:
+        """Note that the weights with these zeros are served now."""
+        self._zeros = zeros
+
+
+def _zeros(arrays: dict[str, mx.array]) -> dict[str, int]:
+    """Count the zeros of each array of real numbers."""
+    floats = {
+        name: array for name, array in arrays.items() if mx.issubdtype(array.dtype, mx.floating)
+    }
+    if not floats:
+        return {}
+    counts = np.array(mx.stack([(array == 0).sum() for array in floats.values()])).tolist()
+    return dict(zip(floats, counts, strict=True))
+
+
+def _numbered(arrays: Sequence[mx.array]) -> dict[str, mx.array]:
+    return {f"array {number} of the adapter": array for number, array in enumerate(arrays)}
 
 
 def _last(slots: dict[int, AdapterSlot], count: int) -> dict[int, AdapterSlot]:

@@ -166,6 +166,12 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     " not be waited for",
     "mlx_parallm/distributed/requests.py:RankRequestWorker._run": "rank 0's client would wait for an"
     " answer for ever",
+    "mlx_parallm/daemon.py:_ended": "what is closed after a fault of the GPU may fail of it too",
+    "mlx_parallm/rl_training/train.py:TrainingRun.execute": "a fault of the GPU behind any error"
+    " ends the run in words",
+    "mlx_parallm/rl_training/run/running.py:RunningRun.run": "the same, once there are weights",
+    "mlx_parallm/rl_training/run/running.py:RunningRun._after_fault": "the checkpoints are there"
+    " anyway",
     "mlx_parallm/rl_training/events.py:RunEvents.emit": "a subscriber that fails must not stop the"
     " training",
     "mlx_parallm/rl_training/monitor/display.py:attempt": "a display that fails must not stop the"
@@ -390,6 +396,7 @@ BUILT_PATTERNS = {
     "mlx_parallm/systems/prompt_policy/classifier.py": "of the word lists beside it",
     "mlx_parallm/rl_training/monitor/samples.py": "of words, escaped",
     "mlx_parallm/system/patterns.py": "the way itself",
+    "mlx_parallm/system/device/faults.py": "of the table's own texts",
     "mlx_parallm/models/adapters/peft.py": "of the names of PEFT's files",
     "mlx_parallm/systems/traces/privacy.py": "of the home's name, escaped",
     "mlx_parallm/systems/traces/schema.py": "of the pattern above it",

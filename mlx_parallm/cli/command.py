@@ -6,13 +6,20 @@ on stderr and exit code 2; anything else is a bug and keeps its traceback.
 """
 
 import json
+import logging
 import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from mlx_parallm.errors import EXIT_AGAIN, MemoryShortError, ParallmError, RanksStandStillError
+from mlx_parallm.errors import (
+    EXIT_AGAIN,
+    DeviceFaultError,
+    MemoryShortError,
+    ParallmError,
+    RanksStandStillError,
+)
 from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.signals import END_S, EndLimit, Shutdown, StopRequested
 
@@ -54,6 +61,26 @@ def toml_value(value: str | int) -> str:
     return json.dumps(value, ensure_ascii=False)  # a JSON string or integer is a TOML one
 
 
+def leave(code: int) -> NoReturn:
+    """End the process here and now, when all that is written is flushed: nothing of Python or of
+    native libraries is cleaned up."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def end_of_training(code: int) -> int:
+    """Return the exit code of a run that has closed everything. On a GPU the process ends here: a
+    kernel of our own that ran last makes MLX's destructors fail (0.32), and a finished run would
+    look like a crash."""
+    from mlx_parallm.models.cpu_kernels import on_cpu
+
+    if on_cpu():
+        return code
+    leave(code or EndLimit.exit_code)
+
+
 def exit_code(run: Run, args: Namespace) -> int:
     # Without a PATH a compiler is found but cannot find its own parts, and MLX's compiled kernels
     # die with it.
@@ -61,11 +88,14 @@ def exit_code(run: Run, args: Namespace) -> int:
     try:
         return run(args)
     except ParallmError as error:
-        from mlx_parallm.system.terminal import escaped  # here: it loads rich
+        # here: it loads rich
+        from mlx_parallm.system.terminal import escaped
 
         sys.stderr.write(
             f"error: {escaped(Redactor(environment_secrets()).text(str(error)), lines=True)}\n"
         )
+        if isinstance(error, DeviceFaultError):
+            leave(EXIT_AGAIN)  # what the device's driver would clean up may wait for the device
         again = isinstance(error, MemoryShortError | RanksStandStillError)
         return EXIT_AGAIN if again else EXIT_ERROR
     except (ImportError, MemoryError, OSError, RuntimeError) as error:
@@ -79,9 +109,7 @@ def exit_code(run: Run, args: Namespace) -> int:
         return EXIT_ERROR
     except StopRequested as stopped:
         sys.stderr.write(f"stopped in order by {stopped}\n")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EndLimit.exit_code)  # MLX may compute on, and what is left of Python would wait
+        leave(EndLimit.exit_code)  # MLX may compute on, and what is left of Python would wait
     except KeyboardInterrupt:
         return 130
 

@@ -4,13 +4,14 @@ import faulthandler
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_parallm.cli.command import Run, add_set, load, toml_value
+from mlx_parallm.cli.command import Run, add_set, end_of_training, load, toml_value
 from mlx_parallm.config.leaves import leaves
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.device.heartbeat import supervised
 from mlx_parallm.system.files import is_directory, is_file
 from mlx_parallm.system.hardware import launched_rank
 from mlx_parallm.system.packages import require_mlx
@@ -40,7 +41,7 @@ def train(parser: ArgumentParser) -> Run:
         default=0,
         metavar="N",
         help=(
-            "start again, from the newest checkpoint, when the process is killed or aborts; N"
+            "start again, from the newest checkpoint, after a fault of the GPU, a kill or a hang; N"
             " times without a new one"
         ),
     )
@@ -86,7 +87,11 @@ def train(parser: ArgumentParser) -> Run:
             from mlx_parallm.daemon import run_dry_run
 
             return run_dry_run(config)
-        if args.restarts > 0 or several:
+        if training.restart_every and several:
+            raise ConfigError(
+                "rl_training.restart_every starts one process anew: leave it or --ranks out"
+            )
+        if args.restarts > 0 or several or (training.restart_every and not supervised()):
             from mlx_parallm.system.log import RunLog, configure_logging
 
             place = directory_of(training.checkpoint_dir, training.run_name, resume)
@@ -94,7 +99,8 @@ def train(parser: ArgumentParser) -> Run:
                 level, redactor = config.logging.level, run_log.redactor
                 configure_logging(level=level, redactor=redactor, run_log=run_log)
                 continues = training.on_rank_lost == "continue" if several else None
-                return _run_children(args, config.server, place, resume, continues, run_log)
+                waits = {"rest_s": training.restart_pause_s, "silence_s": training.max_silence_s}
+                return _run_children(args, config.server, place, resume, continues, run_log, waits)
         if (
             args.ranks is None
             and config.rl_training.on_rank_lost == "continue"
@@ -108,7 +114,7 @@ def train(parser: ArgumentParser) -> Run:
         _before_mlx(deterministic=training.deterministic)
         from mlx_parallm.daemon import run_training
 
-        return run_training(config, resume=resume)
+        return end_of_training(run_training(config, resume=resume))
 
     return run
 
@@ -176,19 +182,27 @@ def _run_children(
     resume: str | None,
     continues: bool | None,
     run_log: "RunLog",
+    waits: Mapping[str, float],
 ) -> int:
     """Run the training in other processes: as several ranks, or with restarts.
 
     Args:
         place: the run's directory.
         continues: several ranks, which go on when one of them is lost; None: one process.
+        waits: of a supervisor: `rest_s` and `silence_s`.
     """
     from mlx_parallm.cli.rank_launcher import run_ranks
     from mlx_parallm.cli.supervisor import supervise
 
     if continues is None:
         return supervise(
-            args.argv, server, place, resume=resume, restarts=args.restarts, run_log=run_log
+            args.argv,
+            server,
+            place,
+            resume=resume,
+            restarts=args.restarts,
+            run_log=run_log,
+            **waits,
         )
     return run_ranks(
         args.argv,

@@ -1,28 +1,36 @@
-"""`--restarts N`: a small parent that starts the daemon again after a death that Python cannot
-catch. No MLX.
+"""`--restarts N`: a small parent that starts the daemon again after a fault of the GPU, a death
+that Python cannot catch, or a hang. No MLX.
 
-    Supervisor.run    starts `mlx_parallm train` as a child, waits, decides
+    Supervisor.run    starts `mlx_parallm train` as a child, listens to it, decides
     a thread          passes SIGINT, SIGTERM and SIGHUP on to the child, each one
 
-Only death by a signal (SIGABRT of a GPU watchdog, SIGSEGV, the out-of-memory killer's SIGKILL) is
-answered by a new start from the newest checkpoint. So is EXIT_AGAIN: memory was running out, and
-the child has saved. So is an exit code 0: a child that has done its work ends with `DONE`, so a
-reward function or environment has called `os._exit(0)`. Other exit codes are passed on: 2 (an error
-in words), 1 (a bug). So is the end after a signal that was sent to the parent. stdout, stderr and
-the terminal are the child's.
+Answered by a new start from the newest checkpoint:
+
+* the exit code `EXIT_AGAIN`: the GPU has failed, or memory was running out, and the child has saved
+  what was whole
+* death by a signal: SIGSEGV, SIGABRT, the out-of-memory killer's SIGKILL
+* silence: a child whose signs of life stop (system/device/heartbeat.py) is killed
+* the exit code 0: a child that has done its work ends with `DONE`, so a reward function or
+  environment has called `os._exit(0)`
+* the exit code `PAUSED` (rl_training.restart_every), which is no failure and does not count
+
+Other exit codes are passed on: 2 (an error in words), 1 (a bug). So is the end after a signal that
+was sent to the parent. stdout, stderr and the terminal are the child's.
 """
 
 import json
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.errors import EXIT_AGAIN, ConfigError
-from mlx_parallm.rl_training.run_directory import LATEST
+from mlx_parallm.rl_training.run_directory import newest_checkpoint
+from mlx_parallm.system.device.heartbeat import ENGINE, EVERY_S, PAUSED, PROCESS, TRAINER, Listener
 from mlx_parallm.system.hardware import launched_rank
 from mlx_parallm.system.log import RunLog, get_logger
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals
@@ -30,16 +38,26 @@ from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 SHOW_CURSOR = "\x1b[?25h\n"  # a live display that was killed has hidden it
 REASONS = {
-    signal.SIGABRT: "aborted, as the macOS GPU watchdog makes Metal do when work takes seconds",
+    signal.SIGABRT: "aborted, as by a failed assertion in native code",
     signal.SIGKILL: "killed, as by the system when memory runs out",
     signal.SIGSEGV: "a fault in native code",
     signal.SIGBUS: "a fault in native code, or a full disk under a memory map",
 }
 DONE = 79
+WORDS = {
+    PROCESS: "the process",
+    ENGINE: "the engine, with work,",
+    TRAINER: "the trainer, in a step,",
+}
+HEARTBEAT = "{heartbeat}"  # in a command: the directory of the signs of life
 CHILD = f"""
+from pathlib import Path
 from mlx_parallm.cli import train
+from mlx_parallm.system.device import heartbeat
 from mlx_parallm.system.signals import EndLimit
 EndLimit.exit_code = {DONE}
+heartbeat.Heartbeat.directory = Path({HEARTBEAT!r})
+heartbeat.beat_for_process()
 raise SystemExit(train() or {DONE})
 """
 
@@ -54,9 +72,11 @@ def supervise(
     resume: str | None,
     restarts: int,
     run_log: RunLog | None = None,
+    rest_s: float = 0.0,
+    silence_s: float = 0.0,
 ) -> int:
     """`mlx_parallm train --restarts N`: every start has the name and, where it was 0, the port
-    of the first."""
+    of the first. `rest_s`, `silence_s`: as in `Supervisor`."""
     if launched_rank() is not None:
         raise ConfigError(
             "--restarts starts one process anew: under mlx.launch start all of them with"
@@ -64,7 +84,15 @@ def supervise(
             " auto"
         )
     arguments = [*arguments, "--restarts", "0", *same_run(server, run, resume)]
-    return Supervisor(arguments, run, restarts=restarts, resume=resume, run_log=run_log).run()
+    return Supervisor(
+        arguments,
+        run,
+        restarts=restarts,
+        resume=resume,
+        run_log=run_log,
+        rest_s=rest_s,
+        silence_s=silence_s,
+    ).run()
 
 
 def same_run(server: ServerConfig, run: Path, resume: str | None) -> list[str]:
@@ -81,14 +109,6 @@ def same_run(server: ServerConfig, run: Path, resume: str | None) -> list[str]:
         fixed += ["--set", f"server.port={listener.getsockname()[1]}"]
         listener.close()
     return fixed
-
-
-def newest_checkpoint(run: Path) -> str | None:
-    """Return the name of the newest checkpoint; None: there is none yet."""
-    try:
-        return str((run / LATEST).readlink())
-    except OSError:
-        return None
 
 
 def resume_again(first: str | None, run: Path, at_start: str | None, now: str | None) -> list[str]:
@@ -121,6 +141,8 @@ class Supervisor:
         command: Sequence[str] = (sys.executable, "-P", "-c", CHILD),
         pause_s: float = FIRST_PAUSE_S,
         run_log: RunLog | None = None,
+        rest_s: float = 0.0,
+        silence_s: float = 0.0,
     ) -> None:
         """Take the command of the run.
 
@@ -129,6 +151,10 @@ class Supervisor:
                 theirs.
             run: the run's directory, perhaps not there yet.
             resume: what the first start resumes.
+            command: `HEARTBEAT` in it becomes the directory in which the child gives signs of life.
+            pause_s: before the first restart after a failure.
+            rest_s: before a start after the exit code `PAUSED`.
+            silence_s: after so long without a sign of life the child is killed; 0 = never.
         """
         self._arguments, self._directory, self._restarts, self._first = (
             list(arguments),
@@ -137,6 +163,7 @@ class Supervisor:
             resume,
         )
         self._command, self._pause_s, self._run_log = list(command), pause_s, run_log or RunLog()
+        self._rest_s, self._silence_s = rest_s, silence_s
         self._child: subprocess.Popen[bytes] | None = None
         self._asked = 0  # the last signal that was sent to us
         self._stopping = threading.Event()
@@ -145,28 +172,58 @@ class Supervisor:
         """Return the exit code: the child's, or 128 + the signal that ended it."""
         block_shutdown_signals()
         threading.Thread(target=self._pass_on, name="signals", daemon=True).start()
+        with tempfile.TemporaryDirectory(prefix="mlx_parallm_heartbeat_") as heartbeat:
+            return self._run(Path(heartbeat))
+
+    def _run(self, heartbeat: Path) -> int:
         at_start, resume = newest_checkpoint(self._directory), list[str]()
         left, pause, before = self._restarts, self._pause_s, at_start
         while not self._stopping.is_set():
-            self._child = subprocess.Popen([*self._command, *self._arguments, *resume])
-            if self._stopping.is_set():  # a signal that came while the child was being started
-                self._child.send_signal(self._asked)
-            code = self._child.wait()
+            code, hang = self._one_start(resume, heartbeat)
             if code == DONE:
                 return 0
-            if (code > 0 and code != EXIT_AGAIN) or self._stopping.is_set():
+            failed = code <= 0 or code in (EXIT_AGAIN, PAUSED)
+            if self._stopping.is_set() or not failed:
                 return code if code > 0 else 128 - code if code else 1
             now = newest_checkpoint(self._directory)
             if now != before:
                 left, pause, before = self._restarts, self._pause_s, now
-            self._tell(code, now, left, pause)
+            resume = resume_again(self._first, self._directory, at_start, now)
+            if code == PAUSED:
+                self._say(log.info, "the daemon has ended at a checkpoint", self._plan(now))
+                self._stopping.wait(self._rest_s)
+                continue
+            self._tell(hang or _why(code), now, left, pause)
             if left == 0:
                 return code if code > 0 else 128 - code if code else 1
             left -= 1
-            resume = resume_again(self._first, self._directory, at_start, now)
             self._stopping.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
         return 128 + self._asked
+
+    def _one_start(self, resume: Sequence[str], heartbeat: Path) -> tuple[int, str]:
+        """Start the child and wait for its end. Return its code as `subprocess` gives it, and what
+        is said of a hang."""
+        for file in heartbeat.iterdir():
+            file.unlink()
+        command = [part.replace(HEARTBEAT, str(heartbeat)) for part in self._command]
+        self._child = child = subprocess.Popen([*command, *self._arguments, *resume])
+        if self._stopping.is_set():  # a signal that came while the child was being started
+            child.send_signal(self._asked)
+        listener, silence = Listener(heartbeat, self._silence_s), ""
+        while True:
+            try:
+                code = child.wait(EVERY_S if self._silence_s else None)
+                break
+            except subprocess.TimeoutExpired:
+                if (hangs := listener.look()) is not None:
+                    part, seconds = hangs
+                    silence = f"the daemon hung: {WORDS[part]} gave no sign for {seconds:.0f} s"
+                    child.kill()
+        return code, silence
+
+    def _plan(self, checkpoint: str | None) -> str:
+        return f"starting it again in {self._rest_s:g} s from {checkpoint}"
 
     def _pass_on(self) -> None:
         wanted = signals_to_pass_on()
@@ -176,10 +233,9 @@ class Supervisor:
             if self._child is not None:
                 self._child.send_signal(self._asked)
 
-    def _tell(self, code: int, checkpoint: str | None, left: int, pause: float) -> None:
+    def _tell(self, event: str, checkpoint: str | None, left: int, pause: float) -> None:
         if sys.stderr.isatty():
             sys.stderr.write(SHOW_CURSOR)
-        event = _why(code)
         place = checkpoint or "the beginning: there is no checkpoint yet"
         say: Callable[..., None] = log.warning
         if left:
@@ -188,6 +244,9 @@ class Supervisor:
         else:
             say = log.error
             plan = f"not started again: {self._restarts} restarts brought no new checkpoint"
+        self._say(say, event, plan)
+
+    def _say(self, say: Callable[..., None], event: str, plan: str) -> None:
         say(event, plan=plan)
         if self._directory.is_dir():
             with self._run_log:  # closed again: the next child writes there too
@@ -197,7 +256,10 @@ class Supervisor:
 def _why(code: int) -> str:
     """Say how a child has ended that is started again."""
     if code == EXIT_AGAIN:
-        return "the daemon saved and ended because memory was running out"
+        return (
+            "the daemon saved what was whole and ended, because the GPU has failed or memory was"
+            " running out"
+        )
     if code == 0:
         why = "does a reward function or environment call os._exit?"
         return f"the daemon ended with exit code 0, but is not done ({why})"

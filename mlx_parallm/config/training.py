@@ -344,6 +344,14 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     """Keep the best checkpoint too, as `best`: by a metric of [evaluation], e.g.
     "eval/NAME/accuracy"; true = by eval/score, else the score of held-out rows, else the mean
     reward of its last 10 steps."""
+    restart_every: int = Field(0, ge=0)
+    """Steps after which the process ends at a checkpoint, rests and goes on in a new one; 0 =
+    never. For machines whose driver fails in long runs (docs/operations.md)."""
+    restart_pause_s: float = Field(90.0, ge=0, le=86400)
+    """The rest of restart_every."""
+    max_silence_s: float = Field(40.0, ge=0, le=86400)
+    """With `--restarts`: a process that gives no sign of life for so long while it has work is
+    killed and started again; 0 = never."""
     checkpoint_dir: Path = Path("checkpoints")
     """Directory of runs."""
     run_name: str | None = None

@@ -46,6 +46,7 @@ from mlx_parallm.errors import ModelNotFoundError, RequestError
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.system.device.faults import raise_device_fault
 from mlx_parallm.system.hardware import empty_buffer_cache
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import PromptImage, Request, SamplingParams
@@ -430,6 +431,7 @@ class Engine:
             try:
                 self._runner.rebuild(sequence, len(self.scheduler.rows))
             except Exception as error:  # noqa: BLE001 - boundary: the failure ends this sequence only
+                raise_device_fault(error)
                 sequence.finish("error", error=f"the model failed on this request: {error!r}")
                 self._live.retire(sequence)
             else:
@@ -684,6 +686,7 @@ class Engine:
                 chunk = self._scorer.launch(score, view.base_serial)
             self._scorer.collect(score, chunk)
         except Exception as error:  # noqa: BLE001 - boundary: a text is computed alone, the failure is its own
+            raise_device_fault(error)
             return self._fail_score(self._scores.popleft(), f"the text cannot be scored: {error!r}")
         if not score.finite:
             self._fail_score(self._scores.popleft(), NOT_FINITE)

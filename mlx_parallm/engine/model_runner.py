@@ -36,8 +36,13 @@ from mlx_parallm.engine.scheduler import PrefillChunk, PrefixSave, SchedulerOutp
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.experts.routing import ForwardRouting, routed
+from mlx_parallm.models.sums import COPY, evaluated, has_signal
+from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.types import NARROW_IDS, TopLogprob
 from mlx_parallm.weights import SharedWeights, WeightsView
+
+CHECKED = 8  # arrays of keys and values that are looked at, of those that go to the prefix cache
+PROBED = 16  # tokens of a text by which zeros are explained
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class LaunchedStep:
     pending: list[mx.array]
     prefilled_tokens: int = 0  # of prompts that it completes
     experts: mx.array | None = None  # [rows, layers, k] uint8 or uint16, where they are recorded
+    written: SequenceOf[mx.array] = ()  # of `pending`: keys and values, and states, of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,7 @@ class ModelRunner:
         self._rows: tuple[Sequence, ...] = ()
         self._batch: SamplingBatch | None = None
         self._max_row_tokens: int | None = None  # of the last plan
+        self._writes_zeros = False  # this model, in sound steps: zeros say nothing of the device
 
     def move_rows(self, plan: SchedulerOutput) -> None:
         """Carries out what needs no weights, before the lock is taken: rows into the prefix
@@ -124,6 +131,7 @@ class ModelRunner:
                 save.of.snapshots[save.position] = self._cache.read_states(save.row)
                 kept += present(save.of.snapshots[save.position])
         mx.eval(kept)
+        self._check_written(kept[:: 1 + len(kept) // CHECKED], None)
         if plan.moves:
             longest = max(move.length for move in plan.moves)
             self._cache.move_rows(
@@ -159,14 +167,24 @@ class ModelRunner:
         pending: list[mx.array] = []
         for chunk in plan.prefill:
             pending += self._prefill(chunk, view)
+        written = [array for array in pending if mx.issubdtype(array.dtype, mx.floating)]
         if not plan.rows:
-            return LaunchedStep((), view.policy_version, None, None, pending, plan.prefilled_tokens)
+            return LaunchedStep(
+                (), view.policy_version, None, None, pending, plan.prefilled_tokens, None, written
+            )
         rows = self._begin(plan.rows, 0)
         tokens = mx.array([sequence.next_token for sequence in rows], dtype=mx.int32)
         batch, sampled, experts = self._sample(rows, tokens, 0)
         pending += sampled.arrays + self._cache.unread + present([experts])
         return LaunchedStep(
-            rows, view.policy_version, batch, sampled, pending, plan.prefilled_tokens, experts
+            rows,
+            view.policy_version,
+            batch,
+            sampled,
+            pending,
+            plan.prefilled_tokens,
+            experts,
+            written,
         )
 
     def make_room_after(self, step: LaunchedStep) -> None:
@@ -203,20 +221,18 @@ class ModelRunner:
         return following
 
     def collect(self, step: LaunchedStep) -> list[SampledToken]:
-        """Waits for the step and reads it: the one host sync. A row's log-probability is NaN
-        when its logits were."""
+        """Waits for the step and reads it: the one host sync, but for a step that writes prompts'
+        keys and values. A row's log-probability is NaN when its logits were. Raises
+        DeviceFaultError: what was computed are zeros."""
         mx.eval(step.pending)
+        if step.written:
+            self._check_written(step.written, step.rows[0] if step.rows else None)
         if step.sampled is None or step.batch is None:
             return []
-        tokens, logprobs = (
-            np.array(step.sampled.tokens).tolist(),
-            np.array(step.sampled.logprobs).tolist(),
-        )
-        processed: dict[int, float] = {}
-        if step.sampled.processed is not None:
-            processed = dict(
-                zip(step.batch.reshaped, np.array(step.sampled.processed).tolist(), strict=True)
-            )
+        read = step.sampled.read()
+        if read.alike and not self._gives_zeros(step.rows[0]):
+            raise wrong_numbers("the logits of a token are zeros alone")
+        processed = dict(zip(step.batch.reshaped, read.processed, strict=True))
         top: dict[int, tuple[TopLogprob, ...]] = {}
         if step.sampled.top_tokens is not None and step.sampled.top_logprobs is not None:
             ordered = ordered_alternatives(step.sampled.top_tokens, step.sampled.top_logprobs)
@@ -226,14 +242,34 @@ class ModelRunner:
         return [
             SampledToken(
                 sequence,
-                tokens[row],
-                logprobs[row],
+                read.tokens[row],
+                read.logprobs[row],
                 processed.get(row),
                 top.get(row),
                 b"" if experts is None else experts[row].tobytes(),
             )
             for row, sequence in enumerate(step.rows)
         ]
+
+    def _check_written(self, arrays: SequenceOf[mx.array], sequence: Sequence | None) -> None:
+        """Raises DeviceFaultError: keys and values of a text are zeros, and this model computes
+        others for `sequence` (None: for any text)."""
+        if not has_signal(arrays).all() and not self._gives_zeros(sequence):
+            raise wrong_numbers("the keys or values of a text are zeros alone")
+
+    def _gives_zeros(self, sequence: Sequence | None) -> bool:
+        """Whether the model itself has logits that are all the same number, or writes keys,
+        values or states of zeros alone, for the beginning of a sequence."""
+        if not self._writes_zeros:
+            tokens: tuple[int, ...] = (0, 1, 2, 3)
+            if sequence is not None:
+                text = (*sequence.prompt, *sequence.tokens)
+                tokens = text[: sequence.outside_images(min(PROBED, len(text)))]
+            caches = self._cache.new_prefill(len(tokens))
+            logits = self._forward(tokens, sequence, caches)
+            arrays = [logits - logits[..., :1], *arrays_of(caches)]
+            self._writes_zeros = not has_signal(arrays).all()
+        return self._writes_zeros
 
     def reset(self) -> None:
         """Drop rows, adapter stacks and the last batch, after a failed step or when idle."""
@@ -313,8 +349,7 @@ class ModelRunner:
     def take_out(self, sequence: Sequence) -> list[Any]:
         """Take the only row out of the cache, which then holds nothing: mlx-lm's own caches of it,
         which `launch_draft` extends and rewinds."""
-        arrays = self._cache.read(0, 0, sequence.cached)
-        mx.eval(arrays)
+        arrays = evaluated(lambda: self._cache.read(0, 0, sequence.cached), COPY)
         self._cache.truncate(0)  # first: row, copy and new caches may not fit side by side
         self._cache.shrink_to([])
         text = (*sequence.prompt, *sequence.tokens)[: sequence.cached]

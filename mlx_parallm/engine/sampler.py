@@ -12,6 +12,7 @@ log-probability of the distribution that was really drawn from beside it.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +23,7 @@ from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.cpu_kernels import exp_minus, row_maxima
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.sums import logsumexp
+from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.types import SamplingParams, TopLogprob
 
 BLOCK = 128
@@ -39,12 +41,13 @@ class BlockedLogits:
     docs/benchmarks/serving.md.
 
     logits [n, N, 128] float32 in N = ⌈V / 128⌉ blocks, padded with -inf; largest [n, 1];
-    masses [n, N]: Σ exp(x - largest) over a block.
+    masses [n, N]: Σ exp(x - largest) over a block; mass [n]: over all.
     """
 
     logits: mx.array
     largest: mx.array
     masses: mx.array
+    mass: mx.array
 
     @staticmethod
     def split(logits: mx.array) -> "BlockedLogits":
@@ -56,12 +59,13 @@ class BlockedLogits:
             masses = mx.pad(masses, [(0, 0), (0, padding)])
             logits = mx.pad(logits, [(0, 0), (0, padding)], constant_values=-mx.inf)
         shape = (rows, -1, BLOCK)
-        return BlockedLogits(logits.reshape(shape), largest, masses.reshape(shape).sum(axis=-1))
+        masses = masses.reshape(shape).sum(axis=-1)
+        return BlockedLogits(logits.reshape(shape), largest, masses, masses.sum(axis=-1))
 
     @property
     def logsumexp(self) -> mx.array:
         """[n]; NaN where a logit is."""
-        return mx.log(self.masses.sum(axis=-1)) + self.largest.squeeze(-1)
+        return mx.log(self.mass) + self.largest.squeeze(-1)
 
     def draw(self, keys: mx.array) -> mx.array:
         """[n] tokens, each with its own key of `keys` [n, 2] uint32. One of mass 0 is never
@@ -85,7 +89,9 @@ class Sampled:
 
     tokens [n] int32 · logprobs [n] float32 · processed [p] float32 for the rows
     `SamplingBatch.reshaped` · top_tokens, top_logprobs [t, K] for the rows
-    `SamplingBatch.wants_top`, unordered.
+    `SamplingBatch.wants_top`, unordered · numbers [3 n + p] float32: the tokens + 1, Σ exp(x - max)
+    over the `vocab` logits, logprobs and processed. That sum is at least 1, and `vocab` where all
+    logits are the same number, so no part of a sound step is zeros.
     """
 
     tokens: mx.array
@@ -93,11 +99,36 @@ class Sampled:
     processed: mx.array | None
     top_tokens: mx.array | None
     top_logprobs: mx.array | None
+    numbers: mx.array
+    vocab: int
 
     @property
     def arrays(self) -> list[mx.array]:
-        every = [self.tokens, self.logprobs, self.processed, self.top_tokens, self.top_logprobs]
+        every = [self.tokens, self.numbers, self.top_tokens, self.top_logprobs]
         return [array for array in every if array is not None]
+
+    def read(self) -> "ReadNumbers":
+        """Read what was evaluated. Raises DeviceFaultError: it is no result of a step."""
+        tokens, numbers = np.array(self.tokens), np.array(self.numbers)
+        count = len(tokens)
+        mass = numbers[count : 2 * count]
+        if (numbers[:count] != tokens + 1).any() or (mass == 0).any():
+            raise wrong_numbers("a sampled token is zeros alone")
+        return ReadNumbers(
+            tokens.tolist(),
+            numbers[2 * count : 3 * count].tolist(),
+            numbers[3 * count :].tolist(),
+            alike=bool((mass == self.vocab).any()),
+        )
+
+
+class ReadNumbers(NamedTuple):
+    """`alike`: all logits of a row are the same number."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    processed: list[float]
+    alike: bool
 
 
 class SamplingBatch:
@@ -158,7 +189,10 @@ def sample(logits: mx.array, batch: SamplingBatch, positions: list[int]) -> Samp
     shown = (scaled, blocks) if batch.processed_alternatives else (raw, raw_blocks)
     top_tokens, top_logprobs = _alternatives(*shown, batch)
     logprobs = token_logprobs(logits, tokens, batch.temperature, normalizer=raw_blocks.logsumexp)
-    return Sampled(tokens, logprobs, processed, top_tokens, top_logprobs)
+    parts = [tokens.astype(mx.float32) + 1, raw_blocks.mass, logprobs]
+    numbers = mx.concatenate(parts if processed is None else [*parts, processed])
+    vocab = logits.shape[-1]
+    return Sampled(tokens, logprobs, processed, top_tokens, top_logprobs, numbers, vocab)
 
 
 def random_keys(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:

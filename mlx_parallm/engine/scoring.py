@@ -21,6 +21,8 @@ from mlx_parallm.engine.sampler import ordered_alternatives, top_logprobs
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.logprobs import token_logprobs
+from mlx_parallm.models.sums import has_signal
+from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.types import Pooling, PromptImage, PromptLogprobs, TopLogprob
 
 CHUNK_LOGITS = 1 << 24  # logits of one chunk: 64 MB of float32
@@ -151,10 +153,13 @@ class Scorer:
         return mx.array(score.tokens[start : score.done], dtype=mx.int32)[None]
 
     def collect(self, score: Score, arrays: list[mx.array]) -> None:
-        """Waits for a chunk and appends its values."""
+        """Waits for a chunk and appends its values. Raises DeviceFaultError: they are zeros."""
         if not arrays:
             return
         mx.eval(arrays, arrays_of(score.caches))
+        written = arrays_of(score.caches)
+        if written and not has_signal(written).any():
+            raise wrong_numbers("the keys and values of a text that is scored are zeros alone")
         if score.pooling is not None:
             pooled = np.array(arrays[0])
             score.vector = (

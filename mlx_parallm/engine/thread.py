@@ -5,7 +5,9 @@ Everything MLX that serves runs here. `build` makes the engine on this thread fr
 evaluated where it was loaded (docs/design.md). The loop blocks on the command queue when idle.
 After a step that raises, each sequence is computed alone: those that raise again fail, and the
 engine goes on. When none raises, the step is tried once more; if it raises again, all its requests
-fail. After the third such step in a row the engine is dead, and `stats` says so.
+fail. After the third such step in a row the engine is dead, and `stats` says so. After a fault of
+the device, here or in the trainer's thread, it is dead at once: nothing that was computed since is
+delivered.
 """
 
 import queue
@@ -13,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +36,12 @@ from mlx_parallm.engine.client import (
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import Counters, Event, Failed, StreamDelta, summed
 from mlx_parallm.engine.served_models import ServedModels
-from mlx_parallm.errors import EngineUnavailableError, ParallmError, RequestError
+from mlx_parallm.errors import (
+    DeviceFaultError,
+    EngineUnavailableError,
+    ParallmError,
+    RequestError,
+)
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.types import EngineStats, Request
@@ -133,14 +141,20 @@ class EngineThread:
             while not self._stopping:
                 self._turn(engine)
         except BaseException as error:  # noqa: BLE001 - boundary: all waiting callers must learn of the thread's end
-            self._error = reason = f"the engine thread died: {error!r}"
-            if self._started.is_set():
+            fault = self._turns.faults.note(error, ends=True)
+            self._error = reason = (
+                f"the engine thread died: {error!r}"
+                if fault is None
+                else f"the engine has stopped: {fault}"
+            )
+            if self._started.is_set() and not isinstance(error, DeviceFaultError):
                 get_logger(__name__).exception("engine_died")
             else:
                 self._build_error = error
         finally:
             self._shut_down(reason)
-            mx.synchronize()
+            with suppress(RuntimeError):  # what the device has stored of its fault
+                mx.synchronize()
             mx.clear_streams()
             self._started.set()
 
@@ -160,8 +174,11 @@ class EngineThread:
     def _step(self, engine: Engine) -> None:
         try:
             events = engine.step(ahead=not self._turns.engine_rests)
+            self._turns.faults.check()
             self._failed_steps[engine.lane] = 0
         except Exception as error:  # boundary: a failed forward ends its requests, not the engine
+            if self._turns.faults.note(error) is not None:
+                raise
             get_logger(__name__).exception("engine_step_failed")
             lane = engine.lane
             failed = self._failed_steps[lane] = self._failed_steps.get(lane, 0) + 1
@@ -180,6 +197,7 @@ class EngineThread:
         """Take every command of the queue; when there is nothing to do, wait for one."""
         idle_turns = 0
         while not self._stopping:
+            self._turns.faults.check()
             # also when commands alone keep it awake: paused is not stalled
             self._last_turn = time.monotonic()
             busy = engine.has_work or (bool(self._idle_waiters) and engine.idle)
@@ -207,7 +225,9 @@ class EngineThread:
             case NotifyIdle(event):
                 self._idle_waiters.append(event)
             case Call(function, future):
-                _call(function, engine, future)
+                self._turns.engine_works()
+                if (error := _call(function, engine, future)) is not None:
+                    self._turns.faults.note(error)
             case StopThread():
                 self._stopping = True
 
@@ -216,7 +236,9 @@ class EngineThread:
             engine.add(request)
         except ParallmError as error:
             self._send([(mailbox, Failed(mailbox.request_id, error))])
-        except Exception as error:  # noqa: BLE001 - boundary: one request's bad values must not end the engine
+        except Exception as error:  # boundary: one request's bad values must not end the engine
+            if self._turns.faults.note(error) is not None:
+                raise
             get_logger(__name__).exception("request_refused")
             failure = RequestError(f"the request cannot be run: {error!r}")
             self._send([(mailbox, Failed(mailbox.request_id, failure))])
@@ -263,10 +285,15 @@ class EngineThread:
             event.set()
 
 
-def _call(function: Callable[[Engine], Any], engine: Engine, future: "Future[Any]") -> None:
+def _call(
+    function: Callable[[Engine], Any], engine: Engine, future: "Future[Any]"
+) -> Exception | None:
+    """Return the error that the caller has got."""
     if not future.set_running_or_notify_cancel():
-        return  # the caller has gone: a time limit, a shutdown
+        return None  # the caller has gone: a time limit, a shutdown
     try:
         future.set_result(function(engine))
     except Exception as error:  # noqa: BLE001 - boundary: the caller's function fails in the caller
         future.set_exception(error)
+        return error
+    return None

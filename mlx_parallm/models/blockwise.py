@@ -66,6 +66,7 @@ from mlx_parallm.models.layouts.layout import (
 )
 from mlx_parallm.models.logprobs import token_logprobs_and_entropy
 from mlx_parallm.models.parameters import ParameterSlots
+from mlx_parallm.models.sums import check_signal, has_signal
 from mlx_parallm.models.value_head import is_value_head, value_head_of
 
 WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 16 MiB of float32
@@ -95,13 +96,13 @@ class BlockwiseModel:
     `longest_eval_ms`: of all evaluations since it was last set to 0. `experts_forced`: pairs of a
     scored token and a layer whose experts were repeated; `experts_differing`: those of them for
     which the router would have chosen others; `prompt_experts_…`: the same of prompts' tokens;
-    since `forget_routing`. `expert_load`: [layers, experts] tokens that gradients were
-    computed of, where it is set to an array (of zeros); the model's routing is prepared then.
-    `fallback`: why the model is differentiated as one graph; `unshared`, `unpacked`, `unmerged`:
-    why prompts are not shared, sequences not packed, and rows no tree; else "". Gradients are lists
-    in the order of `slots.names`. Every array that leaves a method is evaluated.
-    `feature_slopes`: the gradient by `features` of the newest `loss_and_gradients`. Those of
-    `FeatureGradient.parts` are 0 here.
+    since `forget_routing`. `expert_load`: [layers, experts] tokens that gradients were computed of,
+    where it is set to an array (of zeros); the model's routing is prepared then. `fallback`: why
+    the model is differentiated as one graph; `unshared`, `unpacked`, `unmerged`: why prompts are
+    not shared, sequences not packed, and rows no tree; else "". Gradients are lists in the order of
+    `slots.names`. Every array that leaves a method is evaluated. `loss_reached`: whether the newest
+    loss has a slope by the hidden states. `feature_slopes`: the gradient by `features` of the
+    newest `loss_and_gradients`. Those of `FeatureGradient.parts` are 0 here.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class BlockwiseModel:
         self._places = ParameterSlots(model, features.table.held if features else None)
         self._own = own_slots(self._places.names, features)
         self._between_blocks = between_blocks
-        self.longest_eval_ms = 0.0
+        self.longest_eval_ms, self.loss_reached = 0.0, True
         self.forget_routing()
         self.expert_load: np.ndarray | None = None
         self._blocks_per_eval = blocks_per_eval
@@ -420,6 +421,7 @@ class BlockwiseModel:
     ) -> None:
         """Go from the last of the group inputs to the first, then the embedding. Empties them,
         to free the activations."""
+        self.loss_reached = cotangent is None or bool(has_signal([cotangent]).all())
         while passed.starts and cotangent is not None:
             group, hidden = len(passed.starts) - 1, passed.starts.pop()
             slots, reads = self._group_slots[group], self._reads(group, passed)
@@ -453,6 +455,8 @@ class BlockwiseModel:
                 )
                 self._pull_back(reads, passed, new[: len(before)])
                 self._add(gradients, slots, new[len(before) :], cotangent, *new[: len(before)])
+                if self.loss_reached:
+                    check_signal(cotangent, "a gradient by a hidden state")
             else:
                 constants = [hidden, *before]
 
@@ -572,17 +576,17 @@ class BlockwiseModel:
         """Embedding and blocks. `keep_last_group`: the last group is left to the caller; the
         rows mean nothing then."""
         hidden, calls, carried = self._embed(layout)
-        self._evaluate(hidden, *arrays_in(calls), *arrays_in(list(carried.values())))
+        self._evaluate(*arrays_in(calls), *arrays_in(list(carried.values())), hidden=hidden)
         passed = _Passed([hidden], calls, carried, hidden)
         with self._counting() as counts:
             for group in range(len(self._groups) - 1):
                 hidden = self._run(group, hidden, layout, calls, carried)
-                self._evaluate(hidden, *arrays_in(list(carried.values())), *counts)
+                self._evaluate(*arrays_in(list(carried.values())), *counts, hidden=hidden)
                 passed.starts.append(hidden)
             if not keep_last_group:
                 hidden = self._run(len(self._groups) - 1, hidden, layout, calls, dict(carried))
                 passed.rows = self._rows_at(hidden, layout.positions)
-                self._evaluate(passed.rows, *counts)
+                self._evaluate(*counts, hidden=passed.rows)
         return passed
 
     def _rows_at(self, hidden: mx.array, positions: mx.array) -> mx.array:
@@ -643,9 +647,10 @@ class BlockwiseModel:
             gradients[index] = wide if before is None else before + wide
         self._evaluate(*(gradients[index] for index in indices), *others)
 
-    def _evaluate(self, *arrays: mx.array | None) -> None:
+    def _evaluate(self, *arrays: mx.array | None, hidden: mx.array | None = None) -> None:
         started = perf_counter()
-        mx.eval([array for array in arrays if array is not None])
+        mx.eval([array for array in (hidden, *arrays) if array is not None])
+        check_signal(hidden, "a hidden state")
         self.longest_eval_ms = max(self.longest_eval_ms, 1000 * (perf_counter() - started))
         self._between_blocks()
 
@@ -745,9 +750,9 @@ def head_rows(count: int, vocabulary: int, *, times: int = 1) -> int:
 
 def token_scores(logits: mx.array, batch: TokenBatch, chunk: slice) -> Scores:
     """Score logits [n, V]; `chunk`: which of the scored tokens they are for."""
-    temperature = (
-        batch.temperature if isinstance(batch.temperature, float) else batch.temperature[chunk]
-    )
+    temperature = batch.temperature
+    if not isinstance(temperature, float):
+        temperature = temperature[chunk]
     scores = token_logprobs_and_entropy(
         logits, batch.targets[chunk], temperature, entropy_slope=batch.entropy_slope
     )
@@ -762,20 +767,17 @@ def scores_and_directions(head: Head, rows: mx.array, batch: TokenBatch, chunk: 
     token's, so one pass over the logits gives scores and gradient: they need not be made again once
     the slopes are known. One array, so that a piece is finished before the next begins.
     """
-    count = rows.shape[0]
     (logprobs, entropy), (directions,) = mx.vjp(
         lambda rows: list(token_scores(head(rows), batch, chunk)),
         [rows],
-        [mx.ones((count,)), mx.zeros((count,))],
+        [mx.ones((len(rows),)), mx.zeros((len(rows),))],
     )
-    return mx.concatenate(
-        [directions.astype(mx.float32), logprobs[:, None], entropy[:, None]], axis=1
-    )
+    parts = [directions.astype(mx.float32), logprobs[:, None], entropy[:, None]]
+    return mx.concatenate(parts, axis=1)
 
 
 def split_pieces(pieces: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """[N, D + 2] of `scores_and_directions` → directions [N, D], log-probabilities [N],
-    entropies [N]."""
+    """[N, D + 2] of `scores_and_directions` → directions [N, D], logprobs [N], entropies [N]."""
     return pieces[:, :-2], pieces[:, -2], pieces[:, -1]
 
 
@@ -787,9 +789,7 @@ def scores_in_pieces(
 
     @mx.custom_function
     def scored(rows: mx.array) -> mx.array:
-        return mx.concatenate(
-            [scores_and_directions(head, rows[chunk], batch, chunk) for chunk in chunks]
-        )
+        return mx.concatenate([scores_and_directions(head, rows[c], batch, c) for c in chunks])
 
     @scored.vjp
     def slopes(rows: mx.array, cotangent: mx.array, pieces: mx.array) -> mx.array:

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
@@ -86,6 +87,11 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module, state: Any) -> None
         smallest = scalar(mx.min(value)) if name.endswith(".v") else 0.0  # of squares
         if smallest < 0 or not mx.isfinite(value).all().item():
             raise ValueError(f"the optimizer's {name} has numbers that none can have")
+
+
+def to_host(array: mx.array) -> np.ndarray:
+    """Return a copy in host memory; bfloat16, which numpy lacks, becomes float32."""
+    return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
 
 
 def scalar(array: mx.array) -> float:

@@ -5,12 +5,22 @@ far is rounded away: of 67 million squares a fifth is lost, of a softmax over 15
 Rows of `ROW` numbers first, then their sums, lose nothing that matters and cost the same
 (`logsumexp`: a fifth more than MLX's own). A product of two long vectors by `@` has the same fault.
 A GPU adds in a tree, which is exact enough: there MLX's own reductions stay.
+
+And whether there is any number but 0 (`has_signal`). On a GPU an evaluation may end without an
+error although a part of it was never computed (ml-explore/mlx#3979): its arrays hold zeros. A
+finding that could be the truth is computed again; only where that gives other numbers the device is
+wrong.
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+import numpy as np
 
+from mlx_parallm.system.device.faults import wrong_numbers
+
+COPY = "a copy of keys or values"
 ROW = 1024
 SHORTEST_ROW = 32  # of rows that divide a width: shorter ones would be many
 
@@ -51,3 +61,29 @@ def row_sums(x: mx.array) -> mx.array:
     whole = width // ROW * ROW
     rows = x[..., :whole].reshape(*x.shape[:-1], -1, ROW).sum(axis=-1)
     return rows.sum(axis=-1) + x[..., whole:].sum(axis=-1)
+
+
+def has_signal(arrays: Sequence[mx.array]) -> np.ndarray:
+    """Return for each array whether a number in it is not 0: [n] bool. Those without numbers have
+    a signal."""
+    if not arrays:
+        return np.ones(0, bool)
+    flags = [mx.any(array) if array.size else mx.array(True) for array in arrays]
+    return np.array(mx.stack(flags))
+
+
+def check_signal(array: mx.array | None, what: str) -> None:
+    """Raises DeviceFaultError: it is zeros alone, which it never is. None: there is none."""
+    if array is not None and not has_signal([array]).all():
+        raise wrong_numbers(f"{what} is zeros alone")
+
+
+def evaluated(compute: Callable[[], list[mx.array]], what: str) -> list[mx.array]:
+    """Return the arrays that `compute` builds, evaluated. Raises DeviceFaultError: one is zeros
+    alone, and is not when it is computed again."""
+    arrays = compute()
+    mx.eval(arrays)
+    signal = has_signal(arrays)
+    if not signal.all() and (has_signal(compute()) & ~signal).any():
+        raise wrong_numbers(f"{what} is zeros alone")
+    return arrays

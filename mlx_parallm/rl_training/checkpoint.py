@@ -31,6 +31,7 @@ from mlx_parallm.environments.base import Learner
 from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import load_adapter
+from mlx_parallm.models.parameters import to_host
 from mlx_parallm.rl_training.checkpoints.checksums import (
     CHECKSUMS_FILE,
     damaged_files,
@@ -47,7 +48,7 @@ from mlx_parallm.rl_training.run_directory import (
     checkpoints,
     moment,
 )
-from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
+from mlx_parallm.rl_training.step.optimizer import HostCopy, PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy, read_tensors
 from mlx_parallm.system.files import free_bytes, in_gb, point, remove_leftovers, write_directory
 
@@ -58,6 +59,10 @@ SUPERSEDED = "superseded_"
 SERVED_FILE = "served.safetensors"
 # of a checkpoint's small files: configuration, random states, the last blocks of each file
 STATE_BYTES = 64 << 10
+
+MOST_KEPT = 512 << 20
+"""Bytes of the copies for a fault of the GPU: an adapter with its optimizer. Larger ones would take
+memory that the model needs."""
 
 log = structlog.get_logger(__name__)
 
@@ -86,6 +91,7 @@ class Checkpointer:
         self.run_directory, self._learners = run_directory, learners or {}
         self._policy, self._optimizer = policy, optimizer
         self._keep, self._keep_best, self._judge = keep, keep_best, judge
+        self._kept_moment: tuple[TrainerState, HostCopy, dict[str, np.ndarray]] | None = None
         run_directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(run_directory)
 
@@ -125,7 +131,7 @@ class Checkpointer:
     ) -> Path:
         left = max((rollback["step"] for rollback in state.rollbacks), default=0)
         latest_score = score(self.run_directory / METRICS_FILE, state.step, after=left)
-        state = replace(state, random_state=random_state(), score=latest_score)
+        state = replace(_complete(state), score=latest_score)
         if not (path.is_dir() and self._same(path, state)):
             self._check_room(path, served)
             write_directory(path, lambda directory: self._fill(directory, state, served))
@@ -147,6 +153,34 @@ class Checkpointer:
             ):
                 shutil.rmtree(old, ignore_errors=True)
         return path
+
+    # ------------------------------------------------------------------ for a fault of the GPU
+
+    def keep(self, state: TrainerState, served: Mapping[str, mx.array] | None) -> None:
+        """Copy what a checkpoint of this moment needs into host memory, where that is not much:
+        the policy and its optimizer, and no learner or reference beside them. Else the last
+        checkpoint counts.
+
+        The device was synchronised, and had no fault. After one no array may be read from it.
+        """
+        self._kept_moment = None
+        if self._learners or self._policy.keeps_reference:
+            return
+        copy = self._optimizer.host_copy(MOST_KEPT)
+        if copy is not None:
+            copies = {name: to_host(array) for name, array in (served or {}).items()}
+            self._kept_moment = (_complete(state), copy, copies)
+
+    def save_kept(self) -> Path | None:
+        """Write what `keep` has copied as a checkpoint, by the CPU alone; the policy is that of
+        then. None: there is no copy. Raises CheckpointError, as `save`."""
+        if self._kept_moment is None:
+            return None
+        mx.set_default_device(mx.cpu)
+        state, copy, copies = self._kept_moment
+        self._optimizer.put_back(copy)
+        served = {name: mx.array(array) for name, array in copies.items()}
+        return self.save(state, served=served or None)
 
     def point_at_best(self) -> Path | None:
         """Point `best` at the checkpoint with the highest score (of equal ones the newest); None
@@ -385,6 +419,11 @@ def _link_all(source: Path, directory: Path) -> None:
             os.link(file, directory / file.name)
         except OSError:  # a file system without hard links
             shutil.copyfile(file, directory / file.name)
+
+
+def _complete(state: TrainerState) -> TrainerState:
+    """Return the state with the random states of now, where it has none yet."""
+    return state if state.random_state else replace(state, random_state=random_state())
 
 
 def random_state() -> dict[str, Any]:

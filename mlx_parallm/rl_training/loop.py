@@ -10,7 +10,8 @@ before.
 
 A metrics line is on the disk before the checkpoint of its step: a resume cuts lines, it never
 misses one. On a stop request the loop finishes the micro-batch, saves, and returns. What happens is
-reported to `events.RunEvents`.
+reported to `events.RunEvents`. After a fault of the device nothing is published or saved but the
+copy of the last moment that was whole (`Checkpointer.keep`).
 """
 
 import time
@@ -42,6 +43,7 @@ from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.system.device.faults import DeviceFaults
 from mlx_parallm.system.footprint import process_bytes
 from mlx_parallm.system.log import words_of
 from mlx_parallm.weights import PublishReport
@@ -105,6 +107,8 @@ class RunControl:
         after_step: called with the line when it is on the disk; true: save a checkpoint, besides
             those of checkpoint_interval. An exception ends the run.
         served_tokens: the engine's counter of sampled tokens.
+        publishing: a context around what follows a step: the publish, the line, a checkpoint.
+        faults: of the device, which the engine shares. After one nothing is published or saved.
     """
 
     should_stop: Callable[[], bool] = lambda: False
@@ -116,6 +120,8 @@ class RunControl:
     after_step: Callable[[dict[str, Any]], bool | None] = lambda line: None
     served_tokens: Callable[[], int] = lambda: 0
     wait_turn_s: float = 0.5
+    publishing: Callable[[], AbstractContextManager[None]] = nullcontext
+    faults: DeviceFaults = field(default_factory=DeviceFaults)
 
 
 class TrainingLoop:
@@ -169,6 +175,7 @@ class TrainingLoop:
                     batch = self._batch(step, work)
             # the sources have failed; the weights are sound, and between two steps
             except ParallmError:
+                self._control.faults.check()
                 if work is None:
                     self._save(None)
                 raise
@@ -182,7 +189,8 @@ class TrainingLoop:
             result = replace(result, seconds=result.seconds + (work.time_train_s if work else 0.0))
             if not result.finished:
                 return self._stop(_interrupted(batch, result, time_rollout_s))
-            self._finish_step(batch, result, time_rollout_s)
+            with self._control.publishing():
+                self._finish_step(batch, result, time_rollout_s)
         self._save(None, final=True)
         return "finished"
 
@@ -281,6 +289,8 @@ class TrainingLoop:
     def _finish_step(self, batch: TrainBatch, result: StepResult, time_rollout_s: float) -> None:
         self._step = batch.step
         last = batch.step == self._last
+        mx.synchronize()  # raises what the device has stored of a fault
+        self._control.faults.check()
         started = time.perf_counter()
         with self._events.span("publish", batch.step):
             report = self._parts.updater.after_step(
@@ -302,6 +312,7 @@ class TrainingLoop:
         if self._sources_after_step is not None:
             self._sources_after_step = self._sources_now()
         self._events.emit(StepFinished(self._line, batch, self._parts.trainer.step_tokens))
+        self._keep_proved()
         wanted = self._control.after_step(self._line)
         if not last and (wanted or batch.step % self._options.checkpoint_interval == 0):
             self._save(None)
@@ -364,12 +375,28 @@ class TrainingLoop:
     def _save(
         self, work: StepInProgress | None, *, final: bool = False, anew: bool = False
     ) -> None:
+        self._control.faults.check()
         state, checkpointer = self._state(work), self._parts.checkpointer
         if checkpointer is not None and (state.checkpoint_name != self._saved or final or anew):
             with self._events.span("checkpoint", self._step):
                 path = checkpointer.save(state, final=final, served=self._served(state))
             self._events.emit(CheckpointSaved(self._step, path))
+            if anew:
+                self._keep_proved()
         self._saved = state.checkpoint_name
+
+    def _keep_proved(self) -> None:
+        """Keep a copy of this moment for the case of a fault: the device has none now."""
+        if self._parts.checkpointer is not None:
+            mx.synchronize()
+            self._control.faults.check()
+            state = self._state(None)
+            self._parts.checkpointer.keep(state, self._served(state))
+
+    def save_proved(self) -> Path | None:
+        """Save the last moment whose numbers were whole, after a fault of the device; None: the
+        last checkpoint is as new, or nothing newer is in memory."""
+        return None if self._parts.checkpointer is None else self._parts.checkpointer.save_kept()
 
     def save_now(self) -> str:
         """Save a checkpoint between two steps unless one has these weights; return its name.

@@ -28,6 +28,14 @@ USED_BY = (METRICS_FILE, STORE_FILE, LATEST)  # what says that a run has been he
 _CHECKPOINT = re.compile(r"step_(\d+)(?:_mb(\d+))?")
 
 
+def newest_checkpoint(run: Path) -> str | None:
+    """Return the name of the newest checkpoint; None: there is none yet."""
+    try:
+        return str((run / LATEST).readlink())
+    except OSError:
+        return None
+
+
 def checkpoints(run: Path) -> list[Path]:
     """The step_* directories, oldest first."""
     return sorted(

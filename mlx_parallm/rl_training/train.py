@@ -10,6 +10,7 @@ The daemon chooses the serving half and the kinds of sources, and connects them 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from mlx_parallm.errors import DeviceFaultError
 from mlx_parallm.rl_training.run.prepare import PreparedRun
 from mlx_parallm.rl_training.run.running import RunningRun
 from mlx_parallm.rl_training.run.start import StartedRun, start_run
@@ -21,13 +22,22 @@ class TrainingRun:
     def __init__(self, prepared: PreparedRun) -> None:
         self.prepared = prepared
 
-    def execute(self, loads: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def execute(self, loads: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
         """Train to total_steps or to the stop; leave a checkpoint either way. The process should
-        end after it. `loads`: is entered for the time before there is anything to save."""
-        with loads():
-            started = self.start()
-        if started is not None:
-            RunningRun(started, ends_process=True).run()
+        end after it. Return whether a new one is to go on (rl_training.restart_every). `loads`: is
+        entered for the time before there is anything to save. Raises DeviceFaultError."""
+        try:
+            with loads():
+                started = self.start()
+            if started is None:
+                return False
+            running = RunningRun(started, ends_process=True)
+        except Exception as error:
+            if (fault := self.prepared.serving.turns.faults.note(error)) is None:
+                raise
+            raise DeviceFaultError(fault, f"Start it again: {fault.kind.advice}") from error
+        running.run()
+        return running.paused
 
     def start(self) -> StartedRun | None:
         """Build everything and start the sources; None: a stop was requested meanwhile."""

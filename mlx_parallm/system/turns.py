@@ -6,6 +6,8 @@ the other one has the device alone about half of the time, no rest is longer tha
 and nothing can hang. With "balanced" the trainer, whose pieces are longer, rests half as long
 (docs/benchmarks/sharing.md). With "chat" it does so too, and while the engine answers a chat
 (engine/chat_lane.py) it rests until that has ended, at most `REST` times as long as the piece took.
+
+They also share the device's faults: one of either ends both. And a supervisor hears of each piece.
 """
 
 import threading
@@ -13,6 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Literal
+
+from mlx_parallm.system.device.faults import DeviceFaults
+from mlx_parallm.system.device.heartbeat import ENGINE, TRAINER, Heartbeat
 
 Priority = Literal["balanced", "serve", "train", "chat"]
 
@@ -23,8 +28,8 @@ TRAINER_RESTS = {"balanced": 0.5, "serve": 1.0, "train": 0.0, "chat": 0.5}
 
 
 class Turns:
-    """The engine thread calls `step`, `chats` and `engine_idle`, the trainer `training` and
-    `after_evaluation`."""
+    """The engine thread calls `step`, `chats` and `engine_idle`, the trainer `training`,
+    `after_evaluation` and `publishing`. `faults`: the device's, for both."""
 
     def __init__(self, priority: Priority = "balanced") -> None:
         self._priority = priority
@@ -33,6 +38,8 @@ class Turns:
         for event in (self._engine_idle, self._trainer_idle, self._no_chat):
             event.set()
         self._resumed = perf_counter()
+        self.faults = DeviceFaults()
+        self._engine_beat, self._trainer_beat = Heartbeat(ENGINE), Heartbeat(TRAINER)
 
     @property
     def engine_rests(self) -> bool:
@@ -48,10 +55,15 @@ class Turns:
     def step(self) -> Iterator[None]:
         """Enclose a step of the engine."""
         self._engine_idle.clear()
+        self._engine_beat.beat()
         started = perf_counter()
         yield
         if self._priority == "train":
             self._trainer_idle.wait(perf_counter() - started)
+
+    def engine_works(self) -> None:
+        """Note that the engine carries out a command."""
+        self._engine_beat.beat()
 
     def chats(self, served: bool) -> None:
         """Note whether the engine answers a chat for which the trainer rests."""
@@ -59,20 +71,35 @@ class Turns:
 
     def engine_idle(self) -> None:
         """Note that the engine has no work."""
+        self._engine_beat.rest()
         self._engine_idle.set()
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Enclose a training step."""
         self._trainer_idle.clear()
+        self._trainer_beat.beat()
         self._resumed = perf_counter()
         try:
             yield
         finally:
+            self._trainer_beat.rest()
             self._trainer_idle.set()
 
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Enclose what the trainer does between a step and the next."""
+        self._trainer_beat.beat()
+        try:
+            yield
+        finally:
+            self._trainer_beat.rest()
+
     def after_evaluation(self) -> None:
-        """Rest between two evaluations of the trainer, if the priority wants it."""
+        """Rest between two evaluations of the trainer, if the priority wants it. Raises
+        DeviceFaultError: the engine has met a fault of the device."""
+        self.faults.check()
+        self._trainer_beat.beat()
         took = perf_counter() - self._resumed
         if rest := TRAINER_RESTS[self._priority] * took:
             self._engine_idle.wait(rest)

@@ -12,6 +12,7 @@ and memory.
 
 import argparse
 import json
+import os
 import random
 import socket
 import sqlite3
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,35 +100,45 @@ class Run:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "checkpoints" / "run"
         self.output = directory / "output.txt"
-        self._config = directory / "run.toml"
+        self.config = directory / "run.toml"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._config.write_text(
+        self.url = f"http://127.0.0.1:{port}"
+        self.config.write_text(
             CONFIG.format(
                 port=port, directory=directory, steps=steps, training=training, model=model
             )
         )
 
-    def start(self) -> "subprocess.Popen[bytes]":
+    def start(
+        self, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> "subprocess.Popen[bytes]":
         command = [
             str(Path(sys.executable).parent / "mlx_parallm_train"),
             "--config",
-            str(self._config),
+            str(self.config),
         ]
         with self.output.open("ab") as output:
             return subprocess.Popen(
-                [*command, "--resume", "auto"],
+                [*command, "--resume", "auto", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                env={**os.environ, **(environment or {})},
             )
 
-    def finish(self) -> None:
+    def finish(
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = 300,
+    ) -> None:
         """Raises AssertionError when it does not end well."""
-        process = self.start()
+        process = self.start(*arguments, environment=environment)
         try:
-            assert process.wait(timeout=300) == 0, self.output.read_text()[-2000:]
+            code = process.wait(timeout=timeout_s)
+            assert code == 0, self.output.read_text()[-2000:]
         finally:
             process.kill()
 

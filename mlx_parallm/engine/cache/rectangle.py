@@ -9,11 +9,13 @@ overwritten by the last one; an admission writes one row's prefix; nothing else 
 """
 
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_parallm.engine.cache.sharing import PromptRows, rows_of
+from mlx_parallm.models.sums import COPY, evaluated
 
 POSITION_BLOCK = 32  # attention reads up to a multiple of this: few shapes, little padding
 # positions of a fresh cache; doubles up to DOUBLING_LIMIT, then grows by that much
@@ -189,8 +191,10 @@ class SlotCache:
         )
         length = min(-(-length // MOVE_BLOCK) * MOVE_BLOCK, self.position_capacity)
         index = mx.array(sources, dtype=mx.int32)
-        rows = [mx.take(array[:, :, :length], index, axis=0) for array in self.state]
-        mx.eval(rows)  # a pending reader of the cache would make the write below copy all of it
+        # evaluated: a pending reader of the cache would make the write below copy all of it
+        rows = evaluated(
+            lambda: [mx.take(array[:, :, :length], index, axis=0) for array in self.state], COPY
+        )
         for layer, (keys, values) in zip(
             self.layers, zip(rows[::2], rows[1::2], strict=True), strict=True
         ):
@@ -264,13 +268,14 @@ class SlotCache:
         for layer in self.layers:
             # Layer by layer, so that old and new of one layer only exist at the same time.
             if layer.keys is not None and layer.values is not None:
-                layer.keys = self._resized(layer.keys, rows, positions)
-                layer.values = self._resized(layer.values, rows, positions)
-                mx.eval(layer.keys, layer.values)
+                pair = (layer.keys, layer.values)
+                resized = partial(self._resized, pair, rows, positions)
+                layer.keys, layer.values = evaluated(resized, COPY)
 
-    def _resized(self, array: mx.array, rows: int, positions: int) -> mx.array:
-        resized = self.allocate(array)
-        resized[:rows, :, :positions] = array[:rows, :, :positions]
+    def _resized(self, arrays: SequenceOf[mx.array], rows: int, positions: int) -> list[mx.array]:
+        resized = [self.allocate(array) for array in arrays]
+        for larger, array in zip(resized, arrays, strict=True):
+            larger[:rows, :, :positions] = array[:rows, :, :positions]
         return resized
 
     def _write(

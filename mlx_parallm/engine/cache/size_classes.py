@@ -13,6 +13,7 @@ from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.engine.cache.prefix import PrefixChunk
 from mlx_parallm.models.attention_parts import NOTHING
 from mlx_parallm.models.cpu_attention import takes_rows
+from mlx_parallm.models.sums import COPY, evaluated
 
 SLACK = 8  # a pool that grows has room for an eighth more rows
 READ_STEP = 32  # attention reads up to a multiple of this: few shapes, little padding
@@ -134,8 +135,8 @@ class Pool:
         sources = [slot for slot in range(left, len(self.rows)) if slot not in gone]
         targets = sorted(slot for slot in gone if slot < left)
         if sources and self.state:
-            moved = self.read(sources, 0, self.size)
-            mx.eval(moved)  # a pending reader of the pool would make the write below copy all of it
+            # evaluated: a pending reader of the pool would make the write below copy all of it
+            moved = evaluated(lambda: self.read(sources, 0, self.size), COPY)
             index = mx.array(targets, dtype=mx.int32)
             for array, rows in zip(self.state, moved, strict=True):
                 array[index] = rows
@@ -155,10 +156,13 @@ class Pool:
         self.capacity, self.size = capacity, size
         for arrays in self.layers:
             for index, array in enumerate(arrays):
-                resized = self._empty(array)
-                resized[:rows, :, :positions] = array[:rows, :, :positions]
-                mx.eval(resized)
-                arrays[index] = resized
+
+                def resized(array: mx.array = array) -> list[mx.array]:
+                    larger = self._empty(array)
+                    larger[:rows, :, :positions] = array[:rows, :, :positions]
+                    return [larger]
+
+                [arrays[index]] = evaluated(resized, COPY)
 
     def scrub(self, slot: int) -> None:
         """Zeroes a row that may hold NaN: masked positions weigh 0, and 0 × NaN is NaN for the

@@ -50,6 +50,7 @@ from mlx_parallm.models.attention_parts import (
 )
 from mlx_parallm.models.cpu_attention import attend_by_heads, attention_of_rows
 from mlx_parallm.models.mlx_lm_api import ArraysCache, CacheList, KVCache, make_prompt_cache
+from mlx_parallm.models.sums import COPY, evaluated
 
 MOST_ROOM = 1.25  # rows that a pool has room for, for each one in it; above that it shrinks
 SPARE_ROWS = 8  # besides, where rows are short and come and go often
@@ -483,9 +484,10 @@ class TokenCache:
             target = self._pools[key] = Pool(
                 len(self.layers), key[1], shares=key[0], kv_format=self.kv_format
             )
-        arrays = [] if source is None else source.read([row.slot for row in rows], 0, source.size)
+        arrays: list[mx.array] = []
         if source is not None:
-            mx.eval(arrays)
+            before, slots = source, [row.slot for row in rows]
+            arrays = evaluated(lambda: before.read(slots, 0, before.size), COPY)
             source.remove(rows)
             source.resize(_rows_kept(source), source.size)
         first = len(target.rows)

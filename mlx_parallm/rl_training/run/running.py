@@ -8,13 +8,17 @@ All of it is on the trainer's thread.
 
 from typing import Any
 
+from mlx_parallm.errors import DeviceFaultError
 from mlx_parallm.rl_training.evaluation.schedule import FallGuard
 from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents, RunFinished, RunStarted
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.run.report import print_run_report, run_info
 from mlx_parallm.rl_training.run.start import StartedRun
 from mlx_parallm.rl_training.run.watchers import watch
+from mlx_parallm.rl_training.run_directory import newest_checkpoint
+from mlx_parallm.system.device.heartbeat import supervised
 from mlx_parallm.system.log import get_logger
 
 END_S = 60.0  # after the last checkpoint, beside the drain: trackers, pictures, joins
@@ -26,11 +30,15 @@ class RunningRun:
 
     Args:
         ends_process: the process has nothing else to do, and ends even where something blocks.
+
+    Attributes:
+        paused: whether it has stopped for a new process to go on (rl_training.restart_every).
     """
 
     def __init__(self, started: StartedRun, *, ends_process: bool) -> None:
         self._started, self._prepared = started, started.prepared
         self._ends_process = ends_process
+        self.paused = False
         events, checkpointer = self._prepared.events, started.parts.checkpointer
         metrics = MetricsFile(started.opened.path / METRICS_FILE)
         watch(started)
@@ -53,7 +61,16 @@ class RunningRun:
             self._loop.save_now()  # the weights at the start may turn out to be the best
 
     def run(self) -> None:
-        """Train to the end or to the stop, and report."""
+        """Train to the end or to the stop, and report. Raises DeviceFaultError: the last moment
+        that was whole is saved."""
+        try:
+            self._run()
+        except Exception as error:
+            if self._prepared.serving.turns.faults.note(error, ends=True) is None:
+                raise
+            raise self._after_fault() from error
+
+    def _run(self) -> None:
         started, prepared = self._started, self._prepared
         try:
             outcome = self._loop.run()
@@ -68,8 +85,24 @@ class RunningRun:
         prepared.serving.check_memory()
         prepared.ranks.check()
 
+    def _after_fault(self) -> DeviceFaultError:
+        """Save what was whole, and return the error of the first fault, with what to do now."""
+        run, fault = self._started.opened.path, self._prepared.serving.turns.faults.first
+        assert fault is not None, "it was noted"
+        try:
+            saved = self._loop.save_proved()
+        except Exception as error:  # noqa: BLE001 - boundary: the checkpoints are there anyway
+            log.warning("what was in memory could not be saved", reason=repr(error))
+            saved = None
+        place = saved.name if saved is not None else newest_checkpoint(run)
+        log.error("the GPU has failed", kind=fault.kind.name, fault=fault.text, saved=place)
+        begins = "nothing was saved yet" if place is None else f"{place} is saved"
+        again = f"{report.our_command()} train --resume {run}"
+        plan = f"{begins}: go on with `{again}` (--restarts N does this by itself)"
+        return DeviceFaultError(fault, f"{plan}; {fault.kind.advice}")
+
     def _control(self) -> RunControl:
-        started, prepared, evaluations = self._started, self._prepared, self._evaluations
+        started, prepared = self._started, self._prepared
         serving, ranks = prepared.serving, prepared.ranks
         return RunControl(
             should_stop=prepared.stop.is_set,
@@ -77,12 +110,24 @@ class RunningRun:
             between_steps=lambda: started.commands.perform(self._loop, started.keep_settings),
             while_waiting=started.check,
             training=serving.turns.training,
+            publishing=serving.turns.publishing,
+            faults=serving.turns.faults,
             measure=self._measure,
-            after_step=lambda line: (
-                evaluations.wants_checkpoint(line["step"]) or prepared.wants_checkpoint()
-            ),
+            after_step=self._after_step,
             served_tokens=lambda: serving.client.stats().generation_tokens + ranks.served_tokens(),
         )
+
+    def _after_step(self, line: dict[str, Any]) -> bool:
+        """Return whether to save; after every n-th step of restart_every also stop."""
+        prepared, step = self._prepared, line["step"]
+        wanted = self._evaluations.wants_checkpoint(step) or prepared.wants_checkpoint()
+        every = self._started.config.rl_training.restart_every
+        if not (every and self._ends_process and supervised()) or step % every:
+            return wanted
+        if step < self._started.config.rl_training.total_steps:
+            self.paused = True
+            prepared.stop.set()
+        return True
 
     def _measure(self, step: int) -> dict[str, Any]:
         """Return what a metrics line has beside the trainer's numbers."""

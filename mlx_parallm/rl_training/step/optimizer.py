@@ -20,22 +20,25 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.config.training import AdaLoraConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.cpu_kernels import fused
-from mlx_parallm.models.parameters import ParameterSlots, scalar
-from mlx_parallm.models.sums import total
+from mlx_parallm.models.parameters import ParameterSlots, scalar, to_host
+from mlx_parallm.models.sums import evaluated, has_signal, total
 from mlx_parallm.models.value_head import is_value_head
 from mlx_parallm.rl_training.step import states_4bit, states_8bit
 from mlx_parallm.rl_training.step.adaptive_ranks import AdaptiveRanks
 from mlx_parallm.rl_training.step.states_4bit import AdamW4bit
 from mlx_parallm.rl_training.step.states_8bit import AdamW8bit, Lion8bit
+from mlx_parallm.system.device.faults import wrong_numbers
 
 MEASURED_ELEMENTS = 1 << 20
 """The most weights that `Movement` is measured on: all of a small adapter, an even sample of
 anything larger."""
+HostCopy = list[dict[str, Any]]
+"""Masters and states of each group, as trees of numpy's arrays."""
 BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
 QUANTISED = {"adamw_8bit": AdamW8bit, "lion_8bit": Lion8bit, "adamw_4bit": AdamW4bit}
 ELEMENTWISE = ("adamw", "lion", *QUANTISED)
@@ -116,6 +119,7 @@ class PolicyOptimizer:
         self._dtypes = [array.dtype for array in arrays]
         self._stride = -(-sum(array.size for array in arrays) // MEASURED_ELEMENTS)
         self._groups = make_groups(slots.names, arrays, options)
+        self._had_signal = has_signal(arrays)  # of the weights in the tree
         self._adaptive = (
             AdaptiveRanks(slots.names, arrays, options.adalora, options.total_steps)
             if options.adalora is not None
@@ -156,6 +160,7 @@ class PolicyOptimizer:
         packed = [part for _, part in sums]
         mx.eval(norm, packed)
         size = scalar(norm)
+        self._check_packed(size, packed, gradients)
         if not math.isfinite(size):
             return Update(size, applied=False)
         clipped = self._max_grad_norm and size > self._max_grad_norm
@@ -173,14 +178,38 @@ class PolicyOptimizer:
         self._write()
         return Update(size, applied=True, moved=self._movement(before))
 
+    def _check_packed(
+        self, size: float, packed: Sequence[Mapping[str, mx.array]], gradients: Sequence[mx.array]
+    ) -> None:
+        """Raises DeviceFaultError: gradients were lost as they were packed."""
+        parts = [array for part in packed for array in part.values()]
+        signal = has_signal(parts)
+        if size and signal.all():
+            return
+        again = has_signal(
+            [
+                array
+                for group in self._groups
+                for array in group.square_sum([gradients[slot] for slot in group.slots])[1].values()
+            ]
+        )
+        if (again & ~signal).any() or (not size and signal.any()):
+            raise wrong_numbers("the gradient as the optimizer takes it is zeros alone")
+
     def _sample(self) -> list[tuple[int, mx.array]]:
         """Every n-th weight, bundle by bundle: copies, so that they may still be written over."""
         measured = [
             group for group in self._groups if not is_value_head(self._slots.names[group.slots[0]])
         ]
-        sample = [entry for group in measured for entry in group.sample(self._stride)]
-        mx.eval([array for _, array in sample])
-        return sample
+        places: list[int] = []
+
+        def sampled() -> list[mx.array]:
+            entries = [entry for group in measured for entry in group.sample(self._stride)]
+            places[:] = [slot for slot, _ in entries]
+            return [array for _, array in entries]
+
+        arrays = evaluated(sampled, "a sample of the weights")
+        return list(zip(places, arrays, strict=True))
 
     def _movement(self, before: list[tuple[int, mx.array]]) -> Movement:
         squares, weights, moved = mx.array(0.0), mx.array(0.0), mx.array(0)
@@ -190,6 +219,8 @@ class PolicyOptimizer:
             weights = weights + total(mx.square(old))
             moved = moved + (new.astype(dtype) != old.astype(dtype)).sum()
         mx.eval(squares, weights, moved)
+        if before and not scalar(weights) and has_signal([array for _, array in before]).any():
+            raise wrong_numbers("the norm of the weights is 0")
         count = sum(array.size for _, array in before)
         return Movement(
             math.sqrt(self._stride * scalar(squares)),
@@ -213,9 +244,32 @@ class PolicyOptimizer:
             array.astype(dtype) for array, dtype in zip(self._masters(), self._dtypes, strict=True)
         ]
         mx.eval(arrays)
+        signal = has_signal(arrays)
+        lost = [place for place, has in enumerate(self._had_signal) if has and not signal[place]]
+        if (
+            lost
+            and has_signal(
+                [self._masters()[place].astype(self._dtypes[place]) for place in lost]
+            ).any()
+        ):
+            raise wrong_numbers(f"{self._slots.names[lost[0]]} is zeros alone")
+        self._had_signal = signal
         self._slots.write(arrays)
 
     # ------------------------------------------------------------------ checkpoint
+
+    def host_copy(self, most_bytes: int) -> "HostCopy | None":
+        """Return masters and states in host memory; None: they are more, or AdaLoRA has further
+        ones."""
+        trees = [group.arrays_now() for group in self._groups]
+        size = sum(array.nbytes for _, array in tree_flatten(trees))
+        return None if self._adaptive is not None or size > most_bytes else tree_map(to_host, trees)
+
+    def put_back(self, copy: "HostCopy") -> None:
+        """Take masters and states from `host_copy`, and write the weights into the tree."""
+        for group, tree in zip(self._groups, tree_map(mx.array, copy), strict=True):
+            group.take_arrays(tree)
+        self._write()
 
     def state(self) -> dict[str, mx.array]:
         """Return the tensors for `optimizer.safetensors`: `step`, `<parameter>.<kind>` for each
@@ -290,6 +344,7 @@ class ParameterGroup:
         self._settings: AdamWSettings | None = None
         # since the last update: it is not compiled, since they would be part of its loops
         self._new_settings = False
+        self._had_signal = set[str]()  # masters and states that were not zeros alone
         self.masters = self.pack(arrays)
         self._optimizer.init(self.masters)
 
@@ -319,7 +374,8 @@ class ParameterGroup:
         self, gradients: dict[str, mx.array], learning_rate: float, factor: float | None
     ) -> None:
         """One update with the gradients, times `factor` unless it is None; masters and state are
-        evaluated. After an exception this group's are what they were."""
+        evaluated. After an exception this group's are what they were. Raises DeviceFaultError: a
+        result is zeros, and is not when it is computed again."""
         optimizer = self._optimizer
         optimizer.learning_rate = learning_rate * self._rate
         state = optimizer.state
@@ -340,14 +396,36 @@ class ParameterGroup:
             mx.eval(results)
             return results
 
-        try:
+        def results() -> Any:
             if self._in_blocks:
-                results = states_8bit.in_pieces(update, gradients, self.masters, state)
-            else:
-                results = update(gradients, self.masters, state)
-            self.masters, state = results
+                return states_8bit.in_pieces(update, gradients, self.masters, state)
+            return update(gradients, self.masters, state)
+
+        try:
+            masters, new_state = results()
+            odd = self._odd_zeros(gradients, masters, new_state)
+            if odd and (wrong := odd - self._odd_zeros(gradients, *results())):
+                raise wrong_numbers(f"the optimizer's {min(wrong)} is zeros alone")
+            self.masters, state = masters, new_state
         finally:
             optimizer.state = state
+
+    def _odd_zeros(self, gradients: Mapping[str, mx.array], masters: Any, state: Any) -> set[str]:
+        """Return the results of an update that are zeros alone although they, or their gradient,
+        were not."""
+        learns = dict(zip(gradients, has_signal(list(gradients.values())), strict=True))
+        leaves = {(name, "master"): array for name, array in masters.items()} | {
+            (name, kind): array for name in masters for kind, array in state[name].items()
+        }
+        signal = dict(zip(leaves, has_signal(list(leaves.values())), strict=True))
+        odd = {
+            f"{kind} of {name}"
+            for (name, kind), has in signal.items()
+            if not has and (learns[name] or f"{kind} of {name}" in self._had_signal)
+        }
+        if not odd:
+            self._had_signal = {f"{kind} of {name}" for (name, kind), has in signal.items() if has}
+        return odd
 
     def sample(self, stride: int) -> Iterator[tuple[int, mx.array]]:
         """(first slot of a bundle, every n-th of its numbers), bundle by bundle. Lazy copies."""
@@ -359,6 +437,14 @@ class ParameterGroup:
             yield self.slots[bundle[0]], array.reshape(-1)[::stride]
 
     # ------------------------------------------------------------------ checkpoint
+
+    def arrays_now(self) -> dict[str, Any]:
+        """Return masters and states as they lie here."""
+        return {"masters": self.masters, "state": self._optimizer.state}
+
+    def take_arrays(self, tree: dict[str, Any]) -> None:
+        """The counterpart of `arrays_now`."""
+        self.masters, self._optimizer.state = tree["masters"], tree["state"]
 
     def state(self) -> dict[str, list[mx.array]]:
         """Return the optimizer's state besides the step, by kind ("m", "v", …): an array for each

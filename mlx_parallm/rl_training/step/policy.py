@@ -405,6 +405,11 @@ class TrainedPolicy:
             else []
         )
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a checkpoint has a reference of its own beside the trained weights."""
+        return bool(self._saved_reference) or self._reference_base is not None
+
     def saved_bytes(self) -> int:
         """Bytes that `save` writes, without its configuration file."""
         arrays = [*self.slots.read(), *self._saved_reference]

@@ -55,6 +55,7 @@ from mlx_parallm.rl_training.step.collate import (
     epoch_order,
     prompt_coverage,
 )
+from mlx_parallm.rl_training.step.gradient_proof import GradientProof, proved_scores
 from mlx_parallm.rl_training.step.images import StepImages
 from mlx_parallm.rl_training.step.optimizer import (
     LearningRates,
@@ -202,6 +203,7 @@ class Trainer:
         # accumulated since the last update, in the order of the slots
         self.gradients: list[mx.array] | None = None
         self._in_step = False
+        self._proof = GradientProof(self.model)
         self._budget = MicroBatchBudget(options.token_budget, options.max_eval_ms)
         self._kl_coefficient = options.kl_beta
         self._correction = (
@@ -501,7 +503,7 @@ class Trainer:
             )
             # images first: what sees has no dropout, so its gradient is that of these features
             with self.seeing(micro_batch), self._dropout(micro_batch):
-                value, (*extras, logprobs, entropy), self.gradients = self.model.loss_and_gradients(
+                value, (*extras, logprobs, entropy), self.gradients = self._proof.learned(
                     tokens, loss.objective(micro_batch), self.gradients, fuse=loss.fuse
                 )
                 self._note_slopes()
@@ -715,7 +717,7 @@ class Trainer:
         return None if everyone is None else np.sum(everyone, axis=0)
 
     def _scores_of(self, micro_batch: MicroBatch, replay: bool) -> list[np.ndarray]:
-        return [np.array(part) for part in self.model.score(micro_batch.token_batch(replay=replay))]
+        return proved_scores(self.model, micro_batch.token_batch(replay=replay))
 
     def _routing_metrics(self, batch: TrainBatch) -> dict[str, float | None]:
         """How many of the experts that this process repeated its own router would not have

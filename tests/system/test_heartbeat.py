@@ -1,0 +1,85 @@
+"""Signs of life, with a clock of the test's own."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.system.device import heartbeat
+from mlx_parallm.system.device.heartbeat import (
+    ENGINE,
+    FIRST,
+    PROCESS,
+    SILENCES,
+    Heartbeat,
+    Listener,
+)
+from mlx_parallm.system.turns import Turns
+
+
+class Clock:
+    """Seconds of `time.monotonic`, and of files."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self._directory = 100.0, directory
+        monkeypatch.setattr(heartbeat.time, "monotonic", lambda: self.now)
+
+    def beat(self, part: str) -> None:
+        (self._directory / part).touch()
+        os.utime(self._directory / part, (self.now, self.now))
+
+    def hangs(self, listener: Listener, seconds: int) -> str | None:
+        for _ in range(seconds):
+            self.now += 1
+            if (found := listener.look()) is not None:
+                return found[0]
+        return None
+
+
+def test_a_part_that_has_work_and_is_silent_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, listener = Clock(tmp_path, monkeypatch), Listener(tmp_path, 40)
+    clock.beat(PROCESS)
+    assert clock.hangs(listener, 39) is None
+    clock.beat(ENGINE)
+    clock.beat(PROCESS)
+    assert clock.hangs(listener, 1) is None
+    clock.beat(ENGINE)
+    clock.now += 3600  # the machine slept, or the supervisor was stopped
+    assert clock.hangs(listener, 38) is None
+    assert clock.hangs(listener, 10) == PROCESS
+
+
+def test_what_takes_long_may_be_silent_for_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, listener = Clock(tmp_path, monkeypatch), Listener(tmp_path, 40)
+    clock.beat(ENGINE)  # its first evaluation compiles kernels
+    assert clock.hangs(listener, 40 * FIRST) is None
+    clock.beat(ENGINE)
+    assert clock.hangs(listener, 40 * FIRST * SILENCES - 50) is None
+    quick = Listener(tmp_path, 40)
+    for _ in range(3):
+        clock.beat(ENGINE)
+        assert clock.hangs(quick, 2) is None
+    os.utime(tmp_path / ENGINE, (0, 0))  # at rest
+    assert clock.hangs(quick, 1000) is None
+    clock.beat(ENGINE)
+    assert clock.hangs(quick, 60) == ENGINE
+
+
+def test_engine_and_trainer_say_when_they_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Heartbeat, "directory", tmp_path)
+    turns = Turns()
+    times = lambda: [bool((tmp_path / part).stat().st_mtime) for part in ("engine", "trainer")]  # noqa: E731
+    assert times() == [False, False]
+    with turns.step(), turns.training():
+        assert times() == [True, True]
+    assert times() == [True, False], "the engine may have more work"
+    turns.engine_idle()
+    assert times() == [False, False]
+    with turns.publishing():
+        assert times() == [False, True]
