@@ -16,11 +16,19 @@ import pytest
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from mlx_parallm import cli
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.deploy.merge_lora import merge
 from mlx_parallm.errors import AdapterError, ModelError
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
+from mlx_parallm.models.loading import load_model as load_base
+from mlx_parallm.models.lora import (
+    adapter_layers,
+    inject_lora,
+    load_into_trainer,
+    save_adapter,
+)
+from tests.models.published.test_parity import cases, write
 from tests.models.test_dora import trained
 from tests.runs.commands import call
 from tests.scripted_http import scripted_http
@@ -231,6 +239,26 @@ def test_an_adapter_that_does_not_fit_writes_nothing(tmp_path: Path, adapter: Pa
     with pytest.raises(AdapterError, match="no adapter at"):
         merge(str(base), tmp_path / "nowhere", tmp_path / "merged")
     assert [entry.name for entry in tmp_path.iterdir()] == ["base"]
+
+
+def test_renamed_tensors_keep_the_checkpoints_names(tmp_path: Path) -> None:
+    """nanochat as transformers saves it has other names than mlx-lm's class."""
+    base = tmp_path / "base"
+    write(base, cases("nanochat")[0])
+    model = load_base(ModelConfig(base_path=str(base))).model
+    inject_lora(model, lora_config(rank=4, alpha=8))
+    layers = {
+        path: LoraPair(pair.a, mx.random.normal(pair.b.shape) * 0.1, pair.scale)
+        for path, pair in adapter_layers(model).items()
+    }
+    save_adapter(tmp_path, layers, num_layers=len(model.layers))
+    merge(str(base), tmp_path, tmp_path / "merged")
+    assert {n: a.shape for n, a in tensors(tmp_path / "merged").items()} == {
+        n: a.shape for n, a in tensors(base).items()
+    }
+    load_into_trainer(model, layers)
+    merged = load_base(ModelConfig(base_path=str(tmp_path / "merged"))).model
+    assert furthest(merged(TOKENS % 96), model(TOKENS % 96)) < 1e-4
 
 
 def test_names_that_mlx_lm_changes_need_its_layout(tmp_path: Path) -> None:

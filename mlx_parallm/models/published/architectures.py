@@ -283,6 +283,33 @@ def _gemma3n(published: Published, arguments: dict[str, Any]) -> None:
     arguments["altup_coef_clip"] = None  # transformers clips in training, and never what is saved
 
 
+def _llama4(published: Published, arguments: dict[str, Any]) -> None:
+    """Without chunks a layer sees the whole text: one chunk of the whole context."""
+    if published.get("attention_chunk_size") is None:
+        arguments["attention_chunk_size"] = published.config.max_position_embeddings
+
+
+def _chunked_where_turned(published: Published) -> list[str]:
+    chunked = published.get("attention_chunk_size") is not None
+    turned = published.config.no_rope_layers
+    return ["chunked_attention" if chunked and turns else GLOBAL for turns in turned]
+
+
+def _dbrx(published: Published, arguments: dict[str, Any]) -> None:
+    """Its keys are nested, and the class reads some of them alone."""
+    experts, attention = published.get("ffn_config"), published.get("attn_config")
+    for name, value, computed in (
+        ("ffn_config.moe_normalize_expert_weights", experts["moe_normalize_expert_weights"], 1.0),
+        ("ffn_config.ffn_act_fn", experts["ffn_act_fn"], {"name": "silu"}),
+        ("attn_config.clip_qkv", attention["clip_qkv"], attention["clip_qkv"] or "a number"),
+    ):
+        if value != computed:
+            raise ModelError(
+                f"config.json has {name} = {value!r}: mlx-lm's class of dbrx computes {computed!r}"
+                " alone"
+            )
+
+
 def _every_nth_expert(published: Published) -> list[int]:
     step = published.config.interleave_moe_layer_step
     return list(range(step - 1, published.layers, step))
@@ -422,6 +449,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "cohere": Architecture(TIED),
     "cohere2": Architecture(TIED | {"head_dim": _head_dim}, mend=_ropes_where_sliding),
+    "dbrx": Architecture(heeds=frozenset({"attn_config", "ffn_config"}), spell=_dbrx),
     "deepseek_v2": Architecture(
         UNTIED | {"mlp_bias": False, "norm_topk_prob": False}, spell=_scaled
     ),
@@ -513,7 +541,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama4": Architecture(
         UNTIED
         | {"num_experts_per_tok": 1, "moe_layers": _every_nth_expert}
-        | {"no_rope_layers": _every_fourth_plain},
+        | {"no_rope_layers": _every_fourth_plain, "layer_types": _chunked_where_turned},
+        spell=_llama4,
         mend=norms_of_queries,
     ),
     "llama4_text": Architecture(
@@ -587,7 +616,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_moe": Architecture(NO_BIAS),
     "qwen3_next": Architecture(activated=False, rounding=wide_norms),
     "recurrent_gemma": Architecture(
-        TIED | NO_BIAS | {"num_key_value_heads": 1},
+        TIED | NO_BIAS | {"num_key_value_heads": 1, "conv1d_width": 4},
         TANH,
         activated=False,
         mend=rounded_scale,

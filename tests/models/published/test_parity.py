@@ -125,6 +125,29 @@ def test_a_key_that_nothing_heeds_is_refused_for_training_and_named_in_serving(
     assert entry["keys"] == "clip_qkv = 0.5"
 
 
+NOT_COMPUTED = [
+    ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": None}}, "expert_weights = None"),
+    ("dbrx", {"attn_config": {"clip_qkv": None}}, "clip_qkv = None"),
+    ("gemma3n", {"text_config": {"layer_types": ["full_attention"] * 5}}, "layer_types"),
+    ("llama4", {"text_config": {"layer_types": ["full_attention"] * 4}}, "layer_types = "),
+    ("minicpm3", {"q_lora_rank": None}, "q_lora_rank = None"),
+    ("recurrent_gemma", {"conv1d_width": 3}, "conv1d_width = 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "told"), NOT_COMPUTED)
+def test_a_value_that_a_class_does_not_compute_is_refused_by_name(
+    name: str, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    config = dict(cases(name)[0]["config"])
+    for key, value in changes.items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match=told):
+        check_model(ModelConfig(base_path=str(tmp_path)), train=True)
+
+
 def test_texts_that_a_scaling_turns_otherwise_are_refused(tmp_path: Path) -> None:
     case = cases("llama")[0]
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
