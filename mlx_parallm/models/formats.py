@@ -182,6 +182,12 @@ def unknown_layers(model: Any, config: Mapping[str, Any]) -> list[str]:
     )
 
 
+def is_awq(config: Mapping[str, Any]) -> bool:
+    """Tell whether a checkpoint's layers are packed by AWQ."""
+    settings = quantization_of(config)
+    return settings is not None and _method(settings, config) == "awq"
+
+
 def load_fault(
     directory: Path, config: Mapping[str, Any], error: Exception, hint: str = ""
 ) -> ModelError:
@@ -229,7 +235,7 @@ def _not_read(method: str, settings: Mapping[str, Any]) -> str | None:
     named = f"is quantised by {method.upper()}{f' to {bits} bits' if bits else ''}"
     refused = method not in ("mlx", *_READ)
     if method == "awq":
-        refused = bits != 4 or settings.get("version", "gemm") != "gemm"
+        refused = bits != 4 or str(settings.get("version", "gemm")).lower() != "gemm"
     elif method == "compressed-tensors":
         named += f" as {form}"
         refused = form not in _COMPRESSED or not all(map(_fits_packing, _weights_of(settings)))

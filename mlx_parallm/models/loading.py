@@ -27,6 +27,7 @@ from mlx_parallm.models.formats import (
     check_numbers,
     check_quantization,
     directory_of,
+    is_awq,
     is_gguf,
     load_fault,
     unknown_layers,
@@ -44,7 +45,7 @@ from mlx_parallm.models.published.mend import load_hf_model
 from mlx_parallm.models.published.reader import read_published
 from mlx_parallm.models.published.rope import fixed_ropes, longest_text
 from mlx_parallm.models.published.tokenizer_files import is_generic, load_wrapper
-from mlx_parallm.models.quantize import load_quantized
+from mlx_parallm.models.quantize import load_quantized, restore_zero_points
 from mlx_parallm.models.recurrent.layers import use_chunks
 from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -143,6 +144,8 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
                 layers=", ".join(unknown[:5]),
                 count=len(unknown),
             )
+        if is_awq(read_config(path)) and _dtype(config.dtype) == mx.float32:
+            restore_zero_points(model)
         _make_ready(model, config.dtype)
     except ModelError:
         raise

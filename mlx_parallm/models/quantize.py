@@ -72,6 +72,16 @@ def load_quantized(
     return model, config
 
 
+def restore_zero_points(model: nn.Module) -> None:
+    """Make biases of AWQ's layers exact, in float32. mlx-lm rounds them, which are minus a zero
+    point of 4 bits times a scale, to the scales' type."""
+    for module in model.modules():
+        if isinstance(module, nn.QuantizedLinear) and module.mode == "affine":
+            scales = module.scales.astype(mx.float32)
+            zeros = mx.round(-module.biases.astype(mx.float32) / mx.where(scales == 0, 1, scales))
+            module.scales, module.biases = scales, -zeros * scales
+
+
 def quantizable(model: nn.Module, bits: int = BITS) -> dict[str, dict[str, Any]]:
     """The layers that `quantize_layers` quantises, by path, and how: arguments of
     `to_quantized`."""

@@ -181,6 +181,47 @@ def test_fp8_in_blocks_where_the_architecture_reads_it(tmp_path: Path) -> None:
     assert compared > 6
 
 
+@pytest.mark.parametrize(("group", "version"), [(32, "gemm"), (64, "GEMM"), (-1, "gemm")])
+def test_awq_is_read_exactly(group: int, version: str, tmp_path: Path) -> None:
+    """Levels minus their group's zero point, times its scale in float16; eight to a word, in AWQ's
+    own order, [in, out]. Layers that were left out are as they are. -1: one group a row."""
+    rng, meant = np.random.default_rng(3), {}
+
+    def pack(levels: np.ndarray) -> np.ndarray:
+        digits = levels.reshape(len(levels), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].astype("u4")
+        return (digits << np.arange(0, 32, 4, dtype="u4")).sum(axis=-1, dtype="u4")
+
+    def change(name: str, numbers: np.ndarray) -> Stored:
+        path = name.removesuffix(".weight")
+        if "gate_proj" in path:
+            meant[path] = numbers
+            return {name: ("F32", numbers)}
+        out, width = numbers.shape
+        size = width if group == -1 else group
+        levels = rng.integers(0, 16, (width, out))
+        zeros = rng.integers(0, 16, (width // size, out))
+        scales = rng.uniform(0.001, 0.05, zeros.shape).astype("f2")
+        wide = [np.repeat(each, size, axis=0) for each in (zeros, scales.astype("f8"))]
+        meant[path] = ((levels - wide[0]) * wide[1]).T
+        return {
+            f"{path}.qweight": ("I32", pack(levels)),
+            f"{path}.qzeros": ("I32", pack(zeros)),
+            f"{path}.scales": ("F16", scales),
+        }
+
+    settings = {"quant_method": "awq", "bits": 4, "group_size": group, "version": version}
+    settings["modules_to_not_convert"] = ["gate_proj"]
+    config = {"quantization_config": settings}
+    path = rewritten(tmp_path / "m", change, config, QWEN3 | {"intermediate_size": 64})
+    model = load_model(ModelConfig(base_path=str(path), dtype="float32")).model
+    modules = dict(model.named_modules())
+    assert len(meant) == 14
+    for name, weights in meant.items():
+        got = np.array(modules[name](mx.eye(weights.shape[1]))).T
+        bound = 5e-4 if "gate_proj" in name else 2e-7  # the rest is float16 then
+        assert np.abs(got - weights).max() <= bound * np.abs(weights).max(), name
+
+
 def test_mxfp4_experts_of_gpt_oss(tmp_path: Path) -> None:
     """Blocks of 32 numbers, two to a byte, the lower half first; rows of gate and up in turns."""
     rng, meant = np.random.default_rng(2), {}
