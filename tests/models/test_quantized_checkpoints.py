@@ -156,21 +156,42 @@ def test_each_layer_has_its_own_bits_and_mode(tmp_path: Path) -> None:
             assert (layer.bits, layer.group_size, layer.mode) == kind, name
 
 
-def test_fp8_in_blocks_where_the_architecture_reads_it(tmp_path: Path) -> None:
-    """DeepSeek's: E4M3 times one factor for each block of 128 × 128."""
+MINISTRAL = QWEN3 | {
+    "model_type": "ministral3",
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16384,
+    },
+}
+
+
+@pytest.mark.parametrize("base", [LATENT, QWEN3, MINISTRAL], ids=lambda base: base["model_type"])
+@pytest.mark.parametrize("block", [(128, 128), (64, 32), None])
+def test_fp8(block: tuple[int, int] | None, base: dict[str, Any], tmp_path: Path) -> None:
+    """E4M3 times one factor for each block; without blocks one of the whole, and Mistral's scale of
+    activations beside it, which says nothing of the weights."""
     rng, meant = np.random.default_rng(1), {}
 
     def change(name: str, numbers: np.ndarray) -> Stored:
         codes = rng.integers(0, 100, numbers.shape).astype("u1")
-        blocks = tuple(-(-size // 128) for size in numbers.shape)
+        rows, columns = block or (numbers.shape[0], numbers.shape[1])
+        blocks = (-(-numbers.shape[0] // rows), -(-numbers.shape[1] // columns))
         factors = rng.choice([0.25, 0.5, 2.0], blocks).astype("f4")
-        wide = np.repeat(np.repeat(factors, 128, 0), 128, 1)[: len(codes), : codes.shape[1]]
+        wide = np.repeat(np.repeat(factors, rows, 0), columns, 1)[: len(codes), : codes.shape[1]]
         meant[name.removesuffix(".weight")] = fp8(codes) * wide
-        return {name: ("F8_E4M3", codes), f"{name}_scale_inv": ("F32", factors)}
+        one = (
+            {}
+            if block
+            else {name.replace("weight", "activation_scale"): ("F32", np.ones((), "f4"))}
+        )
+        scale = factors if block else factors.reshape(())
+        return {name: ("F8_E4M3", codes), f"{name}_scale_inv": ("F32", scale), **one}
 
-    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    settings: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": block}
     config = {"quantization_config": settings}
-    base = LATENT | {"intermediate_size": 192}
+    base = base | {"intermediate_size": 192}
     path = rewritten(tmp_path / "m", change, config, base)
     modules = dict(load_model(ModelConfig(base_path=str(path))).model.named_modules())
     compared = 0
@@ -326,9 +347,12 @@ INTEGERS = {"num_bits": 4, "symmetric": True, "group_size": 32}
             "MODELOPT as FP8",
         ),
         (
-            {"quant_method": "fp8"},
-            eight_bits("_scale_inv"),
-            "FP8, which mlx-lm does not read for qwen3",
+            {"quant_method": "fp8", "weight_block_size": [16, 16]},
+            lambda name, numbers: {
+                name: ("F8_E4M3", np.full(numbers.shape, 56, "u1")),
+                f"{name}_scale_inv": ("F32", np.ones((2, 3), "f4")),
+            },
+            r"FP8, which .*_scale_inv is \[2, 3\]; blocks of \(16, 16\) need",
         ),
         ({"quant_method": "fp8"}, eight_bits(), "holds uint8 numbers without scales"),
         ({"quant_method": "mxfp4"}, blocks, "MXFP4, which mlx-lm does not read for qwen3"),

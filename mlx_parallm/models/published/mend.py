@@ -24,6 +24,8 @@ from mlx_parallm.models.published.architectures import (
     class_arguments,
     unheeded,
 )
+from mlx_parallm.models.published.classes import reading
+from mlx_parallm.models.published.fp8 import fp8_reading
 from mlx_parallm.models.published.reader import Published, read_published
 from mlx_parallm.models.published.rope import Rope, Turns, turns_of
 from mlx_parallm.models.published.windows import place_windows, windows_in, windows_of, within
@@ -64,6 +66,8 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
         if not hasattr(model, "_no_grad"):  # recurrent_gemma leaves out nn.Module's constructor
             nn.Module.__init__(model)
         mend(model, published)
+        if (read := fp8_reading(config)) is not None:
+            model.__class__ = reading(type(model), read)
         return model
 
     return build, Arguments
