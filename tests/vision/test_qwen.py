@@ -1,6 +1,7 @@
 """Models whose images have positions of three axes, served: an answer is what mlx-vlm's own forward
 gives, behind pictures of different sizes, alone and in a batch with texts."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,9 @@ from transformers import AutoConfig, AutoImageProcessor
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.daemon import Serving
+from mlx_parallm.errors import ModelError
 from mlx_parallm.models.logprobs import token_logprobs
+from mlx_parallm.systems.vision.qwen_vl import processor
 from mlx_parallm.weights import SharedWeights
 from tests.images.checkpoints import save_qwen_vl
 from tests.vision.drawn import data_url, noise
@@ -50,6 +53,26 @@ def own_logprobs(path: Path, prompt: list[int], answer: list[int]) -> mx.array:
     pixels = mx.array(np.array(read["pixel_values"]))
     output = model(mx.array([[*prompt, *answer]]), pixels, image_grid_thw=grid)
     return token_logprobs(output.logits[0][len(prompt) - 1 : -1], mx.array(answer))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("hidden_act", "gelu", "hidden_act = 'gelu': mlx-vlm's tower computes"),
+        ("rope_parameters", {"rope_theta": 500.0}, "rope_theta of 10000 alone"),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_tower_that_is_computed_otherwise_is_refused(
+    name: str, key: str, value: Any, told: str, tmp_path: Path
+) -> None:
+    path = save_qwen_vl(tmp_path / "model", model_type=name)
+    processor(path)
+    settings = json.loads((path / "config.json").read_text())
+    settings["vision_config"][key] = value
+    (path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=told):
+        processor(path)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])

@@ -19,10 +19,13 @@ from transformers import AutoConfig, AutoImageProcessor
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.images.positions import chunked_axes, interleaved_axes
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.systems.vision.tower import TowerEncoder, load_tower, shallow
+from mlx_parallm.systems.vision.tower import TowerEncoder, check_activation, load_tower, shallow
 from mlx_parallm.types import PromptImage
 
 IMAGE = "<|image_pad|>"
+ACTIVATION = "gelu_pytorch_tanh"
+ACTIVATIONS = {"qwen2_vl": "quick_gelu", "qwen2_5_vl": "silu"}
+ROPES = [(kind, 10000.0) for kind in ("axial", "default", None)]
 LOW_PIXELS = 512 * 512  # of a picture with detail = "low", as OpenAI's
 
 
@@ -147,6 +150,14 @@ def processor(path: Path) -> PatchProcessor:
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         raise ModelError(f"{path}: no processor of images: {error}") from error
     rope_axes(config)
+    vision, computed = config.vision_config, ACTIVATIONS.get(config.model_type, ACTIVATION)
+    check_activation(path, "vision_config.hidden_act", vision.hidden_act, computed)
+    turned = getattr(vision, "rope_parameters", None) or {}  # of transformers 5.24
+    if turned and (turned.get("rope_type"), turned.get("rope_theta")) not in ROPES:
+        raise ModelError(
+            f"{path}: vision_config.rope_parameters = {turned}: mlx-vlm's tower turns patches by"
+            " a rope_theta of 10000 alone"
+        )
     return patches
 
 
