@@ -43,7 +43,7 @@ class Published:
 
     @cached_property
     def _values(self) -> dict[str, Any]:
-        with _quiet():
+        with quiet():
             values: dict[str, Any] = self.config.to_dict()
         return values
 
@@ -146,7 +146,7 @@ def read_published(config: Mapping[str, Any]) -> Published | None:
 def _read(kind: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreTrainedConfig:
     # transformers' classes change the dicts that they are given
     spelled = _one_spelling(deepcopy({k: v for k, v in config.items() if k not in _NOT_ITS}))
-    with _quiet():
+    with quiet():
         read: PreTrainedConfig = kind.from_dict(spelled)
     return read
 
@@ -160,7 +160,7 @@ def equal(a: Any, b: Any) -> bool:
 
 @cache
 def _defaults(kind: Any) -> dict[str, Any]:
-    with _quiet():
+    with quiet():
         values: dict[str, Any] = kind().to_dict()
     return values
 
@@ -181,11 +181,18 @@ _NOT_ITS = ("quantization", "quantization_config", "dtype", "torch_dtype")
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' remarks on odd values from the terminal: refusals come as errors."""
-    level = transformers_logging.get_verbosity()
+def quiet() -> Iterator[None]:
+    """Keep transformers' remarks on odd values, and its bars, from the terminal: refusals come as
+    errors."""
+    level, bars = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

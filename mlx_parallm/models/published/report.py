@@ -8,10 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.errors import ModelError
 from mlx_parallm.models.mlx_lm_api import mlx_lm_classes
 from mlx_parallm.models.published.architectures import INERT, PLACED, architecture_of, unheeded
 from mlx_parallm.models.published.mend import argument_names, text_arguments
-from mlx_parallm.models.published.reader import Published, read_published
+from mlx_parallm.models.published.reader import Published, quiet, read_published
 from mlx_parallm.models.published.rope import longest_text
 from mlx_parallm.models.published.windows import windows_of
 
@@ -68,17 +69,33 @@ def _placed(published: Published) -> str:
     return f" ({', '.join(words)})" if words else ""
 
 
-def compare_with_transformers(path: Path, model: Any, vocabulary: int) -> float:
-    """Return the largest difference of a log-probability to transformers' own, over a text of 64
-    tokens, in float32. Raises ImportError: torch is not installed."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    ids = np.random.default_rng(0).integers(0, vocabulary, COMPARED)
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    with torch.no_grad():
-        wanted = theirs(input_ids=torch.from_numpy(ids)[None]).logits[0].log_softmax(-1).numpy()
+def compare_with_transformers(path: Path, model: Any, vocabulary: int, tokens: int) -> float:
+    """Return the largest difference of a log-probability to transformers' own, over a text of so
+    many random tokens, in float32. Raises ImportError: torch is not installed; ModelError:
+    transformers does not load the checkpoint."""
+    ids = np.random.default_rng(0).integers(0, vocabulary, tokens)
+    wanted = _theirs(path, ids)
     logits = model(mx.array(ids)[None]).astype(mx.float32)[0]
     ours = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-    chosen = (np.arange(COMPARED - 1), ids[1:])
+    chosen = (np.arange(tokens - 1), ids[1:])
     return float(np.abs(ours[chosen] - wanted[chosen]).max())
+
+
+def _theirs(path: Path, ids: Any) -> Any:
+    """Return transformers' log-probabilities. Raises ModelError: it cannot be asked."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    with quiet():
+        try:
+            kind: Any = AutoModelForImageTextToText
+            if type(AutoConfig.from_pretrained(path)) in MODEL_FOR_CAUSAL_LM_MAPPING:
+                kind = AutoModelForCausalLM
+            theirs = kind.from_pretrained(path, dtype=torch.float32).eval()
+            with torch.no_grad():
+                logits = theirs(input_ids=torch.from_numpy(ids)[None]).logits[0]
+        except Exception as error:  # of any of its models
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ModelError(f"transformers cannot compute it: {reason:.200}") from error
+    return logits.float().log_softmax(-1).numpy()
