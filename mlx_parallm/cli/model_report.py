@@ -47,6 +47,6 @@ def run(config: ModelConfig) -> int:
         return 0 if trained else 1
     equal = apart <= EQUAL
     verdict = "[green]equal[/green]" if equal else "[red]another model[/red]"
-    told = f"{tokens} tokens in float32: log-probabilities differ by {apart:.2g} nats at most"
-    console.print(f"beside transformers, {told}: {verdict}", soft_wrap=True, highlight=False)
+    difference = f"{tokens} tokens in float32: log-probabilities differ by {apart:.2g} nats at most"
+    console.print(f"beside transformers, {difference}: {verdict}", soft_wrap=True, highlight=False)
     return 0 if equal and trained else 1
