@@ -488,6 +488,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         *(
             "atif",
             "openai",
+            "responses",
             "recorded",
             "collected",
             "rollouts",
