@@ -103,6 +103,8 @@ def main(name: str, words: list[str]) -> int:
     if name.startswith("python"):
         if "--timesteps" in words:  # of an expert's training
             words[words.index("--timesteps") + 1] = "4000"
+        elif any(word.endswith("train_gymnasium_expert") for word in words):
+            words = [*words, "--timesteps", "4000"]
         is_not_run = words[:2] in (["-m", "venv"], ["-m", "pip"]) or bool(
             words and words[0].startswith("scripts/")
         )

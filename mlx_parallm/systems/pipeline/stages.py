@@ -100,9 +100,9 @@ WEIGHTS = [1.0, 2.0]
 WARM = "warm"
 ROUND, MOST_ROUNDS, EVALUATIONS = 160, 4, 8
 """Steps of a round of the warm-up, rounds, and evaluations of its held-out rows in a round."""
-AFTER_WARM_UP = 0.2
-"""Times the usual learning rate: at the usual one a policy that had learned to write calls of some
-60 tokens lost them within five steps."""
+AFTER_WARM_UP = 0.1
+"""Times the usual learning rate: at that one a policy that had learned to write calls of some
+60 tokens lost them within five steps, and at a fifth of it within ten."""
 WRITTEN, LEAST_FALL = 0.5, 0.1
 """The warm-up ends when sampling writes this share of the held-out answers whole, or when their
 loss has fallen by less than this share over two evaluations."""
