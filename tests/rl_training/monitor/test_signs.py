@@ -62,6 +62,16 @@ CASES = {
         window(reward_mean=0.15, reward_std=0.35, groups_all_wrong=0.6),
         ["reward-fell"],
     ),
+    "lost what little it earned": (
+        window(reward_mean=0.036, reward_std=0.09, groups=20),
+        window(reward_mean=0.203, reward_std=0.36, groups=17),
+        ["reward-fell"],
+    ),
+    "rewards below 0 that differ": (
+        window(reward_mean=-0.9, reward_std=0.4, groups=17),
+        window(reward_mean=-0.8, reward_std=0.4, groups=17),
+        [],
+    ),
     "fell by chance": (window(3, reward_mean=0.3, groups=2), window(groups=2), []),
     # one answer
     "one answer": (window(most_frequent_answer=0.9), START, ["one-answer"]),
