@@ -16,8 +16,8 @@ FEWEST_STEPS, FEWEST_GROUPS = 3, 32
 FELL = 4.0
 """Standard errors that a reward has to fall by: of many windows some fall by two."""
 LOST, LOST_ERRORS = 0.25, 2.5
-"""A reward that is less than this share of what it was has fallen by no chance from so many standard
-errors on."""
+"""A reward that is less than this share of what it was, has fallen from so many standard errors
+on."""
 NEARLY_ALL, FEWER_WRONG = 0.9, 0.25
 """Share of the groups that are all wrong, and by how much it was less at first."""
 GAIN = 0.5
@@ -104,7 +104,7 @@ class Evidence:
             return False
         spread = max(self.first("reward_std") or 0.0, self.mean("reward_std") or 0.0)
         far = then - now > max(GAIN * spread, FELL * self._error(spread)) + SAME_REWARD
-        lost = 0 < then and now < LOST * then and then - now > LOST_ERRORS * self._error(spread)
+        lost = then > 0 and now < LOST * then and then - now > LOST_ERRORS * self._error(spread)
         return far or lost or (then > now and self._all_wrong_now)
 
     @property
