@@ -154,6 +154,8 @@ def run(model: str | None, overrides: Sequence[str], minutes: float, target: Pat
         raise ConfigError(f"--minutes {minutes:g}: more than 0")
     if target.exists():
         raise ConfigError(f"{target} is there already: name another file by --json")
+    # what was started is ended, as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console, began = Console(stderr=True), time.time()
     about = subprocess.run([*COMMAND[:1], "-c", FACTS], capture_output=True, text=True, check=False)
     if about.returncode:
@@ -170,7 +172,7 @@ def run(model: str | None, overrides: Sequence[str], minutes: float, target: Pat
             console.print(f"chat beside training, {_shown(name)}: {part:.1f} minutes")
             hour.beside.append(_Training(name, overrides, part).run())
     hour.panics = _panics(began) if sys.platform == "darwin" else None
-    target.write_text(json.dumps(asdict(hour), indent=1) + "\n")
+    target.write_text(json.dumps(asdict(hour), separators=(",", ":")) + "\n")
     sys.stdout.write(block(hour))
     console.print(f"wrote {target}")
     return 0 if hour.holds else 1
