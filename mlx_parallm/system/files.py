@@ -16,6 +16,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -79,6 +80,24 @@ def check_regular(path: Path, most: int | None = None) -> None:
         raise OSError(errno.EINVAL, f"{path} is no regular file")
     if most is not None and status.st_size > most:
         raise OSError(errno.EFBIG, f"{path} has {status.st_size} bytes, more than {most}")
+
+
+def regular_files(folder: Path, *patterns: str) -> list[Path]:
+    """Return the files of a foreign folder that match, sorted; no pipe, no device, no broken
+    link."""
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path for path in found if is_file(path))
+
+
+def bounded_lines(file: BinaryIO, most: int) -> Iterator[bytes | None]:
+    """Yield the lines of a file; None in the place of one that is longer than `most` bytes."""
+    while line := file.readline(most + 1):
+        if len(line) <= most or line.endswith(b"\n"):
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(1 << 20)
+        yield None
 
 
 def read_bounded(path: Path, most: int) -> bytes:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
+from mlx_parallm.system.files import read_bounded, regular_files
 from mlx_parallm.systems.traces.execution import Event, ExecutionTrace, ReasoningStep, ToolCallTrace
 from mlx_parallm.systems.traces.importers.report import SHAPES
 from mlx_parallm.systems.traces.schema import (
@@ -83,7 +84,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def read_checkpoint(path: Path) -> Any:
     """Return a checkpoint's plain values. Raises TraceError: it cannot be read."""
     try:
-        data = path.read_bytes()
+        data = read_bounded(path, LARGEST)
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
@@ -94,6 +95,7 @@ def read_checkpoint(path: Path) -> Any:
         raise TraceError(f"{path} is no checkpoint: {type(error).__name__}: {error}") from error
 
 
+LARGEST = 1 << 30  # bytes of a checkpoint
 MOST_VALUES = 5_000_000
 """Values of one checkpoint: a small pickle may name the same list so often that it would fill
 the memory."""
@@ -140,7 +142,7 @@ class CheckpointLoader:
     def _files(self, agent: str) -> Iterator[Path]:
         """The newest first: it knows the most of a run."""
         folder = self.directory / agent
-        files = [path for pattern in ("*.pkl", "*.json") for path in folder.glob(pattern)]
+        files = regular_files(folder, "*.pkl", "*.json")
         oldest = 0.0 if self.max_age_hours is None else time.time() - 3600 * self.max_age_hours
         newest_first = sorted(
             files, key=lambda path: (path.stat().st_mtime, path.name), reverse=True

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.system.files import write_atomically
+from mlx_parallm.system.files import regular_files, write_atomically
 from mlx_parallm.systems.traces.execution import (
     TASKS,
     Event,
@@ -211,7 +211,7 @@ class TraceCollector:
                 end_date is not None and day > end_date
             ):
                 continue
-            for path in sorted(folder.glob("*.json")):
+            for path in regular_files(folder, "*.json"):
                 views += [ExecutionTrace(trace) for trace in read_traces(path, source="atif")]
         views.sort(key=lambda view: view.timestamp)
         return [

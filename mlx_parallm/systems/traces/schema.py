@@ -32,9 +32,13 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mlx_parallm.errors import TraceError
+from mlx_parallm.system.files import bounded_lines
+from mlx_parallm.system.foreign_json import check_containers
 from mlx_parallm.system.validation import faults
 
 SCHEMA_VERSION = "ATIF-v1.8"
+LONGEST_LINE = 256 << 20  # bytes of a log's line, or of a log that is one JSON text
+MOST_CONTAINERS = 4 << 20  # lists and objects of it: they take twenty times their room
 DEEPEST = 100  # levels of foreign JSON: more is no log, and would break what walks through it
 _LARGE_TEXT = re.compile(r"[eE]\+?\d{3}|\d{300}")  # may be beyond float64
 _LARGE = re.compile(_LARGE_TEXT.pattern.encode())
@@ -488,9 +492,10 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of JSON text of another program, which this one can walk through and write
     again.
 
-    Raises ValueError: it is no JSON, holds NaN or a number beyond float64, or is nested deeper than
-    `DEEPEST`.
+    Raises ValueError: it is no JSON, holds NaN or a number beyond float64, is nested deeper than
+    `DEEPEST`, or has so many lists and objects that they would fill the memory.
     """
+    check_containers(text, MOST_CONTAINERS)
     is_large = (_LARGE if isinstance(text, bytes) else _LARGE_TEXT).search(text)  # type: ignore[arg-type]
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite if is_large else None)
@@ -530,7 +535,10 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
     """
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(bounded_lines(file, LONGEST_LINE), 1):
+                if line is None:
+                    yield number, ValueError(f"not JSON: longer than {LONGEST_LINE:,} bytes")
+                    continue
                 if not line.strip():
                     continue
                 try:

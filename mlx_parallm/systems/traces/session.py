@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt, TypeAdapter
 
 from mlx_parallm.errors import TraceError
+from mlx_parallm.system.files import regular_files
 from mlx_parallm.system.validation import faults
 from mlx_parallm.systems.traces.schema import (
     SCHEMA_VERSION,
@@ -483,7 +484,7 @@ def read_sessions(directory: Path) -> Iterable[Session]:
     folder = directory / SESSIONS
     if not folder.is_dir():
         raise TraceError(f"{directory} holds no recorded sessions: it has no folder {SESSIONS!r}")
-    return (Session.read(path) for path in sorted(folder.glob("*.jsonl")))
+    return (Session.read(path) for path in regular_files(folder, "*.jsonl"))
 
 
 def prompt_hash(messages: Iterable[Mapping[str, Any]]) -> str:

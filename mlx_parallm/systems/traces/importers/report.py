@@ -12,6 +12,7 @@ Unknown fields and content parts of a message travel in its trace. One that does
 counted by `drop`.
 """
 
+import errno
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.schema import Trace, parse_json, read_jsonl
+from mlx_parallm.system.files import read_bounded
+from mlx_parallm.systems.traces.schema import LONGEST_LINE, Trace, parse_json, read_jsonl
 
 SHOWN_PLACES = 3
 UNACCOUNTED = "no trace holds it, and the importer gave no reason: please report this log"
@@ -224,13 +226,15 @@ def entries(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def whole_json(path: Path) -> Any:
-    """The value of a file that is one JSON text, over several lines too; None where it is none.
-    Raises TraceError."""
+    """The value of a file that is one JSON text, over several lines too; None where it is none,
+    or longer than a line may be. Raises TraceError."""
     try:
-        return parse_json(path.read_bytes())
+        return parse_json(read_bounded(path, LONGEST_LINE))
     except ValueError:
         return None
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            return None
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
 
 

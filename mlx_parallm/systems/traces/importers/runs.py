@@ -9,6 +9,7 @@ from typing import Any
 from mlx_parallm.errors import TraceError
 from mlx_parallm.rl_training.monitor.samples import without_template
 from mlx_parallm.runs.run import FILES, Run
+from mlx_parallm.system.files import regular_files
 from mlx_parallm.systems.traces.importers.chats import atif
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.importers.sessions import session_traces
@@ -54,7 +55,7 @@ def _recorded(session: Session, report: ImportReport) -> Iterator[Trace]:
 
 def collected(path: Path, report: ImportReport) -> Iterator[Trace]:
     """A `TraceCollector`'s directory: `YYYY-MM-DD/ID.json`."""
-    for file in sorted(path.glob(COLLECTED)):
+    for file in regular_files(path, COLLECTED):
         yield from atif(file, report)
 
 
