@@ -19,7 +19,8 @@ from mlx_parallm.rl_training.run import running
 from mlx_parallm.server import middleware
 from mlx_parallm.server.connections import CONNECTIONS_PER_REQUEST
 from mlx_parallm.server.protocol import fields, openai
-from mlx_parallm.system import foreign_http, foreign_json, patterns, signals
+from mlx_parallm.system import foreign_http, foreign_json, patterns, schema_steps, signals
+from mlx_parallm.systems.traces import schema
 from mlx_parallm.systems.vision import pictures
 from mlx_parallm.systems.vision.config import VisionConfig
 
@@ -82,6 +83,16 @@ def bounds() -> Iterator[tuple[str, str]]:
         "other regular expressions",
         f"{patterns.LONGEST_PATTERN:,} characters, {patterns.SEARCH_S:g} s a search,"
         f" {foreign_json.BACKTRACKS:,} steps back in a schema's",
+    )
+    yield (
+        "checks against JSON schemas",
+        f"{schema_steps.MOST_STEPS:,} steps, or {schema_steps.USUAL} for each pair of parts; counted"
+        " before the check",
+    )
+    yield (
+        "logs of other programs",
+        f"a line of {size(schema.LONGEST_LINE)}, {schema.DEEPEST} deep,"
+        f" {schema.MOST_CONTAINERS:,} lists and objects",
     )
     yield (
         "pictures of clients",

@@ -348,16 +348,18 @@ class Grammars:
 
 
 def _error_at_once(start: LLMatcher, ends: Collection[int]) -> str | None:
-    """Return the library's error on the first tokens of a text; None: it goes on."""
+    """Return the library's error on the first tokens of a text; None: it goes on, or ends where
+    nothing follows."""
     state = start.deep_copy()
     for _ in range(TRIED_TOKENS):
         bits = np.frombuffer(state.compute_bitmask(), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
         token = next((int(each) for each in allowed[: len(ends) + 1] if each not in ends), None)
-        if token is None or not state.consume_token(token):
+        if token is None:
             break
-    error: str = state.get_error()
-    return error or None
+        if not state.consume_token(token):
+            return str(state.get_error())
+    return None
 
 
 def _as_ordinary_text(source: str, ends: Collection[int], word_of: Callable[[str], str]) -> str:

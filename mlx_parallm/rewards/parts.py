@@ -34,6 +34,7 @@ from mlx_parallm.rewards.reward_model import reward_model
 from mlx_parallm.rewards.tool_check import tool
 from mlx_parallm.system.foreign_json import validator
 from mlx_parallm.system.patterns import Pattern
+from mlx_parallm.system.schema_steps import unbounded_check
 from mlx_parallm.types import Trajectory, has_score
 
 Part = Callable[..., Any]
@@ -236,7 +237,7 @@ def _schema(source: Mapping[str, Any] | str) -> Callable[[Any], bool]:
         is_valid: Callable[[Any], bool] = validator(text, formats=False).is_valid
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"schema: {' '.join(str(error).split())[:300]}") from error
-    return is_valid
+    return lambda value: unbounded_check(text, value) is None and is_valid(value)
 
 
 def _no_constant(name: str) -> Any:

@@ -85,8 +85,8 @@ def check_regular(path: Path, most: int | None = None) -> None:
 def regular_files(folder: Path, *patterns: str) -> list[Path]:
     """Return the files of a foreign folder that match, sorted; no pipe, no device, no broken
     link."""
-    found = {path for pattern in patterns for path in folder.glob(pattern)}
-    return sorted(path for path in found if is_file(path))
+    matches = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path for path in matches if is_file(path))
 
 
 def bounded_lines(file: BinaryIO, most: int) -> Iterator[bytes | None]:

@@ -4,7 +4,8 @@ Bytes become objects that take twenty times their room ("[[],[],…" is 3 bytes 
 inside one another are read by recursion.
 
 Values are checked against JSON schemas by a compiled checker (`jsonschema-rs`): its regular
-expressions backtrack within a bound, and a `$ref` to another document is refused, never fetched.
+expressions backtrack within a bound, a `$ref` to another document is refused, never fetched, and
+what would take too many steps is not checked (`schema_steps.py`).
 """
 
 import json
@@ -13,6 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 import jsonschema_rs
+
+from mlx_parallm.system.schema_steps import unbounded_check
 
 MAX_CONTAINERS = 1 << 20
 MAX_DEPTH = 256  # lists and objects inside one another: what reads them calls itself once a level
@@ -106,6 +109,8 @@ def fault(source: str, value: Any, *, what: str, formats: bool = True) -> str | 
     """Return what is wrong with a value, by the first place in it; None: it follows the schema, a
     JSON text. `what`: the value's name. Raises ValueError: as `validator`."""
     check = validator(source, formats=formats)
+    if (reason := unbounded_check(source, value)) is not None:
+        return f"{what} cannot be checked: {reason}"
     try:
         first = next(iter(check.iter_errors(value)), None)
     except ValueError as error:  # nested deeper than the library goes, or no UTF-8
