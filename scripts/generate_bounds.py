@@ -19,7 +19,7 @@ from mlx_parallm.rl_training.run import running
 from mlx_parallm.server import middleware
 from mlx_parallm.server.connections import CONNECTIONS_PER_REQUEST
 from mlx_parallm.server.protocol import fields, openai
-from mlx_parallm.system import foreign_http, foreign_json, patterns, schema_steps, signals
+from mlx_parallm.system import foreign_http, foreign_json, patterns, signals
 from mlx_parallm.systems.traces import schema
 from mlx_parallm.systems.vision import pictures
 from mlx_parallm.systems.vision.config import VisionConfig
@@ -86,7 +86,7 @@ def bounds() -> Iterator[tuple[str, str]]:
     )
     yield (
         "checks against JSON schemas",
-        f"{schema_steps.MOST_STEPS:,} steps, or {schema_steps.USUAL} for each pair of parts; counted"
+        f"{foreign_json.MOST_STEPS:,} steps, or {foreign_json.USUAL} for each pair of parts; counted"
         " before the check",
     )
     yield (

@@ -32,9 +32,8 @@ from mlx_parallm.rewards.part_tools import (
 )
 from mlx_parallm.rewards.reward_model import reward_model
 from mlx_parallm.rewards.tool_check import tool
-from mlx_parallm.system.foreign_json import validator
+from mlx_parallm.system.foreign_json import unbounded_check, validator
 from mlx_parallm.system.patterns import Pattern
-from mlx_parallm.system.schema_steps import unbounded_check
 from mlx_parallm.types import Trajectory, has_score
 
 Part = Callable[..., Any]

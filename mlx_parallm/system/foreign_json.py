@@ -5,21 +5,35 @@ inside one another are read by recursion.
 
 Values are checked against JSON schemas by a compiled checker (`jsonschema-rs`): its regular
 expressions backtrack within a bound, a `$ref` to another document is refused, never fetched, and
-what would take too many steps is not checked (`schema_steps.py`).
+what would take too many steps is not checked: the checker holds the interpreter's lock and has no
+bound, and forty definitions of which each refers to the next one twice take 2⁴⁰ steps, on a value
+of one letter. So the steps are counted first, each pair of a part of the schema and a part of the
+value once.
 """
 
 import json
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
+from urllib.parse import unquote
 
 import jsonschema_rs
-
-from mlx_parallm.system.schema_steps import unbounded_check
 
 MAX_CONTAINERS = 1 << 20
 MAX_DEPTH = 256  # lists and objects inside one another: what reads them calls itself once a level
 BACKTRACKS = 100_000  # of one regular expression on one text
+MOST_STEPS = 50_000
+"""Steps of a check, unless they are few for the size of schema and value (`USUAL`)."""
+USUAL = 8
+"""Steps for each pair of a part of the schema and a part of the value."""
+MOST_PAIRS = 300_000
+_GROWS = ("$ref", "$dynamicRef", "$recursiveRef", "unevaluated")
+_HERE = ("not", "if", "then", "else")
+_HERE_LISTS = ("allOf", "anyOf", "oneOf")
+_HERE_BY_NAME = ("dependentSchemas", "dependencies")
+_OF_VALUES = ("additionalProperties", "unevaluatedProperties")
+_OF_ITEMS = ("additionalItems", "contains", "unevaluatedItems")
 # Drafts in which a schema without `$schema` is read: the newest in which it is one (`items` as a
 # list is Draft 7's, `exclusiveMinimum: true` Draft 4's).
 _DRAFTS: tuple[Any, ...] = (None, jsonschema_rs.Draft7Validator, jsonschema_rs.Draft4Validator)
@@ -119,3 +133,138 @@ def fault(source: str, value: Any, *, what: str, formats: bool = True) -> str | 
         return None
     place = "".join(f"/{step}" for step in first.instance_path)
     return f"{place or what}: {first.message}"
+
+
+# ---------------------------------------------------------------------- steps of a check
+
+
+def unbounded_check(source: str, value: Any) -> str | None:
+    """Return why checking a value against a schema, as JSON text, would take too long; None: it
+    will not."""
+    if not any(word in source for word in _GROWS):
+        return None  # each part of the schema is used once for each part of the value
+    try:
+        return _Steps(*_indexed(source)).fault(value)
+    except RecursionError:
+        return "schema and value are nested too deeply"
+
+
+@lru_cache(64)
+def _indexed(source: str) -> tuple[Any, dict[str, list[Any]], list[Any]]:
+    """Return the schema, its parts by anchor and by name, and those that references begin at."""
+    root = json.loads(source)
+    by_name, documents, nodes = defaultdict(list), [root], [root]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            for key in ("$anchor", "$dynamicAnchor"):
+                if isinstance(node.get(key), str):
+                    by_name[f"#{node[key]}"].append(node)
+            for key in ("$id", "id"):
+                if isinstance(node.get(key), str):
+                    by_name[node[key].rstrip("#").rpartition("/")[2]].append(node)
+                    documents.append(node)
+            nodes += node.values()
+        elif isinstance(node, list):
+            nodes += node
+    return root, dict(by_name), documents
+
+
+class _Steps:
+    def __init__(self, root: Any, by_name: dict[str, list[Any]], documents: list[Any]) -> None:
+        self._root, self._by_name, self._documents = root, by_name, documents
+        self._pairs: dict[tuple[int, int], int | None] = {}
+        self._targets: dict[str, list[Any]] = {}
+
+    def fault(self, value: Any) -> str | None:
+        try:
+            steps = self._count(self._root, value)
+        except ValueError as error:
+            return str(error)
+        if steps <= max(MOST_STEPS, USUAL * len(self._pairs)):
+            return None
+        return f"the schema repeats itself so often that the check would take {steps:.3g} steps"
+
+    def _count(self, schema: Any, value: Any) -> int:
+        if not isinstance(schema, dict):
+            return 1
+        pair = (id(schema), id(value))
+        if pair in self._pairs:
+            steps_before = self._pairs[pair]
+            if steps_before is None:
+                raise ValueError("the schema refers to itself without an end")
+            return steps_before
+        if len(self._pairs) >= MOST_PAIRS:
+            raise ValueError("schema and value are too large to be checked")
+        self._pairs[pair] = None
+        steps = 1 + sum(self._count(part, inner) for part, inner in _below(schema, value))
+        for key in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if isinstance(schema.get(key), str):
+                parts = self._parts_of(schema[key])
+                steps += max((self._count(part, value) for part in parts), default=0)
+        if "unevaluatedProperties" in schema or "unevaluatedItems" in schema:
+            steps *= 2  # what lies beside it is asked once more
+        self._pairs[pair] = steps
+        return steps
+
+    def _parts_of(self, reference: str) -> list[Any]:
+        """Return the parts that a reference may mean."""
+        if reference not in self._targets:
+            name, _, fragment = reference.partition("#")
+            inside = self._documents
+            if name:
+                inside = self._by_name.get(name.rpartition("/")[2], [])
+            if not fragment:
+                parts = inside
+            elif fragment.startswith("/"):
+                parts = [part for each in inside for part in _at(each, fragment)]
+            else:
+                parts = self._by_name.get(f"#{fragment}", [])
+            self._targets[reference] = parts
+        return self._targets[reference]
+
+
+def _at(node: Any, pointer: str) -> Iterator[Any]:
+    """Yield the part at a JSON pointer, if it is there."""
+    for step in unquote(pointer).split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict) and key in node:
+            node = node[key]
+        elif isinstance(node, list) and key.isdigit() and int(key) < len(node):
+            node = node[int(key)]
+        else:
+            return
+    yield node
+
+
+def _below(schema: dict[str, Any], value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the pairs that a check of this one asks for, but for references."""
+    for key, part in schema.items():
+        if key in _HERE:
+            yield part, value
+        elif key in _HERE_LISTS and isinstance(part, list):
+            yield from ((each, value) for each in part)
+        elif key in _HERE_BY_NAME and isinstance(part, dict):
+            yield from ((each, value) for each in part.values())
+        elif isinstance(value, dict):
+            yield from _of_object(key, part, value)
+        elif isinstance(value, list):
+            yield from _of_list(key, part, value)
+
+
+def _of_object(key: str, part: Any, value: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    if key in _OF_VALUES:
+        yield from ((part, inner) for inner in value.values())
+    elif key == "propertyNames":
+        yield from ((part, name) for name in value)
+    elif key == "properties" and isinstance(part, dict):
+        yield from ((part[name], inner) for name, inner in value.items() if name in part)
+    elif key == "patternProperties" and isinstance(part, dict):
+        yield from ((each, inner) for each in part.values() for inner in value.values())
+
+
+def _of_list(key: str, part: Any, value: list[Any]) -> Iterator[tuple[Any, Any]]:
+    if key in ("items", "prefixItems") and isinstance(part, list):
+        yield from zip(part, value, strict=False)
+    elif key == "items" or key in _OF_ITEMS:
+        yield from ((part, inner) for inner in value)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.system.foreign_json import fault
-from mlx_parallm.system.schema_steps import unbounded_check
+from mlx_parallm.system.foreign_json import fault, unbounded_check
 
 LEVELS = 40
 Twice = Callable[[Any], Any]
