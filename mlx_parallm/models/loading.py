@@ -144,7 +144,8 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
                 layers=", ".join(unknown[:5]),
                 count=len(unknown),
             )
-        if is_awq(read_config(path)) and _dtype(config.dtype) == mx.float32:
+        dtype = _dtype(config.dtype)  # None: no number of MLX's types compares with it
+        if is_awq(read_config(path)) and dtype is not None and dtype == mx.float32:
             restore_zero_points(model)
         _make_ready(model, config.dtype)
     except ModelError:

@@ -203,7 +203,9 @@ def test_fp8(block: tuple[int, int] | None, base: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.parametrize(("group", "version"), [(32, "gemm"), (64, "GEMM"), (-1, "gemm")])
-def test_awq_is_read_exactly(group: int, version: str, tmp_path: Path) -> None:
+def test_awq_is_read_exactly(
+    group: int, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Levels minus their group's zero point, times its scale in float16; eight to a word, in AWQ's
     own order, [in, out]. Layers that were left out are as they are. -1: one group a row."""
     rng, meant = np.random.default_rng(3), {}
@@ -236,6 +238,9 @@ def test_awq_is_read_exactly(group: int, version: str, tmp_path: Path) -> None:
     path = rewritten(tmp_path / "m", change, config, QWEN3 | {"intermediate_size": 64})
     model = load_model(ModelConfig(base_path=str(path), dtype="float32")).model
     modules = dict(model.named_modules())
+    monkeypatch.setattr("mlx_parallm.models.loading.on_cpu", lambda: False)  # "auto" on a GPU
+    as_it_is = load_model(ModelConfig(base_path=str(path))).model
+    assert as_it_is.layers[0].self_attn.q_proj.scales.dtype == mx.float16
     assert len(meant) == 14
     for name, weights in meant.items():
         got = np.array(modules[name](mx.eye(weights.shape[1]))).T
