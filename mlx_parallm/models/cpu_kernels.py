@@ -32,6 +32,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
+from mlx_parallm.system.device.faults import raise_device_fault
 from mlx_parallm.system.log import get_logger
 
 log = get_logger(__name__)
@@ -102,6 +103,7 @@ def available() -> bool:
     try:
         mx.eval(mx.compile(lambda x: x * 2.0 + 1.0)(mx.zeros((2,))))
     except RuntimeError as error:
+        raise_device_fault(error)
         log.warning("MLX cannot compile, so some operations are slower", reason=str(error))
         return False
     return True

@@ -24,6 +24,7 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
 from mlx_parallm.models.mlx_lm_api import make_prompt_cache
 from mlx_parallm.models.published.mend import model_classes, unheeded_keys
+from mlx_parallm.system.device.faults import raise_device_fault
 from mlx_parallm.system.log import get_logger
 
 log = get_logger(__name__)
@@ -129,6 +130,7 @@ def layer_without_gradient(model: nn.Module) -> str:
             try:
                 mx.vjp(lambda h: _first(block(h, *call.args, **call.kwargs)), [hidden], [hidden])
             except (ValueError, RuntimeError) as error:
+                raise_device_fault(error)
                 if "vjp" in str(error).lower():
                     reasons.append(
                         f"layer {index} ({_layer_name(block)}) has no gradient on this device:"
@@ -140,7 +142,8 @@ def layer_without_gradient(model: nn.Module) -> str:
     try:
         stack = LayerStack(model.train())
         stack.walk(mx.zeros((1, 4), mx.int32), visit)
-    except (ValueError, TypeError, AttributeError, RuntimeError, IndexError):
+    except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+        raise_device_fault(error)
         return reasons[0] if reasons else ""
     finally:
         model.train(was_training)

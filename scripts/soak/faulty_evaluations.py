@@ -49,6 +49,7 @@ PLACES = {
     "adapter": {"_write"},
     "scores": {"_score_rows"},
     "keys": {"move_rows"},
+    "probe": {"available"},
     "sampler": {"collect"},
 }
 """Functions of the package that an evaluation is called from. `engine`, `trainer`: the thread."""

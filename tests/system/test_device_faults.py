@@ -3,13 +3,14 @@
 import pytest
 
 from mlx_parallm.errors import DeviceFaultError
+from mlx_parallm.models import cpu_kernels
 from mlx_parallm.system.device.faults import (
     DeviceFaults,
     device_fault,
     raise_device_fault,
     wrong_numbers,
 )
-from scripts.soak.faulty_evaluations import TEXTS
+from scripts.soak.faulty_evaluations import TEXTS, Plan, inject
 
 KINDS = (
     "out_of_memory",
@@ -90,3 +91,16 @@ def test_the_first_fault_counts_for_all_and_an_allocation_only_for_its_own_work(
         raise_device_fault(RuntimeError(TEXTS[5]))
     ended = DeviceFaults()
     assert ended.note(refused, ends=True) is not None
+
+
+def test_a_probe_that_meets_a_fault_says_nothing_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernels were off for the rest of the run, and other numbers were rounded."""
+    monkeypatch.setattr(cpu_kernels.shutil, "which", lambda name: "/usr/bin/g++")
+    cpu_kernels.available.cache_clear()
+    try:
+        with inject(Plan("raise", "probe", 0, TEXTS[2])), pytest.raises(DeviceFaultError):
+            cpu_kernels.available()
+    finally:
+        cpu_kernels.available.cache_clear()
