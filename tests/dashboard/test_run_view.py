@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.environments.row_images import stored
-from mlx_parallm.errors import RequestError
+from mlx_parallm.errors import CheckpointError, RequestError
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.samples import choose_samples
@@ -24,6 +24,7 @@ from mlx_parallm.rl_training.step.prepare import StepTokens
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.runs.dashboard import run_view
 from mlx_parallm.runs.dashboard.run_view import MOST_NUMBERS, MOST_TOKENS, RunView, Search, sendable
+from mlx_parallm.runs.explain import as_text, explain
 from mlx_parallm.runs.run import Run
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.types import RolloutGroup
@@ -334,3 +335,16 @@ def test_a_window_of_a_long_timeline(tmp_path: Path) -> None:
     assert [span for span in view.timeline(8, 5_003)["spans"] if span[0] == "rl.evaluate"] == [
         ["rl.evaluate", 5_000, 5_000, 5_005]
     ]
+
+
+def test_a_run_whose_newest_step_has_lost_its_state_is_shown_and_explained(tmp_path: Path) -> None:
+    """It is not resumed without a word, but everything else of it can be read."""
+    run = make_run(tmp_path)
+    for step in (1, 2):
+        (run / f"step_{step:06d}").mkdir()
+    (run / "step_000001" / "trainer_state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="step_000002 has no trainer_state"):
+        Run(run).checkpoint()
+    assert [path.name for path in Run(run).checkpoints()] == ["step_000001", "step_000002"]
+    assert RunView(Run(run), Redactor()).summary()["name"] == "my-run"
+    assert as_text(explain(Run(run)))
