@@ -22,6 +22,52 @@ from mlx_parallm.execution.tool_calls import OwnFormat, with_instructions
 MARKERS = ("<tool_call>", "</tool_call>")
 HOW_TO_CALL = 'To call one, write\n<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>'
 
+TEMPLATE = r"""{%- if tools %}
+{%- set ns = namespace(chat=[], text='You can use these tools:', after=false) %}
+{%- for tool in tools %}
+{%- set of = tool.function if tool.function else tool %}
+{%- set about = of.description if of.description else '' %}
+{%- set given = (of.parameters if of.parameters else {}) | tojson %}
+{%- set ns.text = ns.text + '\n- ' + of.name + ': ' + about + ' Arguments: ' + given %}
+{%- endfor %}
+{%- set ns.text = ns.text + '\nHOW' %}
+{%- if messages[0].role == 'system' %}
+{%- set ns.text = messages[0].content + '\n\n' + ns.text %}
+{%- set ns.chat = [{'role': 'system', 'content': ns.text}] %}
+{%- set rest = messages[1:] %}
+{%- else %}
+{%- set ns.chat = [{'role': 'system', 'content': ns.text}] %}
+{%- set rest = messages %}
+{%- endif %}
+{%- for message in rest %}
+{%- set ns.text = message.content if message.content else '' %}
+{%- if message.role == 'tool' %}
+{%- set ns.text = '<tool_response>\n' + ns.text + '\n</tool_response>' %}
+{%- endif %}
+{%- if message.tool_calls %}
+{%- for call in message.tool_calls %}
+{%- set given = call.function.arguments %}
+{%- set given = given if given is string else given | tojson %}
+{%- set ns.text = ns.text + ('\n' if ns.text else '') + '<tool_call>\n{"name": ' %}
+{%- set ns.text = ns.text + (call.function.name | tojson) + ', "arguments": ' + given %}
+{%- set ns.text = ns.text + '}\n</tool_call>' %}
+{%- endfor %}
+{%- endif %}
+{%- set role = 'user' if message.role == 'tool' else message.role %}
+{%- if ns.after and role == 'user' %}
+{%- set ns.text = ns.chat[-1].content + '\n' + ns.text %}
+{%- set ns.chat = ns.chat[:-1] + [{'role': 'user', 'content': ns.text}] %}
+{%- else %}
+{%- set ns.chat = ns.chat + [{'role': role, 'content': ns.text}] %}
+{%- endif %}
+{%- set ns.after = message.role == 'tool' or (ns.after and role == 'user') %}
+{%- endfor %}
+{%- set messages = ns.chat %}
+{%- endif %}
+""".replace("HOW", HOW_TO_CALL.replace("\n", "\\n"))
+"""The same in Jinja, to stand before a chat template that has no tools: for programs that know only
+the template, such as llama.cpp."""
+
 
 def read_taught_call(text: str, tools: Any) -> Any:
     """Return what stands between the markers. Raises ValueError: it is no JSON."""

@@ -100,6 +100,16 @@ class Tokenizer:
         self.tool_format: str = "" if parser is None else parser.__module__.rpartition(".")[2]
 
     @cached_property
+    def template_shows_system(self) -> bool:
+        """Whether the chat template shows a system message, and does not refuse it."""
+        options = {"add_generation_prompt": True, "continue_final_message": False}
+        chat = [{"role": "system", "content": PROBE_NAME}, {"role": "user", "content": "text"}]
+        try:
+            return self.has_chat_template and PROBE_NAME in self._render(chat, None, options)
+        except RequestError:
+            return False
+
+    @cached_property
     def template_takes_tools(self) -> bool:
         """False: the chat template leaves tools out without a word, of a conversation with a
         system message or without."""

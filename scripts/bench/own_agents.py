@@ -9,8 +9,7 @@ dice      nothing can be learned: good and bad answers are thrown
 
 Each has its labelled traces, no reward is named, method grpo. The exported policy is asked questions
 that no trace has, with the real tool, and judged by the agent's own rule. The pipeline should say
-better, better, and not better. The tiny model's chat template has no tools, so llama.cpp cannot tell
-the exported file of them: there the house is not better, and is not deployed. Prints a line an agent; the exit code is 1 where one is wrong.
+better, better, and not better. Prints a line an agent; the exit code is 1 where one is wrong.
 """
 
 import argparse
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.cli.command import load
-from mlx_parallm.deploy.export import llama_server
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.runs.eval import evaluate_here
 from mlx_parallm.systems.pipeline import CPU_ONLY, TrainingPipeline
@@ -52,8 +50,6 @@ class Agent:
     bad: Callable[[str, random.Random], list[Json]] = lambda *_: []
     right: Callable[[str], str] = str
     better: bool = True
-    # where llama.cpp cannot be told of tools the file is not better, and is not deployed
-    deploys: bool = True
 
 
 def answer(text: str) -> list[Json]:
@@ -134,7 +130,7 @@ AGENTS = (
         wrong_letters,
         lambda word: word[-1] * 3,
     ),
-    Agent("house", recorded, served, deploys=not llama_server.available()),
+    Agent("house", recorded, served),
     Agent(
         "dice",
         written,
@@ -186,7 +182,7 @@ def examined(agent: Agent, work: Path) -> bool:
     risen, numbers = outside_verdict(before, after)
     deployed = results["deployed"] is not None
     is_right = bool(inside.get("better")) == agent.better == risen
-    is_right &= deployed == (agent.better and agent.deploys)
+    is_right &= deployed == agent.better
     print(
         f"{agent.name}: {inside.get('verdict')}, deployed: {deployed}; outside: {numbers}:"
         f" {'right' if is_right else 'WRONG'}",

@@ -27,6 +27,7 @@ from mlx_parallm.deploy.export.texts import CHATS, COUNT, texts
 from mlx_parallm.deploy.export.verify import compare_chats, compare_texts
 from mlx_parallm.deploy.export.vocabulary import read_vocabulary
 from mlx_parallm.errors import ModelError
+from mlx_parallm.execution.taught_tools import TEMPLATE as TAUGHT
 from mlx_parallm.models.gguf.from_gguf import GGUFFile
 from mlx_parallm.models.gguf.hf_tokenizer import write_tokenizer
 from mlx_parallm.models.gguf.pre_tokenizers import PRE_TOKENIZERS
@@ -237,7 +238,8 @@ def test_every_stop_token_is_named(tmp_path: Path) -> None:
     ] == [4, 1, 2]
     assert fields["general.sampling.top_k"].contents() == 20
     assert fields["general.sampling.temp"].contents() == pytest.approx(0.6)
-    assert fields["tokenizer.chat_template"].contents() == TEMPLATE
+    # it has no tools: what it is taught here comes before it
+    assert fields["tokenizer.chat_template"].contents() == TAUGHT + TEMPLATE
 
 
 @needs_llama

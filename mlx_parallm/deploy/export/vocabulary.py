@@ -15,6 +15,7 @@ from typing import Any
 import gguf
 
 from mlx_parallm.errors import ModelError
+from mlx_parallm.execution.taught_tools import TEMPLATE
 from mlx_parallm.models.gguf.pre_tokenizers import PRE_TOKENIZERS, Rules
 from mlx_parallm.models.published.generation_config import read_generation_config
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -108,6 +109,15 @@ class Vocabulary:
             writer.add_sampling_top_k(int(self.sampling["top_k"]))
 
 
+def _with_tools(tokenizer: Tokenizer) -> str | None:
+    """Return the chat template; one without tools that shows a system message gets those that it
+    is taught here, so that the file is used as it was trained."""
+    template = tokenizer.chat_template
+    if template is None or tokenizer.template_takes_tools or not tokenizer.template_shows_system:
+        return template
+    return TEMPLATE + template
+
+
 def read_vocabulary(tokenizer: Tokenizer, config: Mapping[str, Any], directory: Path) -> Vocabulary:
     """Return the tokenizer of a model of `config`. `directory`: the checkpoint's, for
     generation_config.json.
@@ -169,7 +179,7 @@ def read_vocabulary(tokenizer: Tokenizer, config: Mapping[str, Any], directory: 
         add_bos=bool(start) and start[0] == bos,
         add_eos=bool(end) and end[-1] in stops,
         add_space_prefix=tokens[bare[0]].startswith(SPACE),
-        chat_template=tokenizer.chat_template,
+        chat_template=_with_tools(tokenizer),
         sampling=_sampling(directory),
     )
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import gguf
 
 from mlx_parallm.errors import ModelError
+from mlx_parallm.execution.taught_tools import TEMPLATE as TAUGHT
 from mlx_parallm.models.gguf.pre_tokenizers import PRE_TOKENIZERS, Rules
 
 TEMPLATE = "tokenizer.chat_template"
@@ -315,6 +316,8 @@ def _post_processor(tokens: list[str], bos: int | None, eos: int | None) -> dict
 def _templates(file: GGUFKeys) -> dict[str, Any]:
     """Return the chat template, or the list of all where the file has several."""
     default = file.get(TEMPLATE)
+    if isinstance(default, str):
+        default = default.removeprefix(TAUGHT)  # an export put it there
     names = file.get("tokenizer.chat_templates") or []
     named = {name: file.get(f"{TEMPLATE}.{name}") for name in names}
     if not named:
