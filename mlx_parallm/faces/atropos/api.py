@@ -10,7 +10,7 @@ import httpx
 from mlx_parallm.system.foreign_http import Bounds, async_client, json_of
 
 REQUEST_TIMEOUT_S = 120.0  # a 52 MB batch takes the server 12 s, and it blocks meanwhile
-BOUNDS = Bounds(body=1 << 30, seconds=REQUEST_TIMEOUT_S, containers=32 << 20)
+BOUNDS = Bounds(body=256 << 20, seconds=REQUEST_TIMEOUT_S)
 UNSET = -1  # the batch size of an API where nobody is registered
 
 
