@@ -7,6 +7,7 @@ tests/rl_training/plan/test_memory_table.py fails while the page differs from wh
 """
 
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +16,8 @@ from unittest import mock
 
 from mlx_parallm.cli.dataset_config import dataset_toml
 from mlx_parallm.config.load import Config, hardware_defaults, load_config
-from mlx_parallm.rl_training.plan import model_shape, preflight
 from mlx_parallm.rl_training.plan.preflight import PROCESS_BYTES, PlannedRun
-from mlx_parallm.system.hardware import GIB, PREFIX_CACHE_SHARE, Hardware
+from mlx_parallm.system.hardware import DEVICE_VARIABLE, GIB, GPU_LIKE, PREFIX_CACHE_SHARE, Hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "first_model.md"
@@ -49,10 +49,7 @@ def render(page: str) -> str:
 def cell(model_config: Mapping[str, Any], machine: int) -> str:
     """What fits into a Mac of this size, and the gigabytes that it takes of what a GPU may use."""
     room = usable(machine)
-    with (
-        mock.patch.object(model_shape, "on_cpu", lambda: False),
-        mock.patch.object(preflight, "on_cpu", lambda: False),
-    ):
+    with mock.patch.dict(os.environ, {DEVICE_VARIABLE: GPU_LIKE}):
         run = PlannedRun.of(first_configuration(model_config, machine), model_config)
         chosen, then = run.what_fits(room + PROCESS_BYTES)
     needed = then.of_mlx / GIB

@@ -35,6 +35,7 @@ from mlx_parallm.models.loading import load_model, load_tokenizer, resolve_model
 from mlx_parallm.models.lora import linear_layers, linear_shape, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.system.hardware import gpu_like
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
 from tests.engine.helpers import engine_options
@@ -64,6 +65,12 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
     """Bytes are named by their parameter: a packed body holds the time, and two workers must
     collect the same names."""
     return argname if isinstance(val, bytes) else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("not_gpu_like")
+    if marker is not None and gpu_like():
+        pytest.skip(marker.kwargs["reason"])
 
 
 def pytest_collection_finish() -> None:

@@ -207,7 +207,7 @@ ENVIRONMENT_READERS = {
     "mlx_parallm/system/processes.py": "marks what a program started here starts",
     "mlx_parallm/system/heap.py": "leaves malloc to whoever has set it",
     "mlx_parallm/cli/command.py": "gives a process without a PATH one",
-    "mlx_parallm/system/hardware.py": "the rank that a launcher gave this process",
+    "mlx_parallm/system/hardware.py": "the rank that a launcher gave this process; a CPU that goes a GPU's way",
     "mlx_parallm/cli/rank_launcher.py": "gives the ranks that it starts the variables of"
     " mlx.launch",
 }

@@ -40,7 +40,7 @@ from mlx_parallm.models.lora import trainer_lora_layers
 from mlx_parallm.models.support import layer_without_gradient
 from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.options import make_algorithm, training_options
-from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
+from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun, room_for_evaluations
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -578,7 +578,9 @@ def memory(subject: Subject) -> list[ContractResult]:
     training = training.model_copy(update={"batch_size": rows, "atropos": atropos})
     config = subject.config.model_copy(update={"rl_training": training})
     shape = PlannedRun.of(config, subject.loaded.config).shape
-    predicted = PlannedRun(config, shape, Lengths(PROMPT_TOKENS, NEW_TOKENS)).memory.of_mlx
+    lengths = Lengths(PROMPT_TOKENS, NEW_TOKENS)
+    room = room_for_evaluations(deterministic=training.deterministic)
+    predicted = PlannedRun(config, shape, lengths, room=room).memory.of_mlx
     peak = mx.get_peak_memory()
     measured = f"peak {peak / 1e9:.2f} GB, {subject.loaded_bytes / 1e9:.2f} of it after loading"
     passed = peak <= (1 + MEMORY_SHARE) * predicted + MEMORY_BYTES

@@ -50,7 +50,6 @@ learning_rate = {learning_rate:<14}# 2e-4 * (1024 / hidden size)^1.5: smaller st
 lr_schedule = "linear"        # down to zero after the last step
 warmup_steps = 5
 batch_size = 32               # sequences of one optimizer update: {updates} updates a step
-blocks_per_eval = {blocks:<12}# 1: least memory; 0: fastest, for a small model
 clip_ratio_high = 0.28        # unlikely right answers may grow faster (DAPO)
 kl_beta = 0.0                 # no pull to the base model: a checkable reward needs none, and it costs a pass
 temperature = 1.0             # train on the model's own distribution
@@ -87,7 +86,6 @@ learning_rate = {learning_rate:<14}# smaller for larger models; of GRPO's rate s
 lr_schedule = "linear"        # down to zero after the last step, which ends one pass over the rows
 warmup_steps = 5
 batch_size = {rows:<17}# rows of one optimizer update
-blocks_per_eval = {blocks:<12}# 1: least memory; 0: fastest, for a small model
 checkpoint_interval = 50
 
 [rl_training.lora]
@@ -138,7 +136,6 @@ def dataset_toml(
             str(local_path(model).resolve()) if is_directory(model) or is_gguf(model) else model
         ),
         "data": _quoted(data if data.startswith(HUB_PREFIX) else absolute(data, directories)),
-        "blocks": 0 if small else 1,
     }
     if algorithm is not None:
         rate = min(2e-3, rate * RATES.get(algorithm, 1.0))

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.system.hardware import float32_is_tf32
+from mlx_parallm.system.hardware import float32_is_tf32, is_cpu
 
 ROWS = (1, 2, 8, 16, 32, 64)
 BOUNDS = {mx.float32: 1e-4, mx.float16: 0.03, mx.bfloat16: 0.2}
@@ -56,7 +56,7 @@ class ProbeResult:
 
 def results() -> Iterator[ProbeResult]:
     """Try every operation on the default device."""
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    on_gpu = not is_cpu()
     bounds = BOUNDS | ({mx.float32: TF32_BOUND} if float32_is_tf32() else {})
     for probe in PROBES:
         if on_gpu or not probe.gpu_only:

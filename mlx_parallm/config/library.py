@@ -112,7 +112,7 @@ class BackpropConfig(Options):
     """Adapter to train; LoraConfig(enabled=False) trains all weights."""
     token_budget: int = Field(DAEMON.token_budget, ge=1)
     """Tokens of one backward pass, padding included."""
-    blocks_per_eval: int = Field(DAEMON.blocks_per_eval, ge=0)
+    blocks_per_eval: int | None = Field(DAEMON.blocks_per_eval, ge=0)
     """Transformer blocks evaluated together; 1 = least memory, 0 = all at once, the fastest for
     a small model."""
     seed: int = DAEMON.seed

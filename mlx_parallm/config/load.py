@@ -45,7 +45,7 @@ from mlx_parallm.system.redaction import REDACTED, Redactor, environment_secrets
 API_KEY_VARIABLE = "MLX_PARALLM_API_KEY"
 GPU_PREFILL_CHUNK = 2048  # mlx-lm's own step on a GPU; on a CPU it would hold up decoding
 # macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267)
-METAL_EVAL_MS = 1000
+METAL_EVAL_MS = 250
 EVAL_KEY = "rl_training.max_eval_ms"
 # of a micro-batch: a guard for small machines, far below what the memory holds
 TOKENS_PER_GIB = 1024
@@ -352,6 +352,7 @@ def hardware_defaults(hardware: Hardware, billions: float | None = None) -> dict
         keys["server.prefill_chunk"] = GPU_PREFILL_CHUNK
     if hardware.backend == "metal":
         keys[EVAL_KEY] = METAL_EVAL_MS
+        keys["server.max_prefill_ms"] = METAL_EVAL_MS
     is_large = billions is not None and billions >= LARGE_BILLIONS and hardware.backend != "cpu"
     each = LARGE_TOKENS_PER_GIB if is_large else TOKENS_PER_GIB
     affordable = each * max(1, hardware.memory_bytes // GIB)

@@ -26,6 +26,9 @@ class ServerConfig(Section):
     limit."""
     prefill_chunk: int = Field(512, ge=16)
     """Prompt tokens computed between two decode steps."""
+    max_prefill_ms: int | None = Field(None, ge=1)
+    """prefill_chunk shrinks until a step that computes prompt tokens takes no longer; off in
+    deterministic mode. Default on Metal: 250."""
     max_model_len: int | None = Field(None, ge=16)
     """Longest prompt + completion; default: the model's own context."""
     default_max_tokens: int = Field(2048, ge=1)

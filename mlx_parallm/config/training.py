@@ -301,12 +301,13 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     packing: bool = True
     """Let short sequences share a row, unseen by each other, where it saves padding
     (docs/training_on_data.md)."""
-    blocks_per_eval: int = Field(1, ge=0)
+    blocks_per_eval: int | None = Field(None, ge=0)
     """Transformer blocks evaluated together in training; 1 = checkpoint every block, 0 = the
-    whole graph at once."""
+    whole graph at once; default: as many as memory, `max_eval_ms` and, on a CPU, the requests
+    beside it allow (docs/operations.md)."""
     max_eval_ms: int | None = Field(None, ge=1)
     """Micro-batches shrink until one evaluation takes no longer; off in deterministic mode.
-    Default on Metal: 1000; with serve_priority = "chat": 100."""
+    Default on Metal: 250; with serve_priority = "chat": 100."""
     serve_priority: Literal["balanced", "serve", "train", "chat"] = "balanced"
     """Priority on one device: none, requests, training, or requests with a negative `priority`
     (docs/operations.md)."""

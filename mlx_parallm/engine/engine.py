@@ -37,6 +37,7 @@ from mlx_parallm.engine.live_requests import Counters, Event, LiveRequests, own_
 from mlx_parallm.engine.logit_edits import LogitEdits, spellings
 from mlx_parallm.engine.model_runner import LaunchedStep, ModelRunner, SampledToken
 from mlx_parallm.engine.output_text import OutputText
+from mlx_parallm.engine.prefill_pace import PrefillPace
 from mlx_parallm.engine.prompt_lookup import Drafts
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.engine.scoring import Score, Scorer
@@ -66,6 +67,7 @@ class EngineOptions:
     vocab_size: int
     max_rows: int  # sequences decoded together
     prefill_chunk: int  # prompt tokens between two decode steps
+    max_prefill_ms: int | None  # see PrefillPace
     kv_cache_bytes: int | None  # keys and values of running sequences; None = unbounded
     # keys and values lie by tokens where the architecture allows it, see cache/batch.py
     by_tokens: bool
@@ -148,6 +150,7 @@ class Engine:
             by_tokens=self.cache.shares,
             prompt_cost=prompt_cost,
         )
+        self._pace = PrefillPace(options.prefill_chunk, options.max_prefill_ms)
         self._drafts: tuple[Sequence, Drafts] | None = None  # of the only row
         self._alone: tuple[Sequence, list[Any]] | None = None  # that row, out of the cache
         self._note_memory()
@@ -176,6 +179,7 @@ class Engine:
             options.vocab_size,
             images,
         )
+        self._take_pace()
         # who paused admission → whether running sequences are frozen too
         self.holders: Mapping[str, bool] = {}
         self._ahead: LaunchedStep | None = None  # started, and not read yet
@@ -328,13 +332,20 @@ class Engine:
         self._lap("build")
         return launched
 
-    def _lap(self, part: str = "") -> None:
-        """Notes the time since the last call as `part` of the steps; without one it only starts
-        the clock."""
+    def _take_pace(self) -> None:
+        """Compute as many prompt tokens in a step as the pace allows."""
+        self.scheduler.prefill_chunk = self._runner.prefill_chunk = self._pace.tokens
+        self._scorer.bound(self._pace.tokens)
+
+    def _lap(self, part: str = "") -> float:
+        """Notes the time since the last call as `part` of the steps, and returns it; without one
+        it only starts the clock."""
         now = time.perf_counter()
+        took = now - self._lap_began
         if part:
-            self.counters.step_seconds[part] += now - self._lap_began
+            self.counters.step_seconds[part] += took
         self._lap_began = now
+        return took
 
     def _may_go_ahead(self, launched: LaunchedStep) -> bool:
         """Whether the step after `launched` can be built before that one is read."""
@@ -356,7 +367,10 @@ class Engine:
 
     def _read(self, launched: LaunchedStep) -> None:
         tokens = self._runner.collect(launched)
-        self._lap("compute")
+        took = self._lap("compute")
+        if launched.prompt_tokens:
+            self._pace.observe(launched.prompt_tokens, 1000 * took)
+            self._take_pace()
         for sampled in tokens:
             self._take_token(sampled, launched.version)
         self.counters.prefill_tokens += launched.prefilled_tokens

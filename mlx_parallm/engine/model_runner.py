@@ -56,6 +56,7 @@ class LaunchedStep:
     sampled: Sampled | None
     pending: list[mx.array]
     prefilled_tokens: int = 0  # of prompts that it completes
+    prompt_tokens: int = 0  # of prompts that it computes
     experts: mx.array | None = None  # [rows, layers, k] uint8 or uint16, where they are recorded
     written: SequenceOf[mx.array] = ()  # of `pending`: keys and values, and states, of prompts
 
@@ -107,7 +108,7 @@ class ModelRunner:
         self._records_prompts = prompt_experts and experts is not None
         self._images = images
         self._processed_alternatives = processed_alternatives
-        self._prefill_chunk = prefill_chunk
+        self.prefill_chunk = prefill_chunk
         self._model = model
         self._lora = lora
         self._weights = weights
@@ -168,23 +169,17 @@ class ModelRunner:
         for chunk in plan.prefill:
             pending += self._prefill(chunk, view)
         written = [array for array in pending if mx.issubdtype(array.dtype, mx.floating)]
+        done, computed = plan.prefilled_tokens, plan.prompt_tokens
         if not plan.rows:
             return LaunchedStep(
-                (), view.policy_version, None, None, pending, plan.prefilled_tokens, None, written
+                (), view.policy_version, None, None, pending, done, computed, None, written
             )
         rows = self._begin(plan.rows, 0)
         tokens = mx.array([sequence.next_token for sequence in rows], dtype=mx.int32)
         batch, sampled, experts = self._sample(rows, tokens, 0)
         pending += sampled.arrays + self._cache.unread + present([experts])
         return LaunchedStep(
-            rows,
-            view.policy_version,
-            batch,
-            sampled,
-            pending,
-            plan.prefilled_tokens,
-            experts,
-            written,
+            rows, view.policy_version, batch, sampled, pending, done, computed, experts, written
         )
 
     def make_room_after(self, step: LaunchedStep) -> None:
@@ -335,7 +330,7 @@ class ModelRunner:
         caches = self._cache.new_prefill(len(tokens))
         start = 0
         while start < length:
-            stop = sequence.outside_images(min(start + self._prefill_chunk, length))
+            stop = sequence.outside_images(min(start + self.prefill_chunk, length))
             self._forward(tokens[start:stop], sequence, caches, start)
             mx.eval(arrays_of(caches))
             start = stop

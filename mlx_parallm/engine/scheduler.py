@@ -151,6 +151,11 @@ class SchedulerOutput:
     # tokens of the prompts whose computation this step completes, without reused prefixes
     prefilled_tokens: int
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that the step computes, padding included."""
+        return sum(len(each.prefill.rows) * (each.stop - each.start) for each in self.prefill)
+
 
 class Scheduler:
     """

@@ -105,7 +105,12 @@ class Scorer:
         self._model = model
         self._new_caches = new_caches
         self._activate = activate
-        self._chunk = max(16, min(chunk, CHUNK_LOGITS // vocab_size))
+        self._vocab_size = vocab_size
+        self.bound(chunk)
+
+    def bound(self, chunk: int) -> None:
+        """Take at most so many tokens a chunk from now on."""
+        self._chunk = max(16, min(chunk, CHUNK_LOGITS // self._vocab_size))
         self._hidden_chunk = chunk
 
     def launch(self, score: Score, base_serial: int) -> list[mx.array]:

@@ -165,6 +165,7 @@ def engine_options(
         vocab_size=loaded.vocab_size,
         max_rows=server.batch_size,
         prefill_chunk=server.prefill_chunk,
+        max_prefill_ms=None if deterministic else server.max_prefill_ms,
         kv_cache_bytes=kv_cache_bytes(
             server.kv_cache_bytes, deterministic=deterministic, processes=processes
         ),

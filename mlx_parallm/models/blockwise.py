@@ -36,7 +36,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.models.cpu_kernels import fused, unpacks
+from mlx_parallm.models.cpu_kernels import fused, on_cpu, unpacks
+from mlx_parallm.models.evaluations import Evaluations, graph_nodes
 from mlx_parallm.models.experts.forcing import routing_of
 from mlx_parallm.models.experts.routing import ForwardRouting, counted, current, routed
 from mlx_parallm.models.images.embedding import FeatureGradient, own_slots
@@ -64,25 +65,24 @@ from mlx_parallm.models.layouts.layout import (
     compare_layouts,
     layout_of,
 )
-from mlx_parallm.models.logprobs import token_logprobs_and_entropy
 from mlx_parallm.models.parameters import ParameterSlots
+from mlx_parallm.models.scoring.head import (
+    TRAINED_HEAD,
+    UNPACKED_HEAD,
+    Scores,
+    cut_wide_heads,
+    head_rows,
+    scores_and_directions,
+    scores_in_pieces,
+    split_pieces,
+    token_scores,
+)
+from mlx_parallm.models.scoring.value_head import is_value_head, value_head_of
 from mlx_parallm.models.sums import check_signal, has_signal
-from mlx_parallm.models.value_head import is_value_head, value_head_of
 
-WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 16 MiB of float32
-HEAD_PIECE = 1 << 20  # logits of one piece of the head where it is not …
-# … and the least number of scored tokens in one, for the speed of the product
-FEWEST_HEAD_ROWS = 32
 ROUNDING_OF_ALL = 1e-6
 """How far rounding puts one gradient off, in norms of all gradients together."""
-UNPACKED_HEAD = 2  # times as many where each piece unpacks the head's weights …
-TRAINED_HEAD = 4  # … and where each adds to their gradient
 
-Head = Callable[[mx.array], mx.array]
-"""Rows [n, D] → logits [n, V]."""
-Scores = tuple[mx.array, ...]
-"""(logprobs [N], entropy [N], what `TokenBatch.measure` adds, with a value head values [N])
-float32."""
 Objective = Callable[..., tuple[mx.array, tuple[mx.array, ...]]]
 """Scores → (scalar loss, further arrays to be evaluated with it). All of these are different
 arrays."""
@@ -90,7 +90,7 @@ arrays."""
 
 class BlockwiseModel:
     """Scores tokens and differentiates a loss over them, `blocks_per_eval` blocks at a time (0 =
-    all at once).
+    all at once; `Evaluations`: as many as these say, for each batch anew).
 
     `between_blocks` is called after each evaluation: the place to give the serving thread a turn.
     `longest_eval_ms`: of all evaluations since it was last set to 0. `experts_forced`: pairs of a
@@ -109,10 +109,11 @@ class BlockwiseModel:
         self,
         model: nn.Module,
         *,
-        blocks_per_eval: int,
+        blocks_per_eval: int | Evaluations,
         between_blocks: Callable[[], None] = lambda: None,
         features: FeatureGradient | None = None,
     ) -> None:
+        cut_wide_heads(model)
         self.model = model
         self.slots = ParameterSlots(model)
         self.feature_slopes: mx.array | None = None
@@ -125,6 +126,8 @@ class BlockwiseModel:
         self.forget_routing()
         self.expert_load: np.ndarray | None = None
         self._blocks_per_eval = blocks_per_eval
+        self._nodes: dict[int, int] = {}  # of a block, by the bits of a row's length
+        self._checking = True
         self._stack: LayerStack | None = None
         self.fallback = self.unshared = self.unpacked = self.unmerged = ""
         # blocks read what earlier ones returned, or embeddings that are trained
@@ -140,11 +143,12 @@ class BlockwiseModel:
             why = why or "its blocks read more than one hidden state"
         if why or self._stack is None:
             self.unshared = self.unpacked = self.unmerged = why
-            return
-        with self._stack.only(self._stack.samples()):
-            self.unshared, self.unpacked, self.unmerged = compare_layouts(
-                model, self._stack, self.score
-            )
+        else:
+            with self._stack.only(self._stack.samples()):
+                self.unshared, self.unpacked, self.unmerged = compare_layouts(
+                    model, self._stack, self.score
+                )
+        self._checking = False
 
     def forget_routing(self) -> None:
         """Count repeated experts anew."""
@@ -168,19 +172,14 @@ class BlockwiseModel:
 
     def _use(self, stack: LayerStack) -> None:
         count = len(stack.blocks)
-        size = self._blocks_per_eval or count
         self._stack = stack
-        self._groups = [range(start, min(start + size, count)) for start in range(0, count, size)]
         prefixes = [f"{stack.path}.{index}." for index in range(count)]
-        owner = [
+        self._owner = [
             next((i for i, p in enumerate(prefixes) if name.startswith(p)), None)
             for name in self.slots.names
         ]
-        self._group_slots = [
-            [s for s, block in enumerate(owner) if block in group] for group in self._groups
-        ]
         self._outer_slots = [
-            s for s in own_slots(self.slots.names, self._features) if owner[s] is None
+            s for s in own_slots(self.slots.names, self._features) if self._owner[s] is None
         ]
         self._below_slots = [s for s in self._outer_slots if not is_value_head(self.slots.names[s])]
         inside = {id(module) for block in stack.blocks for module in block.modules()}
@@ -189,29 +188,63 @@ class BlockwiseModel:
         unpacked = any(unpacks(module) for module in outside)
         self._head_times = TRAINED_HEAD if self._below_slots else UNPACKED_HEAD if unpacked else 1
         if self._features is not None:
-            self._below_slots.append(place := len(self.slots))
+            self._below_slots.append(len(self.slots))
+        self._group(1 if isinstance(self._blocks_per_eval, Evaluations) else self._blocks_per_eval)
+
+    def _group(self, size: int) -> None:
+        """Evaluate `size` blocks together from now on; 0: all."""
+        assert self._stack is not None
+        count = len(self._stack.blocks)
+        size = size or count
+        self._groups = [range(start, min(start + size, count)) for start in range(0, count, size)]
+        self._group_slots = [
+            [s for s, block in enumerate(self._owner) if block in group] for group in self._groups
+        ]
+        if self._features is not None:
             for group, slots in zip(self._groups, self._group_slots, strict=True):
-                slots += [place] * (group.start < self._features.table.levels)
+                slots += [len(self.slots)] * (group.start < self._features.table.levels)
+
+    def _group_for(self, batch: TokenBatch) -> None:
+        """Choose how many blocks are evaluated together, where that is open."""
+        limits = self._blocks_per_eval
+        if self._stack is None or not isinstance(limits, Evaluations) or self._checking:
+            return
+        span = batch.inputs.shape[1]
+        if (nodes := self._nodes.get(span.bit_length())) is None:
+            hidden, calls, carried = self._embed(layout := self._layout(batch))
+            self._group(1)
+            first = self._run(0, hidden, layout, calls, carried)
+            nodes = graph_nodes(first) - graph_nodes(hidden)
+            self._nodes[span.bit_length()] = nodes
+        compact = self._compact(batch)
+        tokens = batch.inputs.size if compact is None else compact.tokens
+        # groups of about one size
+        count = len(self._stack.blocks)
+        groups = -(-count // limits.blocks(count, tokens, span, nodes))
+        self._group(-(-count // groups))
 
     # ------------------------------------------------------------------ scoring
 
     def score(self, batch: TokenBatch) -> Scores:
         """Log-probabilities, entropies and (with a value head) values of the scored tokens, [N]
         float32 each."""
+        self._group_for(batch)
         with routed(self._routing(batch)):
             if self._stack is None:
                 with self._counting() as counts:
                     results = self._plain_scores(batch)
                     self._evaluate(*results, *counts)
                 return results
-            rows = self._forward(batch, self._layout(batch), keep_last_group=False).rows
-            return self._score_pieces(rows, batch, self._chunks(batch))
+            chunks = self._chunks(batch)
+            layout, together = self._layout(batch), len(chunks) == 1
+            rows = self._forward(batch, layout, keep_last_group=False, with_head=together).rows
+            return self._score_pieces(rows, batch, chunks)
 
     def _score_pieces(self, rows: mx.array, batch: TokenBatch, chunks: list[slice]) -> Scores:
         parts = []
         for chunk in chunks:
             parts.append(self._scores(rows[chunk], batch, chunk))
-            self._evaluate(*parts[-1])
+            self._evaluate(*parts[-1], hidden=rows if len(chunks) == 1 else None)
         return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
 
     def _scores(self, rows: mx.array, batch: TokenBatch, chunk: slice) -> Scores:
@@ -256,6 +289,7 @@ class BlockwiseModel:
             list(sums) if sums is not None else [None] * len(self.slots)
         )
         gradients += [] if self._features is None else [None]
+        self._group_for(batch)
         with routed(self._routing(batch, counts=self.expert_load is not None)):
             if self._stack is None:
                 loss, extras = self._whole(batch, objective, gradients)
@@ -336,6 +370,8 @@ class BlockwiseModel:
         )
         cotangent, of_reads, new = results if below else (None, [], results)
         self._add(gradients, slots, new, value, *extras, cotangent, *of_reads, *counts)
+        if len(self._groups) == 1:
+            check_signal(hidden, "a hidden state")
         self._note(counts)
         if below:
             self._pull_back(reads, passed, of_reads)
@@ -572,11 +608,21 @@ class BlockwiseModel:
         ]
         return hidden, calls, lifted
 
-    def _forward(self, batch: TokenBatch, layout: Layout, *, keep_last_group: bool) -> "_Passed":
+    def _forward(
+        self,
+        batch: TokenBatch,
+        layout: Layout,
+        *,
+        keep_last_group: bool,
+        with_head: bool = False,
+    ) -> "_Passed":
         """Embedding and blocks. `keep_last_group`: the last group is left to the caller; the
-        rows mean nothing then."""
+        rows mean nothing then. `with_head`: a single group is evaluated with what comes next."""
         hidden, calls, carried = self._embed(layout)
-        self._evaluate(*arrays_in(calls), *arrays_in(list(carried.values())), hidden=hidden)
+        alone = len(self._groups) == 1
+        # on a CPU what is compiled reads it
+        if not alone or (keep_last_group and on_cpu()):
+            self._evaluate(*arrays_in(calls), *arrays_in(list(carried.values())), hidden=hidden)
         passed = _Passed([hidden], calls, carried, hidden)
         with self._counting() as counts:
             for group in range(len(self._groups) - 1):
@@ -586,7 +632,8 @@ class BlockwiseModel:
             if not keep_last_group:
                 hidden = self._run(len(self._groups) - 1, hidden, layout, calls, dict(carried))
                 passed.rows = self._rows_at(hidden, layout.positions)
-                self._evaluate(*counts, hidden=passed.rows)
+                if counts or not (alone and with_head):
+                    self._evaluate(*counts, hidden=passed.rows)
         return passed
 
     def _rows_at(self, hidden: mx.array, positions: mx.array) -> mx.array:
@@ -738,63 +785,3 @@ def _refilled(
 def _rows_at(hidden: mx.array, positions: mx.array) -> mx.array:
     """[B, T, D] → [N, D]."""
     return mx.take(hidden.reshape(-1, hidden.shape[-1]), positions, axis=0)
-
-
-def head_rows(count: int, vocabulary: int, *, times: int = 1) -> int:
-    """How many of `count` scored tokens one evaluation of the head takes. `times`:
-    UNPACKED_HEAD, TRAINED_HEAD or 1."""
-    if count * vocabulary <= WHOLE_HEAD:
-        return max(count, 1)
-    return max(FEWEST_HEAD_ROWS, HEAD_PIECE // vocabulary) * times
-
-
-def token_scores(logits: mx.array, batch: TokenBatch, chunk: slice) -> Scores:
-    """Score logits [n, V]; `chunk`: which of the scored tokens they are for."""
-    temperature = batch.temperature
-    if not isinstance(temperature, float):
-        temperature = temperature[chunk]
-    scores = token_logprobs_and_entropy(
-        logits, batch.targets[chunk], temperature, entropy_slope=batch.entropy_slope
-    )
-    return scores if batch.measure is None else (*scores, *batch.measure(logits, batch, chunk))
-
-
-def scores_and_directions(head: Head, rows: mx.array, batch: TokenBatch, chunk: slice) -> mx.array:
-    """[n, D + 2] of rows [n, D]: the slope of each token's log-probability by its row;
-    log-probability, entropy.
-
-    A loss that sees only log-probabilities reaches a row through one number, its slope by that
-    token's, so one pass over the logits gives scores and gradient: they need not be made again once
-    the slopes are known. One array, so that a piece is finished before the next begins.
-    """
-    (logprobs, entropy), (directions,) = mx.vjp(
-        lambda rows: list(token_scores(head(rows), batch, chunk)),
-        [rows],
-        [mx.ones((len(rows),)), mx.zeros((len(rows),))],
-    )
-    parts = [directions.astype(mx.float32), logprobs[:, None], entropy[:, None]]
-    return mx.concatenate(parts, axis=1)
-
-
-def split_pieces(pieces: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """[N, D + 2] of `scores_and_directions` → directions [N, D], logprobs [N], entropies [N]."""
-    return pieces[:, :-2], pieces[:, -2], pieces[:, -1]
-
-
-def scores_in_pieces(
-    head: Head, rows: mx.array, batch: TokenBatch, chunks: Sequence[slice]
-) -> Scores:
-    """(logprobs, entropy) of rows [N, D] in a graph that is differentiated as a whole, a piece
-    of the logits at a time. The entropy has no slope."""
-
-    @mx.custom_function
-    def scored(rows: mx.array) -> mx.array:
-        return mx.concatenate([scores_and_directions(head, rows[c], batch, c) for c in chunks])
-
-    @scored.vjp
-    def slopes(rows: mx.array, cotangent: mx.array, pieces: mx.array) -> mx.array:
-        directions, _, _ = split_pieces(pieces)
-        return (cotangent[:, -2:-1] * directions).astype(rows.dtype)
-
-    _, logprobs, entropy = split_pieces(cast(mx.array, scored(rows)))
-    return logprobs, entropy

@@ -33,6 +33,7 @@ from mlx.utils import tree_unflatten
 
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
 from mlx_parallm.system.device.faults import raise_device_fault
+from mlx_parallm.system.hardware import on_cpu as on_cpu
 from mlx_parallm.system.log import get_logger
 
 log = get_logger(__name__)
@@ -87,12 +88,6 @@ FEWEST_ROWS = 2  # one row is faster in MLX's product
 # weights that are unpacked at a time: 8 MiB of float32; MLX allocates some dozens of them ahead
 UNPACKED = 1 << 21
 UNPACKED_EXPERTS = 1 << 28  # weights of one projection of all experts: 1 GiB of float32
-
-
-def on_cpu() -> bool:
-    """True when MLX computes on the CPU: float32 is then 10 to 20 times faster than half
-    precision."""
-    return mx.default_device().type == mx.DeviceType.cpu
 
 
 @cache

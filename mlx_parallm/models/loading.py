@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.cpu_kernels import on_cpu, use_unpacking
+from mlx_parallm.models.cpu_kernels import use_unpacking
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.formats import (
     BUILTIN,
@@ -46,10 +46,12 @@ from mlx_parallm.models.published.reader import read_published
 from mlx_parallm.models.published.rope import fixed_ropes, longest_text
 from mlx_parallm.models.published.tokenizer_files import is_generic, load_wrapper
 from mlx_parallm.models.quantize import load_quantized, restore_zero_points
+from mlx_parallm.models.recurrent.fast_paths import prove
 from mlx_parallm.models.recurrent.layers import use_chunks
 from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.files import is_directory, is_file, local_path
+from mlx_parallm.system.hardware import is_cpu
 from mlx_parallm.system.heap import give_back_freed_memory
 from mlx_parallm.system.log import get_logger
 
@@ -317,11 +319,12 @@ def _make_ready(model: nn.Module, dtype_name: str) -> None:
     evaluate_module(model)  # weights are read here: a damaged file shows now
     use_unpacking(model)
     use_chunks(model)
+    prove(model)
 
 
 def _dtype(name: str) -> mx.Dtype | None:
     if name == "auto":
-        return mx.float32 if on_cpu() else None
+        return mx.float32 if is_cpu() else None
     return getattr(mx, name)
 
 

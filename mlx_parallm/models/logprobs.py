@@ -10,6 +10,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_parallm.models.cpu_kernels import as_data, exp_minus, row_maxima
+from mlx_parallm.models.recurrent.fast_paths import cross_entropy
 from mlx_parallm.models.sums import logsumexp, row_sums
 
 
@@ -31,6 +32,8 @@ def token_logprobs(
         [...] float32.
     """
     scaled = _scale(logits, temperature)
+    if normalizer is None and (surprise := cross_entropy(scaled, tokens)) is not None:
+        return -surprise
     chosen = _of_tokens(scaled, tokens)
     return chosen - (logsumexp(scaled) if normalizer is None else normalizer)
 

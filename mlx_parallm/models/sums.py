@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.system.device.faults import wrong_numbers
 
 COPY = "a copy of keys or values"
@@ -27,7 +28,7 @@ SHORTEST_ROW = 32  # of rows that divide a width: shorter ones would be many
 
 def adds_in_order() -> bool:
     """Return whether the default device adds a row's numbers one after the other: the CPU."""
-    return mx.default_device().type == mx.cpu
+    return on_cpu()
 
 
 def total(x: mx.array) -> mx.array:

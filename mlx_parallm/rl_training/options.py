@@ -44,8 +44,9 @@ class TrainingOptions:
     loop: LoopOptions
 
 
-def training_options(config: RLTrainingConfig) -> TrainingOptions:
-    """Take [rl_training] apart, for the parts that `factory` assembles."""
+def training_options(config: RLTrainingConfig, *, eval_bytes: int | None = None) -> TrainingOptions:
+    """Take [rl_training] apart, for the parts that `factory` assembles. `eval_bytes`: as in
+    `TrainerOptions`."""
     lora, on_data = config.lora, config.algorithm in DATA_ALGORITHMS
     custom_loss = config.loss is not None and is_reference(config.loss)
     measured = config.sampler_correction == "auto"
@@ -74,6 +75,7 @@ def training_options(config: RLTrainingConfig) -> TrainingOptions:
             max_eval_ms=max_eval_ms,
             packing=config.packing,
             blocks_per_eval=config.blocks_per_eval,
+            eval_bytes=eval_bytes,
             seed=config.seed,
             kl_beta=config.kl_beta,
             kl_in=config.kl_in,

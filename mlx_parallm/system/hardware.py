@@ -16,6 +16,11 @@ import psutil
 from mlx_parallm.system.blas import has_cuda_backend
 from mlx_parallm.system.footprint import MemoryUse, machine_bytes, process_bytes
 
+DEVICE_VARIABLE = "MLX_PARALLM_DEVICE"
+GPU_LIKE = "gpu-like"
+"""What it may say: on a machine without a GPU the tests then go the way that a GPU takes, with no
+kernels of ours, plain layouts, narrow experts and packed weights (CONTRIBUTING.md). The results are
+the same, and come slowly."""
 GIB, MIB = 2**30, 2**20
 # of the memory that is free once the model is loaded: the rest is for activations, and the trainer
 KV_CACHE_SHARE = 2
@@ -90,13 +95,35 @@ def harmful_variables() -> list[str]:
     ]
 
 
+def on_cpu() -> bool:
+    """True when the way for a CPU is taken: MLX computes on one, and is not asked to go a GPU's
+    way."""
+    return is_cpu() and not gpu_like()
+
+
+def is_cpu() -> bool:
+    """True when MLX computes on a CPU, whichever way it goes: float32 is then 10 to 20 times faster
+    than half precision, and there is no memory but the machine's."""
+    import mlx.core as mx
+
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
+def gpu_like() -> bool:
+    """True when a CPU is asked to go a GPU's way. Raises ValueError: the variable says something
+    else."""
+    value = os.environ.get(DEVICE_VARIABLE, "")
+    if value not in ("", GPU_LIKE):
+        raise ValueError(f"{DEVICE_VARIABLE}={value}: it may be {GPU_LIKE!r}, or unset")
+    return value == GPU_LIKE
+
+
 def memory_present() -> tuple[int, int]:
     """Return (free, total) bytes of the memory that holds the model: the GPU's or the machine's.
     Loads MLX."""
     import mlx.core as mx
 
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    info: Mapping[str, Any] = mx.device_info() if on_gpu else {}
+    info: Mapping[str, Any] = {} if is_cpu() else mx.device_info()
     whole = next(
         (
             int(info[key])
@@ -143,11 +170,9 @@ def async_scheduling(configured: bool | None, *, deterministic: bool) -> bool:
     In deterministic mode None means off: which version draws a token would depend on when it was
     started.
     """
-    import mlx.core as mx
-
     if configured is not None:
         return configured
-    return not deterministic and mx.default_device().type == mx.DeviceType.gpu
+    return not deterministic and not on_cpu()
 
 
 def wire_memory(model_bytes: int, wired: float | str = "off") -> str | None:
@@ -162,7 +187,7 @@ def wire_memory(model_bytes: int, wired: float | str = "off") -> str | None:
     """
     import mlx.core as mx
 
-    info = mx.device_info() if mx.default_device().type == mx.DeviceType.gpu else {}
+    info = {} if is_cpu() else mx.device_info()
     if "max_recommended_working_set_size" not in info:
         return None
     most, whole = int(info["max_recommended_working_set_size"]), int(info["memory_size"])
@@ -193,7 +218,7 @@ def memory_use(processes: int = 1) -> list[MemoryUse]:
 
     arrays = mx.get_active_memory() + mx.get_cache_memory()
     machine = machine_bytes() // processes
-    if mx.default_device().type != mx.DeviceType.gpu:
+    if is_cpu():
         return [MemoryUse("process", process_bytes(), machine)]
     if sys.platform == "darwin":  # one memory for both
         return [MemoryUse("process", max(process_bytes(), arrays), machine)]
@@ -229,7 +254,7 @@ def float32_is_tf32() -> bool:
     unless MLX_ENABLE_TF32 is 0. Measured once, on a GPU only. Loads MLX."""
     import mlx.core as mx
 
-    if mx.default_device().type != mx.DeviceType.gpu:
+    if is_cpu():
         return False
     fine = mx.full((128, 128), 1 + 2**-12)  # TF32 makes 1 of it
     return not mx.array_equal(fine @ mx.eye(128), fine).item()
@@ -240,7 +265,7 @@ def mlx_device() -> str:
     import mlx.core as mx
 
     info = mx.device_info()
-    kind = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
+    kind = "cpu" if is_cpu() else "gpu"
     return f"{kind} ({info.get('device_name', info.get('architecture', 'unknown'))})"
 
 

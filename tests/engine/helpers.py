@@ -80,6 +80,7 @@ def engine_options(**changes: Any) -> EngineOptions:
         vocab_size=VOCAB,
         max_rows=64,
         prefill_chunk=256,
+        max_prefill_ms=None,
         kv_cache_bytes=None,
         by_tokens=True,
         prefix_cache_bytes=1 << 26,

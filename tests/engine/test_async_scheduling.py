@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.system.hardware import async_scheduling
+from mlx_parallm.system.hardware import async_scheduling, on_cpu
 from mlx_parallm.system.turns import Turns
 from tests.engine.helpers import (
     collect,
@@ -129,8 +129,7 @@ def test_freezing_reads_what_was_started():
 
 def test_it_is_off_on_a_cpu_and_when_deterministic_unless_it_is_set():
     assert parse_config({}).server.async_scheduling is None
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    assert async_scheduling(None, deterministic=False) == on_gpu
+    assert async_scheduling(None, deterministic=False) == (not on_cpu())
     assert not async_scheduling(None, deterministic=True)
     assert async_scheduling(True, deterministic=False)
     with pytest.raises(ConfigError, match="leave one out"):

@@ -148,6 +148,7 @@ def test_the_trained_model_is_the_exported_one(
     assert mx.abs(unrounded.model(tokens) - exported(tokens)).max().item() > 1e-2
 
 
+@pytest.mark.not_gpu_like(reason="MLX's CPU multiplies experts of float32 only")
 def test_experts_of_a_bfloat16_model_are_rounded_and_learn(tmp_path: Path) -> None:
     shape = QWEN3 | {"hidden_size": 128, "intermediate_size": 192} | MIXTURE
     save_checkpoint(tmp_path / "base", shape, dtype=mx.bfloat16)

@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.models import loading
-from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.models.loading import load_model, load_tokenizer, resolve_model_path
+from mlx_parallm.system.hardware import is_cpu
 from tests.tiny_models import LLAMA3_ROPE, TINY_ASSETS, make_model, save_checkpoint
 
 
@@ -22,7 +22,7 @@ def test_a_half_precision_checkpoint_is_float32_on_cpu(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "m", dtype=mx.float16)
     loaded = load_model(ModelConfig(base_path=str(tmp_path / "m")))
     dtypes = {array.dtype for _, array in tree_flatten(loaded.model.parameters())}
-    assert dtypes == ({mx.float32} if on_cpu() else {mx.float16})
+    assert dtypes == ({mx.float32} if is_cpu() else {mx.float16})
     assert loaded.max_model_len == 2048
     kept = load_model(ModelConfig(base_path=str(tmp_path / "m"), dtype="float16"))
     assert {array.dtype for _, array in tree_flatten(kept.model.parameters())} == {mx.float16}

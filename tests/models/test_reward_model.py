@@ -21,8 +21,8 @@ from mlx_parallm.models.scoring.card import (
     find_reward_model,
 )
 from mlx_parallm.models.scoring.reward_model import RewardScorer, TrainedRewardModel
+from mlx_parallm.models.scoring.value_head import VALUE_HEAD_FILE, value_head_of
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.models.value_head import VALUE_HEAD_FILE, value_head_of
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import encode_all
 from mlx_parallm.rl_training.factory import build_trainer

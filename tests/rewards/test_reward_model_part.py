@@ -20,8 +20,8 @@ from mlx_parallm.models.scoring.reward_model import (
     load_shared_scorers,
     shared_scorer,
 )
+from mlx_parallm.models.scoring.value_head import VALUE_HEAD_FILE
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.models.value_head import VALUE_HEAD_FILE
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.rewards.reward_model import reward_model

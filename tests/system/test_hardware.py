@@ -32,7 +32,15 @@ def machine(backend: str = "cpu", memory: int = 64) -> Hardware:
         ("cpu", 64, {}),
         ("cuda", 64, {"server.prefill_chunk": 2048}),
         # Metal's watchdog kills work that takes seconds (ml-explore/mlx#3267).
-        ("metal", 64, {"server.prefill_chunk": 2048, "rl_training.max_eval_ms": 1000}),
+        (
+            "metal",
+            64,
+            {
+                "server.prefill_chunk": 2048,
+                "rl_training.max_eval_ms": 250,
+                "server.max_prefill_ms": 250,
+            },
+        ),
         *(
             ("cpu", gib, {"rl_training.token_budget": tokens})
             for gib, tokens in ((0, 1024), (2, 2048), (7, 7168))

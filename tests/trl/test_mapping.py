@@ -308,7 +308,7 @@ def test_a_grpo_configuration() -> None:
     )
     assert (training.clip_ratio, training.clip_ratio_high, training.max_staleness) == (0.2, 0.28, 0)
     assert (training.learning_rate, training.seed, training.adam_beta2) == (2e-5, 7, 0.999)
-    assert (training.token_budget, training.blocks_per_eval) == (999, 1)
+    assert (training.token_budget, training.blocks_per_eval) == (999, None)
     assert (environment.group_size, environment.max_tokens, environment.reward_weights) == (
         4,
         32,

@@ -105,7 +105,7 @@ HOW: Mapping[str, str] = {
     "save_strategy": "`rl_training.checkpoint_interval`",
     "save_steps": "`rl_training.checkpoint_interval`, in steps",
     "load_best_model_at_end": "`trainer.save_model` writes `best`, not `final`",
-    "gradient_checkpointing": "`rl_training.blocks_per_eval`: 1 for True, 0 for False",
+    "gradient_checkpointing": "`rl_training.blocks_per_eval`: automatic for True, 0 for False",
     "router_aux_loss_coef": "None and 0: no loss of the router; None warns where TRL adds one",
     "report_to": "`logging.trackers`",
     "disable_tqdm": '`logging.level = "warning"`, and no display',
@@ -411,7 +411,7 @@ def _shared(
         "batch_size": schedule.batch_size,
         "total_steps": schedule.total_steps,
         "checkpoint_interval": interval[args.save_strategy],
-        "blocks_per_eval": 1 if args.gradient_checkpointing else 0,
+        "blocks_per_eval": None if args.gradient_checkpointing else 0,
         "lora": _lora_in_steps(lora, schedule),
     }
     if optimizer in ADAM:

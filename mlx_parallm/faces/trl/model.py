@@ -23,7 +23,7 @@ from mlx_parallm.models.adapters.rope_length import record_rope_length
 from mlx_parallm.models.loading import evaluate_module, load_model
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.scoring.card import CARD_FILE
-from mlx_parallm.models.value_head import VALUE_HEAD_FILE
+from mlx_parallm.models.scoring.value_head import VALUE_HEAD_FILE
 from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.factory import build_policy

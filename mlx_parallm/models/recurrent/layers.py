@@ -19,7 +19,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.mlx_lm_api import chunked_simple_decay, ssm_steps
-from mlx_parallm.models.recurrent.chunks import gated_delta, linear_scan, selective_scan
+from mlx_parallm.models.recurrent.chunks import linear_scan, selective_scan
+from mlx_parallm.models.recurrent.fast_paths import gated_delta
 from mlx_parallm.models.recurrent.tree import (
     TokenTree,
     convolve,

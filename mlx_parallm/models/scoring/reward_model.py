@@ -43,14 +43,14 @@ from mlx_parallm.models.scoring.card import (
     find_reward_model,
 )
 from mlx_parallm.models.scoring.conversation import Conversation, conversation_tokens
-from mlx_parallm.models.threads import MLXThread
-from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.models.value_head import (
+from mlx_parallm.models.scoring.value_head import (
     VALUE_HEAD,
     VALUE_HEAD_FILE,
     attach_value_head,
     value_head_of,
 )
+from mlx_parallm.models.threads import MLXThread
+from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.files import sampled_digest
 
 TOKEN_BUDGET = 8192  # tokens computed together, padding included

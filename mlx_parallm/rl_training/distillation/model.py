@@ -14,6 +14,7 @@ from mlx_parallm.config.distillation import TeacherConfig
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.blockwise import BlockwiseModel
+from mlx_parallm.models.evaluations import blocks_of
 from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoint import CheckpointVersions
@@ -143,12 +144,13 @@ class OtherModel:
             )
         self.max_model_len, self._vocab_size = loaded.max_model_len, vocab_size
         self._packing = step.packing
+        blocks = blocks_of(step.blocks_per_eval, loaded.config, step.eval_bytes)
         self._model = BlockwiseModel(
             loaded.model,
-            blocks_per_eval=step.blocks_per_eval,
+            blocks_per_eval=blocks,
             between_blocks=context.between_blocks,
         )
-        self._budget = MicroBatchBudget(step.token_budget, step.max_eval_ms)
+        self._budget = MicroBatchBudget(step.token_budget, step.max_eval_ms, blocks)
         self._images = step_images(loaded, loaded.model, self._model.slots, context.between_blocks)
 
     @property

@@ -48,6 +48,7 @@ from mlx_parallm.rl_training.plan.preflight import (
     MemoryEstimate,
     PlannedRun,
     in_words,
+    room_for_evaluations,
 )
 from mlx_parallm.rl_training.run.start import StartedRun
 from mlx_parallm.rl_training.sources import EMBEDDED, POLICY, policy_inference
@@ -157,7 +158,11 @@ class DryRun:
     def execute(self) -> None:
         """Show what the run needs by formula, start it, show samples, run the probe, and show
         the forecast."""
-        planned = PlannedRun.of(self._user_config, read_config(self._serving.model_path))
+        planned = PlannedRun.of(
+            self._user_config,
+            read_config(self._serving.model_path),
+            room=room_for_evaluations(deterministic=self._user_config.rl_training.deterministic),
+        )
         self._probe.image_token = planned.image_token
         self._console.print(
             Rule(Text(f"dry run · {self._user_config.model.base_path}"), align="left")

@@ -13,6 +13,7 @@ from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
 from mlx_parallm.rl_training.plan.preflight import (
     PROCESS_BYTES,
+    TIGHT,
     Lengths,
     MemoryEstimate,
     PlannedRun,
@@ -25,8 +26,6 @@ from mlx_parallm.system.terminal import Console
 
 log = get_logger("memory")
 
-TIGHT = 0.85
-"""A larger share of the memory is worth a warning: the prediction is good to about 15 %."""
 OFF = 0.15
 SMALL = 64 * 2**20
 """On top of that, a difference that nobody needs to hear of: that of a small model is made by
@@ -51,9 +50,9 @@ class MemoryWatch:
     def checked(cls, run: PlannedRun, *, processes: int = 1) -> "MemoryWatch":
         """Raises ConfigError: the longest sequences that the configuration allows need more than
         this machine has."""
-        needed, (free, whole) = processes * needed_bytes(run.memory), memory_present()
+        needed, (free, whole) = processes * needed_bytes(run.least.memory), memory_present()
         if needed > whole:
-            raise ConfigError(run.too_little_memory(needed, whole))
+            raise ConfigError(run.least.too_little_memory(needed, whole))
         if needed > min(TIGHT * whole, free):
             others = others_holding()
             log.warning(

@@ -15,6 +15,7 @@ from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.engine.cache.batch import can_lie_by_tokens
 from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.models.cpu_kernels import UNPACKED_EXPERTS, on_cpu
+from mlx_parallm.models.evaluations import BlockSize
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.images.support import ImageHook, tower_sizes
@@ -30,9 +31,10 @@ from mlx_parallm.models.lora import (
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
 from mlx_parallm.models.quantize import quantizable
 from mlx_parallm.models.scoring.card import RewardModelCard, find_reward_model
+from mlx_parallm.models.scoring.value_head import VALUE_HEAD_FILE
 from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
-from mlx_parallm.models.value_head import VALUE_HEAD_FILE
 from mlx_parallm.rl_training.step.states_8bit import SMALLEST
+from mlx_parallm.system.hardware import is_cpu
 from mlx_parallm.types import NARROW_IDS
 
 FLOAT, HALF = 4, 2
@@ -145,24 +147,17 @@ class ModelShape:
         count += sum(seeing)
         sizes = [*(array.size for _, array in arrays), *seeing]
         text: Mapping[str, Any] = model_config.get("text_config", model_config)
-        heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
-        hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
-        head = hidden + 1 if options.value_head else 0
-        dense = int(text.get("intermediate_size") or 4 * hidden)
-        # without a size of their own experts have that of the feed-forward (Mixtral, gpt-oss)
-        of_expert = int(
-            text.get("moe_intermediate_size") or (dense if text.get("num_local_experts") else 0)
-        )
-        experts = of_expert * int(text.get("num_experts_per_tok") or 0)
+        size = BlockSize.of(model_config)
+        head = size.hidden + 1 if options.value_head else 0
         return cls(
             weights=weights,
             trained=count + head,
             layers=len(model.layers),
-            hidden=hidden,
-            intermediate=experts or dense,
-            heads=heads,
-            kv_heads=int(text.get("num_key_value_heads") or heads),
-            head_dim=int(text.get("head_dim") or hidden // heads),
+            hidden=size.hidden,
+            intermediate=size.intermediate,
+            heads=size.heads,
+            kv_heads=size.kv_heads,
+            head_dim=size.head_dim,
             vocab=int(text["vocab_size"]),
             width=dtype.size,
             quantized=any(isinstance(module, nn.QuantizedLinear) for module in model.modules()),
@@ -187,6 +182,11 @@ class ModelShape:
             tower=tower,
             eye=eye,
         )
+
+    @property
+    def block(self) -> BlockSize:
+        """The dimensions of one block."""
+        return BlockSize(self.hidden, self.intermediate, self.heads, self.kv_heads, self.head_dim)
 
     @property
     def kv_token(self) -> int:
@@ -288,7 +288,7 @@ def _dtypes(dtype_name: str, model_config: Mapping[str, Any]) -> tuple[mx.Dtype,
     stored = str(dtype).removeprefix("mlx.core.")
     if dtype_name != "auto":
         return DTYPES[dtype_name], stored
-    return (mx.float32 if on_cpu() else dtype), stored
+    return (mx.float32 if is_cpu() else dtype), stored
 
 
 def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quantize: bool) -> None:

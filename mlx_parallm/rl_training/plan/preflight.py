@@ -24,14 +24,15 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_class, worth_a_segment
 from mlx_parallm.engine.cache.size_classes import SLACK
-from mlx_parallm.models.blockwise import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
+from mlx_parallm.models.evaluations import EVAL_SHARE, Evaluations
 from mlx_parallm.models.layouts.tree_rows import BLOCK
+from mlx_parallm.models.scoring.head import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.rl_training.plan.model_shape import FLOAT, NARROW, LoadOptions, ModelShape
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
 from mlx_parallm.rl_training.step.optimizer import QUANTISED, state_bytes
-from mlx_parallm.system.hardware import GIB, prefix_cache_bytes
+from mlx_parallm.system.hardware import GIB, memory_present, prefix_cache_bytes
 
 PROCESS_BYTES = 240 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny`
@@ -49,6 +50,8 @@ UNPACKED_AHEAD = 12
 operations that wait."""
 USUAL_IMAGE = 1024
 """Tokens of the largest image where the part that sees is trained and no row was seen yet."""
+TIGHT = 0.85
+"""A larger share of the memory is worth a warning: the prediction is good to about 15 %."""
 LEAST_SAVING = 0.01
 """Of what is needed: a setting that saves less is not named."""
 ROUNDED_COPIES = 1.5
@@ -125,15 +128,20 @@ class PlannedRun:
     Attributes:
         lengths: longest prompt and completion; None: the longest that `config` allows.
         cached: sequences that stay in the prefix cache; None: those of one step.
+        room: bytes of the memory, of which evaluations take a part where
+            `rl_training.blocks_per_eval` is open; None: they are of one block.
     """
 
     config: Config
     shape: ModelShape
     lengths: Lengths | None = None
     cached: int | None = None
+    room: int | None = None
 
     @classmethod
-    def of(cls, config: Config, model_config: Mapping[str, Any]) -> "PlannedRun":
+    def of(
+        cls, config: Config, model_config: Mapping[str, Any], *, room: int | None = None
+    ) -> "PlannedRun":
         """Raises ModelError, AdapterError: as `ModelShape.of`."""
         training = config.rl_training
         on_data = training.algorithm in DATA_ALGORITHMS
@@ -149,7 +157,7 @@ class PlannedRun:
             base_is_plain=config.base_is_plain,
             image_hooks=config.image_hooks(),
         )
-        return cls(config, ModelShape.of(model_config, options))
+        return cls(config, ModelShape.of(model_config, options), room=room)
 
     @property
     def longest(self) -> Lengths:
@@ -240,6 +248,27 @@ class PlannedRun:
         loading = max(0, self.shape.weights + self.shape.loading - sum(parts.values()))
         return MemoryEstimate(parts | {"loading": loading, "process": PROCESS_BYTES})
 
+    @property
+    def least(self) -> "PlannedRun":
+        """The same run with one block an evaluation, where their number is open."""
+        return replace(self, room=None)
+
+    @property
+    def eval_bytes(self) -> int:
+        """Bytes that the blocks of one evaluation may keep, where their number is open: a share of
+        the memory, and no more than half of what the run leaves of it."""
+        if self.room is None:
+            return 0
+        left = int(TIGHT * self.room) - replace(self.least, lengths=None).memory.total
+        return max(0, min(self.room // EVAL_SHARE, left // 2))
+
+    def _blocks(self, tokens: int, span: int) -> int:
+        """Blocks of an evaluation of so many tokens."""
+        configured, layers = self.config.rl_training.blocks_per_eval, self.shape.layers
+        if configured is not None:
+            return configured or layers
+        return Evaluations(self.shape.block, self.eval_bytes).blocks(layers, tokens, span)
+
     def checkpoint_bytes(self) -> int:
         """One checkpoint without the tokenizer's files: trained weights, the optimizer's state,
         masters where they differ, the reference where nothing else knows it."""
@@ -299,7 +328,7 @@ class PlannedRun:
         """Yield (key, smaller value, the run with it). `cost`: "learning" for those that change
         what is learnt."""
         for key, value, config, shape in self._candidates(cost):
-            run = PlannedRun(config, shape)
+            run = PlannedRun(config, shape, room=self.room)
             if self.lengths is not None:
                 run = replace(run, lengths=self.lengths.within(run.longest))
             yield key, value, run
@@ -317,7 +346,8 @@ class PlannedRun:
                 yield "rl_training.optimizer", f'"{narrow}"', with_training(optimizer=narrow), shape
             return
         if cost == "none":
-            if training.blocks_per_eval != 1:
+            is_open = training.blocks_per_eval is None
+            if training.blocks_per_eval != 1 and not (is_open and self.room is None):
                 yield "rl_training.blocks_per_eval", "1", with_training(blocks_per_eval=1), shape
             budget, rows = max(1, training.token_budget // 2), max(1, server.batch_size // 2)
             yield "rl_training.token_budget", str(budget), with_training(token_budget=budget), shape
@@ -374,7 +404,7 @@ class PlannedRun:
         training = self.config.rl_training
         tokens, rows, span, shared = self._rows_of_micro_batch()
         scored = min(tokens, rows * self.longest.completion)
-        size = training.blocks_per_eval or self.shape.layers
+        size = self._blocks(tokens, span)
         groups = -(-self.shape.layers // size)
         d, ffn, heads, kv = (
             self.shape.hidden,
@@ -388,7 +418,7 @@ class PlannedRun:
         in_mlp = 13 * d + (10 if unpacks else 15) * ffn + 4 * heads + 6 * kv + scores
         in_attention = 12 * d + 7 * ffn + 11 * heads + 8 * kv + 3.4 * scores
         # of a block that waits for its backward pass
-        stays = 4.2 * d + 5 * ffn + 3.2 * heads + 2.5 * kv + 1.3 * scores
+        stays = self.shape.block.kept(span)
         block = (size - 1) * stays + max(in_mlp, in_attention)
         times = TRAINED_HEAD if not training.lora.enabled else UNPACKED_HEAD if unpacks else 1
         piece = head_rows(scored, self.shape.vocab, times=times)
@@ -493,10 +523,8 @@ class PlannedRun:
             return {}
         # a scale and a bias for 64
         packed = self.shape.rounded * (training.lora.qat_bits + 16 * self.shape.width / 64) / 8
-        blocks, size = (
-            training.blocks_per_eval or self.shape.layers,
-            self.shape.adapted / self.shape.layers,
-        )
+        tokens, _, span, _ = self._rows_of_micro_batch()
+        blocks, size = self._blocks(tokens, span), self.shape.adapted / self.shape.layers
         waiting = size * (blocks * self.shape.width + ROUNDED_COPIES * FLOAT)
         return {"training: rounding": int(packed + waiting)}
 
@@ -629,6 +657,13 @@ class _Tried:
             if (step := next(wanted, None)) is None:
                 return tried
             tried = step
+
+
+def room_for_evaluations(*, deterministic: bool, processes: int = 1) -> int:
+    """Return the memory of which a run's evaluations take a part, shared by `processes`: what is
+    free, and in deterministic mode, where that may not matter, all. Loads MLX."""
+    free, whole = memory_present()
+    return (whole if deterministic else free) // processes
 
 
 def in_words(size: float) -> str:

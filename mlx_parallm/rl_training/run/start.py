@@ -36,7 +36,7 @@ from mlx_parallm.rl_training.loop import Batches, Parts
 from mlx_parallm.rl_training.monitor.spans import SpanLog
 from mlx_parallm.rl_training.options import TrainingOptions, training_options
 from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch
-from mlx_parallm.rl_training.plan.preflight import PlannedRun
+from mlx_parallm.rl_training.plan.preflight import PlannedRun, room_for_evaluations
 from mlx_parallm.rl_training.publish.rollback import RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers
 from mlx_parallm.rl_training.run.assembly import (
@@ -161,8 +161,7 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     """Build everything and start the sources; None: a stop was requested meanwhile."""
     config, serving, closing = prepared.config, prepared.serving, prepared.closing
     quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
-    planned = PlannedRun.of(config, check_model(config.model, train=True, quantize=quantize))
-    memory = MemoryWatch.checked(planned, processes=prepared.ranks.here)
+    planned, memory = _planned(prepared, quantize=quantize)
     data = _read_rows(prepared)
     if data is not None:
         config = prepared.counted_by(data)
@@ -188,7 +187,7 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     _listen(prepared, opened, sources, rollbacks, commands)
     loaded = serving.load(quantize=quantize)
     note_base(opened.store, serving.model_path)
-    options = training_options(training)
+    options = training_options(training, eval_bytes=planned.eval_bytes)
     trainer = build_trainer(
         loaded,
         options,
@@ -255,6 +254,18 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
         trainer.change(values)
         started.keep_settings(values)
     return started
+
+
+def _planned(prepared: PreparedRun, *, quantize: bool) -> tuple[PlannedRun, MemoryWatch]:
+    """Return what the run will need, compared with what there is. Raises ConfigError."""
+    config, processes = prepared.config, prepared.ranks.here
+    deterministic = config.rl_training.deterministic
+    planned = PlannedRun.of(
+        config,
+        check_model(config.model, train=True, quantize=quantize),
+        room=room_for_evaluations(deterministic=deterministic, processes=processes),
+    )
+    return planned, MemoryWatch.checked(planned, processes=processes)
 
 
 def _read_rows(prepared: PreparedRun) -> DataSource | None:

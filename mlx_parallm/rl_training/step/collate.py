@@ -22,6 +22,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.models.evaluations import Evaluations
 from mlx_parallm.models.experts.routing import UNFORCED
 from mlx_parallm.models.layouts.layout import CompactRows, TokenBatch, pack_rows
 from mlx_parallm.models.layouts.layout import share_prompts as shared_rows
@@ -501,17 +502,28 @@ def _first_fit(sizes: Sizes) -> PackedPart:
 
 
 class MicroBatchBudget:
-    """Tokens of a micro-batch so that one evaluation stays within `max_eval_ms`; never above
-    `token_budget`.
+    """Tokens of a micro-batch, and blocks of an evaluation where their number is open, so that one
+    evaluation stays within `max_eval_ms`; never above `token_budget`.
 
     macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267), and the
-    first piece of work that is too large ends the process. So `tokens` starts small and doubles as
-    long as evaluations take less than half the limit. Without a limit it is always `token_budget`.
+    first piece of work that is too large ends the process. So both start small, and double as long
+    as evaluations take less than half the limit: first `tokens`, then the blocks. What takes too
+    long has fewer blocks first. Without a limit `tokens` is always `token_budget`.
+
+    `blocks`: of the model whose evaluations are observed.
     """
 
-    def __init__(self, token_budget: int, max_eval_ms: int | None) -> None:
+    def __init__(
+        self,
+        token_budget: int,
+        max_eval_ms: int | None,
+        blocks: int | Evaluations = 1,
+    ) -> None:
         self._limit_ms = max_eval_ms
         self._full = token_budget
+        self._blocks = blocks if isinstance(blocks, Evaluations) else None
+        if self._blocks is not None and max_eval_ms is not None:
+            self._blocks.most_blocks = 1
         self.tokens = self._full if self._limit_ms is None else min(self._full, FIRST_TOKENS)
         self._warned = False
 
@@ -520,7 +532,12 @@ class MicroBatchBudget:
         longest evaluation took `longest_ms`."""
         if self._limit_ms is None:
             return
+        open_blocks = self._blocks
         if longest_ms > self._limit_ms:
+            if open_blocks is not None and open_blocks.used > 1:
+                fewer = int(open_blocks.used * AIM * self._limit_ms / longest_ms)
+                open_blocks.most_blocks = max(1, fewer)
+                return
             if rows == 1 and not self._warned:
                 log.warning(
                     "one sequence alone takes longer than max_eval_ms: shorten"
@@ -540,6 +557,9 @@ class MicroBatchBudget:
                     limit=self._limit_ms,
                 )
                 self.tokens = lowered
-        # a micro-batch that was nearly full
-        elif longest_ms < self._limit_ms / 2 and 2 * tokens > self.tokens:
-            self.tokens = min(self._full, 2 * self.tokens)
+        elif longest_ms < self._limit_ms / 2:
+            # a micro-batch that was nearly full
+            if 2 * tokens > self.tokens and self.tokens < self._full:
+                self.tokens = min(self._full, 2 * self.tokens)
+            elif open_blocks is not None and open_blocks.used == open_blocks.most_blocks:
+                open_blocks.most_blocks *= 2

@@ -26,8 +26,8 @@ from mlx_parallm.config.training import AdaLoraConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.cpu_kernels import fused
 from mlx_parallm.models.parameters import ParameterSlots, scalar, to_host
+from mlx_parallm.models.scoring.value_head import is_value_head
 from mlx_parallm.models.sums import evaluated, has_signal, total
-from mlx_parallm.models.value_head import is_value_head
 from mlx_parallm.rl_training.step import states_4bit, states_8bit
 from mlx_parallm.rl_training.step.adaptive_ranks import AdaptiveRanks
 from mlx_parallm.rl_training.step.states_4bit import AdamW4bit

@@ -47,13 +47,13 @@ from mlx_parallm.models.lora import (
 )
 from mlx_parallm.models.mlx_lm_api import save_config, save_model
 from mlx_parallm.models.parameters import ParameterSlots
-from mlx_parallm.models.support import stored_dtype
-from mlx_parallm.models.value_head import (
+from mlx_parallm.models.scoring.value_head import (
     VALUE_HEAD_FILE,
     attach_value_head,
     is_value_head,
     without_value_head,
 )
+from mlx_parallm.models.support import stored_dtype
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.weights import parameter_slots
 
@@ -93,8 +93,8 @@ class TrainedPolicy:
         model_config: the base's config.json.
         initial_adapter: arrays to start the adapter from, as `models.lora.load_adapter` reads them.
         needs_reference: whether `reference` will be used.
-        needs_values: whether the tree gets a value head (models/value_head.py), trained beside the
-            rest.
+        needs_values: whether the tree gets a value head (models/scoring/value_head.py), trained
+            beside the rest.
         kv_bits: bits of the engine's keys and values; None: those of the model.
         images: makes features of images by modules of this tree; None: it reads texts alone.
 

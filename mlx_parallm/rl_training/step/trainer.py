@@ -12,8 +12,7 @@ advantage.
     apply       the optimizer's update with what was accumulated         optimizer.py
 
 `train_step` calls these in that order. A caller with a loop of its own may call `accumulate`
-several times before one
-`apply`: everything is a sum, and the normalizers of the `BatchLoss` are the caller's.
+several times before one `apply`: everything is a sum, and the normalizers are the caller's.
 
 *Scores*: before the first update of a step the batch is scored once, as far as the algorithm or the
 sampler correction needs it: the policy that the step starts from, its values, the reference.
@@ -42,6 +41,7 @@ import structlog
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import BlockwiseModel
+from mlx_parallm.models.evaluations import blocks_of
 from mlx_parallm.models.experts.routing import expert_load
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.support import layers_by_token
@@ -104,6 +104,7 @@ class TrainerOptions:
     Attributes:
         batch_size: examples of a mini-batch.
         token_budget, max_eval_ms: as in `MicroBatchBudget`.
+        blocks_per_eval, eval_bytes: as in `models.evaluations.blocks_of`.
         kl_in: where `kl_beta`'s KL goes.
         kl_target: None: the coefficient stays.
         reference_decay: the reference is a moving average; None: it stays.
@@ -116,7 +117,8 @@ class TrainerOptions:
     token_budget: int
     max_eval_ms: int | None
     packing: bool
-    blocks_per_eval: int
+    blocks_per_eval: int | None
+    eval_bytes: int | None
     seed: int
     kl_beta: float
     kl_in: Literal["loss", "reward"]
@@ -171,20 +173,18 @@ class Trainer:
         self.images = images
         self.policy, self.algorithm, self.options = policy, algorithm, options
         self.ranks = ranks
+        blocks = blocks_of(options.blocks_per_eval, policy.model_config, options.eval_bytes)
         self.model = BlockwiseModel(
             policy.model,
-            blocks_per_eval=options.blocks_per_eval,
+            blocks_per_eval=blocks,
             between_blocks=between_blocks,
             features=None if images is None else images.gradient,
         )
         self._between_blocks = between_blocks
         for layer in layers_by_token(policy.model):
-            reason = (
-                "its recurrence has no form in chunks here, so its graph visits one token after"
-                " another"
-            )
+            reason = "its recurrence has no chunks here: its graph visits one token after another"
             log.warning("a layer trains slowly", layer=layer, reason=reason)
-        if self.model.fallback and options.blocks_per_eval:
+        if self.model.fallback and options.blocks_per_eval != 0:
             log.info("not trained block by block", reason=self.model.fallback)
         else:
             if not self.model.shares_prompts:
@@ -204,7 +204,7 @@ class Trainer:
         self.gradients: list[mx.array] | None = None
         self._in_step = False
         self._proof = GradientProof(self.model)
-        self._budget = MicroBatchBudget(options.token_budget, options.max_eval_ms)
+        self._budget = MicroBatchBudget(options.token_budget, options.max_eval_ms, blocks)
         self._kl_coefficient = options.kl_beta
         self._correction = (
             None

@@ -188,6 +188,7 @@ def test_the_product_of_other_devices_gives_the_same(small, bits, dtype, error, 
     assert max(texts.step() for _ in range(2)) < error
 
 
+@pytest.mark.not_gpu_like(reason="MLX's CPU adds half-precision numbers one after the other")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("bits", [None, 8])
 def test_half_precision_over_2000_positions_is_exact_and_finite(bits, dtype):

@@ -341,13 +341,13 @@ def test_checkpoints_of_rows_are_counted_by_the_passes_over_them(
 def test_too_large_for_the_machine_is_refused_before_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_watch, "memory_present", lambda: (2**27, 2**27))
+    monkeypatch.setattr(memory_watch, "memory_present", lambda: (2**20, 2**20))
     config = own_data(
         tmp_path, "def score(completions, **columns):\n    return [0.25] * len(completions)\n"
     )
     with pytest.raises(
         ConfigError,
-        match=r"needs .* and 128\.0 MiB are there; no setting changes that: take a smaller model",
+        match=r"needs .* and 1\.0 MiB are there; no setting changes that: take a smaller model",
     ):
         dry(config, tmp_path / "scratch")
 
@@ -451,7 +451,7 @@ def test_one_number_of_a_dry_run_is_called_at_most() -> None:
 def test_weights_that_become_float32_are_named(
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool, settings: dict[str, str], words: str | None
 ) -> None:
-    monkeypatch.setattr(model_shape, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(model_shape, "is_cpu", lambda: on_cpu)
     narrow = QWEN3_06B | {"torch_dtype": "bfloat16"}
     shape = PlannedRun.of(parse_config({"model": settings}), narrow).shape
     note = float32_note(shape)
@@ -473,5 +473,5 @@ def test_weights_that_become_float32_are_named(
 
 def test_a_checkpoint_keeps_its_dtype_but_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for on_cpu, dtype in ((True, mx.float32), (False, None)):
-        monkeypatch.setattr(loading, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        monkeypatch.setattr(loading, "is_cpu", lambda on_cpu=on_cpu: on_cpu)
         assert loading._dtype("auto") is dtype and loading._dtype("bfloat16") is mx.bfloat16

@@ -19,7 +19,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
 from mlx_parallm.rl_training.plan import memory_watch, model_shape, preflight
-from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch, measured_bytes
+from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch, measured_bytes, needed_bytes
 from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import padded_length
@@ -37,7 +37,7 @@ def config(*overrides: str) -> Config:
 
 
 def needed(config: Config) -> int:
-    return PlannedRun.of(config, QWEN3_06B).memory.total
+    return needed_bytes(PlannedRun.of(config, QWEN3_06B).memory)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import AdapterError
+from mlx_parallm.models import evaluations
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.layouts.tree_rows import TreeAttention, merge_rows
@@ -25,7 +26,7 @@ from mlx_parallm.rl_training.plan import model_shape, preflight
 from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
-from mlx_parallm.system.hardware import GIB
+from mlx_parallm.system.hardware import GIB, on_cpu
 from tests.models.test_reward_model import make_config, save
 from tests.tiny_models import QWEN3 as TINY_QWEN3
 from tests.tiny_models import VOCAB_SIZE, lora_config, save_checkpoint
@@ -60,8 +61,9 @@ MAC_24GB = 24e9 * 2 / 3
 
 
 def compute_on_cpu(monkeypatch: pytest.MonkeyPatch, on_cpu: Callable[[], bool]) -> None:
-    for module in (model_shape, preflight):
+    for module in (model_shape, preflight, evaluations):
         monkeypatch.setattr(module, "on_cpu", on_cpu)
+    monkeypatch.setattr(model_shape, "is_cpu", on_cpu)
 
 
 def small(**training: Any) -> Config:
@@ -253,7 +255,7 @@ def test_keys_and_values_of_32_rows(layout: str, prompt: int, own: int, shared: 
         assert shape.held_token(4) == token and shape.held_token(8) == token + 28 * 2 * 8 * 128 // 2
         bits = config.model_copy(update={"server": config.server.model_copy(update={"kv_bits": 4})})
         found = PlannedRun(bits, shape, Lengths(prompt, 1000)).memory.parts["keys and values"]
-        a_layer_unpacked = (rows * own + shared) * shape.kv_token // 28
+        a_layer_unpacked = on_cpu() * (rows * own + shared) * shape.kv_token // 28
         rest = chunk * shape.kv_token + rows * own * token // 28 + a_layer_unpacked
         assert found == (rows * own + shared) * token + rest
 
@@ -372,12 +374,12 @@ def test_experts_and_formats_of_a_mixture_count(monkeypatch: pytest.MonkeyPatch)
     assert saved == matrices * (4 + 32 / 32 - 4.25) / 8
     # a CPU unpacks a block's three stacks for the moment, unless MXFP4
     quantized = gpt_oss | {"quantization": {"group_size": 32, "bits": 4}}
-    for on_cpu, form, unpacked in (
+    for computes_on_cpu, form, unpacked in (
         (True, quantized, 3 * 8 * 64 * 96),
         (True, gpt_oss | mxfp4, 0),
         (False, quantized, 0),
     ):
-        compute_on_cpu(monkeypatch, lambda on_cpu=on_cpu: on_cpu)
+        compute_on_cpu(monkeypatch, lambda answer=computes_on_cpu: answer)
         shape = PlannedRun.of(config, form).shape
         assert shape.unpacked == unpacked
         parts = PlannedRun(config, shape, Lengths(10, 10)).memory.parts

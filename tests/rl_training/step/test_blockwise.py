@@ -18,6 +18,7 @@ from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
+from mlx_parallm.models.scoring import head
 from scripts.generate_model_table import small_model
 from tests.rl_training.tiny_models import make_model
 from tests.tiny_models import lora_config
@@ -261,8 +262,8 @@ def test_head_in_chunks(
 
 
 def test_the_chunk_follows_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise, "WHOLE_HEAD", 40 * 99)
-    monkeypatch.setattr(blockwise, "HEAD_PIECE", 40 * 64)
+    monkeypatch.setattr(head, "WHOLE_HEAD", 40 * 99)
+    monkeypatch.setattr(head, "HEAD_PIECE", 40 * 64)
     tokens = TokenBatch(mx.zeros((2, 60), mx.int32), mx.arange(100), mx.zeros(100, mx.int32))
     chunks = BlockwiseModel(with_lora(make_model()), blocks_per_eval=1)._chunks(tokens)
     assert chunks == [slice(0, 64), slice(64, 100)]
