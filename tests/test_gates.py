@@ -5,7 +5,10 @@ test: remove it.
 """
 
 import ast
+import contextlib
+import io
 import re
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -25,6 +28,8 @@ TINY_MODULE_LINES = 80
 # [rl_training]; a room: a module with one. The configuration's own modules are not counted.
 CONFIGURATIONS = {"Config", "CoreConfig", "RLTrainingConfig"}
 MAX_STAYS, MAX_ROOMS = 38, 18  # fewer: give a consumer its options, or what holds them already
+
+SHORTEST_PIECE = 14  # characters of a wrapped string
 
 BEGINNINGS = ("Of ", "What ", "From ", "As ", "On ")
 PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
@@ -281,6 +286,55 @@ def test_lists_are_written_out() -> None:
         if isinstance(value, ast.Tuple | ast.List | ast.Dict)
     ]
     assert nested == []
+
+
+def wrapped_strings(source: Source) -> Iterator[list[tokenize.TokenInfo]]:
+    """Yield the pieces of each string that is written as several, one below the other."""
+    lines = source.text.splitlines(keepends=True)
+    for node in source.nodes(ast.Constant, ast.JoinedStr):
+        first, last = node.lineno - 1, node.end_lineno or node.lineno
+        is_text = isinstance(node, ast.JoinedStr) or isinstance(node.value, str)
+        if not is_text or last - first < 2 or '"""' in lines[first]:
+            continue
+        text = (
+            "("
+            + lines[first].encode()[node.col_offset :].decode()
+            + "".join(lines[first + 1 : last])
+        )
+        with contextlib.suppress(tokenize.TokenError, IndentationError):
+            pieces: list[tokenize.TokenInfo] = []
+            for token in tokenize.generate_tokens(io.StringIO(text).readline):
+                if token.type == tokenize.STRING:
+                    pieces.append(token)
+                elif pieces and token.type not in (tokenize.NL, tokenize.COMMENT):
+                    break
+            if len(pieces) > 1:
+                yield pieces
+
+
+def test_a_string_is_not_wrapped_after_a_word() -> None:
+    """A piece of a word or two is what a formatter's change of width leaves behind."""
+    report(
+        f"{source.path}: {piece.string}: join it with its neighbours, at 100 columns"
+        for folder in ("mlx_parallm", "scripts", "tests")
+        for source in sources(folder)
+        for pieces in wrapped_strings(source)
+        for piece in pieces
+        if len(piece.string.lstrip("rRfFbB")) - 2 <= SHORTEST_PIECE and "\\n" not in piece.string
+    )
+
+
+def test_a_literal_stands_without_parentheses() -> None:
+    """`[("id")]`, `== ("mean")`, `(""), `"""
+    lonely = re.compile(
+        r"""(?:[\[,(=:{]|\breturn|\bin|\belse|\bif|\bor|\band|\+|==)\s*\(f?"[^"\\]*"\)"""
+    )
+    report(
+        f"{source.path}: {match[0]}: without parentheses"
+        for folder in ("mlx_parallm", "scripts", "tests")
+        for source in sources(folder)
+        for match in lonely.finditer(source.text)
+    )
 
 
 def test_no_circle_between_files() -> None:
