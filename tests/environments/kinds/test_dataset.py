@@ -238,20 +238,16 @@ GOOD = '{"prompt": "a"}\n'
         (GOOD + '{"prompt": 5}\n', {}, r":2: column 'prompt' is 5"),
         (GOOD + '{"prompt": [{"role": "user"}]}\n', {}, r":2: message 0 is not .*role"),
         (GOOD + '{"prompt": ["hello"]}\n', {}, r":2: message 0 is not .*'hello'"),
-        ('{"prompt": [{"role": "assistant", "content": "x"}]}\n', {}, ":1: the last message is the"
-        " assistant's"),
+        ('{"prompt": [{"role": "assistant", "content": "x"}]}\n', {}, ":1: the last message is the assistant's"),
         ('{"question": "a"}\n', {}, r"no column 'prompt' or 'messages', only question: set prompt_column = "),
         (GOOD, {"prompt_column": "q"}, "no column 'q', only prompt"),
         (GOOD, {"prompt_template": "{promt}"}, r"names {promt}, which is not a column .*did you mean {prompt}\?"),
         (GOOD, {"prompt_template": "{prompt.upper}"}, r"names {prompt.upper}, which is not a column"),
         (GOOD, {"prompt_template": "{prompt"}, "prompt_template '{prompt': expected '}'"),
-        ('{"a": 1}\n{"b": 1}\n', {"prompt_template": "{a}"}, ":2: column 'a' of prompt_template is"
-        " missing"),
+        ('{"a": 1}\n{"b": 1}\n', {"prompt_template": "{a}"}, ":2: column 'a' of prompt_template is missing"),
         ('{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}\n',
-         {"system_prompt": "z"}, ":1: the row has a system message, and system_prompt is set as"
-         " well"),
-        (json.dumps({"prompt": CHAT}), {"prompt_format": "text"}, ":1: the prompt is a list of"
-        " messages"),
+         {"system_prompt": "z"}, ":1: the row has a system message, and system_prompt is set as well"),
+        (json.dumps({"prompt": CHAT}), {"prompt_format": "text"}, ":1: the prompt is a list of messages"),
         ("", {}, "has no rows to train on"),
         (GOOD, {"data": "nowhere.jsonl"}, "there is no file nowhere.jsonl"),
         (GOOD, {"data": "rows.csv"}, "rows.csv is not JSONL"),
