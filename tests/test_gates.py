@@ -316,8 +316,7 @@ def test_a_string_is_not_wrapped_after_a_word() -> None:
     """A piece of a word or two is what a formatter's change of width leaves behind."""
     report(
         f"{source.path}: {piece.string}: join it with its neighbours, at 100 columns"
-        for folder in ("mlx_parallm", "scripts", "tests")
-        for source in sources(folder)
+        for source in sources("mlx_parallm", "scripts")
         for pieces in wrapped_strings(source)
         for piece in pieces
         if len(piece.string.lstrip("fF")) - 2 <= SHORTEST_PIECE
@@ -333,8 +332,7 @@ def test_a_literal_stands_without_parentheses() -> None:
     )
     report(
         f"{source.path}: {match[0]}: without parentheses"
-        for folder in ("mlx_parallm", "scripts", "tests")
-        for source in sources(folder)
+        for source in sources("mlx_parallm", "scripts", "tests")
         for match in lonely.finditer(source.text)
     )
 
