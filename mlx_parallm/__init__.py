@@ -59,8 +59,8 @@ __getattr__, __dir__ = lazy_names(  # TRL's names (docs/trl.md); importing the p
     __name__,
     {
         "config.training": "LoraConfig",
-        "faces.trl.config": "GRPOConfig DistillationConfig GKDConfig SFTConfig DPOConfig KTOConfig"
-        " RewardConfig",
+        "faces.trl.config": "GRPOConfig DistillationConfig GKDConfig SFTConfig"
+        " DPOConfig KTOConfig RewardConfig",
         "faces.trl.rollouts": "generate_rollout_completions",
         "faces.trl.trainers": "GRPOTrainer DistillationTrainer GKDTrainer SFTTrainer DPOTrainer"
         " KTOTrainer RewardTrainer",

@@ -347,9 +347,8 @@ def _adapters_to_serve(
     for name in paths:
         if name in (DEFAULT, model.base_path, *aliases) or "@" in name:
             raise ConfigError(
-                f"an adapter cannot be named {name!r}: that means the served model, or a"
-                " version"
-                " of it"
+                f"an adapter cannot be named {name!r}: that means the"
+                " served model, or a version of it"
             )
     read = {name: load_adapter(path) for name, path in paths.items()}
     for adapter in read.values():
@@ -431,9 +430,7 @@ class Serving:
         """Return what a person opens in a browser to see the run. `with_key`: the key is in the
         fragment, which a browser does not send."""
         key = (
-            (f"#key={quote(self.api_key, safe='')}")
-            if with_key and self.api_key is not None
-            else ""
+            f"#key={quote(self.api_key, safe='')}" if with_key and self.api_key is not None else ""
         )
         return [f"{self.url}{path}{key}" for path in self._page_paths]
 

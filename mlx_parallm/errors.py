@@ -76,12 +76,12 @@ class ContextLengthError(RequestError):
         self, prompt_tokens: int, max_model_len: int, max_tokens: int | None = None
     ) -> None:
         size = f"{prompt_tokens} prompt tokens" + (
-            (f" + {max_tokens} max_tokens") if max_tokens else ""
+            f" + {max_tokens} max_tokens" if max_tokens else ""
         )
         super().__init__(
             (
-                f"This model's maximum context length is {max_model_len} tokens, but the request"
-                f" has {size}."
+                f"This model's maximum context length is {max_model_len}"
+                f" tokens, but the request has {size}."
             ),
             param="prompt",
             code="context_length_exceeded",

@@ -86,6 +86,6 @@ if __name__ == "__main__":
     gone = report(used())
     print(
         "\n".join(gone)
-        or (f"mlx-lm {importlib.metadata.version('mlx-lm')} has every name that is used")
+        or f"mlx-lm {importlib.metadata.version('mlx-lm')} has every name that is used"
     )
     sys.exit(bool(gone))

@@ -53,7 +53,7 @@ def render() -> str:
     for name, model in _sections("", Config):
         seen = first.setdefault(model, name)
         parts.append(
-            _section(name, model) if seen == name else (f"\n## `{name}`\n\nThe keys of `{seen}`.\n")
+            _section(name, model) if seen == name else f"\n## `{name}`\n\nThe keys of `{seen}`.\n"
         )
     return HEADER + _most_used() + "".join(parts)
 
@@ -78,7 +78,7 @@ def _sections(prefix: str, model: type[BaseModel]) -> list[tuple[str, type[BaseM
         if section is not None:
             path = f"{prefix}{name}"
             sections += [
-                ((f"[[{path}]]") if repeated else f"[{path}]", section),
+                (f"[[{path}]]" if repeated else f"[{path}]", section),
                 *_sections(path + ".", section),
             ]
     return sections

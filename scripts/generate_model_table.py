@@ -383,8 +383,8 @@ def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) ->
         *explanation(),
         "",
         (
-            "**turns**: how rows with a common beginning, such as the turns of an episode, are"
-            " trained"
+            "**turns**: how rows with a common beginning, such as the"
+            " turns of an episode, are trained"
         ),
         "([benchmarks/memory.md](benchmarks/memory.md#turns-of-an-episode-once-the-tree-of-tokens))",
         "",
@@ -399,8 +399,8 @@ def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) ->
         *bullets(2, PREFIXES),
         "",
         (
-            "**tokens**: how the keys and values of the sequences that run at the same time lie"
-            " in memory"
+            "**tokens**: how the keys and values of the sequences that run"
+            " at the same time lie in memory"
         ),
         "",
         *bullets(3, TOKENS),
@@ -427,13 +427,13 @@ TRAINS = {
     " the activations of "
     "all layers at once, and requests wait longer beside it.",
     "slowly": (
-        "served and trained, but the training pass visits token after token; the log names the"
-        " layers."
+        "served and trained, but the training pass visits token after"
+        " token; the log names the layers."
     ),
     "no": "served; there is no gradient.",
     "refused": (
-        "going on from its cache does not give what its own forward gives, and training needs the"
-        " engine."
+        "going on from its cache does not give what its own forward gives,"
+        " and training needs the engine."
     ),
     "not tried": "it could not be built or run here with generic small sizes; it may still work.",
 }
@@ -450,8 +450,8 @@ PREFIXES = {
 }
 TOKENS = {
     "by tokens": "a row holds what its text takes, and what rows share is held once.",
-    "rectangle": "all rows take as much as the longest one; the reason is why they do not lie by"
-    " tokens.",
+    "rectangle": "all rows take as much as the longest one; the reason is"
+    " why they do not lie by tokens.",
     "states": "no layer keeps keys and values: a small state a row.",
     "one by one": "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time.",
 }
@@ -504,16 +504,15 @@ def notes(row: dict[str, Any]) -> str:
     noted = []
     if row.get("kernels") and row.get("built"):
         noted.append(
-            f"on Metal a training forward calls the kernel `{row['kernels'][0]}`, which has no"
-            " gradient"
+            "on Metal a training forward calls the kernel"
+            f" `{row['kernels'][0]}`, which has no gradient"
         )
     if row.get("kernels") and row.get("gradient"):
         noted.append(f"gradient: {row['gradient'][:160]}")
     if row.get("kernels") and row.get("scan", 0) >= SCAN:
         noted.append(
-            f"training visits token after token: {row['scan']:.1f} times the graph for 4 times"
-            " the"
-            " tokens"
+            f"training visits token after token: {row['scan']:.1f} times"
+            " the graph for 4 times the tokens"
         )
     if row.get("share", 1) < 1 and not row.get("gradient"):
         noted.append(

@@ -7,13 +7,13 @@ TURN = (
 )
 TOOLS = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
 END = (
-    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n'"
-    " }}{% endif %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|im_start|>assistant\\n' }}{% endif %}"
 )
 LOOP = TOOLS + "{% for message in messages %}" + TURN
 CALLS = (
-    "{% for tool_call in message.tool_calls or [] %}{% set call = tool_call.function or tool_call"
-    " %}"
+    "{% for tool_call in message.tool_calls or [] %}{% set call ="
+    " tool_call.function or tool_call %}"
 )
 
 
@@ -30,9 +30,8 @@ TEMPLATES = {
         "{{ '}\\n</tool_call>' }}"
     ),
     "llama3": _of(
-        '{{ \'{"name": "\' + call.name + \'", "parameters": \' }}{{ call.arguments | tojson'
-        " }}{{"
-        ' "}" }}'
+        '{{ \'{"name": "\' + call.name + \'", "parameters": \' }}{{'
+        ' call.arguments | tojson }}{{ "}" }}'
     ),
     "mistral": _of(
         "{% set arguments = call.arguments %}"

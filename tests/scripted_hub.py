@@ -23,7 +23,7 @@ class Hub:
         if "/preupload/" in path:
             files = [
                 {"path": each["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for each in body[("files")]
+                for each in body["files"]
             ]
             return 200, {}, {"files": files}
         if "/commit/" in path:

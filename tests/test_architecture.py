@@ -125,43 +125,51 @@ LONG_FUNCTIONS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": reason
 }
 BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boundary it is
     "mlx_parallm/systems/traces/following.py:_stream": "the consumer's error goes to the generator",
-    "mlx_parallm/systems/traces/following.py:_async_stream": "the consumer's error goes to the"
-    " generator",
+    "mlx_parallm/systems/traces/following.py:_async_stream": (
+        "the consumer's error goes to the generator"
+    ),
     "mlx_parallm/faces/trl/rollouts.py:RolloutCalls._call": "a user's function may raise"
     " asyncio's CancelledError: the groups that wait are told",
     "mlx_parallm/execution/tool_client.py:ToolClient._call_function": "a tool's failure is a"
     " result, which is read",
-    "mlx_parallm/execution/tool_client.py:_on_a_thread.work": "what a function raises is its"
-    " call's result",
+    "mlx_parallm/execution/tool_client.py:_on_a_thread.work": (
+        "what a function raises is its call's result"
+    ),
     "mlx_parallm/execution/mcp_connection.py:MCPConnection._hold": "whoever waits for a server's"
     " start is told why",
     "mlx_parallm/execution/mcp_connection.py:MCPConnection._start": "a start that failed is let"
     " go, whatever it was",
     "mlx_parallm/execution/mcp_connection.py:MCPConnection.call": "a server may answer anything;"
     " it is a result",
-    "mlx_parallm/engine/engine.py:Engine._advance_score": "a text is scored alone: what fails is"
-    " its own",
+    "mlx_parallm/engine/engine.py:Engine._advance_score": (
+        "a text is scored alone: what fails is its own"
+    ),
     "mlx_parallm/engine/engine.py:Engine.recover": "who fails alone is told so; the others go on",
     "mlx_parallm/engine/live_requests.py:own_failure": "one request's text must not end the engine",
-    "mlx_parallm/engine/thread.py:EngineThread._accept": "one request's values must not end the"
-    " engine",
-    "mlx_parallm/engine/thread.py:EngineThread._main": "the thread's end must be told to whoever"
-    " waits",
-    "mlx_parallm/engine/thread.py:EngineThread._step": "a failed forward ends its requests, not"
-    " the engine",
+    "mlx_parallm/engine/thread.py:EngineThread._accept": (
+        "one request's values must not end the engine"
+    ),
+    "mlx_parallm/engine/thread.py:EngineThread._main": "the thread's end"
+    " must be told to whoever waits",
+    "mlx_parallm/engine/thread.py:EngineThread._step": "a failed forward"
+    " ends its requests, not the engine",
     "mlx_parallm/engine/thread.py:_call": "a function run on the engine thread fails in its caller",
     "mlx_parallm/environments/runner.py:attempt": "a failed episode is a recorded result",
     "mlx_parallm/environments/scheduler.py:RolloutScheduler._run": "the thread's end is kept for"
     " health() and check()",
-    "mlx_parallm/environments/state_source.py:StepThread.run.job": "what a step raises ends its"
-    " episode",
-    "mlx_parallm/models/threads.py:MLXThread.submit.run": "what a thread's work raises is its"
-    " caller's",
+    "mlx_parallm/environments/state_source.py:StepThread.run.job": (
+        "what a step raises ends its episode"
+    ),
+    "mlx_parallm/models/threads.py:MLXThread.submit.run": (
+        "what a thread's work raises is its caller's"
+    ),
     "mlx_parallm/models/loading.py:load_tokenizer": "the tokenizers library raises plain Exception",
-    "mlx_parallm/distributed/players.py:RankPlayer._read": "a rank whose groups do not come must"
-    " end the run",
-    "mlx_parallm/distributed/players.py:RankRolloutWorker._read": "the same: rank 0 would wait for its"
-    " groups",
+    "mlx_parallm/distributed/players.py:RankPlayer._read": (
+        "a rank whose groups do not come must end the run"
+    ),
+    "mlx_parallm/distributed/players.py:RankRolloutWorker._read": (
+        "the same: rank 0 would wait for its groups"
+    ),
     "mlx_parallm/distributed/requests.py:RankEngine._write": "a message that cannot be sent must"
     " not be waited for",
     "mlx_parallm/distributed/requests.py:RankRequestWorker._run": "rank 0's client would wait for an"
@@ -170,30 +178,34 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/rl_training/train.py:TrainingRun.execute": "a fault of the GPU behind any error"
     " ends the run in words",
     "mlx_parallm/rl_training/run/running.py:RunningRun.run": "the same, once there are weights",
-    "mlx_parallm/rl_training/run/running.py:RunningRun._after_fault": "the checkpoints are there"
-    " anyway",
-    "mlx_parallm/rl_training/events.py:RunEvents.emit": "a subscriber that fails must not stop the"
-    " training",
-    "mlx_parallm/rl_training/monitor/display.py:attempt": "a display that fails must not stop the"
-    " training",
+    "mlx_parallm/rl_training/run/running.py:RunningRun._after_fault": (
+        "the checkpoints are there anyway"
+    ),
+    "mlx_parallm/rl_training/events.py:RunEvents.emit": "a subscriber that"
+    " fails must not stop the training",
+    "mlx_parallm/rl_training/monitor/display.py:attempt": (
+        "a display that fails must not stop the training"
+    ),
     "mlx_parallm/rl_training/monitor/trackers.py:Trackers._attempt": "a tracker that fails must"
     " not stop the training",
     "mlx_parallm/execution/tool_calls.py:read_region": "a model's malformed call makes mlx-lm's"
     " parsers raise anything",
-    "mlx_parallm/server/middleware.py:RequestContextMiddleware.__call__": "one HTTP request's bug"
-    " stays its own",
-    "mlx_parallm/execution/user_code.py:user_code": "a user's function may raise anything: one"
-    " line names it",
-    "mlx_parallm/server/sse.py:EventStream._send_all": "the headers are out: the stream says what"
-    " happened",
+    "mlx_parallm/server/middleware.py:RequestContextMiddleware.__call__": (
+        "one HTTP request's bug stays its own"
+    ),
+    "mlx_parallm/execution/user_code.py:user_code": "a user's function may"
+    " raise anything: one line names it",
+    "mlx_parallm/server/sse.py:EventStream._send_all": "the headers are out:"
+    " the stream says what happened",
     "scripts/clients/programs/cells.py:cell.run": "whatever a client raises is the finding",
     "mlx_parallm/models/published/reader.py:read_published": "transformers' configuration classes"
     " raise anything",
     "scripts/parity/compare.py:compare_all": "whatever a user would see as a traceback is the finding",
     "mlx_parallm/models/published/report.py:_theirs": "any of transformers' models may raise anything",
     "scripts/parity/make.py:make_all": "whatever transformers raises of an option is recorded",
-    "scripts/generate_model_table.py:kernels_called": "whatever an architecture raises is no"
-    " kernel",
+    "scripts/generate_model_table.py:kernels_called": (
+        "whatever an architecture raises is no kernel"
+    ),
     "scripts/soak/attack.py:carry_out": "whatever an attack raises, it did not hold",
     "scripts/soak/fuzz_logs.py:fuzz": "whatever an importer raises is the finding",
     "scripts/generate_model_table.py:try_one": "whatever an architecture raises is the finding",
@@ -208,8 +220,8 @@ ENVIRONMENT_READERS = {
     "mlx_parallm/system/heap.py": "leaves malloc to whoever has set it",
     "mlx_parallm/cli/command.py": "gives a process without a PATH one",
     "mlx_parallm/system/hardware.py": "the rank that a launcher gave this process; a CPU that goes a GPU's way",
-    "mlx_parallm/cli/rank_launcher.py": "gives the ranks that it starts the variables of"
-    " mlx.launch",
+    "mlx_parallm/cli/rank_launcher.py": "gives the ranks that it"
+    " starts the variables of mlx.launch",
 }
 
 
@@ -603,9 +615,8 @@ def test_the_layer_rule_itself(path: str, text: str, wrong: bool) -> None:
 def test_the_broad_except_rule_itself() -> None:
     text = (
         "class A:\n  def f(self):\n    try:\n      pass\n    except (OSError, Exception):\n     "
-        " pass\n"
-        "def g():\n    with contextlib.suppress(Exception):\n        pass\n"
-        "def h():\n    try:\n        pass\n    except OSError:\n        pass\n"
+        " pass\ndef g():\n    with contextlib.suppress(Exception):\n        pass\ndef h():\n"
+        "    try:\n        pass\n    except OSError:\n        pass\n"
     )
     assert broad_excepts(_source("x.py", text)) == {"x.py:A.f", "x.py:g"}
 

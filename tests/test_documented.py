@@ -117,7 +117,7 @@ def test_what_a_loss_gets() -> None:
         comment = lines[node.lineno - 1].partition("#")[2] or above.removeprefix("#")
         is_array = re.match(r" (\[[^]]*\] \w+)", comment) if "mx.array" in annotation else None
         expected = (
-            is_array[1] if is_array else ("name → float") if "Mapping" in annotation else "float"
+            is_array[1] if is_array else "name → float" if "Mapping" in annotation else "float"
         )
         if shape != expected:
             missing.append(f"`{name}` is {expected}, the row has {shape}")
@@ -136,8 +136,7 @@ def missing_of_losses() -> Iterator[str]:
         if name not in LOSS_SETTINGS:
             yield (
                 f"loss {name!r}: add the keys that it reads, with their defaults, to LOSS_SETTINGS"
-                " of"
-                " mlx_parallm/config/algorithm.py ({} if it reads none)"
+                " of mlx_parallm/config/algorithm.py ({} if it reads none)"
             )
         if f'"{name}"' not in description:
             yield f"loss {name!r}: name it in the docstring of the key `loss` in mlx_parallm/config/algorithm.py"
@@ -235,8 +234,7 @@ def missing_of_advantages() -> Iterator[str]:
         if name not in rows:
             yield (
                 f'advantage {name!r}: add a row | `"{name}"` | formula | source | to the table'
-                " under"
-                f" 'Advantage' of {ALGORITHMS_PAGE}"
+                f" under 'Advantage' of {ALGORITHMS_PAGE}"
             )
         if name not in tested:
             yield f"advantage {name!r}: add its numbers of a group, worked by hand, to tests/losses/test_advantages.py"
@@ -331,9 +329,7 @@ def missing_of_commands() -> Iterator[str]:
         if also != command.script:
             yield f"command {name!r}: 'also as' of its row in {COMMANDS_PAGE} has to be {script or 'empty'}"
         flags = (
-            flags_of(name)
-            - {"--help", "--version"}
-            - ({("--output")} if name == "merge" else set())
+            flags_of(name) - {"--help", "--version"} - ({"--output"} if name == "merge" else set())
         )
         yield from (
             f"command {name!r}: add `{flag}` to its row in {COMMANDS_PAGE}"

@@ -64,24 +64,25 @@ VARIABLE_ATTRIBUTES: dict[
     "environments.textarena.numbers:_Python.__getattr__": "a stand-in for a module",
     "environments.textarena.numbers:_by_name": "a function of a stand-in for a module",
     "execution.sandbox.sandbox_launcher:call": "system calls and limits by name, from a table",
-    "execution.sandbox.sandbox_launcher:set_limits": "system calls and limits by name, from a"
-    " table",
+    "execution.sandbox.sandbox_launcher:set_limits": (
+        "system calls and limits by name, from a table"
+    ),
     "execution.user_code:reference_to": "an object of the user's program, by its name",
     "execution.user_code:load": "a function that the configuration names",
     "faces.trl.environments:methods": "the methods of an environment of the user's are tools",
     "models.adapters.served:_Served.__getattr__": "a wrapper hands on what it does not know",
     "models.adapters.served:_Served.__setattr__": "a wrapper hands on what it does not know",
-    "models.cpu_kernels:FastMLP.__init__": "the layers of an mlx-lm module, by the names that it"
-    " has",
+    "models.cpu_kernels:FastMLP.__init__": "the layers of an mlx-lm"
+    " module, by the names that it has",
     "models.recurrent.layers:_replace": "a method of an mlx-lm class, by its name",
     "models.layer_stack:_Stand.__getattr__": "a wrapper hands on what it does not know",
     "models.loading:_dtype": "a dtype by the name in the configuration",
     "faces.library.backprop:optimizer_keys": "an optimizer of mlx.optimizers, whatever it has",
     "server.metrics:_EngineCollector.collect": "the engine's counters, by their names in a table",
-    "systems.traces.collector:AgentHook.restore": "the agent's methods, by the names that it gives"
-    " them",
-    "systems.traces.collector:AgentHook.wrap": "the agent's methods, by the names that it gives"
-    " them",
+    "systems.traces.collector:AgentHook.restore": "the agent's methods,"
+    " by the names that it gives them",
+    "systems.traces.collector:AgentHook.wrap": "the agent's methods,"
+    " by the names that it gives them",
     "systems.traces.following:_Other.__getattr__": "a wrapper hands on what it does not know",
     "systems.traces.collector:_method": "the agent's methods, by the names that it gives them",
     "faces.trl.attributes:TrainerAttributes.__getattr__": "an argument of the trainer by its name,"
@@ -105,8 +106,9 @@ TRLS = "faces.trl.config"  # its fields are TRL's arguments, not keys
 # configuration's
 SECOND_DEFAULTS: dict[str, str] = {
     "engine.sequence.Sequence.rank": "its place among n completions; LoRA's rank is another",
-    "environments.kinds.conversation.__init__.max_tokens": "of the simulated user, not of the"
-    " policy",
+    "environments.kinds.conversation.__init__.max_tokens": (
+        "of the simulated user, not of the policy"
+    ),
     "environments.manager.RolloutConfig.group_size": "docs/stability.md promises this constructor",
     "environments.manager.RolloutConfig.max_tokens": "docs/stability.md promises this constructor",
     "losses.types.LossInputs.kl_beta": "docs/stability.md promises this constructor; 0 = no KL",
@@ -114,12 +116,12 @@ SECOND_DEFAULTS: dict[str, str] = {
     "models.lora.save_adapter.dropout": "0 = none",
     "faces.tinker.bodies.AdamBody.beta1": "Adam's, the SDK's own default; AdaLoRA's is another",
     "faces.tinker.bodies.AdamBody.beta2": "Adam's, the SDK's own default; AdaLoRA's is another",
-    "faces.tinker.bodies.AdamBody.learning_rate": "the SDK's own default, for a field that it"
-    " always sends",
-    "faces.tinker.bodies.AdamBody.weight_decay": "the SDK's own default, for a field that it"
-    " always sends",
-    "faces.tinker.bodies.LoraBody.rank": "the SDK's own default, where a client sends no"
-    " lora_config",
+    "faces.tinker.bodies.AdamBody.learning_rate": "the SDK's own default,"
+    " for a field that it always sends",
+    "faces.tinker.bodies.AdamBody.weight_decay": "the SDK's own default,"
+    " for a field that it always sends",
+    "faces.tinker.bodies.LoraBody.rank": "the SDK's own default, where"
+    " a client sends no lora_config",
     "rewards.judge.judge.max_tokens": "of the judge, not of the policy",
 }
 
@@ -424,9 +426,9 @@ def test_a_number_has_one_default_the_configurations() -> None:
         if name in keys and not place.startswith(OWN_CONFIGURATIONS)
     }
     report(
-        f"{place}: a key of the configuration has this name and its default: pass the value, or say in"
-        " SECOND_DEFAULTS of tests/test_gates.py why this is another (NEUTRAL: a value that changes"
-        " nothing)"
+        f"{place}: a key of the configuration has this name and its default: pass the value, or say"
+        " in SECOND_DEFAULTS of tests/test_gates.py why this is another (NEUTRAL:"
+        " a value that changes nothing)"
         for place in sorted(elsewhere - set(SECOND_DEFAULTS))
     )
     assert set(SECOND_DEFAULTS) <= elsewhere, (

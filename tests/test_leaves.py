@@ -101,10 +101,9 @@ def test_what_a_leaf_names_is_there_and_takes_what_it_gets(leaf: Leaf) -> None:
 def test_a_deleted_folder_takes_only_its_own_names_along(module: str, tmp_path: Path) -> None:
     leaf = leaves()[LEAVES.index(module)]
     program = (
-        "from mlx_parallm.cli.table import COMMANDS, overview\n"
-        "from mlx_parallm.config.load import Config\n"
-        "overview()\n"
-        "print(*[command.name for command in COMMANDS], *Config.model_fields)\n"
+        "from mlx_parallm.cli.table import COMMANDS, overview\nfrom mlx_parallm.config.load import"
+        " Config\noverview()\nprint(*[command.name for command in"
+        " COMMANDS], *Config.model_fields)\n"
     )
     names = set(run(package(tmp_path, without=[folder(module)]), program).split())
     own = {command.name for command in leaf.commands} | (
@@ -131,25 +130,14 @@ def test_the_core_works_without_any_leaf(tmp_path: Path) -> None:
         if unit_of(s.module) in CORE_UNITS
     ]
     program = (
-        "import importlib, urllib.error, urllib.request\n"
-        f"for name in {core!r}:\n"
-        "    importlib.import_module(name)\n"
-        "from mlx_parallm.config.leaves import leaves\n"
-        "from mlx_parallm.config.load import load_config\n"
-        "from mlx_parallm.daemon import Serving\n"
-        "from mlx_parallm.errors import ConfigError\n"
-        "assert leaves() == ()\n"
-        "try:\n"
-        "    load_config(None, ['tinker.enabled=true'])\n"
-        "except ConfigError as error:\n"
-        "    print(error)\n"
-        "serving = Serving(load_config(None, ['model.base_path=builtin:tiny', 'server.port=0']))\n"
-        "serving.listen()\n"
-        "try:\n"
-        "    urllib.request.urlopen(serving.url + '/health')\n"
-        "except urllib.error.HTTPError as error:\n"
-        "    print(error.code)\n"
-        "serving.close()\n"
+        f"import importlib, urllib.error, urllib.request\nfor name in {core!r}:\n"
+        "    importlib.import_module(name)\nfrom mlx_parallm.config.leaves import leaves\nfrom"
+        " mlx_parallm.config.load import load_config\nfrom mlx_parallm.daemon import Serving\nfrom"
+        " mlx_parallm.errors import ConfigError\nassert leaves() == ()\ntry:\n    load_config(None,"
+        " ['tinker.enabled=true'])\nexcept ConfigError as error:\n    print(error)\nserving ="
+        " Serving(load_config(None, ['model.base_path=builtin:tiny', 'server.port=0']))\n"
+        "serving.listen()\ntry:\n    urllib.request.urlopen(serving.url + '/health')\nexcept"
+        " urllib.error.HTTPError as error:\n    print(error.code)\nserving.close()\n"
     )
     printed = run(package(tmp_path, without=folders), program).splitlines()
     assert printed[0].startswith("--set tinker.enabled=true: unknown key 'tinker'")
@@ -167,22 +155,15 @@ def test_the_example_of_the_page_is_a_leaf_that_works(tmp_path: Path) -> None:
     lines = (ROOT / REGISTRY).read_text(encoding="utf-8")
     assert '`"mlx_parallm.faces.weather.leaf",` in `LEAVES`' in page.read_text(encoding="utf-8")
     files[REGISTRY] = lines.replace(
-        "LEAVES = (\n", ('LEAVES = (\n    "mlx_parallm.faces.weather.leaf",\n')
+        "LEAVES = (\n", 'LEAVES = (\n    "mlx_parallm.faces.weather.leaf",\n'
     )
     program = (
-        "import urllib.request\n"
-        "from mlx_parallm.config.load import load_config\n"
-        "from mlx_parallm.daemon import Serving\n"
-        "from mlx_parallm.errors import ConfigError\n"
-        "try:\n"
-        "    load_config(None, ['weather.plaice=Paris'])\n"
-        "except ConfigError as error:\n"
-        "    print(error)\n"
-        "options = ['model.base_path=builtin:tiny', 'server.port=0', 'weather.place=Paris']\n"
-        "serving = Serving(load_config(None, options))\n"
-        "serving.listen()\n"
-        "print(urllib.request.urlopen(serving.url + '/weather').read().decode())\n"
-        "serving.close()\n"
+        "import urllib.request\nfrom mlx_parallm.config.load import load_config\nfrom"
+        " mlx_parallm.daemon import Serving\nfrom mlx_parallm.errors import ConfigError\ntry:\n"
+        "    load_config(None, ['weather.plaice=Paris'])\nexcept ConfigError as error:\n"
+        "    print(error)\noptions = ['model.base_path=builtin:tiny', 'server.port=0',"
+        " 'weather.place=Paris']\nserving = Serving(load_config(None, options))\nserving.listen()\n"
+        "print(urllib.request.urlopen(serving.url + '/weather').read().decode())\nserving.close()\n"
     )
     printed = run(
         package(tmp_path, files={str(k): v for k, v in files.items()}), program

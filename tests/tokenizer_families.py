@@ -25,8 +25,7 @@ CORPUS = [
 WORDS = 420
 TEMPLATE = (
     "{{ bos_token or '' }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor"
-    " %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    " %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 MARKS = ["<|system|>", "<|user|>", "<|assistant|>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -358,9 +358,12 @@ def block(about: Sequence[str], results: Sequence[ContractResult]) -> str:
     words = {True: "passed", False: "**FAILED**", None: "not judged"}
     rows = [f"| {f.contract} | {words[f.passed]} | {f.measured} | {f.bound} |" for f in results]
     head = ["| contract | | measured | bound |", "|---|---|---|---|"]
-    return "\n".join(
-        ["### mlx_parallm contracts", "", *(f"* {line}" for line in about), "", *head, *rows]
-    ) + ("\n")
+    return (
+        "\n".join(
+            ["### mlx_parallm contracts", "", *(f"* {line}" for line in about), "", *head, *rows]
+        )
+        + "\n"
+    )
 
 
 def tried(
@@ -418,7 +421,7 @@ def bandwidth(subject: Subject) -> list[ContractResult]:
                 "tokens/s, one sequence",
                 None,
                 measured,
-                (f"{expected}: weights too small to judge"),
+                f"{expected}: weights too small to judge",
             )
         ]
     return [
@@ -426,7 +429,7 @@ def bandwidth(subject: Subject) -> list[ContractResult]:
             "tokens/s, one sequence",
             subject.rate >= BANDWIDTH_SHARE * bound,
             measured,
-            (f"≥ half of {expected}"),
+            f"≥ half of {expected}",
         )
     ]
 
@@ -511,7 +514,7 @@ def publish_under_load(subject: Subject) -> list[ContractResult]:
             "publish: whole, p99",
             whole <= WHOLE_MS,
             f"{whole:.3f} ms; {times}",
-            (f"≤ {WHOLE_MS:g} ms"),
+            f"≤ {WHOLE_MS:g} ms",
         ),
         ContractResult("publish: requests", served, counts, "0 failed, > 1 version"),
     ]
@@ -546,8 +549,8 @@ def engine_is_trainer(subject: Subject) -> list[ContractResult]:
         ]
     bound = rounding(subject.dtype)
     measured = (
-        f"max {largest:.1e}, mean {mean:.1e}; {metrics['tokens']:.0f} tokens of {count} sequences,"
-        " with adapter"
+        f"max {largest:.1e}, mean {mean:.1e}; {metrics['tokens']:.0f} tokens of"
+        f" {count} sequences, with adapter"
     )
     passed = largest <= bound.largest and mean <= bound.mean
     return [
@@ -589,7 +592,7 @@ def memory(subject: Subject) -> list[ContractResult]:
             "memory against preflight",
             passed,
             measured,
-            (f"≤ {predicted / 1e9:.2f} GB + {MEMORY_SHARE:.0%}"),
+            f"≤ {predicted / 1e9:.2f} GB + {MEMORY_SHARE:.0%}",
         )
     ]
 
@@ -643,5 +646,5 @@ def _about(subject: Subject) -> list[str]:
     name, kind = subject.config.model.base_path, subject.loaded.config.get("model_type")
     return [
         *facts(),
-        (f"{name} ({kind}), {quantized}{dtype}, {subject.model_bytes / 1e9:.3f} GB of weights"),
+        f"{name} ({kind}), {quantized}{dtype}, {subject.model_bytes / 1e9:.3f} GB of weights",
     ]

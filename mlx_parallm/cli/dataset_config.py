@@ -206,7 +206,7 @@ def sizes_for(hidden_size: int, parameters: float, rows: int | None, hardware: H
     if rows and (few := max(FEWEST_STEPS, PASSES * rows * GROUP // rollouts)) < steps:
         steps, why_steps = (
             few,
-            (f"about {PASSES} passes over {rows} rows, and at least {FEWEST_STEPS} steps"),
+            f"about {PASSES} passes over {rows} rows, and at least {FEWEST_STEPS} steps",
         )
     return Sizes(rollouts, max_tokens, steps, why_steps, why)
 

@@ -174,8 +174,7 @@ def advice(report: Report) -> list[str]:
     elif report.gflops[SIZES[-1]] < SLOW_GFLOPS:
         sentences.append(
             f"matrix products reach {report.gflops[SIZES[-1]]:.0f} GFLOP/s: is another process"
-            " using the"
-            f" {report.hardware.cores} cores?"
+            f" using the {report.hardware.cores} cores?"
         )
     if report.compile_error:
         sentences.append(
@@ -205,7 +204,7 @@ def _table(report: Report) -> Table:
         ),
     )
     table.add_row(
-        "BLAS", _blas_words(report.blas) + ((f" ({report.blas.path})") if report.blas.path else "")
+        "BLAS", _blas_words(report.blas) + (f" ({report.blas.path})" if report.blas.path else "")
     )
     for size, speed in report.gflops.items():
         table.add_row(f"float32 {size}x{size} product", f"{speed:,.0f} GFLOP/s")
@@ -219,11 +218,11 @@ def _table(report: Report) -> Table:
     for name, installed in report.versions.items():
         table.add_row(name, installed or "not installed")
     table.add_row(
-        "extras", ", ".join(name for name, present in report.extras.items() if present) or ("none")
+        "extras", ", ".join(name for name, present in report.extras.items() if present) or "none"
     )
     table.add_row(
         "not installed",
-        ", ".join(name for name, present in report.extras.items() if not present) or ("none"),
+        ", ".join(name for name, present in report.extras.items() if not present) or "none",
     )
     table.add_row("C++ compiler", _compiler_words(report))
     return table
@@ -246,7 +245,7 @@ def _compiler_words(report: Report) -> str:
     if report.compile_error:
         return f"{report.compiler} (mx.compile fails)"
     return (
-        (f"{report.compiler} (mx.compile works)")
+        f"{report.compiler} (mx.compile works)"
         if report.compiler
         else "none (mx.compile runs uncompiled)"
     )

@@ -51,8 +51,8 @@ def rollouts(parser: ArgumentParser) -> Run:
         "--show",
         metavar="ID",
         help=(
-            "one group (its id, or how it begins) as a whole, or its n-th answer (ID#n) token by"
-            " token"
+            "one group (its id, or how it begins) as a whole, or its"
+            " n-th answer (ID#n) token by token"
         ),
     )
     what.add_argument(
@@ -105,9 +105,8 @@ def rollouts(parser: ArgumentParser) -> Run:
         ]
         if chosen and (args.show is not None or args.counts or args.rejects):
             parser.error(
-                f"--{chosen[0]} chooses among answers, which --show, --counts and --rejects do"
-                " not"
-                " list"
+                f"--{chosen[0]} chooses among answers, which --show,"
+                " --counts and --rejects do not list"
             )
         if args.limit is not None and args.limit < 1:
             parser.error("--limit: at least 1")
@@ -340,8 +339,8 @@ def replay(parser: ArgumentParser) -> Run:
         action="append",
         default=[],
         help=(
-            "settings of one variant, beside --set; again for another one. Default: one, with"
-            " --set alone"
+            "settings of one variant, beside --set; again for another one."
+            " Default: one, with --set alone"
         ),
     )
 
@@ -466,8 +465,8 @@ def convert(parser: ArgumentParser) -> Run:
         from_gguf = str(args.source).endswith(".gguf")
         if from_gguf and (args.format or args.overwrite):
             parser.error(
-                "--format and --overwrite are for adapters: a GGUF file becomes a Hugging Face"
-                " folder"
+                "--format and --overwrite are for adapters: a GGUF file"
+                " becomes a Hugging Face folder"
             )
         if not from_gguf and (args.dtype or args.keep_quantization or not args.format):
             parser.error(
@@ -521,8 +520,8 @@ def doctor(parser: ArgumentParser) -> Run:
         "--first-hour",
         action="store_true",
         help="instead: contracts, a chat beside training, kill -9 and resume, memory and threads"
-        " over time, on builtin:tiny and --model; prints a block to paste into an issue and writes"
-        " a JSON file",
+        " over time, on builtin:tiny and --model; prints a block to paste into"
+        " an issue and writes a JSON file",
     )
     parser.add_argument(
         "--minutes",

@@ -235,13 +235,11 @@ class LocalRanks:
     def _tell(self, rank: int, number: signal.Signals, checkpoint: str | None, left: int) -> None:
         reason = REASONS.get(number)
         event = f"rank {rank} of {self._count} died of {number.name}" + (
-            (f" ({reason})") if reason else ""
+            f" ({reason})" if reason else ""
         )
         place = checkpoint or "the beginning: there is no checkpoint yet"
         plan = (
-            (f"starting again with {left} from {place}")
-            if left
-            else "start again with --resume auto"
+            f"starting again with {left} from {place}" if left else "start again with --resume auto"
         )
         # closed again: rank 0 writes too
         with self._run_log if self._directory.is_dir() else contextlib.nullcontext():

@@ -33,7 +33,7 @@ def train(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "--resume",
         metavar="DIR",
-        help=('a run directory or one of its steps; "auto": the latest, else a fresh start'),
+        help='a run directory or one of its steps; "auto": the latest, else a fresh start',
     )
     parser.add_argument(
         "--restarts",
@@ -57,9 +57,8 @@ def train(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="load, show a scored group of each environment, measure a few steps, say what the run"
-        " will need; keep"
-        " nothing",
+        help="load, show a scored group of each environment, measure a few steps, say what"
+        " the run will need; keep nothing",
     )
     _add_dataset_flags(parser)
     add_set(parser)
@@ -129,8 +128,8 @@ def serve(parser: ArgumentParser) -> Run:
         nargs="+",
         default=[],
         help=(
-            "adapter file or directory: A alone becomes the served model, NAME=A is served beside"
-            " it under NAME"
+            "adapter file or directory: A alone becomes the served model, NAME=A"
+            " is served beside it under NAME"
         ),
     )
     parser.add_argument(
@@ -363,8 +362,8 @@ def _dataset_toml(args: Namespace) -> str:
 def _write_config(args: Namespace) -> int:
     if args.set:
         raise ConfigError(
-            "--write-config writes what --model, --data and --reward amount to: put --set into"
-            " the file"
+            "--write-config writes what --model, --data and --reward"
+            " amount to: put --set into the file"
         )
     text, file = _dataset_toml(args), Path(args.write_config)
     try:

@@ -79,9 +79,8 @@ def supervise(
     of the first. `rest_s`, `silence_s`: as in `Supervisor`."""
     if launched_rank() is not None:
         raise ConfigError(
-            "--restarts starts one process anew: under mlx.launch start all of them with"
-            " --resume"
-            " auto"
+            "--restarts starts one process anew: under mlx.launch start"
+            " all of them with --resume auto"
         )
     arguments = [*arguments, "--restarts", "0", *same_run(server, run, resume)]
     return Supervisor(
@@ -257,8 +256,8 @@ def _why(code: int) -> str:
     """Say how a child has ended that is started again."""
     if code == EXIT_AGAIN:
         return (
-            "the daemon saved what was whole and ended, because the GPU has failed or memory was"
-            " running out"
+            "the daemon saved what was whole and ended, because the GPU has"
+            " failed or memory was running out"
         )
     if code == 0:
         why = "does a reward function or environment call os._exit?"

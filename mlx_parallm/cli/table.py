@@ -59,8 +59,7 @@ CORE = (
         "mlx_parallm.cli.existing:rollouts",
         "mlx_parallm_rollouts",
         "The newest first, or the worst or the best; one group as a whole; counts; or the refused"
-        " groups."
-        " Reads only, also while the run goes on.",
+        " groups. Reads only, also while the run goes on.",
     ),
     Command(
         "checkpoint",
@@ -122,8 +121,8 @@ CORE = (
         "convert",
         "deploy",
         (
-            "Write an adapter in another format (npz, mlx-lm, PEFT), or a GGUF file as a Hugging"
-            " Face folder."
+            "Write an adapter in another format (npz, mlx-lm, PEFT), or a GGUF"
+            " file as a Hugging Face folder."
         ),
         "mlx_parallm.cli.existing:convert",
         "mlx_parallm_convert_adapter",
@@ -181,7 +180,7 @@ def call(command: Command, argv: Sequence[str], prog: str) -> int:
 def overview() -> str:
     width = max(len(command.name) for command in COMMANDS)
     parts = [
-        (f"mlx_parallm {__version__}: serve a language model and train it by RL, in one process.")
+        f"mlx_parallm {__version__}: serve a language model and train it by RL, in one process."
     ]
     for task, title in TASKS.items():
         rows = [f"  {c.name:{width}}  {c.summary}" for c in COMMANDS if c.task == task]

@@ -288,8 +288,8 @@ def check_prepared(config: PrepareConfig, kl_beta: float) -> None:
             raise ValueError(f'{key} is set, but sampler_correction = "none" corrects nothing')
         if kl_beta == 0 and key in ("kl_target", "kl_in"):
             raise ValueError(
-                f"{key} is about the KL to the reference, which kl_beta = 0 leaves out: set"
-                " kl_beta > 0"
+                f"{key} is about the KL to the reference, which kl_beta ="
+                " 0 leaves out: set kl_beta > 0"
             )
 
 

@@ -184,8 +184,8 @@ class PreferenceConfig(Section):
             raise ValueError(f"loss_type = {list(kinds)}: name one loss, or several different ones")
         if self.loss_weights and len(self.loss_weights) != len(kinds):
             raise ValueError(
-                f"loss_weights has {len(self.loss_weights)} numbers for {len(kinds)} losses"
-                " (loss_type)"
+                f"loss_weights has {len(self.loss_weights)} numbers for"
+                f" {len(kinds)} losses (loss_type)"
             )
         needing = [kind for kind in kinds if kind in NEED_SMOOTHING]
         if needing and self.label_smoothing == 0:
@@ -194,8 +194,8 @@ class PreferenceConfig(Section):
             )
         if self.label_smoothing > 0 and not set(kinds) & set(SMOOTHED):
             raise ValueError(
-                f"loss_type = {self.loss_type!r} has no label_smoothing: set it to 0, or use"
-                " sigmoid"
+                f"loss_type = {self.loss_type!r} has no"
+                " label_smoothing: set it to 0, or use sigmoid"
             )
         if "discopop_tau" in self.changed() and "discopop" not in kinds:
             raise ValueError('discopop_tau is set, but only read with loss_type = "discopop"')

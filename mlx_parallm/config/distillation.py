@@ -177,7 +177,7 @@ class DistillationConfig(Section):
             what = (
                 "two answers of a group and which is better"
                 if algorithm == ONLINE_DPO
-                else ("single answers and whether they are good")
+                else "single answers and whether they are good"
             )
             raise ValueError(
                 f"distillation: {algorithm} learns from {what}; it reads no teacher: choose another"

@@ -68,8 +68,8 @@ class EvaluationConfig(Section):
         for entry in self.environments:
             if wrong := [key for key in ABOUT_TRAINING if key in entry.changed()]:
                 raise ValueError(
-                    f"environments: {entry.name}: {wrong[0]} is about training; it has no place"
-                    " here"
+                    f"environments: {entry.name}: {wrong[0]} is about"
+                    " training; it has no place here"
                 )
         return self
 

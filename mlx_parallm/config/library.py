@@ -131,8 +131,8 @@ class AlgorithmConfig(Options):
             "every iteration gives one TrainingMetrics, and one line of metrics.jsonl in"
             " checkpoint_dir"
         ),
-        "custom_params": "nothing reads it: keep your own numbers in a callback or in the reward"
-        " computer",
+        "custom_params": "nothing reads it: keep your own numbers in a"
+        " callback or in the reward computer",
         "gradient_accumulation_steps": "trajectories are cut into backward passes by"
         " BackpropConfig.token_budget",
     }
@@ -199,8 +199,8 @@ class AlgorithmConfig(Options):
             )
         if self.all_trackers and self.checkpoint_dir is None:
             raise ValueError(
-                f"{self.all_trackers[0]} needs checkpoint_dir, where the run's id and files are"
-                " kept"
+                f"{self.all_trackers[0]} needs checkpoint_dir, where"
+                " the run's id and files are kept"
             )
         return self
 
@@ -208,7 +208,7 @@ class AlgorithmConfig(Options):
     def all_trackers(self) -> tuple[Literal["wandb", "tensorboard", "trackio"], ...]:
         return (
             *self.trackers,
-            *((("wandb"),) if self.use_wandb and "wandb" not in self.trackers else ()),
+            *(("wandb",) if self.use_wandb and "wandb" not in self.trackers else ()),
         )
 
     def over(self, backprop: BackpropConfig) -> BackpropConfig:

@@ -79,9 +79,8 @@ class CoreConfig(Section):
         check_evaluation(self.evaluation, self.environments, self.rl_training.keep_best)
         if self.server.async_scheduling and self.rl_training.deterministic:
             raise ValueError(
-                "server.async_scheduling = true does not go with rl_training.deterministic:"
-                " leave"
-                " one out"
+                "server.async_scheduling = true does not go with"
+                " rl_training.deterministic: leave one out"
             )
         for leaf in leaves():
             if leaf.check is not None and leaf.name in type(self).model_fields:
@@ -250,8 +249,8 @@ def _check_signal(
         if not teachers.active or teachers.reward:
             raise ValueError(
                 f'environments: {entry.name}: kind = "dataset" needs rewards ='
-                ' ["python:file.py:function"] (only with distillation.reward = false it may have'
-                " none)"
+                ' ["python:file.py:function"] (only with'
+                " distillation.reward = false it may have none)"
             )
         if evaluation.problems and not evaluation.environments:
             raise ValueError(
@@ -280,8 +279,8 @@ def _check_options(training: RLTrainingConfig) -> None:
     ]:
         readers = ", ".join(name for name, keys in OPTIONS.items() if wrong[0] in keys)
         raise ValueError(
-            f"rl_training.preference.{wrong[0]} is an option of {readers}: {algorithm} does not"
-            " use it"
+            f"rl_training.preference.{wrong[0]} is an option of"
+            f" {readers}: {algorithm} does not use it"
         )
 
 

@@ -145,8 +145,8 @@ class ServerConfig(Section):
             raise ValueError("record_prompt_experts is read with enable_return_routed_experts only")
         if isinstance(self.wired_memory, float) and not 0 < self.wired_memory <= 1:
             raise ValueError(
-                f'wired_memory = {self.wired_memory:g}: "off", "weights", or a share above 0 and up'
-                " to 1"
+                f'wired_memory = {self.wired_memory:g}: "off", "weights",'
+                " or a share above 0 and up to 1"
             )
         if self.memory_pause > self.memory_stop:
             raise ValueError(
@@ -155,8 +155,8 @@ class ServerConfig(Section):
             )
         if self.kv_bits is not None and self.prompt_lookup:
             raise ValueError(
-                "kv_bits and prompt_lookup exclude each other: keys and values of a draft are not"
-                " quantised"
+                "kv_bits and prompt_lookup exclude each other: keys and"
+                " values of a draft are not quantised"
             )
         if self.enable_return_routed_experts and self.prompt_lookup:
             raise ValueError(

@@ -254,9 +254,8 @@ class WeightUpdateConfig(Section):
             )
         if self.max_publish_kl is not None and not self.kept_versions(lora=lora):
             raise ValueError(
-                "weight_updates.max_publish_kl undoes updates: rollback_versions has to be at"
-                " least 1"
-                " (it keeps the served weights and their optimizer in memory)"
+                "weight_updates.max_publish_kl undoes updates: rollback_versions has to be at least"
+                " 1 (it keeps the served weights and their optimizer in memory)"
             )
 
 
@@ -403,9 +402,8 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     def _consistent(self) -> "RLTrainingConfig":
         if 0 < self.max_oversampling < 1:
             raise ValueError(
-                f"max_oversampling ({self.max_oversampling:g}) has to be at least 1, or 0 for"
-                " no"
-                " bound"
+                f"max_oversampling ({self.max_oversampling:g}) has to be"
+                " at least 1, or 0 for no bound"
             )
         if self.deterministic and self.max_staleness != 0:
             raise ValueError("deterministic = true needs max_staleness = 0")
@@ -424,8 +422,8 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         ):
             raise ValueError(
                 "lora.qat_bits: rollouts are drawn from base and adapter as they are, so by another"
-                ' policy than the rounded one that is trained: set sampler_correction = "tis" (or'
-                ' "mis")'
+                " policy than the rounded one that is trained: set"
+                ' sampler_correction = "tis" (or "mis")'
             )
         self.ppo.check(self.algorithm)
         self.weight_updates.check(max_staleness=self.max_staleness, lora=self.lora.enabled)

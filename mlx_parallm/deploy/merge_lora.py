@@ -172,9 +172,8 @@ def _dequantize(model: nn.Module, base: Path) -> nn.Module:
     ]
     if left:
         raise ModelError(
-            f"{base}: {left[0]} is quantised in a way that cannot be undone here: use the"
-            " original"
-            " base"
+            f"{base}: {left[0]} is quantised in a way that cannot be"
+            " undone here: use the original base"
         )
     return model
 

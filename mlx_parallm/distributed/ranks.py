@@ -631,8 +631,8 @@ def _reach(offer: dict[str, Any], rank: int) -> list[Connection]:
             return connections
     tried = ", ".join(offer["addresses"])
     raise RankLostError(
-        f"rank {rank} cannot reach rank 0 at port {offer['port']} of {tried}: is a firewall"
-        " between?"
+        f"rank {rank} cannot reach rank 0 at port {offer['port']} of"
+        f" {tried}: is a firewall between?"
     )
 
 

@@ -67,8 +67,8 @@ class AdapterLoader:
                 and self._paths.get(name) != source
             ):
                 message = (
-                    f"The lora adapter {name!r} has already been loaded; load_inplace = true"
-                    " replaces it"
+                    f"The lora adapter {name!r} has already been loaded;"
+                    " load_inplace = true replaces it"
                 )
                 raise RefusedError(message, 400, "lora_name")
             try:
@@ -133,8 +133,7 @@ class AdapterLoader:
         if not self._roots:
             raise RefusedError(
                 "loading adapters into a running server is off: server.adapter_roots names the"
-                " directories"
-                " that they may be loaded from",
+                " directories that they may be loaded from",
                 403,
             )
         if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():

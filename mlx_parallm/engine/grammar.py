@@ -258,7 +258,7 @@ class Grammars:
         )
         if compiled.start.is_error():  # one of them has what the library cannot enforce
             forms = [
-                self._concede(each) if each.kind == ("json_schema") else self._form(each)
+                self._concede(each) if each.kind == "json_schema" else self._form(each)
                 for each in every
             ]
             compiled = Compiled(
@@ -298,7 +298,7 @@ class Grammars:
 
     def _start(self, forms: Iterable[dict[str, Any]]) -> LLMatcher:
         named = [
-            form | {"name": (f"part_{index - 1}") if index else "start"}
+            form | {"name": f"part_{index - 1}" if index else "start"}
             for index, form in enumerate(forms)
         ]
         start = LLMatcher(

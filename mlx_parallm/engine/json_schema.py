@@ -33,7 +33,7 @@ _EMAIL = f"^{_ATOM}(?:\\.{_ATOM})?@(?:{_LABEL}\\.){{1,3}}[A-Za-z]{{2,10}}$"
 _CHARACTER = "(?:[A-Za-z0-9\\-._~!$&'()*+,;=@]|%[0-9A-Fa-f]{2})"  # of a URI's path
 _SCHEME, _AUTHORITY = (
     "[A-Za-z][A-Za-z0-9+.-]*:",
-    (f"//{_LABEL}(?:\\.{_LABEL})*(?::[0-9]{{1,4}})?(?:/{_CHARACTER}*)*"),
+    f"//{_LABEL}(?:\\.{_LABEL})*(?::[0-9]{{1,4}})?(?:/{_CHARACTER}*)*",
 )
 _PATH = f"/?(?:{_CHARACTER}+(?:/{_CHARACTER}*)*)?"
 _QUERY = f"(?:\\?(?:{_CHARACTER}|[:/?])*)?(?:#(?:{_CHARACTER}|[:/?])*)?"
@@ -165,8 +165,8 @@ class _Rewriter:
             ):
                 if isinstance(value, int) and not _SMALLEST_INTEGER <= value <= _LARGEST_INTEGER:
                     raise ValueError(
-                        f"{place}/{key}: the grammar holds integers of 64 bits, and {value} is"
-                        " larger"
+                        f"{place}/{key}: the grammar holds integers of"
+                        f" 64 bits, and {value} is larger"
                     )
                 if (
                     isinstance(value, float)
@@ -176,8 +176,8 @@ class _Rewriter:
                     self.lost[key] = None
                 if isinstance(value, int) and int(float(value)) != value:
                     raise ValueError(
-                        f"{place}/{key}: the grammar would round {value}: it has 53 bits for a"
-                        " number"
+                        f"{place}/{key}: the grammar would round"
+                        f" {value}: it has 53 bits for a number"
                     )
 
     def _object(self, node: dict[str, Any], *, merged: bool) -> None:
@@ -215,7 +215,7 @@ class _Rewriter:
         elif (
             alone
             and _is_keyword(names, "enum", list)
-            and all(isinstance(name, str) for name in names[("enum")])
+            and all(isinstance(name, str) for name in names["enum"])
         ):
             node |= {
                 "properties": dict.fromkeys(names["enum"], others),
@@ -372,7 +372,7 @@ def _names_only(pattern: str, names: Iterable[str]) -> bool:
 def _parts(schema: Mapping[str, Any]) -> int:
     """How many schemas an object is put together of."""
     branches = sum(
-        len(schema[key]) if key == ("allOf") else 1
+        len(schema[key]) if key == "allOf" else 1
         for key in _BRANCHES
         if isinstance(schema.get(key), list)
     )

@@ -75,7 +75,7 @@ class Score:
         if self.vector is None:
             return None
         return tuple(
-            (self.vector / len(self.tokens) if self.pooling == ("mean") else self.vector).tolist()
+            (self.vector / len(self.tokens) if self.pooling == "mean" else self.vector).tolist()
         )
 
     def result(self) -> PromptLogprobs:

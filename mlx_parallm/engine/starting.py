@@ -156,9 +156,8 @@ def engine_options(
     context = loaded.max_model_len
     if server.max_model_len is not None and server.max_model_len > context:
         raise ConfigError(
-            f"server.max_model_len = {server.max_model_len}, but the model's context is"
-            f" {context}"
-            " tokens"
+            f"server.max_model_len = {server.max_model_len}, but the"
+            f" model's context is {context} tokens"
         )
     return EngineOptions(
         max_model_len=server.max_model_len or context,

@@ -91,10 +91,8 @@ def check_alternatives(requests: Sequence[Request], max_model_len: int) -> int:
     if count > MOST_ALTERNATIVES:
         raise RequestError(
             "logprobs: completions × their tokens × alternatives, and tokens of the prompt ×"
-            f" alternatives, are {count}"
-            f" numbers in one answer, and at most {MOST_ALTERNATIVES} are given: ask for fewer"
-            " alternatives,"
-            " completions or max_tokens",
+            f" alternatives, are {count} numbers in one answer, and at most {MOST_ALTERNATIVES} are"
+            " given: ask for fewer alternatives, completions or max_tokens",
             param="logprobs",
         )
     return count
@@ -123,8 +121,8 @@ def _check_images(request: Request, limits: RequestLimits) -> None:
     _require(
         count == expected,
         "messages",
-        f"the prompt has {count} image tokens, and its images ({len(request.images)}) need"
-        f" {expected}",
+        f"the prompt has {count} image tokens, and its images"
+        f" ({len(request.images)}) need {expected}",
     )
     _require(tokens[-1] != limits.image_token, "messages", "a prompt must not end with an image")
     _require(params.pooling is None, "pooling", "a prompt with images is not embedded")
@@ -140,8 +138,8 @@ def _check_length(prompt: int, max_tokens: int | None, limits: RequestLimits) ->
     if max_tokens == 0 and limits.max_kv_tokens is not None:
         most = int(limits.max_kv_tokens / limits.prompt_cost)
         message = (
-            f"memory (server.kv_cache_bytes) has room to compute {most} tokens, and this prompt"
-            f" has {prompt}"
+            f"memory (server.kv_cache_bytes) has room to compute {most}"
+            f" tokens, and this prompt has {prompt}"
         )
         _require(prompt <= most, "prompt", message)
         return
@@ -188,7 +186,7 @@ def _check_sampling(params: SamplingParams) -> None:
         _require(
             value is None or 0 <= value <= MAX_ALTERNATIVES,
             name,
-            (f"must be in 0..{MAX_ALTERNATIVES}"),
+            f"must be in 0..{MAX_ALTERNATIVES}",
         )
 
 
@@ -203,7 +201,7 @@ def _check_stops(params: SamplingParams, limits: RequestLimits) -> None:
         _require(
             0 <= token < limits.vocab_size,
             "stop_token_ids",
-            (f"token id {token} is not in the vocabulary"),
+            f"token id {token} is not in the vocabulary",
         )
     _require(params.min_tokens >= 0, "min_tokens", "must be at least 0")
     if params.max_tokens is not None:

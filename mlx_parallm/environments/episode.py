@@ -265,8 +265,8 @@ class EpisodePolicy:
         spends seconds on it."""
         if not isinstance(prompt, str) and len(prompt) > self.longest:
             return (
-                f"the prompt has {len(prompt)} messages, and at most {self.longest} tokens are"
-                " allowed"
+                f"the prompt has {len(prompt)} messages, and at most"
+                f" {self.longest} tokens are allowed"
             )
         texts = (
             [prompt]

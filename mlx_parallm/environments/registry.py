@@ -198,8 +198,7 @@ def _user_class(config: EnvironmentConfig) -> Callable[..., EnvironmentSource]:
     check_call(inspect.signature(cls), ("config",), what, keywords=("seed", "name"))
     if wrong := config.model_dump(include=set(SCORING_KEYS), exclude_defaults=True):
         raise ConfigError(
-            f"{what} is an EnvironmentSource, which scores its tasks itself: {min(wrong)} has"
-            " no"
-            " effect"
+            f"{what} is an EnvironmentSource, which scores its tasks"
+            f" itself: {min(wrong)} has no effect"
         )
     return cls

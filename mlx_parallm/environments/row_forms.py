@@ -288,7 +288,7 @@ def _message(entry: Any, where: str) -> dict[str, Any]:
     if "from" not in entry:
         named = "role" in entry and "value" in entry and "content" not in entry
         message = {
-            (("content") if named and key == "value" else key): item for key, item in entry.items()
+            ("content" if named and key == "value" else key): item for key, item in entry.items()
         }
         return _of_valued(message, where) if _is_valued(message) else message
     sayer, value = entry["from"], entry.get("value", entry.get("content"))

@@ -63,8 +63,8 @@ def with_row_images(
     ]
     if places and len(places) != len(values):
         raise ConfigError(
-            f"{where}: the messages have {len(places)} places for images, and the row has"
-            f" {len(values)}"
+            f"{where}: the messages have {len(places)} places for images,"
+            f" and the row has {len(values)}"
         )
     left = iter(values)
 

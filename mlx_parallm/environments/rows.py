@@ -144,7 +144,7 @@ def _curriculum(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
     )
     if all(rate is None for rate in measured):
         where = (
-            (f"{config.data} has no column {PASS_RATE!r}")
+            f"{config.data} has no column {PASS_RATE!r}"
             if config.pass_rates is None
             else "none is of its prompts"
         )
@@ -463,9 +463,8 @@ def _pass_rate(entry: Mapping[str, Any], where: str) -> float | None:
         return None
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise ConfigError(
-            f"environments: {where}: column {PASS_RATE!r} is {rate!r}; expected a number from"
-            " 0 to"
-            " 1"
+            f"environments: {where}: column {PASS_RATE!r} is {rate!r};"
+            " expected a number from 0 to 1"
         )
     return float(rate)
 
@@ -532,8 +531,8 @@ def _from_column(entry: Mapping[str, Any], column: str, where: str) -> Prompt:
             raise ConfigError(f"environments: {where}: {reason}") from error
     problem = "is missing" if value is None else f"is {value!r}"
     raise ConfigError(
-        f"environments: {where}: column {column!r} {problem}; expected a string or a list of"
-        " messages"
+        f"environments: {where}: column {column!r} {problem}; expected"
+        " a string or a list of messages"
     )
 
 

@@ -36,7 +36,7 @@ def read_arguments(source: str, parameters: Sequence[str]) -> dict[str, Any]:
     # Unknown escapes ("\d") mean themselves; doubled, they give no warning of Python's.
     written = (
         "f("
-        + _ESCAPE.sub(lambda m: m[0] if m[1] in ("\\'\"abfnrtvxuU\n") else "\\" + m[0], source)
+        + _ESCAPE.sub(lambda m: m[0] if m[1] in "\\'\"abfnrtvxuU\n" else "\\" + m[0], source)
         + "\n)"
     )
     try:

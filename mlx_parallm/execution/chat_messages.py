@@ -254,8 +254,7 @@ def in_known_roles(
         if message["role"] not in template_roles | {DEVELOPER}:
             raise RequestError(
                 f"messages.{position}.role: {message['role']!r} is not a role of this model's chat"
-                " template; "
-                f"there are {', '.join((*ROLES, DEVELOPER))}",
+                f" template; there are {', '.join((*ROLES, DEVELOPER))}",
                 param=f"messages.{position}.role",
             )
     return [

@@ -71,8 +71,8 @@ class MCPServer:
             or self.restarts < 0
         ):
             raise ConfigError(
-                f"MCP server {self.name!r}: timeout_s, start_timeout_s and max_concurrent are"
-                " above 0"
+                f"MCP server {self.name!r}: timeout_s, start_timeout_s"
+                " and max_concurrent are above 0"
             )
 
 
@@ -152,8 +152,8 @@ class MCPConnection:
             if isinstance(error, asyncio.CancelledError | ConfigError):
                 raise
             late = (
-                f"no answer within {self.server.start_timeout_s:g} s (start_timeout_s) to"
-                f" {self._stage}"
+                f"no answer within {self.server.start_timeout_s:g} s"
+                f" (start_timeout_s) to {self._stage}"
             )
             why = late if isinstance(error, TimeoutError) else words(error)
             self._why = f"{self._what} cannot be started: {why}{self._printed.in_words()}"

@@ -139,8 +139,8 @@ class OpenAIEndpoint:
             value, reason = _beginning(reply), f" ({error})"
         if not isinstance(value, dict):
             raise UnusableAnswerError(
-                f"{self.base_url}{path} answered {str(value)[:80]!r}: is this an OpenAI endpoint?"
-                f"{reason}"
+                f"{self.base_url}{path} answered {str(value)[:80]!r}: is"
+                f" this an OpenAI endpoint?{reason}"
             )
         return value
 

@@ -594,7 +594,7 @@ def how_to_call(formats: Format | Literal["auto"] | Sequence[Format] = "auto") -
     """Return the instruction of the first of the formats that can be taught; JSON's for "auto"."""
     requested = (formats,) if isinstance(formats, str) else formats
     return next(
-        (HOW_TO_CALL[form] for form in requested if form in HOW_TO_CALL), HOW_TO_CALL[("json")]
+        (HOW_TO_CALL[form] for form in requested if form in HOW_TO_CALL), HOW_TO_CALL["json"]
     )
 
 

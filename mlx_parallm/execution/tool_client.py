@@ -322,8 +322,8 @@ class ToolClient:
         self._left_behind = [thread for thread in self._left_behind if thread.is_alive()]
         if len(self._left_behind) >= MOST_LEFT_BEHIND:
             words = (
-                f"{name} is not called: {len(self._left_behind)} earlier calls of functions have"
-                " not returned"
+                f"{name} is not called: {len(self._left_behind)} earlier calls"
+                " of functions have not returned"
             )
             return ToolResult(words, error="timeout")
         thread, outcome = _on_a_thread(name, function, arguments)

@@ -59,8 +59,8 @@ def bounded(name: str, result: ToolResult) -> ToolResult:
     )
     if size > LARGEST_RESULT:
         words = (
-            f"{name}: its result has {size:,} characters, at most {LARGEST_RESULT:,} are taken:"
-            " ask for less"
+            f"{name}: its result has {size:,} characters, at most"
+            f" {LARGEST_RESULT:,} are taken: ask for less"
         )
         return ToolResult(words, error="too_large", seconds=result.seconds)
     if len(result.text) <= LONGEST_RESULT:

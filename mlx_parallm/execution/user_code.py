@@ -141,7 +141,7 @@ def load_function(reference: str, key: str) -> tuple[Callable[..., Any], inspect
     function = load(reference, key)
     if isinstance(function, type) or not callable(function):
         kind = (
-            ("a class") if isinstance(function, type) else f"{type(function).__name__} {function!r}"
+            "a class" if isinstance(function, type) else f"{type(function).__name__} {function!r}"
         )
         raise ConfigError(f"{key}: {reference} is {kind}, not a function")
     try:

@@ -64,8 +64,8 @@ class LossInputs:
         old = self.rollout_logprobs if self.old_logprobs is None else self.old_logprobs
         if old is None:
             raise ValueError(
-                "a ratio needs rollout_logprobs or old_logprobs: the policy against itself is"
-                " always 1"
+                "a ratio needs rollout_logprobs or old_logprobs: the"
+                " policy against itself is always 1"
             )
         return masked(old, self.mask)
 

@@ -164,7 +164,7 @@ def with_arguments(
                 **call,
                 "function": {
                     **call["function"],
-                    "arguments": form(call["function"][("arguments")]),
+                    "arguments": form(call["function"]["arguments"]),
                 },
             }
             for call in message.get("tool_calls", ())

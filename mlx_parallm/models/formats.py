@@ -29,8 +29,8 @@ _COMPRESSED = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "pack-quantized")
 MODELOPT_FILE = "hf_quant_config.json"  # where older exports of NVIDIA's ModelOpt say it
 _INSTEAD = (
     "use the checkpoint that it was made from (with rl_training.lora.quantize_base = true for 4"
-    " bits), or convert that one once: `mlx_lm.convert --hf-path OWNER/NAME -q --mlx-path"
-    " converted`"
+    " bits), or convert that one once: `mlx_lm.convert --hf-path"
+    " OWNER/NAME -q --mlx-path converted`"
 )
 
 
@@ -126,7 +126,7 @@ def check_directory(path: Path) -> None:
             ) from error
         if expected != size:
             reason = (
-                (f"{size:,} of {expected:,} bytes are there")
+                f"{size:,} of {expected:,} bytes are there"
                 if expected
                 else "it has no safetensors header"
             )
@@ -163,7 +163,7 @@ def check_quantization(
         raise ModelError(f"{where} {reason}: {_INSTEAD}")
     if quantize:
         size = f"{bits} bits" + (
-            (f", groups of {settings['group_size']}") if "group_size" in settings else ""
+            f", groups of {settings['group_size']}" if "group_size" in settings else ""
         )
         raise ConfigError(
             f"{where} is already quantised ({size if bits else method}): set"

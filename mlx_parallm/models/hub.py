@@ -126,9 +126,8 @@ def _check_disk(repo: str, info: ModelInfo) -> None:
     if needed > (free := shutil.disk_usage(existing).free):
         raise ModelError(
             f"{repo!r} needs {needed / 1e9:.1f} GB more in {cache}, where {free / 1e9:.1f} GB are"
-            " free: remove models"
-            " that are not used (`hf cache ls`, `hf cache rm`), or set HF_HOME to a directory on"
-            " a larger disk"
+            " free: remove models that are not used (`hf cache ls`, `hf cache rm`), or set HF_HOME"
+            " to a directory on a larger disk"
         )
 
 
@@ -139,8 +138,7 @@ def _what_is_wrong(error: Exception, repo: str, revision: str | None) -> str:
             token = "your token is known to the hub but" if get_token() else "no token is set and"
             return (
                 f"{repo!r} is gated: {token} has no access; accept its terms at {page}, then `hf"
-                " auth login` (or set"
-                " HF_TOKEN)"
+                " auth login` (or set HF_TOKEN)"
             )
         case RevisionNotFoundError():
             return (
@@ -202,6 +200,5 @@ def _unreachable(repo: str) -> str:
     )
     return (
         f"{how}: go online once, or fetch it on a machine that is (`hf download {repo} --local-dir"
-        " DIR`) and set"
-        " model.base_path = 'DIR'"
+        " DIR`) and set model.base_path = 'DIR'"
     )

@@ -192,8 +192,8 @@ def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
         config = dataclasses.asdict(arguments)  # type: ignore[arg-type]
     else:
         raise ModelError(
-            f"{type(model).__name__} is no model of mlx-lm: it has no args, and its tokenizer"
-            " no checkpoint"
+            f"{type(model).__name__} is no model of mlx-lm: it has no args,"
+            " and its tokenizer no checkpoint"
         )
     copied = copy.deepcopy(model)
     _make_ready(copied, "auto")
@@ -215,8 +215,8 @@ def read_config(path: Path) -> dict[str, Any]:
                 and not 0 < number <= most
             ):
                 raise ModelError(
-                    f"{path / 'config.json'}: {name} = {number}: expected more than 0, at most"
-                    f" {most:g}"
+                    f"{path / 'config.json'}: {name} = {number}: expected"
+                    f" more than 0, at most {most:g}"
                 )
     return config
 

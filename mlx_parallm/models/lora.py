@@ -171,9 +171,8 @@ def load_into_trainer(model: nn.Module, layers: Mapping[str, LoraPair]) -> None:
             continue
         if pair.a.shape != layer.lora_a.shape or pair.b.shape != layer.lora_b.shape:
             raise AdapterError(
-                f"{path}: the adapter has A {pair.a.shape} B {pair.b.shape}, the configuration"
-                " asks for"
-                f" A {layer.lora_a.shape} B {layer.lora_b.shape}"
+                f"{path}: the adapter has A {pair.a.shape} B {pair.b.shape}, the configuration asks"
+                f" for A {layer.lora_a.shape} B {layer.lora_b.shape}"
             )
         if (pair.magnitude is not None) != isinstance(layer, DoRALinear):
             kinds = ("LoRA", "DoRA") if pair.magnitude is None else ("DoRA", "LoRA")
@@ -421,8 +420,8 @@ def adapter_config(
             f"rank {rank} × {scale:g}{' DoRA' * dora}" for rank, scale, dora in sorted(kinds)[:3]
         )
         raise AdapterError(
-            "mlx-lm's format has one rank and scale for all layers, this adapter has several:"
-            f" {shown}"
+            "mlx-lm's format has one rank and scale for all layers,"
+            f" this adapter has several: {shown}"
         )
     [(rank, scale, dora)] = kinds
     return ({"model": base} if base else {}) | {
@@ -580,8 +579,8 @@ def _from_mlx_lm(
             or not a.size
         ):
             raise AdapterError(
-                f"{file}: {path}: lora_a {a.shape} and lora_b {b.shape} are not [in, r] and [r,"
-                " out]"
+                f"{file}: {path}: lora_a {a.shape} and lora_b"
+                f" {b.shape} are not [in, r] and [r, out]"
             )
         if rank is not None and rank != a.shape[-1]:
             raise AdapterError(

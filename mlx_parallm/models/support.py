@@ -54,9 +54,8 @@ def blueprint(config: Mapping[str, Any]) -> nn.Module:
         model_class, args_class = model_classes(dict(config))
     except ValueError as error:
         raise ModelError(
-            f"model_type {name!r} is unknown to mlx-lm {version('mlx-lm')}: try `pip install -U"
-            " mlx-lm`;"
-            f" {ARCHITECTURES}"
+            f"model_type {name!r} is unknown to mlx-lm {version('mlx-lm')}: try `pip"
+            f" install -U mlx-lm`; {ARCHITECTURES}"
         ) from error
     # one of mlx-lm's modules (olmo) ends the process when its package is missing
     except SystemExit as error:
@@ -133,8 +132,8 @@ def layer_without_gradient(model: nn.Module) -> str:
                 raise_device_fault(error)
                 if "vjp" in str(error).lower():
                     reasons.append(
-                        f"layer {index} ({_layer_name(block)}) has no gradient on this device:"
-                        f" {error}"
+                        f"layer {index} ({_layer_name(block)}) has no"
+                        f" gradient on this device: {error}"
                     )
         return hidden
 

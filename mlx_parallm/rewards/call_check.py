@@ -95,8 +95,8 @@ class CallCheck:
         # any answer can be compared with a row in the right form
         except (AttributeError, TypeError) as error:
             message = (
-                f"tool_call: accepted values of the row's {self._column!r} are not in BFCL's form:"
-                f" {error}"
+                f"tool_call: accepted values of the row's {self._column!r}"
+                f" are not in BFCL's form: {error}"
             )
             raise RolloutRejectedError(message) from error
 

@@ -213,8 +213,7 @@ class RewardFunctions:
         if config.reward_weights and len(config.reward_weights) != len(references):
             raise ConfigError(
                 f"environments: {config.name} has {len(config.reward_weights)} reward_weights for"
-                " the rewards"
-                f" {', '.join(references)}"
+                f" the rewards {', '.join(references)}"
             )
         return cls(
             references,
@@ -608,9 +607,8 @@ def _load_user(reference: str, options: Mapping[str, Any], key: str) -> Any:
         return function
     if reserved := sorted(set(options) & set(ARGUMENTS)):
         raise ConfigError(
-            f"{what}: reward_options has {reserved[0]!r}, which every call of the function"
-            " passes"
-            " itself"
+            f"{what}: reward_options has {reserved[0]!r}, which every call"
+            " of the function passes itself"
         )
     accepts_all = any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
@@ -647,7 +645,7 @@ def _computer_function(computer: Any, name: str, method: Method, what: str) -> C
         inspect.signature(compute),
         ("trajectories",),
         f"{what}.compute_rewards",
-        keywords=(("method"),),
+        keywords=("method",),
     )
     if is_async(compute):
         raise ConfigError(f"{what}.compute_rewards is async; it has to be a plain method")
@@ -680,8 +678,7 @@ def _check_parameters(function: RewardFunction, columns: Collection[str] | None,
             if name in function.required and name not in available:
                 raise ConfigError(
                     f"{what} takes {signature}, but {name!r} is not a column of the data, held-out"
-                    " rows included"
-                    f"{did_you_mean(name, sorted(available))}; available are"
+                    f" rows included{did_you_mean(name, sorted(available))}; available are"
                     f" {', '.join(sorted(available))}"
                 )
     if function.parameters is not None and not function.parameters & {

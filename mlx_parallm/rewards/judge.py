@@ -314,10 +314,9 @@ def _comparison(prompt: str, answers: Sequence[str], criteria: str) -> Messages:
     )
     example = " > ".join(map(str, range(len(answers), 0, -1)))
     return _ask(
-        f"{criteria}\n\n{_quoted('task', prompt)}\n\n{listed}\n\nCompare the {len(answers)}"
-        " answers in a few sentences."
-        ' End with a line that names each of them once, the best first, in this form: "Ranking:'
-        f' {example}".'
+        f"{criteria}\n\n{_quoted('task', prompt)}\n\n{listed}\n\nCompare the {len(answers)} answers"
+        " in a few sentences. End with a line that names each of them once, the best first, in this"
+        f' form: "Ranking: {example}".'
     )
 
 

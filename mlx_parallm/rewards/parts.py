@@ -273,8 +273,8 @@ class SVRLRewardComputer(RewardComputer):
         metadata = trajectory.metadata
         if missing := sorted({"spent", "budget", "max_steps"} - set(metadata)):
             raise RolloutRejectedError(
-                f"SVRLRewardComputer: the trajectory's metadata has no {', '.join(missing)}:"
-                " is this SVRL?"
+                "SVRLRewardComputer: the trajectory's metadata has no"
+                f" {', '.join(missing)}: is this SVRL?"
             )
         task = self._evaluate(trajectory)
         if not has_score(task):
@@ -283,7 +283,7 @@ class SVRLRewardComputer(RewardComputer):
             "task": task,
             "cost": metadata["spent"] / metadata["budget"],
             "efficiency": max(
-                0.0, (metadata["max_steps"] - trajectory.step_count) / metadata[("max_steps")]
+                0.0, (metadata["max_steps"] - trajectory.step_count) / metadata["max_steps"]
             ),
         }
 

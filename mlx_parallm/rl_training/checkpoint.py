@@ -230,8 +230,8 @@ class Checkpointer:
             kept = ", ".join(old.name for old in checkpoints(self.run_directory)) or "none"
             raise CheckpointError(
                 f"{path} needs {in_gb(needed)} and {in_gb(free)} are free: it was not begun. Free"
-                " some space"
-                f" and go on with --resume {self.run_directory} (checkpoints there: {kept})"
+                " some space and go on with --resume"
+                f" {self.run_directory} (checkpoints there: {kept})"
             )
 
     def _fill(self, directory: Path, state: TrainerState, served: Mapping[str, mx.array]) -> None:
@@ -332,7 +332,7 @@ class Checkpointer:
         keeps it. `forget`: not those before it."""
         if (path := self.run_directory / name).is_dir():
             for earlier in self.run_directory.glob(
-                (f"{SUPERSEDED}*") if forget else SUPERSEDED + name
+                f"{SUPERSEDED}*" if forget else SUPERSEDED + name
             ):
                 shutil.rmtree(earlier, ignore_errors=True)
             write_directory(
@@ -386,7 +386,7 @@ def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Pa
     names = (
         ", ".join(sorted(path.name for path in there.iterdir()))
         if there.is_dir()
-        else ("it does not exist")
+        else "it does not exist"
     )
     raise CheckpointError(f"--resume {text}: no checkpoint there ({there}: {names or 'empty'})")
 

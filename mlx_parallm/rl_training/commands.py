@@ -93,13 +93,13 @@ class RunCommands:
         """Return why settings cannot be changed; None: they can."""
         if self.config.rl_training.deterministic:
             return (
-                "rl_training.deterministic is on: the run has to repeat bit for bit from its"
-                " configuration"
+                "rl_training.deterministic is on: the run has to repeat bit"
+                " for bit from its configuration"
             )
         return (
             None
             if self._alone
-            else ("other processes train along, with the settings that they began with")
+            else "other processes train along, with the settings that they began with"
         )
 
     def mark(self, kind: str, text: str) -> None:
@@ -171,8 +171,8 @@ class RunCommands:
                 )
             if beta == 0 and config.rl_training.kl_beta > 0:
                 why = (
-                    "without KL the run would lose its reference: stop it, and resume it with"
-                    " kl_beta = 0"
+                    "without KL the run would lose its reference: stop it,"
+                    " and resume it with kl_beta = 0"
                 )
                 raise RequestError(why, param="kl_beta")
             if config.rl_training.kl_beta == 0 and beta > 0:
@@ -183,8 +183,8 @@ class RunCommands:
                 raise RequestError(why, param="kl_beta")
         if "learning_rate" in values and config.rl_training.algorithm == "ppo":
             why = (
-                "the value head's rate hangs on it: stop the run, and resume it with another"
-                " learning_rate"
+                "the value head's rate hangs on it: stop the run, and resume"
+                " it with another learning_rate"
             )
             raise RequestError(why, param="learning_rate")
         try:

@@ -154,8 +154,7 @@ class RolloutBuffer:
             sizes = ", ".join(map(str, sorted(set(group_sizes))))
             raise ConfigError(
                 f"rl_training.atropos.rollout_batch_size = {self._target} cannot be made of whole"
-                " groups:"
-                f" the environments' group sizes are {sizes}"
+                f" groups: the environments' group sizes are {sizes}"
             )
         self._store, self._versions, self._estimate = store, versions, estimate
         self._nominal_sizes = set(group_sizes)

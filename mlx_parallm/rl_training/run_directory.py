@@ -217,7 +217,7 @@ def saved_config(resume: Path) -> Path:
         same_step = ", ".join(map(str, _same_step(resume)))
         raise ConfigError(
             f"--resume {resume}: no such directory"
-            + ((f"; that step is in {same_step}") if same_step else "")
+            + (f"; that step is in {same_step}" if same_step else "")
         )
     for directory in (resume, resume.resolve().parent):
         if (directory / CONFIG_FILE).is_file():

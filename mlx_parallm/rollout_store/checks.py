@@ -57,9 +57,8 @@ def check_group(
     if missing_logprobs == "reject" and any(r.logprobs is None for r in group.rollouts):
         raise RolloutRejectedError(
             "no inference_logprobs, or zeros alone: the environment must collect through"
-            " atroposlib's ManagedServer (server_type vllm)"
-            ' or return them itself; rl_training.atropos.missing_logprobs = "recompute" trains'
-            " without them"
+            " atroposlib's ManagedServer (server_type vllm) or return them itself;"
+            ' rl_training.atropos.missing_logprobs = "recompute" trains without them'
         )
     for number, rollout in enumerate(group.rollouts):
         try:

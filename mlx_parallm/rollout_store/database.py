@@ -163,7 +163,7 @@ class Database:
         self.connection = sqlite3.connect(
             reading_uri(self.path)
             if self._read_only
-            else (f"{self.path.resolve().as_uri()}?mode=rwc"),
+            else f"{self.path.resolve().as_uri()}?mode=rwc",
             uri=True,
             timeout=self._lock_timeout_s,
             isolation_level=None,

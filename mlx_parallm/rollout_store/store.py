@@ -43,8 +43,8 @@ _STATE = "CASE WHEN state = 'dropped' AND reason = '{}' THEN 'quarantined' ELSE 
     OTHER_MODEL.replace("'", "''")
 )
 _RECORD = (
-    f"sequence, group_id, environment, source, {_STATE}, step, reason, received, first_version,"
-    " last_version"
+    f"sequence, group_id, environment, source, {_STATE}, step, reason,"
+    " received, first_version, last_version"
 )
 """A `GroupRecord` without its group, behind its place in the order of arrival."""
 
@@ -327,9 +327,8 @@ class RolloutStore:
         doomed: list[int] = []
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT sequence, step, bytes FROM groups INDEXED BY consumed_payloads"
-                " WHERE bytes IS NOT NULL AND state != 'waiting' AND step <= ? ORDER BY step,"
-                " sequence",
+                "SELECT sequence, step, bytes FROM groups INDEXED BY consumed_payloads WHERE bytes"
+                " IS NOT NULL AND state != 'waiting' AND step <= ? ORDER BY step, sequence",
                 (up_to_step,),
             )
             for sequence, step, size in rows:
@@ -380,14 +379,14 @@ class RolloutStore:
             for group_id in group_ids:
                 row = connection.execute(
                     (
-                        "SELECT payload FROM groups LEFT JOIN payloads USING (sequence) WHERE"
-                        " group_id = ?"
+                        "SELECT payload FROM groups LEFT JOIN payloads USING"
+                        " (sequence) WHERE group_id = ?"
                     ),
                     (group_id,),
                 ).fetchone()
                 if row is None or row[0] is None:
                     fault = (
-                        (f"the tokens of group {group_id!r} are pruned")
+                        f"the tokens of group {group_id!r} are pruned"
                         if row
                         else f"no group {group_id!r}"
                     )
@@ -518,8 +517,8 @@ class RolloutStore:
         """(source, reason) → how many, the most frequent first."""
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT source, reason, COUNT(*) FROM rejects GROUP BY 1, 2 ORDER BY 3 DESC,"
-                " MAX(id) DESC"
+                "SELECT source, reason, COUNT(*) FROM rejects GROUP BY 1, 2"
+                " ORDER BY 3 DESC, MAX(id) DESC"
             ).fetchall()
         return {(source, reason): count for source, reason, count in rows}
 

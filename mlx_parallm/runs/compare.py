@@ -67,7 +67,7 @@ class ComparedRun:
         """Return (step, value) of each step that has the number; "headline": what the run is
         judged by."""
         points = (
-            (int(line["step"]), headline(line)[1] if key == ("headline") else line.get(key))
+            (int(line["step"]), headline(line)[1] if key == "headline" else line.get(key))
             for line in self.lines
         )
         return [(step, float(value)) for step, value in points if isinstance(value, int | float)]
@@ -159,8 +159,8 @@ def draw(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
     yield _table(runs)
     yield Text(
         (
-            "\ncurves: the same axes for all runs with that number; the scale is beside them,"
-            " from ▁ to █"
+            "\ncurves: the same axes for all runs with that number; the"
+            " scale is beside them, from ▁ to █"
         ),
         style="bold",
     )
@@ -196,7 +196,7 @@ def _table(runs: Sequence[ComparedRun]) -> Table:
     last = [run.evaluations[-1] if run.evaluations else None for run in runs]
     table.add_row("step", *(UNKNOWN if line is None else str(line["step"]) for line in last))
     for environment in dict.fromkeys(
-        name for line in last if line for name in line[("environments")]
+        name for line in last if line for name in line["environments"]
     ):
         numbers = [
             (line or {}).get("environments", {}).get(environment, {}).get("numbers", {})
@@ -272,7 +272,7 @@ def _total(run: ComparedRun, *keys: str) -> float:
 
 def _wall_time(run: ComparedRun) -> str:
     seconds = _total(run, "time_rollout_s", "time_train_s", "time_publish_s")
-    return (f"{seconds:,.0f} s ({seconds / len(run.lines):.3g} a step)") if run.lines else UNKNOWN
+    return f"{seconds:,.0f} s ({seconds / len(run.lines):.3g} a step)" if run.lines else UNKNOWN
 
 
 ROWS: Mapping[str, Callable[[ComparedRun], str]] = {
@@ -402,8 +402,8 @@ def _differences(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
         yield Text("")
         if not comparisons:
             yield Text(
-                f"{first.letter} and {run.letter} answered no held-out problem in common: not"
-                " comparable"
+                f"{first.letter} and {run.letter} answered no held-out"
+                " problem in common: not comparable"
             )
             continue
         steps = ", ".join(

@@ -234,8 +234,8 @@ def _check_rewards(rewards: RewardFunctions, inference: InferenceModule) -> None
     """Raises ConfigError: a reward reads tokens, which an endpoint's answers do not have."""
     if inference.client is None and (names := rewards.reading("completion_ids")):
         raise ConfigError(
-            f"reward {names[0]} reads completion_ids, and the teacher is an endpoint, whose answers"
-            " are texts"
+            f"reward {names[0]} reads completion_ids, and the teacher is an"
+            " endpoint, whose answers are texts"
         )
 
 

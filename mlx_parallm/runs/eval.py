@@ -279,7 +279,7 @@ def evaluate_here(config: Config, max_in_flight: int) -> Result:
             _answer(config.evaluation, problems, policy, inference, max_in_flight)
         )
     name = config.model.base_path + (
-        (f" + {config.model.lora_path}") if config.model.lora_path else ""
+        f" + {config.model.lora_path}" if config.model.lora_path else ""
     )
     trained = _trained_on(config.model)
     return Result(
@@ -464,7 +464,7 @@ def write(result: Result, output: Path) -> None:
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(output / SAMPLES_FILE, lines.encode("utf-8", "replace"))
     note = (
-        (f"The first {ON_PAGE} of {len(rows)} answers.")
+        f"The first {ON_PAGE} of {len(rows)} answers."
         if len(rows) > ON_PAGE
         else f"All {len(rows)} answers."
     )
@@ -513,7 +513,7 @@ def _shown(row: Mapping[str, Any]) -> Shown:
         notes,
         row["prompt"],
         row["completion"],
-        row[("scores")],
+        row["scores"],
     )
 
 

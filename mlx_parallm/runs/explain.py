@@ -205,10 +205,9 @@ def two_curves(evidence: Evidence, heldout: Sequence[HeldOutChange]) -> Iterator
     risen, fallen = any(score.risen for score in heldout), any(score.fallen for score in heldout)
     if fallen or risen > evidence.rises or (heldout and evidence.gained and not risen):
         yield (
-            "training reward and held-out score differ: believe the held-out score, which is of"
-            " the same problems each"
-            " time; the training reward is of new ones in each step, sampled at the training's"
-            " temperature"
+            "training reward and held-out score differ: believe the held-out score, which is of the"
+            " same problems each time; the training reward is of new ones in each step, sampled"
+            " at the training's temperature"
         )
 
 
@@ -219,8 +218,8 @@ def limits(lines: Sequence[Metrics]) -> Iterator[str]:
         limit, times, steps = reward_limit(lines, name)
         if steps >= SOME_STEPS and 0 < limit < 1 - health.SAME_REWARD and times > steps / 2:
             yield (
-                f"no answer of {name} earned more than {limit:.3g}, which one earned in {times} of"
-                f" {steps} steps"
+                f"no answer of {name} earned more than {limit:.3g}, which one"
+                f" earned in {times} of {steps} steps"
             )
 
 
@@ -380,7 +379,7 @@ def _lines(explanation: Explanation) -> Iterator[Text]:
             .append(sparkline(rewards), style="green")
         )
         means = (
-            (f"means of the first and the last {steps} steps")
+            f"means of the first and the last {steps} steps"
             if steps > 1
             else "of the first and the last step"
         )
@@ -415,7 +414,7 @@ def _steps(spans: Sequence[tuple[int, int]]) -> str:
     if not spans:
         return ""
     shown = ", ".join(
-        (f"{first}–{last}") if last > first else str(first) for first, last in spans[:SPANS_SHOWN]
+        f"{first}–{last}" if last > first else str(first) for first, last in spans[:SPANS_SHOWN]
     )
     more = f" and {len(spans) - SPANS_SHOWN} more" if len(spans) > SPANS_SHOWN else ""
     return f"  [steps {shown}{more}]"

@@ -118,9 +118,8 @@ def replay(
         lines = [dict(line) for line in run.metrics if line["step"] > first][:steps]
         if not lines:
             raise ConfigError(
-                f"{run.path}: no recorded step after step {first}: nothing to replay (--from an"
-                " earlier"
-                " one)"
+                f"{run.path}: no recorded step after step {first}: nothing to"
+                " replay (--from an earlier one)"
             )
         taken = {line["step"]: _kept(store, run.path, line["step"]) for line in lines}
         quantize = saved.rl_training.lora.enabled and saved.rl_training.lora.quantize_base
@@ -267,8 +266,8 @@ def _variant(run: Run, overrides: Sequence[str], saved: Config) -> Config:
         )
     if make_algorithm(config.rl_training).on_data:
         raise ConfigError(
-            f"rl_training.algorithm = {config.rl_training.algorithm} learns from rows, not from"
-            " rollouts"
+            f"rl_training.algorithm = {config.rl_training.algorithm}"
+            " learns from rows, not from rollouts"
         )
     return config
 

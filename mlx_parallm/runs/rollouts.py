@@ -128,9 +128,8 @@ class Answers:
             notes.append(f"advantages are not known: {self._fault}")
         elif self._changed_later:
             notes.append(
-                "advantages are those within a group; the trainer changes them over the batch"
-                " of"
-                " a step"
+                "advantages are those within a group; the trainer changes"
+                " them over the batch of a step"
             )
         return notes
 
@@ -145,8 +144,8 @@ class Answers:
             )
         if wanted.text is not None and not self._texts.readable:
             raise ConfigError(
-                "answers cannot be searched: the tokenizer of the run's model is not on this"
-                " machine"
+                "answers cannot be searched: the tokenizer of the"
+                " run's model is not on this machine"
             )
         chosen: Iterator[_Answer] = (
             answer for answer in self._newest(wanted) if self._fits(answer, wanted)
@@ -334,7 +333,7 @@ class Answers:
             else "waits: the run is stopped; --resume takes it to a step"
         )
         return (
-            (f"{waits}, which will drop it: nothing can be learned from it (no variance)")
+            f"{waits}, which will drop it: nothing can be learned from it (no variance)"
             if constant
             else waits
         )

@@ -106,7 +106,7 @@ def draw_counts(values: Json) -> Iterator[RenderableType]:
             [[*(e[name] for name in names), _time(e["received_last"])] for e in entries],
         )
         rows = [
-            [("?") if e["version"] is None else e["version"], *(e[state] for state in states)]
+            ["?" if e["version"] is None else e["version"], *(e[state] for state in states)]
             for e in versions
         ]
         yield Text("")
@@ -116,7 +116,7 @@ def draw_counts(values: Json) -> Iterator[RenderableType]:
     yield from _reasons("dropped: why", list(values["dropped"].items()))
     yield from _reasons(
         "rejected: why",
-        [(f"{e['source']}: {e['reason']}", e["groups"]) for e in values[("rejected")]],
+        [(f"{e['source']}: {e['reason']}", e["groups"]) for e in values["rejected"]],
     )
 
 
@@ -196,7 +196,7 @@ def _tokens(segment: Json) -> Table:
                 text,
                 mask,
                 logprob,
-                segment["policy_versions"][position] if mask else (""),
+                segment["policy_versions"][position] if mask else "",
             ]
         )
     return _table(("", "token", "text", "mask", "logprob", "version"), rows)
@@ -217,7 +217,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
         numeric = any(isinstance(row[number], int) for row in rows)
         free_text = column in ("environment", "source", "reason", "text") or column.endswith("why")
         table.add_column(
-            column, justify=("right") if numeric else "left", no_wrap=not free_text, overflow="fold"
+            column, justify="right" if numeric else "left", no_wrap=not free_text, overflow="fold"
         )
     for row in rows:
         table.add_row(*(Text(str(value)) for value in row))

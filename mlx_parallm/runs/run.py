@@ -239,8 +239,8 @@ class Run:
         or it cannot be read."""
         if not self.has("rollouts"):
             raise StoreError(
-                f"{self.path}: no {STORE_FILE}: nothing has arrived yet, or a run in Python, which"
-                " keeps none"
+                f"{self.path}: no {STORE_FILE}: nothing has arrived yet, or a"
+                " run in Python, which keeps none"
             )
         return RolloutStore(self.file("rollouts"), read_only=True)
 

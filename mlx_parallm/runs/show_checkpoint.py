@@ -65,14 +65,14 @@ def _rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     if facts["step"] is not None:
         partial = (
-            (f" and {facts['mini_batches']} mini-batches of the next")
+            f" and {facts['mini_batches']} mini-batches of the next"
             if facts["mini_batches"]
             else ""
         )
         served = "not served yet" if facts["unpublished"] else "served"
         yield (
             "step",
-            (f"{facts['step']}{partial}, policy version {facts['policy_version']} ({served})"),
+            f"{facts['step']}{partial}, policy version {facts['policy_version']} ({served})",
         )
     yield "trained", f"{facts['kind']}, {facts['parameters']:,} numbers"
     if facts["adapter"]:

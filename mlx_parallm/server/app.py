@@ -121,8 +121,8 @@ class AddedRouter:
     def __post_init__(self) -> None:
         if self.basic_auth and not self.router.prefix:
             raise ValueError(
-                "AddedRouter(basic_auth=True) needs a router with a prefix: Basic would open"
-                " every route"
+                "AddedRouter(basic_auth=True) needs a router with a"
+                " prefix: Basic would open every route"
             )
 
 

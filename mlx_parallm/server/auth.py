@@ -52,8 +52,7 @@ def check_bind(host: str, api_key: str | None) -> None:
     if api_key is None:
         raise ConfigError(
             f"server.host = {host!r} can be reached from other machines, so it needs an API key:"
-            " set "
-            "MLX_PARALLM_API_KEY or server.api_key_file, or bind 127.0.0.1"
+            " set MLX_PARALLM_API_KEY or server.api_key_file, or bind 127.0.0.1"
         )
 
 
@@ -245,7 +244,7 @@ def _foreign(scope: Scope, allowed: Collection[str], allowed_hosts: Collection[s
             "without an API key this server answers only requests to a loopback Host (e.g."
             " 127.0.0.1 or localhost)"
         ) + (
-            (f", not {foreign!r}: add its name to server.allowed_hosts, or set an API key")
+            f", not {foreign!r}: add its name to server.allowed_hosts, or set an API key"
             if foreign
             else ""
         )

@@ -136,8 +136,8 @@ async def encode_conversation(context: ServerContext, conversation: Conversation
     # each is a token at least
     if (count := len(conversation.messages)) > (room := context.engine.max_model_len):
         reason = (
-            f"This model's maximum context length is {room} tokens, but 'messages' holds {count}"
-            " messages."
+            f"This model's maximum context length is {room} tokens, but"
+            f" 'messages' holds {count} messages."
         )
         raise RequestError(reason, param="messages", code="context_length_exceeded")
     reader = context.images

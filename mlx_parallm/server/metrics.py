@@ -189,7 +189,7 @@ class _EngineCollector(Collector):
         for name, meaning in _MEMORY.items():
             yield GaugeMetricFamily(f"{PREFIX}_{name}", meaning, value=getattr(stats, name))
         seconds = CounterMetricFamily(
-            f"{PREFIX}_step_seconds", "Time of all engine steps, by part", labels=[("part")]
+            f"{PREFIX}_step_seconds", "Time of all engine steps, by part", labels=["part"]
         )
         for part, spent in stats.step_seconds.items():
             seconds.add_metric([part], spent)
@@ -214,7 +214,7 @@ class _EngineCollector(Collector):
                 metric = family(
                     f"{PREFIX}_rank_{name}",
                     f"{name.replace('_', ' ')}, of each rank",
-                    labels=[("rank")],
+                    labels=["rank"],
                 )
                 for rank, rank_stats in ranks.items():
                     metric.add_metric([str(rank)], getattr(rank_stats, name))
@@ -244,7 +244,7 @@ class _ToolsCollector(Collector):
         for name, meaning in _TOOL_COUNTERS.items():
             yield CounterMetricFamily(f"{PREFIX}_tool_{name}", meaning, value=counts[name])
         errors = CounterMetricFamily(
-            f"{PREFIX}_tool_errors", "Calls of tools that failed, by kind", labels=[("kind")]
+            f"{PREFIX}_tool_errors", "Calls of tools that failed, by kind", labels=["kind"]
         )
         for name, value in counts.items():
             if name.startswith("errors/"):

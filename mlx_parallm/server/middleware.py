@@ -132,7 +132,7 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         announced = next(
-            (value for key, value in scope[("headers")] if key == b"content-length"), b"0"
+            (value for key, value in scope["headers"] if key == b"content-length"), b"0"
         )
         too_long = announced.isdigit() and int(announced) > self._max_bytes
         received = held = 0
@@ -186,8 +186,8 @@ async def _in_time(receive: Receive, deadline: float) -> Message:
             return await receive()
     except TimeoutError:
         message = (
-            f"the request's body came too slowly: nothing for {BODY_SECONDS:g} s, or less than 64"
-            " KiB a second"
+            f"the request's body came too slowly: nothing for {BODY_SECONDS:g}"
+            " s, or less than 64 KiB a second"
         )
         raise HTTPException(408, message, {"Connection": "close"}) from None
 

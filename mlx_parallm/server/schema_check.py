@@ -105,9 +105,7 @@ class AnswerCheck:
     def error(self, fault: str, text: str) -> InvalidAnswerError:
         tries = "" if self.retries == 0 else f" after {self.retries + 1} tries"
         lacking = (
-            (f" (the grammar does not hold {', '.join(self.unenforced)})")
-            if self.unenforced
-            else ""
+            f" (the grammar does not hold {', '.join(self.unenforced)})" if self.unenforced else ""
         )
         shown = text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
         return InvalidAnswerError(

@@ -196,15 +196,15 @@ def wire_memory(model_bytes: int, wired: float | str = "off") -> str | None:
     if model_bytes <= WIRED_SHARE * most:
         return None
     sizes = (
-        f"the model takes {model_bytes / GIB:.1f} GiB of the {most / GIB:.1f} GiB that Metal keeps"
-        " in memory: "
+        f"the model takes {model_bytes / GIB:.1f} GiB of the {most / GIB:.1f}"
+        " GiB that Metal keeps in memory: "
     )
     wanted = int(model_bytes / WIRED_SHARE)
     if wanted > WIRED_SHARE * whole:
         return sizes + "it will be slow on this machine; a quantized or a smaller one fits"
     return sizes + (
-        f"`sudo sysctl iogpu.wired_limit_mb={-(-wanted // MIB)}` raises that until the next start"
-        " of macOS"
+        f"`sudo sysctl iogpu.wired_limit_mb={-(-wanted // MIB)}` raises that"
+        " until the next start of macOS"
     )
 
 

@@ -96,8 +96,8 @@ def wrong_wheel(error: BaseException) -> str | None:
         return None
     return (
         f"MLX's kernels do not fit this system ({' '.join(text.split())[:200]}): on macOS install"
-        " the wheel for this version (pip install --force-reinstall --no-cache-dir mlx), or update"
-        " macOS"
+        " the wheel for this version (pip install --force-reinstall"
+        " --no-cache-dir mlx), or update macOS"
     )
 
 
@@ -126,7 +126,7 @@ def mlx_backend_advice() -> str | None:
         [sys.executable, "-c", "import mlx.core"], capture_output=True, check=False
     )
     return (
-        (f"MLX has no backend here (its libmlx.so is not installed): {BACKENDS}")
+        f"MLX has no backend here (its libmlx.so is not installed): {BACKENDS}"
         if tried.returncode
         else None
     )

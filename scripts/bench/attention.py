@@ -64,8 +64,7 @@ def layer(rows: int, queries: int, positions: int, console: Console) -> None:
     gradient = least([lambda way=way: mx.vjp(way, arrays, [slope])[1] for way in ways], 4)
     console.print(
         f"{rows} x {queries} x {positions}: MLX {forward[0]:.1f} ms, in blocks {forward[1]:.1f},"
-        " ratio"
-        f" {forward[0] / forward[1]:.2f}; with gradient {gradient[0]:.1f}, {gradient[1]:.1f},"
+        f" ratio {forward[0] / forward[1]:.2f}; with gradient {gradient[0]:.1f}, {gradient[1]:.1f},"
         f" {gradient[0] / gradient[1]:.2f}"
     )
 
@@ -92,8 +91,7 @@ def first_tokens(prompts: list[tuple[int, int]], console: Console) -> None:
             )
             console.print(
                 f"{count} x {length} tokens to the first: MLX {plain:.0f} ms, in blocks"
-                f" {blocks:.0f},"
-                f" ratio {plain / blocks:.2f}"
+                f" {blocks:.0f}, ratio {plain / blocks:.2f}"
             )
 
 

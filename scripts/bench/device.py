@@ -123,9 +123,8 @@ def forward_rates(served: Served, plain: Any) -> None:
     size = sum(array.nbytes for _, array in tree_flatten(plain.parameters()))
     rate = bandwidth()
     say(
-        f"weights {size / MIB:.0f} MiB; memory {rate / 1e9:.1f} GB/s (a product of 256 MiB"
-        " with a"
-        " vector)"
+        f"weights {size / MIB:.0f} MiB; memory {rate / 1e9:.1f} GB/s (a"
+        " product of 256 MiB with a vector)"
     )
     bound = rate / size
     for clients in CLIENTS:
@@ -235,8 +234,8 @@ def publishes(served: Served, trainer: Trainer, weights: SharedWeights) -> str:
         for name in ("lock_held_ms", "total_ms")
     )
     return (
-        f"publish under load, {len(reports)} times: {total:.2f} ms, of which the lock is held"
-        f" {held:.2f} ms"
+        f"publish under load, {len(reports)} times: {total:.2f} ms, of which"
+        f" the lock is held {held:.2f} ms"
     )
 
 

@@ -63,7 +63,7 @@ def trained(directory: Path, steps: int, problems: int) -> None:
         "--config",
         "quickstart",
         "--set",
-        (f"rl_training.checkpoint_dir={json.dumps(str(directory))}"),
+        f"rl_training.checkpoint_dir={json.dumps(str(directory))}",
     ]
     train += ["--set", 'rl_training.run_name="run"', "--set", f"rl_training.total_steps={steps}"]
     train += ["--set", "evaluation.problems=0", "--set", "server.port=0"]
@@ -106,10 +106,9 @@ def memory(directory: Path, layers: int) -> None:
     largest = WIDE["vocab_size"] * WIDE["hidden_size"] * 2
     program = (
         "import sys, mlx_parallm\nfrom pathlib import Path\nfrom tests.export.llama import write\n"
-        "def peak():\n    lines = Path('/proc/self/status').read_text().splitlines()\n"
-        "    return next(int(line.split()[1]) for line in lines if line.startswith('VmHWM'))\n"
-        "before = peak()\nwrite(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])\nprint(before,"
-        " peak())\n"
+        "def peak():\n    lines = Path('/proc/self/status').read_text().splitlines()\n    return"
+        " next(int(line.split()[1]) for line in lines if line.startswith('VmHWM'))\nbefore ="
+        " peak()\nwrite(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])\nprint(before, peak())\n"
     )
     for kind in ("f32", "bf16", "q8_0", "q4_k_m"):
         before, peak = map(

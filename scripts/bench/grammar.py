@@ -143,9 +143,8 @@ def main() -> None:
         wall, cpu = np.median(ratios, axis=0)
         listed = ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios[:, 0]))
         print(
-            f"{name}: {free:.1f} ms a step without, {bound:.1f} with; ratio {wall:.3f}"
-            f" ({listed}),"
-            f" of CPU {cpu:.3f}"
+            f"{name}: {free:.1f} ms a step without, {bound:.1f} with; ratio"
+            f" {wall:.3f} ({listed}), of CPU {cpu:.3f}"
         )
 
 

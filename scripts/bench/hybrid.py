@@ -151,7 +151,7 @@ def trained_expert(run: Path, start: Path) -> Path:
 def right_first(task: dict[str, Any], text: str) -> bool:
     """Whether the first action is the right one, with the arguments of the task."""
     action = next(
-        (a for a in parse_actions(text, {"math_solve": [("expression")]}) if a.kind != "think"),
+        (a for a in parse_actions(text, {"math_solve": ["expression"]}) if a.kind != "think"),
         None,
     )
     if action is None or action.error is not None:
@@ -163,7 +163,7 @@ def right_first(task: dict[str, Any], text: str) -> bool:
         try:
             return (
                 float(math_solve(str(action.arguments.get("expression"))))
-                == goal[("expected_answer")]
+                == goal["expected_answer"]
             )
         except (ToolFailedError, ValueError):
             return False

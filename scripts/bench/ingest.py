@@ -307,8 +307,8 @@ def main() -> None:
                 show(text, [taken for taken, _ in runs], shares)
             show("flat out, engine idle", [taken for taken, _ in idle], [])
             print(
-                f"write + fsync of 32 KiB here: {fsync_ms(directory):.2f} ms; one group, one"
-                " thread:"
+                "write + fsync of 32 KiB here:"
+                f" {fsync_ms(directory):.2f} ms; one group, one thread:"
             )
             for stage, milliseconds in stages(store).items():
                 print(f"  {milliseconds:6.2f} ms  {stage}")

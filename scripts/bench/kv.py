@@ -279,8 +279,8 @@ def distance_table(model: str, dtype: str, console: Console) -> None:
     text = load_tokenizer(loaded.path, config).encode(TEXT.read_text(), add_special_tokens=False)
     engines = {bits: make_engine(model, "auto", bits, dtype) for bits in BITS}
     console.print(
-        "nats a token: context | bits | tokens | mean log p | KL(sampler || full) | mean |Δ| |"
-        " largest |Δ|"
+        "nats a token: context | bits | tokens | mean log p | KL(sampler ||"
+        " full) | mean |Δ| | largest |Δ|"
     )
     for context in CONTEXTS:
         prompt = text[: min(context, loaded.max_model_len - ANSWER)]

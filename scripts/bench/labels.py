@@ -41,9 +41,10 @@ class Agent:
                 value = self._try("read_note", name)
             if value is None:
                 if self.random.random() < 0.5:
-                    return self.random.choice(
-                        ("I could not find", "Sorry, nothing is known about")
-                    ) + (f" {name}.")
+                    return (
+                        self.random.choice(("I could not find", "Sorry, nothing is known about"))
+                        + f" {name}."
+                    )
                 value = self.random.randrange(100)  # a guess, which does not say so
             added = self._try("calculate", f"{total}+{value}")
             total = added if added is not None else total
@@ -150,11 +151,9 @@ def main() -> None:
         )
         print(
             f"seed {seed}: {len(runs)} runs, {share:.2f} good; {half} labels: AUC of the learned"
-            " reward"
-            f" {roc_auc_score(truth, scores):.3f}, of the auto-labeler"
-            f" {roc_auc_score(truth, chances):.3f},"
-            f" Brier {brier_score_loss(truth, chances):.3f} (constant guess"
-            f" {share * (1 - share):.3f})",
+            f" reward {roc_auc_score(truth, scores):.3f}, of the auto-labeler"
+            f" {roc_auc_score(truth, chances):.3f}, Brier {brier_score_loss(truth, chances):.3f}"
+            f" (constant guess {share * (1 - share):.3f})",
             flush=True,
         )
         random_, unsure = curve(train, test, "random", seed), curve(train, test, "unsure", seed)

@@ -164,7 +164,7 @@ def held_out(config: Config, final: Path, problems: int) -> dict[str, tuple[floa
     base = ["--model-path", config.model.base_path]
     base += [
         "--set",
-        (f"rl_training.lora.quantize_base={str(config.rl_training.lora.quantize_base).lower()}"),
+        f"rl_training.lora.quantize_base={str(config.rl_training.lora.quantize_base).lower()}",
     ]
     if (final / "adapters.safetensors").exists():
         tuned, model = [*base, "--lora-path", f"tuned={final}"], "tuned"

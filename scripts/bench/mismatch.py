@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         sys.stdout.write(
-            json.dumps(measure(args.one[0], args.one[1], quantize=args.one[2] == "True")) + ("\n")
+            json.dumps(measure(args.one[0], args.one[1], quantize=args.one[2] == "True")) + "\n"
         )
         return
     console = Console(width=120)
@@ -84,7 +84,7 @@ def main() -> None:
                     f"{measured['tokens']}",
                     f"{measured['logprob']:.2f}",
                     f"{measured['mean']:.1e}",
-                    (f"{measured['max']:.1e}"),
+                    f"{measured['max']:.1e}",
                 )
                 row = (format_name, name, *cells, f"{measured['table']:.1e}", measured["auto"])
                 table.add_row(*row)

@@ -52,7 +52,7 @@ def mlx_lm_server(model: Path, blas: str, flags: Sequence[str] = FLAGS) -> Itera
     ) as running:
         url, process = running
         loaded = (
-            ("mkl") if "libmkl_rt" in Path(f"/proc/{process.pid}/maps").read_text() else "reference"
+            "mkl" if "libmkl_rt" in Path(f"/proc/{process.pid}/maps").read_text() else "reference"
         )
         assert loaded == blas, f"the peer runs on {loaded}"
         yield url

@@ -58,8 +58,8 @@ def main() -> None:
     console = Console(width=120)
     table = Table(
         title=(
-            f"share of {args.letter!r}, {args.batch_size} trajectories an iteration, {args.tokens}"
-            " tokens"
+            f"share of {args.letter!r}, {args.batch_size} trajectories an"
+            f" iteration, {args.tokens} tokens"
         )
     )
     for column in (
@@ -100,7 +100,7 @@ def row(name: str, seed: int, args: argparse.Namespace) -> list[str]:
         f"{rewards[0]:.3f}",
         f"{fmean(rewards[-WINDOW:]):.3f}",
         *there,
-        (f"{ends[-1] - started:.0f}"),
+        f"{ends[-1] - started:.0f}",
     ]
 
 

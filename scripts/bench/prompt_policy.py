@@ -156,8 +156,8 @@ def real_prompt(rng: random.Random) -> str:
     if kind == 0:
         before, after = rng.choice(POLITE)
         return (
-            f"{before}{rng.choice(DEEDS)} the {thing} for the {other} in {rng.randint(20, 60)}"
-            f" words{after}"
+            f"{before}{rng.choice(DEEDS)} the {thing} for the {other} in"
+            f" {rng.randint(20, 60)} words{after}"
         )
     if kind == 1:
         return rng.choice(VAGUE).format(thing)

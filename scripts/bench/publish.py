@@ -94,9 +94,8 @@ def main() -> None:
     # Serving allocates and frees meanwhile, so single differences move both ways; a copy would show
     # in the median.
     print(
-        f"active memory over a publish: median {statistics.median(grown):+.0f} bytes (a copy"
-        " would"
-        f" be {size:+d})"
+        f"active memory over a publish: median {statistics.median(grown):+.0f}"
+        f" bytes (a copy would be {size:+d})"
     )
     answered, failed = sum(r[0] for r in results), sum(r[1] for r in results)
     versions = sorted(v for r in results for v in r[2])

@@ -184,9 +184,8 @@ def table(results: list[dict[str, Any]]) -> str:
     the resident set."""
     lines = [
         (
-            "| task | variant | seed | before | after | points | s a step | arrays, GB | process,"
-            " GB"
-            " | minutes |"
+            "| task | variant | seed | before | after | points | s a step |"
+            " arrays, GB | process, GB | minutes |"
         )
     ]
     lines += ["|---" * 10 + "|"]
@@ -201,10 +200,10 @@ def table(results: list[dict[str, Any]]) -> str:
             str(result["seed"]),
             *shown,
             points,
-            (f"{result['step_s']:.1f}"),
+            f"{result['step_s']:.1f}",
         ]
         cells += [
-            ("") if result.get(key) is None else f"{result[key]:.2f}"
+            "" if result.get(key) is None else f"{result[key]:.2f}"
             for key in ("memory_gb", "resident_gb")
         ]
         lines.append("| " + " | ".join([*cells, f"{result['seconds'] / 60:.1f}"]) + " |")

@@ -131,8 +131,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         )
     if not args.python.exists():
         parser.error(
-            f"{args.python} is missing: run scripts/bench/setup_peers trl, or name another one"
-            " with --python"
+            f"{args.python} is missing: run scripts/bench/setup_peers trl, or"
+            " name another one with --python"
         )
     if ANSWERS % args.rows_at_once:
         parser.error(
@@ -344,9 +344,8 @@ def beside_peer(results: Sequence[Mapping[str, Any]], target: float | None = Non
     """
     lines = [
         (
-            "| variant | seed | held-out score | answers ÷ TRL's | minutes ÷ TRL's | s a step ÷"
-            " TRL's"
-            " | GB ÷ TRL's |"
+            "| variant | seed | held-out score | answers ÷ TRL's | minutes ÷ TRL's | s"
+            " a step ÷ TRL's | GB ÷ TRL's |"
         )
     ]
     lines += ["|---" * 7 + "|"]
@@ -375,7 +374,7 @@ def _needed(result: Mapping[str, Any], score: float, key: str, scale: float = 1.
 
 def _ratio(ours: float | None, theirs: float | None, digits: int = 2) -> str:
     shown = " ÷ ".join(
-        ("not reached") if value is None else f"{value:.{digits}f}" for value in (ours, theirs)
+        "not reached" if value is None else f"{value:.{digits}f}" for value in (ours, theirs)
     )
     return f"{shown} = {ours / theirs:.2f}" if ours is not None and theirs else shown
 

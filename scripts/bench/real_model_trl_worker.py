@@ -136,12 +136,12 @@ def options(plan: dict[str, Any], directory: Path) -> GRPOConfig:
         **{
             "optim": "adamw_torch",
             "weight_decay": plan["weight_decay"],
-            "max_grad_norm": plan[("max_grad_norm")],
+            "max_grad_norm": plan["max_grad_norm"],
         },
         **{
             "adam_beta1": plan["betas"][0],
             "adam_beta2": plan["betas"][1],
-            "adam_epsilon": plan[("adam_eps")],
+            "adam_epsilon": plan["adam_eps"],
         },
         **{
             "gradient_checkpointing": plan["checkpointing"],
@@ -174,7 +174,7 @@ def main() -> None:
         return scores
 
     rows = [
-        {"prompt": row["prompt"], "columns": json.dumps(row["columns"])} for row in plan[("rows")]
+        {"prompt": row["prompt"], "columns": json.dumps(row["columns"])} for row in plan["rows"]
     ]
     lora = plan["lora"]
     trainer = PlannedTrainer(
@@ -242,7 +242,7 @@ def main() -> None:
     }
     measured["device"] = torch.cuda.get_device_name() if plan["device"] == "cuda" else "cpu"
     measured["memory_gb"] = (
-        torch.cuda.max_memory_allocated() / 1e9 if plan["device"] == ("cuda") else None
+        torch.cuda.max_memory_allocated() / 1e9 if plan["device"] == "cuda" else None
     )
     measured["versions"] = {
         name: version(name) for name in ("trl", "torch", "transformers", "peft")

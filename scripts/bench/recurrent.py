@@ -113,7 +113,7 @@ def layers(console: Console, rounds: int) -> None:
         (n, t) for n in ("a gate a head", "a gate a channel", "Mamba 1") for t in (512, 2048)
     ]:
         chunked, loop, arrays = (
-            selective(tokens) if name == ("Mamba 1") else delta(tokens, channels="channel" in name)
+            selective(tokens) if name == "Mamba 1" else delta(tokens, channels="channel" in name)
         )
         ways = [
             mx.value_and_grad(
@@ -312,11 +312,9 @@ def mixed(console: Console, rounds: int) -> None:
         ]
         console.print(
             f"{engines[True].cache.layout}: 16 short rows {statistics.median(speeds[False]):.0f}"
-            " tokens/s,"
-            f" {held[False] / 1e6:.1f} MB; beside one of {LONG:,}"
-            f" {statistics.median(speeds[True]):.0f} tokens/s,"
-            f" {held[True] / 1e6:.1f} MB; with ÷ without {statistics.median(ratios):.2f}"
-            f" ({min(ratios):.2f} to {max(ratios):.2f})"
+            f" tokens/s, {held[False] / 1e6:.1f} MB; beside one of {LONG:,}"
+            f" {statistics.median(speeds[True]):.0f} tokens/s, {held[True] / 1e6:.1f} MB; with ÷"
+            f" without {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         )
 
 

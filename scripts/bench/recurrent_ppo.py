@@ -241,9 +241,8 @@ def main() -> None:
         return
     if not has_sb3:
         print(
-            "sb3-contrib is not installed (pip install sb3-contrib torch): only the rows of"
-            " this"
-            " package"
+            "sb3-contrib is not installed (pip install sb3-contrib torch):"
+            " only the rows of this package"
         )
     table = Table(
         "", "seed", "return", "within 1 m", "within 5 m", "seconds", "processor", "steps/s"
@@ -252,12 +251,12 @@ def main() -> None:
         for row in args.rows:
             result = cell(row, args.timesteps, seed)
             rate = (
-                (f"{result.get('steps', args.timesteps) / result['seconds']:,.0f}")
+                f"{result.get('steps', args.timesteps) / result['seconds']:,.0f}"
                 if "seconds" in result
                 else "–"
             )
             seconds = [
-                (f"{result[key]:.1f}") if key in result else "–" for key in ("seconds", "processor")
+                f"{result[key]:.1f}" if key in result else "–" for key in ("seconds", "processor")
             ]
             lines = [[row, str(seed), *(f"{result[key]:.3f}" for key in KEYS), *seconds, rate]]
             if "dropped hits" in result and "no memory" not in row:

@@ -155,8 +155,8 @@ def main() -> None:
 
 def show(console: Console, seconds_of: dict[str, list[float]]) -> None:
     title = (
-        f"seconds a GRPO step, {PROMPTS} × {GROUP} samples of {LONGEST} tokens, {usable_cores()}"
-        " cores"
+        f"seconds a GRPO step, {PROMPTS} × {GROUP} samples of {LONGEST}"
+        f" tokens, {usable_cores()} cores"
     )
     table = Table(title=title)
     first, ours = next(iter(seconds_of.items()))
@@ -200,7 +200,7 @@ def measure(
         times = times_of_lines(command, environ, re.compile(r"'?step_time'?"))
     else:
         command = lora_command(directory, run, steps)
-        environ = environment(("mkl") if contender.endswith("MKL") else "reference") | {
+        environ = environment("mkl" if contender.endswith("MKL") else "reference") | {
             "PYTHONUNBUFFERED": "1"
         }
         environ |= {"MKL_NUM_THREADS": str(usable_cores())}

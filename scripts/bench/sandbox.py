@@ -255,9 +255,8 @@ def speed(way: str, runs: int) -> None:
         seconds, cpu = time.perf_counter() - started, cpu_s() - used
         assert all(run.stdout == "499500\n" for run in results)
         print(
-            f"  {way}, {workers} at once: {runs / seconds:.1f} runs/s ({cpu / runs * 1000:.0f}"
-            " ms"
-            " of CPU each)"
+            f"  {way}, {workers} at once: {runs / seconds:.1f} runs/s"
+            f" ({cpu / runs * 1000:.0f} ms of CPU each)"
         )
 
 

@@ -290,9 +290,7 @@ def main() -> None:
     arguments = parser.parse_args()
     configure_logging(level="warning")
     wanted = [
-        c
-        for c in CASES
-        if any(part in f"{c.name}, {c.against}" for part in arguments.case or [("")])
+        c for c in CASES if any(part in f"{c.name}, {c.against}" for part in arguments.case or [""])
     ]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -306,9 +304,8 @@ def main() -> None:
             print(f"peer: {peers.version()}; flags {arguments.peer_flags}")
             print(compare_greedy(bench, directory))
     print(
-        "\n| case | against | ours tok/s | theirs | ratio, median | rounds | target | failed"
-        " ours"
-        " / theirs |"
+        "\n| case | against | ours tok/s | theirs | ratio, median | rounds |"
+        " target | failed ours / theirs |"
     )
     print("|---|---|---|---|---|---|---|---|", *lines, sep="\n")
 

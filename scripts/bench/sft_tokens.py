@@ -193,7 +193,7 @@ def theirs(directory: Path, run: Path, steps: int, batch: int, checkpointed: boo
         "lora",
         "--train",
         *flags,
-        *([("--grad-checkpoint")] if checkpointed else []),
+        *(["--grad-checkpoint"] if checkpointed else []),
     ]
     environ = environment("mkl") | {"MKL_NUM_THREADS": str(usable_cores())}
     done = subprocess.run(command, capture_output=True, text=True, env=environ)

@@ -107,8 +107,8 @@ def one_round(path: str, requests: int, seconds: float, console: Console) -> dic
         result = in_process(path=path, serve=case == "serve", train=case == "train", computing=computing,
                             requests=requests, seconds=seconds)  # fmt: skip
         console.print(
-            f"{case} alone, {usable_cores() // computing or 1} BLAS threads: {result[case]:.0f}"
-            " tok/s"
+            f"{case} alone, {usable_cores() // computing or 1} BLAS"
+            f" threads: {result[case]:.0f} tok/s"
         )
         alone[case] = max(alone[case], result[case])
     rates: dict[str, Any] = {"alone": alone}

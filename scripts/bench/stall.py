@@ -98,7 +98,7 @@ def main() -> None:
     texts = (
         "longest gap of a stream",
         f"first token, {SHORT} tokens beside it",
-        (f"first token, {LONG} tokens"),
+        f"first token, {LONG} tokens",
     )
     for text, with_chunks, without in zip(texts, chunked, whole, strict=True):
         print(f"{text}: {_report(with_chunks, without, arguments.chunk)}")
@@ -110,8 +110,8 @@ def _report(with_chunks: Sequence[float], without: Sequence[float], chunk: int) 
     a, b = statistics.median(with_chunks), statistics.median(without)
     median = statistics.median(ratios)
     return (
-        f"{a:.2f} s with chunks of {chunk}, {b:.2f} s in one piece: {median:.1f} times (rounds"
-        f" {rounds})"
+        f"{a:.2f} s with chunks of {chunk}, {b:.2f} s in one piece:"
+        f" {median:.1f} times (rounds {rounds})"
     )
 
 

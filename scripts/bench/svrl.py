@@ -146,7 +146,7 @@ def write_rows(path: Path, seed: int) -> None:
             state = environment.reset(index=index)
             call, answer = (
                 f"USE_TOOL[calc]({state.prompt})",
-                (f"FINAL ANSWER: {state.metadata['answer']}"),
+                f"FINAL ANSWER: {state.metadata['answer']}",
             )
             rows = [
                 (environment.build_prompt(state), call),

@@ -98,7 +98,7 @@ def train(client, jobs):
 def final_loss(client, model, seq_id):
     return client.output(
         client.send(model, seq_id, data(0), "cross_entropy", forward_only=True)
-    ).metrics[("loss:sum")]
+    ).metrics["loss:sum"]
 
 
 def models(url):
@@ -307,9 +307,8 @@ def loop(options):
     apart = statistics.mean(by_call) - statistics.mean(by_train)
     noise = statistics.stdev([*by_call, *by_train]) if options.seeds > 1 else math.nan
     print(
-        f"wall time {ratio:.2f} x; last quarter's reward apart by {apart:+.3f}, deviation of"
-        " the"
-        f" runs {noise:.3f}"
+        f"wall time {ratio:.2f} x; last quarter's reward apart by {apart:+.3f},"
+        f" deviation of the runs {noise:.3f}"
     )
     return int(ratio > LONGEST)
 

@@ -35,13 +35,10 @@ from scripts.server_process import command, server_process
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }} {% endfor"
-    " %}<|im_end|>\n"
-    "{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or"
-    " [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson'
-    " }}}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    " %}<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{%"
+    ' for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}",'
+    ' "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{%'
+    " endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 DIGIT = {
     "type": "object",
@@ -255,9 +252,8 @@ def run_kill(args: argparse.Namespace) -> None:
         acknowledged += counts["turns"]
         lost += counts["missing"] + counts["different"] + counts["twice"]
         print(
-            f"kill {round_number + 1}: {counts['turns']} acknowledged turns,"
-            f" {counts['missing']}"
-            " missing"
+            f"kill {round_number + 1}: {counts['turns']} acknowledged"
+            f" turns, {counts['missing']} missing"
         )
     print(f"{acknowledged} acknowledged turns over {args.rounds} kills, {lost} lost or damaged")
 

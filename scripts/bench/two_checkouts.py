@@ -124,7 +124,7 @@ def main() -> None:
             checkout, directory / "texts", directory / f"texts/{turn}-{checkout.name}", 26
         )
         wanted = {
-            n: c for n, c in cases.items() if any(part in n for part in arguments.only or [("")])
+            n: c for n, c in cases.items() if any(part in n for part in arguments.only or [""])
         }
         show({n: measure(n, case, (here, other), arguments.rounds) for n, case in wanted.items()})
 

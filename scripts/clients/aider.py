@@ -37,7 +37,7 @@ def main() -> None:
             "--model",
             f"openai/{task.model}",
             "--openai-api-base",
-            (f"{task.url}/sessions/aider/v1"),
+            f"{task.url}/sessions/aider/v1",
         ]
         words += [
             "--openai-api-key",

@@ -52,7 +52,7 @@ class Task:
         faults = (
             []
             if calc.is_file() and calc.read_text() == MENDED
-            else [(f"{calc} is not the mended one")]
+            else [f"{calc} is not the mended one"]
         )
         if (self.directory / "test_calc.py").is_file():
             command = [sys.executable, "test_calc.py"]

@@ -240,7 +240,7 @@ def main() -> None:
             for cell, why in cells.items():
                 print(f"{program.path.stem:24} {cell:24} {why or '✓'}", flush=True)
             RESULTS.write_text(
-                json.dumps(results, indent=1, sort_keys=True, ensure_ascii=False) + ("\n")
+                json.dumps(results, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
             )
     if arguments.table:
         write_table(arguments.table, ran_before(there))

@@ -28,18 +28,13 @@ CONTEXT = 1 << 18
 PIECE = 24  # characters of a token of the script, at least
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor"
-    " %}<|im_end|>\n{% endif %}"
-    "{% set turn = namespace(number=0) %}{% for message in messages %}"
-    "{% if COUNTED %}{% set turn.number = turn.number + 1 %}{% endif %}"
-    "<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for tool_call in message.tool_calls or [] %}{% set tool_call = tool_call.function"
-    " %}\n<tool_call>\n"
-    '{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson'
-    " }}}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if OFFERED %}<|turn{{ [turn.number, LAST] | min }}|>{% else %}<|aside|>{% endif %}{%"
-    " endif %}"
+    " %}<|im_end|>\n{% endif %}{% set turn = namespace(number=0) %}{% for message in messages %}{%"
+    " if COUNTED %}{% set turn.number = turn.number + 1 %}{% endif %}<|im_start|>{{ message.role"
+    " }}\n{{ message.content }}{% for tool_call in message.tool_calls or [] %}{% set tool_call ="
+    ' tool_call.function %}\n<tool_call>\n{"name": "{{ tool_call.name }}", "arguments": {{'
+    " tool_call.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if"
+    " add_generation_prompt %}<|im_start|>assistant\n{% if OFFERED %}<|turn{{ [turn.number, LAST] |"
+    " min }}|>{% else %}<|aside|>{% endif %}{% endif %}"
 )
 
 
@@ -63,7 +58,7 @@ def make_scripted_model(
     directory.mkdir(parents=True)
     content = json.loads((TINY / "tokenizer.json").read_text())
     vocab = content["model"]["vocab"] | {
-        token["content"]: token["id"] for token in content[("added_tokens")]
+        token["content"]: token["id"] for token in content["added_tokens"]
     }
     first = 1 + max(vocab.values())
     turns = [f"<|turn{number}|>" for number in range(len(answers))]

@@ -77,8 +77,8 @@ def explanation() -> list[str]:
         " checkpoints (torch) and compares; a part of",
         "them runs in the default tests. `mlx_parallm doctor --model M` says what of one model's"
         " config.json is understood.",
-        "Gemma 3n's published models share keys between layers (`num_kv_shared_layers`): they are trained"
-        " as one graph.",
+        "Gemma 3n's published models share keys between layers (`num_kv_shared_layers`):"
+        " they are trained as one graph.",
         "A rope that depends on a text's length (longrope, dynamic) is that of short texts, and longer ones are"
         " refused: a text's",
         "first keys would have to be turned anew when it grows. `model.rope_length` chooses the way of"

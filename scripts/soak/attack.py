@@ -57,8 +57,8 @@ def main() -> int:
                 )
                 print(
                     (
-                        f"{verdict:11} | {each.name} ({kind}) | {time.monotonic() - started:.0f} s"
-                        f" | {seen}"
+                        f"{verdict:11} | {each.name} ({kind}) |"
+                        f" {time.monotonic() - started:.0f} s | {seen}"
                     ),
                     flush=True,
                 )

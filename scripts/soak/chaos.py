@@ -66,10 +66,7 @@ async def _chaos(serving: Serving, requests: int, seed: int) -> Report:
         at_rest = await asyncio.to_thread(check_at_rest, serving)
         kinds = [kind for kind in WRONG if kind not in RARE] * 4 + [*RARE] + [*HANGUPS] * 8
         todo = iter(
-            [
-                (("good") if number % 4 == 0 else generator.choice(kinds))
-                for number in range(requests)
-            ]
+            [("good" if number % 4 == 0 else generator.choice(kinds)) for number in range(requests)]
         )
 
         async def worker() -> None:
@@ -198,9 +195,8 @@ def main() -> None:
         stats = serving.client.stats()
     print(", ".join(f"{kind} ×{count}" for kind, count in report.requests.most_common()))
     print(
-        f"{args.requests} requests in {time.perf_counter() - started:.0f} s,"
-        f" {len(report.faults)}"
-        " faults"
+        f"{args.requests} requests in {time.perf_counter() - started:.0f}"
+        f" s, {len(report.faults)} faults"
     )
     print(
         f"engine: {stats.requests_finished} finished, {stats.requests_aborted} aborted,"

@@ -189,7 +189,7 @@ class Maker:
             return rng.choice(["", None, "{}", {}])
         if kind < 0.15:
             return rng.choice(
-                ['{"city": "Köl', "[1, 2]", "weather in Köln", '{"n": 1e400}', ('{"a": 1, "a": 2}')]
+                ['{"city": "Köl', "[1, 2]", "weather in Köln", '{"n": 1e400}', '{"a": 1, "a": 2}']
             )
         if kind < 0.45:
             return json.loads(text)
@@ -210,7 +210,7 @@ class Maker:
         return (
             "{"
             + ", ".join(f"{json.dumps(n, ensure_ascii=False)}: {self._value(depth)}" for n in names)
-            + ("}")
+            + "}"
         )
 
     def _value(self, depth: int) -> str:
@@ -221,7 +221,7 @@ class Maker:
             return (
                 "["
                 + ", ".join(self._value(depth - 1) for _ in range(self._rng.randint(0, 2)))
-                + ("]")
+                + "]"
             )
         return (
             json.dumps(self._text(), ensure_ascii=False)
@@ -268,7 +268,7 @@ def write_tokenizer(path: Path, family: str) -> Path:
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
         tokenizer.train_from_iterator(
-            texts, trainers.WordPieceTrainer(vocab_size=600, special_tokens=[("[UNK]")])
+            texts, trainers.WordPieceTrainer(vocab_size=600, special_tokens=["[UNK]"])
         )
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(path / "tokenizer.json"))
@@ -344,7 +344,7 @@ def as_blocks(chat: Chat) -> Chat:
             turns.append({"role": message["role"], "content": blocks})
     tools = [
         {
-            (("input_schema") if key == "parameters" else key): value
+            ("input_schema" if key == "parameters" else key): value
             for key, value in tool["function"].items()
         }
         for tool in chat["tools"]
@@ -587,8 +587,8 @@ class Trip:
             )
             wanted = self.tokenizer.decode(ids, skip_special_tokens=False)
             self.wrong.append(
-                f"{face}\n  {json.dumps(chat, ensure_ascii=False)}\n  expected {wanted!r}\n "
-                f" got {shown!r}"
+                f"{face}\n  {json.dumps(chat, ensure_ascii=False)}\n"
+                f"  expected {wanted!r}\n  got {shown!r}"
             )
 
 

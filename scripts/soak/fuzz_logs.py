@@ -328,7 +328,7 @@ def fuzz(source: str, logs: int, seed: int, directory: Path) -> Counts:
     def mark(text: str) -> str:
         number[0] += 1
         return (
-            (f"{text} ‹{number[0]}›")
+            f"{text} ‹{number[0]}›"
             if text != "{}"
             else json.dumps({"m": f"‹{number[0]}›"}, ensure_ascii=False)
         )
@@ -382,14 +382,11 @@ def main() -> int:
                 counts.faults[f"memory grew by {grown:.0f} MB"] += 1
             sys.stdout.write(
                 f"{source}: {counts.logs} logs, {counts.refused} refused as files; lines"
-                f" {counts.lines} = {counts.used}"
-                f" used + {counts.skipped} skipped; messages {counts.messages} = {counts.carried}"
-                " carried +"
-                f" {counts.left_out} left out; {counts.details} parts or fields left out;"
-                f" {counts.marks} marked texts;"
+                f" {counts.lines} = {counts.used} used + {counts.skipped} skipped; messages"
+                f" {counts.messages} = {counts.carried} carried + {counts.left_out} left out;"
+                f" {counts.details} parts or fields left out; {counts.marks} marked texts;"
                 f" {counts.traces} traces, {counts.rows} rows; slowest {counts.slowest:.2f} s,"
-                f" memory +{grown:.0f} MB;"
-                f" faults: {dict(counts.faults) or 'none'}\n"
+                f" memory +{grown:.0f} MB; faults: {dict(counts.faults) or 'none'}\n"
             )
             sys.stdout.flush()
             bad += counts.faults.total()

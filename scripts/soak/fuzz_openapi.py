@@ -120,9 +120,7 @@ def policy_server() -> Iterator[str]:
     ]
     least = ["prompt_policy.ppo.min_buffer_size=8", "prompt_policy.ppo.buffer_size=64"]
     with tempfile.TemporaryDirectory() as directory:
-        config = load_config(
-            None, [*sizes, *least, (f'prompt_policy.checkpoint_dir="{directory}"')]
-        )
+        config = load_config(None, [*sizes, *least, f'prompt_policy.checkpoint_dir="{directory}"'])
         server = PromptPolicyServer(
             config.section(PromptPolicyConfig), config.server, config.resolve_api_key()
         )

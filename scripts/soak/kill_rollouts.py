@@ -167,7 +167,7 @@ def _kill(daemon: TrainingDaemon, generator: random.Random, sent: Sent, *, first
     kill = Kill(
         time.monotonic() - started,
         ready,
-        lines[-1][("step")] if lines else None,
+        lines[-1]["step"] if lines else None,
         len(sent.received),
     )
     daemon.start()
@@ -276,9 +276,8 @@ def main() -> None:
             f" {kill.received:15}"
         )
     print(
-        f"\n{len(sent.received)} groups received ({sent.cut_off} requests were cut off by a"
-        " kill,"
-        " and sent again)"
+        f"\n{len(sent.received)} groups received ({sent.cut_off} requests were cut"
+        " off by a kill, and sent again)"
     )
     for state, count in sorted(result.states.items()):
         print(f"  {count:6}  {state}")

@@ -271,9 +271,8 @@ def report(
 ) -> None:
     total = {key: sum(each[key] for each in counts) for key in counts[0]}
     print(
-        f"{args.minutes:g} minutes, {args.clients} clients on {args.model}: "
-        f"{total['asked']} requests, {total['failed']} failed, {total['hung up']} hung up on"
-        " purpose, "
+        f"{args.minutes:g} minutes, {args.clients} clients on {args.model}: {total['asked']}"
+        f" requests, {total['failed']} failed, {total['hung up']} hung up on purpose, "
         f"{total['tokens']} tokens, {version} versions published, {len(at_rest)} rests checked"
     )
     table = np.array(samples)
@@ -293,9 +292,8 @@ def trends(table: np.ndarray, state: str = "") -> list[str]:
         rise, error = slope(steady[:, 0], steady[:, column])
         spread = steady[:, column].std()
         lines.append(
-            f"{state}{name}: {steady[:, column].mean():.0f} MB, {rise:+.1f} ± {2 * error:.1f}"
-            " MB/h"
-            " (95 %)"
+            f"{state}{name}: {steady[:, column].mean():.0f} MB, {rise:+.1f}"
+            f" ± {2 * error:.1f} MB/h (95 %)"
         )
         print(f"{lines[-1]}, standard deviation {spread:.1f} MB")
     return lines

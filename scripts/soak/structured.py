@@ -94,7 +94,7 @@ OVERLAPS: Mapping[str, Any] = {
                 "properties": {"k": {"const": name}, "v": _INTEGER},
                 "required": ["k"],
             }
-            for name in ("xy")
+            for name in "xy"
         ]
     },
     "anyOf beside type": {

@@ -182,11 +182,11 @@ def main() -> int:
         problems += [f"{kind}: {longest:.1f} s"] if longest > allowed else []
         problems += [f"{kind}: no error"] if must_fail and errors[kind]["None"] else []
         problems += (
-            [(f"{kind}: an error")] if must_fail is False and set(errors[kind]) != {"None"} else []
+            [f"{kind}: an error"] if must_fail is False and set(errors[kind]) != {"None"} else []
         )
     finished = sum(map(len, seconds.values()))
     problems += (
-        [(f"{finished} of {arguments.episodes} finished")] if finished < arguments.episodes else []
+        [f"{finished} of {arguments.episodes} finished"] if finished < arguments.episodes else []
     )
     problems += [f"processes left: {left}"] if left else []
     memory = psutil.Process().memory_info().rss / 2**20
@@ -195,9 +195,8 @@ def main() -> int:
         f" {counts['restarts']:.0f} restarts"
     )
     print(
-        f"{counts['calls']:.0f} calls, {counts['errors']:.0f} errors; {len(left)} processes"
-        " left;"
-        f" {memory:.0f} MB"
+        f"{counts['calls']:.0f} calls, {counts['errors']:.0f} errors; {len(left)}"
+        f" processes left; {memory:.0f} MB"
     )
     print("problems: " + ("; ".join(problems) or "none"))
     return 1 if problems else 0

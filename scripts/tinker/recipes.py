@@ -54,8 +54,8 @@ class Recipe:
 
 MATH = "env=arithmetic group_size=8 groups_per_batch=12 learning_rate=5e-4 max_tokens=5 "
 LEARN = (
-    "env=arithmetic group_size=8 groups_per_batch=12 learning_rate=1e-3 max_tokens=5 save_every=0"
-    " eval_every=0 "
+    "env=arithmetic group_size=8 groups_per_batch=12 learning_rate=1e-3"
+    " max_tokens=5 save_every=0 eval_every=0 "
 )
 # the default until cookbook 0.6, whose own is not published
 SAMPLED = "loss_fn=importance_sampling "

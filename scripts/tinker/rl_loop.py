@@ -40,7 +40,7 @@ class Loop:
     def reward(self, problem, sequence):
         return float(
             self.tokenizer.decode(sequence.tokens, skip_special_tokens=True).strip()
-            == problem[("answer")]
+            == problem["answer"]
         )
 
     def datums(self, problems, groups):
@@ -99,7 +99,7 @@ def datum(prompt, sequence, advantage):
 async def main(url, model, job):
     service = tinker.ServiceClient(base_url=url)
     training = await service.create_lora_training_client(
-        base_model=model, rank=job["rank"], seed=job[("seed")]
+        base_model=model, rank=job["rank"], seed=job["seed"]
     )
     await Loop(job, training, training.get_tokenizer()).run()
     service.close("success")

@@ -69,9 +69,8 @@ def config_file(tmp_path: Path, text: str = "") -> str:
 def test_help_is_quick_and_loads_no_mlx(command: Command) -> None:
     program = (
         f"import sys\nfrom mlx_parallm.cli import main\ntry:\n    main([{command.name!r},"
-        " '--help'])\n"
-        "except SystemExit as end:\n    assert end.code == 0\n"
-        "loaded = {'mlx', 'mlx_lm', 'transformers', 'pydantic', 'rich'} &"
+        " '--help'])\nexcept SystemExit as end:\n    assert end.code == 0\nloaded = {'mlx',"
+        " 'mlx_lm', 'transformers', 'pydantic', 'rich'} &"
         " set(sys.modules)\nassert not loaded, loaded"
     )
     result = subprocess.run(

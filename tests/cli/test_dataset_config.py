@@ -97,7 +97,7 @@ def test_the_written_file_is_the_same_configuration(
     assert cli.train([*OWN, "--write-config", "run.toml"]) == 0
     assert "mlx_parallm train --config run.toml" in capsys.readouterr().out
     assert load_config("run.toml") == load_config(
-        None, text=dataset_toml("model", "rows.jsonl", [("score.py:correct")])
+        None, text=dataset_toml("model", "rows.jsonl", ["score.py:correct"])
     )
     text = dataset_toml("model", "my rows.jsonl", ["score.py:correct"])
     assert "--data 'my rows.jsonl' --reward score.py:correct\n" in text, (

@@ -247,7 +247,7 @@ def test_the_ranks_share_the_name_and_the_port_of_the_first(
         "--ranks",
         "2",
         "--set",
-        (f'rl_training.checkpoint_dir="{tmp_path}"'),
+        f'rl_training.checkpoint_dir="{tmp_path}"',
     ]
     own += ["--set", "rl_training.on_rank_lost='continue'", "--set", "server.port=0"]
     try:

@@ -12,8 +12,8 @@ from scripts.generate_openapi import DIRECTORY, DOCUMENTS, text_of
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_committed_document_is_todays(name: str) -> None:
     how = (
-        "run: .venv/bin/python -m scripts.generate_openapi && (cd clients/typescript && npm run"
-        " generate)"
+        "run: .venv/bin/python -m scripts.generate_openapi && (cd"
+        " clients/typescript && npm run generate)"
     )
     assert (DIRECTORY / name).read_text(encoding="utf-8") == text_of(name), how
 

@@ -101,7 +101,7 @@ def check_tokens(ask: httpx.Client) -> None:
     checked = 0
     for group in ask.get(
         "/groups", params={"first_step": 1, "last_step": 2, "state": "taken"}
-    ).json()[("groups")]:
+    ).json()["groups"]:
         for answer in group["answers"]:
             found = ask.get(
                 "/tokens", params={"id": group["group_id"], "number": answer["number"]}
@@ -178,7 +178,7 @@ def test_the_page_talks_to_the_policy_and_trains_it(tmp_path: Path, opened: Open
             }
             (choice, _) = httpx.post(
                 f"{daemon.url}/v1/chat/completions", json=body, timeout=60
-            ).json()[("choices")]
+            ).json()["choices"]
             assert shown == "".join(token["token"] for token in choice["logprobs"]["content"])
             assert choice["message"]["content"] and choice["message"]["content"] in shown
         assert faults_of_access(page) == []

@@ -59,7 +59,7 @@ def test_the_page_needs_no_key_and_all_data_does(server: RunningServer) -> None:
             answer = http.get(path)
             assert (
                 answer.status_code == 200
-                and "default-src 'self'" in answer.headers[("Content-Security-Policy")]
+                and "default-src 'self'" in answer.headers["Content-Security-Policy"]
             )
             assert "unsafe" not in answer.headers["Content-Security-Policy"]
         assert [http.get(f"/dashboard/api/{name}").status_code for name in DATA] == [401] * len(
@@ -86,8 +86,7 @@ def test_the_page_needs_no_key_and_all_data_does(server: RunningServer) -> None:
             http.post("/dashboard/api/control", json={"action": "stop"}),
         ):
             assert (
-                answer.status_code == 409
-                and "does not train" in answer.json()["error"][("message")]
+                answer.status_code == 409 and "does not train" in answer.json()["error"]["message"]
             )
         wrong = {
             "metrics?run=7": 404,
@@ -157,7 +156,7 @@ def test_runs_that_clients_train_come_and_go(tmp_path: Path, tiny_tokenizer: Any
         assert listed() == listed("events", once=True) == [2, 1, 0]
         runs.remove(tmp_path / "first")
         assert (
-            sorted(listed()) == [1, 2] and "no run 0" in get("metrics", run=0)["error"][("message")]
+            sorted(listed()) == [1, 2] and "no run 0" in get("metrics", run=0)["error"]["message"]
         )
         (shown, _) = get("runs")["runs"]
         assert (shown["total_steps"], shown["algorithm"], shown["live"]) == (None, "tinker", False)
@@ -168,7 +167,7 @@ def test_runs_that_clients_train_come_and_go(tmp_path: Path, tiny_tokenizer: Any
         )
         assert "rewards are inferred" in get("groups", run=1)["notes"][0]
         groups = {
-            group["group_id"]: group for group in get("groups", run=1, order="best")[("groups")]
+            group["group_id"]: group for group in get("groups", run=1, order="best")["groups"]
         }
         kinds = {name: (group["kind"], group["reward_mean"]) for name, group in groups.items()}
         assert kinds == {"at-1": ("mixed", 0.5), "same-1": ("same", 0), "at-2": ("unknown", None)}
@@ -195,8 +194,7 @@ def test_the_stream_says_what_changed_and_ends_with_the_server(tmp_path: Path) -
             MetricsFile(run / METRICS_FILE).append(metrics_line(2))
             (second,) = next(events)["runs"]
         assert (
-            first["metrics"] != second["metrics"]
-            and first["evaluations"] == second[("evaluations")]
+            first["metrics"] != second["metrics"] and first["evaluations"] == second["evaluations"]
         )
         assert first["state"] == "stopped"
 
@@ -209,7 +207,7 @@ def test_vendored_files_are_what_they_say() -> None:
         assert (
             (STATIC / "vendor" / f"LICENSE.{entry['package']}").is_file()
             and entry["version"]
-            and entry[("licence")]
+            and entry["licence"]
         )
     code = {
         file.name: file.stat().st_size

@@ -93,7 +93,7 @@ def test_many_steps_become_means_and_no_answer_is_large(tmp_path: Path) -> None:
     assert few["columns"]["kl"] == pytest.approx([1.88, 5.63, 9.38, 13.13])
     everything = view.metrics(["*"], "", 2000)
     assert len(everything["steps"]) * len(everything["columns"]) <= MOST_NUMBERS + len(
-        everything[("columns")]
+        everything["columns"]
     )
     assert everything["steps"][-1] == 1500 and len(json.dumps(everything)) < 300_000
 
@@ -270,7 +270,7 @@ def test_health_is_what_explain_says(tmp_path: Path) -> None:
         file.append(metrics_line(step, kl=9.0, reward_mean=0.1, groups_without_variance=0.0))
     (finding,) = [
         one
-        for one in RunView(Run(run), Redactor()).health()[("findings")]
+        for one in RunView(Run(run), Redactor()).health()["findings"]
         if one["name"] == "kl-running-away"
     ]
     assert "9" in finding["sentence"] and finding["setting"] and finding["steps"] == [[1, 5]]

@@ -65,7 +65,7 @@ def test_the_page_of_the_wheel_without_a_network(venv: Path, tmp_path: Path) -> 
     seen = json.loads(done.stdout)
     origin = seen["page"].removesuffix("/dashboard")
     assert len(seen["requests"]) > 15 and all(
-        url.startswith(f"{origin}/dashboard") for url in seen[("requests")]
+        url.startswith(f"{origin}/dashboard") for url in seen["requests"]
     )
     assert seen["problems"] == []
 

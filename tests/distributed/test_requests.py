@@ -338,7 +338,7 @@ async def test_what_a_rank_refuses_runs_here_and_what_is_given_up_is_aborted_the
         assert [request.request_id for request in first.requests] == ["a", "b"]
         assert [
             request.request_id for request in (await asyncio.to_thread(other.end.recv)).requests
-        ] == [("c")]
+        ] == ["c"]
         [there] = other.balanced._others
         assert there.unfinished == 5
         other.end.send(Refused(("a", "b"), "that is too long here"))

@@ -150,7 +150,7 @@ class Page:
             file.write_text(text, encoding="utf-8")
             # Code that talks to a server finds one, as a reader of the page has one.
             script = (
-                (f"curl http://127.0.0.1:{self.port}/health >/dev/null\n")
+                f"curl http://127.0.0.1:{self.port}/health >/dev/null\n"
                 if str(self.port) in text
                 else ""
             )
@@ -295,8 +295,8 @@ BROKEN = {
     "no Python": "```python\nreturn = 1\n```",
     "no language": "```\nls\n```",
     "an unknown language": "```cobol\n```",
-    "a unit with a wrong flag": "```ini\n[Service]\nExecStart=/x/mlx_parallm_train --confg"
-    " a.toml\n```",
+    "a unit with a wrong flag": "```ini\n[Service]\nExecStart=/x/mlx_parallm_train"
+    " --confg a.toml\n```",
     "a unit that starts nothing of ours": "```ini\n[Service]\nExecStart=/bin/true\n```",
     "a job without a label": "```xml\n<plist><dict><key>a</key><string>b</string></dict></plist>\n```",
     "a service with a wrong command": "```yaml\nservices: {a: {image: x, command:"
@@ -341,7 +341,7 @@ def test_a_configuration_with_a_missing_hook_fails(tmp_path: Path, shims: Path) 
         ROOT / "docs" / "hook.md",
         1,
         ("toml",),
-        ('[rl_training]\nadvantage = "python:nowhere.py:f"\n'),
+        '[rl_training]\nadvantage = "python:nowhere.py:f"\n',
     )
     with pytest.raises(ConfigError, match=r"nowhere\.py"):
         Page([block], tmp_path, shims).parse_toml_to(block)

@@ -278,7 +278,7 @@ def test_batched_equals_its_own_forward(name, small):
         assert list(choice.token_ids) == naive_greedy(served.plain, prompts[3], 9)
     alone = run(
         served.engine, [request("sampled", prompts[4], seed=5, temperature=20.0, max_tokens=9, n=3)]
-    )[("sampled")]
+    )["sampled"]
     for choice, again in zip(outputs["sampled"].completions, alone.completions, strict=True):
         assert choice.token_ids == again.token_ids
         np.testing.assert_allclose(choice.logprobs, again.logprobs, atol=1e-4)
@@ -441,7 +441,7 @@ def test_a_model_that_forgets_the_mask_is_not_batched():
     model = broken_attention(
         make_model(QWEN3 | {"vocab_size": VOCAB}),
         lambda forward, self, x, mask, cache: forward(
-            self, x, ("causal") if x.shape[1] > 1 else None, cache
+            self, x, "causal" if x.shape[1] > 1 else None, cache
         ),
     )
     assert why_not_batched(model) == "it does not give what its own forward gives"

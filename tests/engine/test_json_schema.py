@@ -64,7 +64,7 @@ GIVEN_UP: dict[str, tuple[Any, Any, Any, list[str]]] = {
         {"type": "array", "items": INTEGER, "uniqueItems": True},
         [1, 2],
         [1, 1],
-        [("uniqueItems")],
+        ["uniqueItems"],
     ),
     "contains": ({"type": "array", "contains": INTEGER}, [1, "a"], ["a"], ["contains"]),
     "not": (INTEGER | {"not": {"const": 3}}, 4, 3, ["not"]),

@@ -127,7 +127,7 @@ def test_eight_adapters_in_one_batch_equal_their_twins() -> None:
         served.weights.add_adapter(name, each)
     prompts = ragged_prompts(9, shortest=3)
     outputs = run(
-        served.engine, [greedy(f"r{i}", prompts[i], (f"a{i}") if i < 8 else None) for i in range(9)]
+        served.engine, [greedy(f"r{i}", prompts[i], f"a{i}" if i < 8 else None) for i in range(9)]
     )
     for i in range(8):
         assert tokens_of(outputs, f"r{i}") == naive_greedy(

@@ -160,7 +160,7 @@ def test_engine_abort_ends_a_stream_with_its_held_back_text():
         "temperature": 0.0,
         "logit_bias": {97: 1000.0},
         "max_tokens": 50,
-        "stop": (("aaaaaaaa"),),
+        "stop": ("aaaaaaaa",),
     }
     served.engine.add(request("s", [1], stream=True, **params))
     for _ in range(3):

@@ -203,7 +203,7 @@ def test_engine_applies_penalties_over_its_own_output(stop_early):
     }
     output = run(
         served.engine, [request("r", prompt, **params), request("other", [9, 9], max_tokens=9)]
-    )[("r")]
+    )["r"]
     completion = output.completions[0]
     tokens = list(completion.token_ids)
     logits = np.array(served.plain(mx.array(prompt + tokens)[None])[0])[len(prompt) - 1 : -1]

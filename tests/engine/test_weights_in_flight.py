@@ -108,7 +108,7 @@ def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind(by_tokens):
         return request(
             f"r{i}",
             prompts[i],
-            adapter=("nan") if i % 3 == 1 else None,
+            adapter="nan" if i % 3 == 1 else None,
             temperature=0.0,
             max_tokens=9,
         )
@@ -165,7 +165,7 @@ def test_scores_equal_the_generated_logprobs_under_the_adapter():
     prompt = ragged_prompts(1, shortest=40, longest=40)[0]
     completion = run(
         served.engine, [request("r", prompt, adapter="a", max_tokens=20, seed=2, ignore_eos=True)]
-    )[("r")]
+    )["r"]
     text = (*prompt, *completion.completions[0].token_ids)
     asked = request("s", text, adapter="a", prompt_logprobs=3, max_tokens=0)
     longer = request("longer", text, adapter="a", prompt_logprobs=3, max_tokens=2)

@@ -240,7 +240,7 @@ async def test_the_policy_has_only_the_tools_of_its_environment(tokenizer, tools
         name="e",
         options={"prompts": ["x"]},
         tools=("add",),
-        rewards=(("builtin:tool_success"),),
+        rewards=("builtin:tool_success",),
     )
     [source] = build_sources([config], seed=0, tools=tools)
     client = answering(tokenizer, '{"tool": "secret"}', "hm")

@@ -185,7 +185,7 @@ async def test_a_template_that_rewrites_history_opens_another_segment():
     twice."""
     tokenizer = with_template(QWEN3)
     client = ScriptedClient(
-        tokenizer, lambda request, _: ("3") if "/" in request.request_id else "<think>Hm.</think>4"
+        tokenizer, lambda request, _: "3" if "/" in request.request_id else "<think>Hm.</think>4"
     )
     [result] = await runner(tokenizer, client).run([plan(two_turns(), size=1)])
     [rollout] = result.group.rollouts

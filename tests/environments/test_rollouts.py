@@ -208,8 +208,8 @@ def test_the_health_line_tells_of_failures_and_of_a_stall_but_not_of_waiting(man
     assert stalled.health() is None
     now[0] += 15.0
     assert stalled.health() == (
-        "environment sum stalled: nothing finished for 75 s with 2 groups in flight (oldest:"
-        " sum-0-0)"
+        "environment sum stalled: nothing finished for 75 s with 2"
+        " groups in flight (oldest: sum-0-0)"
     )
     now[0] += 1000.0
     assert waiting.health() is None, "for demand"

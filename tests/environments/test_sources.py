@@ -11,7 +11,7 @@ from mlx_parallm.types import Rollout, Trajectory
 
 needs_reasoning_gym = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None,
-    reason=("reasoning-gym is not installed (it builds C code): pip install '.[reasoning-gym]'"),
+    reason="reasoning-gym is not installed (it builds C code): pip install '.[reasoning-gym]'",
 )
 
 

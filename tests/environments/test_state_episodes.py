@@ -187,7 +187,7 @@ class Chatting(BaseEnvironment):
 
 
 async def test_a_conversation_goes_on_from_its_tokens(tokenizer):
-    answer = lambda request, _: ("3") if "/" in request.request_id else "<think>Hm.</think>4"  # noqa: E731
+    answer = lambda request, _: "3" if "/" in request.request_id else "<think>Hm.</think>4"  # noqa: E731
     [kept] = (
         await played(tokenizer, ScriptedClient(tokenizer, answer), source(Chatting()), size=1)
     ).trajectories
@@ -328,8 +328,8 @@ async def test_an_environment_that_never_ends_an_episode_is_named_once(tokenizer
         counts = {name: result.group.metadata[name] for name in ("never_done", "never_done_turns")}
         assert counts == {"never_done": 2, "never_done_turns": sum(turns)} and min(turns) > 1
     what = (
-        "nothing set state.done: Endless.update_state has to set it when the episode is over, or"
-        " is_terminal"
+        "nothing set state.done: Endless.update_state has to set it when the"
+        " episode is over, or is_terminal"
     )
     assert endless.endless == f"{turns[0]} turns and {what} has to return True"
     warnings = [entry for entry in warned if entry["event"] == "an episode does not end"]
@@ -402,7 +402,7 @@ async def test_length_and_stop_strings_may_be_a_turns_own(tokenizer):
     await played(tokenizer, client, source(Own(), max_tokens=20, stop=("\n",)), size=1)
     assert [(r.params.max_tokens, r.params.stop) for r in client.requests] == [
         (3, (".",)),
-        (20, (("\n"),)),
+        (20, ("\n",)),
     ]
 
 
@@ -459,7 +459,7 @@ async def test_an_opening_that_is_not_the_groups_is_asked_for_again(tokenizer):
             return f"Number {next(self.numbers)}:"
 
     client = ScriptedClient(
-        tokenizer, lambda request, _: ("own") if "/" in request.request_id else "group"
+        tokenizer, lambda request, _: "own" if "/" in request.request_id else "group"
     )
     result = await played(tokenizer, client, source(Random()), task=1, size=2)
     assert tuple(each.text for each in result.trajectories) == ("own", "own")

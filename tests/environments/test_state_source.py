@@ -141,7 +141,7 @@ def test_kinds_are_known_by_name():
                 kind="simple_text",
                 name="x",
                 options={"prompts": ["A", "B"]},
-                rewards=(("builtin:json"),),
+                rewards=("builtin:json",),
             )
         ],
         seed=0,

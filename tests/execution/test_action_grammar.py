@@ -125,8 +125,8 @@ def test_no_text_raises_and_actions_stand_in_order(text: str) -> None:
 def test_tool_lines_are_calls_beside_the_other_formats() -> None:
     add = {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}
     text = (
-        'TOOL: add(1, b=2)\n<invoke name="now"/>\nTOOL: broken(\nDELEGATE: x(y=1)\nANSWER: add(3,'
-        " 4)"
+        'TOOL: add(1, b=2)\n<invoke name="now"/>\nTOOL:'
+        " broken(\nDELEGATE: x(y=1)\nANSWER: add(3, 4)"
     )
     calls = parse_tool_calls(text, [add], ["tool_line", "xml"])
     assert [(call.name, dict(call.arguments), call.raw_text) for call in calls] == [

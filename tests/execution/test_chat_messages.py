@@ -96,13 +96,13 @@ CALLS: dict[str, tuple[dict[str, Any], Any]] = {
         {
             "role": "assistant",
             "content": None,
-            "function_call": {"name": "f", "arguments": ('{"a": 1}')},
+            "function_call": {"name": "f", "arguments": '{"a": 1}'},
         },
         '{"a": 1}',
     ),
     "a custom tool": (
         called(type="custom", custom={"name": "f", "input": "ls «x»"}),
-        ('{"input": "ls «x»"}'),
+        '{"input": "ls «x»"}',
     ),
     "no list": (
         {"role": "assistant", "tool_calls": {"function": {"name": "f", "arguments": "{}"}}},
@@ -249,8 +249,8 @@ def test_nulls_leave_a_schema_but_for_its_values() -> None:
 
 
 ODD = (
-    '{"a": 1.10, "b": 1e400, "c": -0, "d": 1E5, "a": 123456789012345678901234567890, "e": [1.0,'
-    ' {"ü": null}]}'
+    '{"a": 1.10, "b": 1e400, "c": -0, "d": 1E5, "a":'
+    ' 123456789012345678901234567890, "e": [1.0, {"ü": null}]}'
 )
 
 

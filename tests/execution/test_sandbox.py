@@ -167,9 +167,8 @@ def test_all_that_is_written_is_bounded(sandbox, program):
 def calls(numbers):
     """A program that prints the numbers of the system calls that are not refused."""
     return (
-        "import ctypes\nlibrary = ctypes.CDLL(None, use_errno=True)\nfor number in "
-        f"{numbers}:\n    if library.syscall(number, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() !="
-        " 1:\n"
+        f"import ctypes\nlibrary = ctypes.CDLL(None, use_errno=True)\nfor number in {numbers}:\n"
+        "    if library.syscall(number, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() != 1:\n"
         "        print(number)\nprint('tried')"
     )
 
@@ -418,9 +417,8 @@ REFUSED_TO_OWNERS = ["chmod", "fchmod", "chown", "fchown", "lchown"]
 def test_without_namespaces_other_processes_and_files_are_out_of_reach(sandbox):
     if module.WAYS != ("landlock",):
         pytest.skip(
-            "elsewhere other processes cannot be named, and its files are a file system of"
-            " their"
-            " own"
+            "elsewhere other processes cannot be named, and its files"
+            " are a file system of their own"
         )
     run = sandbox.run(REACHING_OUT)
     assert run.stdout.splitlines() == REFUSED + (REFUSED_TO_OWNERS if os.getuid() else []), (

@@ -103,7 +103,7 @@ def read(text: str, **options: object) -> list[tuple[str, dict[str, object]]]:
         ),
         (
             'USE_TOOL[ask](say ":)" and\nNewton\'s) c)',
-            [("ask", {"input": ('say ":)" and\nNewton\'s')})],
+            [("ask", {"input": 'say ":)" and\nNewton\'s'})],
         ),
         ('USE_TOOL[ask](Newton\'s "(" sign) c', [("ask", {"input": 'Newton\'s "(" sign'})]),
         ('USE_TOOL[ask]({"x": true})', [("ask", {"x": True})]),
@@ -299,7 +299,7 @@ def test_parameters_that_are_not_closed_are_looked_for_once() -> None:
     text = (
         '<invoke name="f"><parameter name="a">1</parameter>'
         + '<parameter name="b">' * 100_000
-        + ("</invoke>")
+        + "</invoke>"
     )
     [malformed] = parse_tool_calls(text).malformed
     assert malformed.reason == "there is '<parameter name=\"b\">' between the parameters"

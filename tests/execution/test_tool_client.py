@@ -206,8 +206,8 @@ CHATTERS = "import sys; print('Usage: server --db FILE'); sys.exit(2)"
 WAITS = "import sys, time; print('loading weights', file=sys.stderr, flush=True); time.sleep(60)"
 NO_JSON = "print('Listening on port 80', flush=True); import time; time.sleep(60)"
 FLOODS = (
-    "import sys; [print(f'line {n}', file=sys.stderr) for n in range(10**5)]; sys.exit('the last"
-    " line')"
+    "import sys; [print(f'line {n}', file=sys.stderr) for n in"
+    " range(10**5)]; sys.exit('the last line')"
 )
 
 

@@ -203,7 +203,7 @@ def test_a_file_and_its_other_name(tmp_path: Path, suffix: str) -> None:
         loaded = load_expert(tmp_path / f"best{asked}")
         assert loaded.config == expert.config
         np.testing.assert_array_equal(
-            loaded(np.ones(3), True)["action"], expert(np.ones(3), True)[("action")]
+            loaded(np.ones(3), True)["action"], expert(np.ones(3), True)["action"]
         )
         expert.reset_hidden()
 
@@ -234,7 +234,7 @@ def test_a_subclass_comes_back_as_itself_or_not_at_all(tmp_path: Path, suffix: s
     assert (type(registry.get("own")), type(registry.get("plain"))) == (Careful, GRUExpert)
     seen = np.ones(4)
     np.testing.assert_array_equal(
-        registry.step("own", seen, True)["action"], own(seen, True)[("action")]
+        registry.step("own", seen, True)["action"], own(seen, True)["action"]
     )
     with pytest.raises(CheckpointError, match=r"registry\.load"):
         ExpertRegistry().load(tmp_path / "experts")

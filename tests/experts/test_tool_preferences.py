@@ -43,7 +43,7 @@ def test_pairs_prefer_the_right_tool_to_a_guess_and_to_the_wrong_one() -> None:
         else:
             shot = re.fullmatch(
                 rf"DELEGATE: physics_controller\(target=({NUMBER}), wind=({NUMBER})\)",
-                pair[("chosen")],
+                pair["chosen"],
             )
             assert shot and all(f"{number} m" in pair["prompt"] for number in shot.groups())
             assert 50 <= float(shot[1]) <= 200 and -5 <= float(shot[2]) <= 5

@@ -118,7 +118,7 @@ def test_a_kept_model_is_the_unpacked_one(
         parts = [kept[scales].astype(mx.float32), kept[f"{path}.biases"].astype(mx.float32)]
         bits = quantization.get(path, quantization)["bits"]
         assert mx.array_equal(
-            mx.dequantize(kept[f"{path}.weight"], *parts, 32, bits), plain[(f"{path}.weight")]
+            mx.dequantize(kept[f"{path}.weight"], *parts, 32, bits), plain[f"{path}.weight"]
         )
     rounding = 1e-4 if dtype == "float32" else 0.1  # of the norms and of what is unpacked
     assert np.abs(logprobs(tmp_path / "kept") - logprobs(tmp_path / "plain")).max() < rounding

@@ -208,9 +208,9 @@ def test_the_modelfile_names_every_stop() -> None:
     assert modelfile(
         "m.gguf", ["<|im_end|>", 'a"b'], "{{ .Prompt }}", {"num_ctx": 4096, "temperature": 0.7}
     ) == (
-        'FROM ./m.gguf\nTEMPLATE """{{ .Prompt }}"""\nPARAMETER stop "<|im_end|>"\nPARAMETER stop'
-        ' "a\\"b"\n'
-        "PARAMETER num_ctx 4096\nPARAMETER temperature 0.7\n"
+        'FROM ./m.gguf\nTEMPLATE """{{ .Prompt }}"""\nPARAMETER stop'
+        ' "<|im_end|>"\nPARAMETER stop "a\\"b"\nPARAMETER num_ctx'
+        " 4096\nPARAMETER temperature 0.7\n"
     )
     assert "TEMPLATE" not in modelfile("m.gguf", [], None, {})
 
@@ -225,12 +225,10 @@ ANSWER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
         (
             CHATML + ANSWER,
             '{{- range .Messages }}{{ if eq .Role "system" }}{{ "<|im_start|>system\\n" }}{{'
-            " .Content }}"
-            '{{ "<|im_end|>\\n" }}{{ else if eq .Role "user" }}{{ "<|im_start|>user\\n" }}{{'
-            " .Content }}"
-            '{{ "<|im_end|>\\n" }}{{ else if eq .Role "assistant" }}{{ "<|im_start|>assistant\\n"'
-            " }}{{ .Content }}"
-            '{{ "<|im_end|>\\n" }}{{ end }}{{ end }}{{ "<|im_start|>assistant\\n" }}',
+            ' .Content }}{{ "<|im_end|>\\n" }}{{ else if eq .Role "user" }}{{'
+            ' "<|im_start|>user\\n" }}{{ .Content }}{{ "<|im_end|>\\n" }}{{ else if eq .Role'
+            ' "assistant" }}{{ "<|im_start|>assistant\\n" }}{{ .Content }}{{ "<|im_end|>\\n"'
+            ' }}{{ end }}{{ end }}{{ "<|im_start|>assistant\\n" }}',
         ),
         (CHATML + "{% if tools %}{{ tools }}{% endif %}" + ANSWER, None),
         (CHATML.replace("m.content", "m.content | trim") + ANSWER, None),

@@ -74,8 +74,8 @@ def test_a_template_that_reads_parts_alone_shows_texts_and_images() -> None:
     read = read_messages(CHAT, images=True)
     text = render_template(TEMPLATE, read, continue_final_message=False, add_generation_prompt=True)
     assert text == (
-        "<|im_start|>System: Be brief.<|im_end|>\nUser: First this:<image><image>?<|im_end|>\n"
-        "Assistant:"
+        "<|im_start|>System: Be brief.<|im_end|>\nUser: First"
+        " this:<image><image>?<|im_end|>\nAssistant:"
     )
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well,"}]
     assert render_template(TEMPLATE, chat, continue_final_message=True).endswith("Assistant: Well,")

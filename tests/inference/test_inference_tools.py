@@ -134,7 +134,7 @@ async def test_an_episodes_turn_shows_the_marks_of_calls_that_are_special_tokens
         with InferenceModule.over(engine, hermes) as inference:  # type: ignore[arg-type]
             rain = [{"role": "user", "content": "Rain?"}]
             [text], [[found]] = await asyncio.to_thread(
-                inference.batch_generate_with_tools, rain, [("weather")]
+                inference.batch_generate_with_tools, rain, ["weather"]
             )
             assert (text, found.name, found.arguments) == (call, "weather", {"city": "Köln"})
             asked = [

@@ -65,7 +65,7 @@ def test_scores_of_one_text_are_of_one_version(monkeypatch: pytest.MonkeyPatch, 
         scores = own.get_logprobs(*text)[0]
         latest = own.get_logprobs(*text)[0]
         assert not np.array_equal(later, latest) and np.array_equal(
-            scores, later if what == ("adapter") else latest
+            scores, later if what == "adapter" else latest
         )
 
 
@@ -125,7 +125,7 @@ def test_only_the_policys_own_answers_are_turns_of_its_episode(way: str) -> None
         backprop.publish()
         learner = other = own
         with InferenceModule.over(
-            own.client, own.tokenizer, ("policy") if way == "opponent" else None
+            own.client, own.tokenizer, "policy" if way == "opponent" else None
         ) as second:
             if way == "opponent":
                 other = second

@@ -102,7 +102,7 @@ class Sender(HttpEnvironment):
         if self._fault == "logprobs":
             data["inference_logprobs"] = [
                 [1.0 if value == 1.0 else value - 0.3 for value in row]
-                for row in data[("inference_logprobs")]
+                for row in data["inference_logprobs"]
             ]
         if self._fault == "no_logprobs":
             data["inference_logprobs"] = None

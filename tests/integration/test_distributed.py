@@ -127,7 +127,7 @@ def test_a_rank_with_another_model_is_refused_before_anything_is_started(tmp_pat
     )
     errors = [line for line in (first[2] + second[2]).splitlines() if line.startswith("error")]
     assert errors == [
-        (f"error: rank 1: {other} is another model, or another version of it, than on rank 0")
+        f"error: rank 1: {other} is another model, or another version of it, than on rank 0"
     ]
     assert (first[0], second[0]) == (2, 0)
     assert not runs.exists() or not list(runs.iterdir())
@@ -409,7 +409,7 @@ def test_a_rank_that_is_asked_to_stop_stops_all_in_order(tmp_path: Path, where: 
     if where == "between two":
         text = config.read_text()
         config.write_text(
-            text[: text.index("[[environments]]")] + ('[model]\nbase_path = "builtin:tiny"\n')
+            text[: text.index("[[environments]]")] + '[model]\nbase_path = "builtin:tiny"\n'
         )
     ranks = launch(
         tmp_path, 2, [str(BIN / "mlx_parallm_train"), "--config", str(config), "--resume", "auto"]

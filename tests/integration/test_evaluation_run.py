@@ -58,9 +58,7 @@ def test_the_best_checkpoint_is_the_one_that_answered_best_while_training_went_o
             "of the weights of its own step"
         )
     late = [
-        line
-        for line in lines.values()
-        if "eval/step" in line and line["eval/step"] < line[("step")]
+        line for line in lines.values() if "eval/step" in line and line["eval/step"] < line["step"]
     ]
     assert late, "training went on meanwhile"
     assert all(line["policy_version"] > line["eval/version"] for line in late)

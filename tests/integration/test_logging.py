@@ -118,7 +118,7 @@ def test_a_run_and_its_resume_elsewhere(tmp_path: Path) -> None:
         "--set",
         f"rl_training.atropos.wandb_group=http://env:{URL_KEY}@host",
         "--set",
-        (f"server.port={port}"),
+        f"server.port={port}",
     ]
     settings = [*key, *again, "--set", "rl_training.total_steps=5"]
     with Daemon(

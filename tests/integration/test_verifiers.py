@@ -65,7 +65,7 @@ def scores(daemon: Daemon, tokens: list[int]) -> list[float]:
     [choice] = (
         httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=60)
         .raise_for_status()
-        .json()[("choices")]
+        .json()["choices"]
     )
     entries = choice["prompt_logprobs"]
     return [

@@ -55,14 +55,14 @@ def _dual_clip(t: Terms) -> Array:
 
 def _sapo(t: Terms) -> Array:
     tau = np.where(
-        t.advantages > 0, t.settings["sapo_tau_positive"], t.settings[("sapo_tau_negative")]
+        t.advantages > 0, t.settings["sapo_tau_positive"], t.settings["sapo_tau_negative"]
     )
     return -4 / tau / (1 + np.exp(-tau * (t.ratio - 1))) * t.advantages
 
 
 def _dppo(t: Terms) -> Array:
     too_far = np.where(
-        t.advantages > 0, t.moved > t.settings["dppo_high"], t.moved < -t.settings[("dppo_low")]
+        t.advantages > 0, t.moved > t.settings["dppo_high"], t.moved < -t.settings["dppo_low"]
     )
     return np.where(too_far, 0, -t.ratio * t.advantages)
 

@@ -501,7 +501,7 @@ def test_which_estimator_is_unbiased(stale: bool) -> None:
         values[name] = value.item() == pytest.approx(kl(logits), rel=1e-5)
         right |= {name} if np.allclose(np.array(slope), true_slope, atol=1e-6) else set()
     assert {name for name, exact in values.items() if exact} == (
-        {("k3_ratio")} if stale else {"k1", "k3", "k3_ratio"}
+        {"k3_ratio"} if stale else {"k1", "k3", "k3_ratio"}
     )
     assert right == ({"k3_ratio"} if stale else {"k2", "k3_ratio"})
 

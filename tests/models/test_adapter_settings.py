@@ -261,8 +261,8 @@ def test_every_tensor_is_applied_or_refused_by_its_name(tmp_path: Path) -> None:
         "base_model.model.model.embed_tokens.lora_embedding_A": "adapters of embeddings",
         "base_model.model.model.embed_tokens.lora_embedding_B.default": "adapters of embeddings",
         "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": "trainable_token_indices",
-        "base_model.model.lm_head.modules_to_save.default.weight": "modules_to_save is not"
-        " supported",
+        "base_model.model.lm_head.modules_to_save.default.weight": "modules_to_save"
+        " is not supported",
         "base_model.model.lm_head.original_module.weight": "it is a copy of the base's weights",
         "base_model.model.lm_head.weight": "it is a whole weight",
         f"{LAYER}.lora_E": "this kind of LoRA",

@@ -201,7 +201,7 @@ def test_a_final_message_that_is_not_shown_cannot_be_continued() -> None:
 def test_an_argument_of_any_name_reaches_the_template(name: str) -> None:
     """Python's own names of parameters are none of the template's (`self` stays Jinja's)."""
     tokenizer = with_template(
-        "{% for m in messages %}{{ m.content }}{% endfor %} {{ " + name + (" }}")
+        "{% for m in messages %}{{ m.content }}{% endfor %} {{ " + name + " }}"
     )
     shown = tokenizer.render_chat_text([USER], template_kwargs={name: "x"})
     assert shown.startswith("Wetter? ") and (shown.endswith("x") or name == "self")

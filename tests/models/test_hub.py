@@ -37,7 +37,7 @@ def hub(
         monkeypatch.setattr(
             constants,
             "HUGGINGFACE_CO_URL_TEMPLATE",
-            server.url + ("/{repo_id}/resolve/{revision}/{filename}"),
+            server.url + "/{repo_id}/resolve/{revision}/{filename}",
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))

@@ -162,7 +162,7 @@ def test_tensors_that_would_be_left_out_are_an_error(tmp_path: Path) -> None:
         ((), "{}"),
         ((0, 4), "{}"),
         ((2, 4), '{"lora_alpha": "much"}'),
-        ((2, 4), ('{"alpha_pattern": [1]}')),
+        ((2, 4), '{"alpha_pattern": [1]}'),
     ],
 )
 def test_damaged_peft_adapters_are_refused(

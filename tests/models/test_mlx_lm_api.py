@@ -24,7 +24,7 @@ def test_what_disappeared_is_named_with_its_version_and_its_user() -> None:
     gone = {
         "mlx_lm.utils.no_such": ["a.py"],
         "mlx_lm.no_module.x": ["b.py"],
-        "mlx_lm.utils.load_config": [("c.py")],
+        "mlx_lm.utils.load_config": ["c.py"],
     }
     first, second = CHECK["report"](gone)
     assert first.startswith("mlx_lm.utils.no_such is gone in mlx-lm 0.") and first.endswith(

@@ -256,7 +256,7 @@ def test_limits(expert: str, tiny_tokenizer: Tokenizer) -> None:
         ({"min_steps": 5}, "min_steps has no effect"),
         (
             {"learn": "both", "alternate_every": 5},
-            ('alternate_every has no effect .*: set learn = "alternate"'),
+            'alternate_every has no effect .*: set learn = "alternate"',
         ),
         ({"learn": "both", "experts": {}}, "there is no expert"),
         (

@@ -143,7 +143,7 @@ def test_rows_by_builder_and_from_files(tmp_path: Path) -> None:
     (tmp_path / "rule.py").write_text("def good(trace): return 'good' in trace.final_response")
     for labels in (
         {"rewards": [f"{tmp_path}/score.py:good"]},
-        {"rules": [(f"{tmp_path}/rule.py:good")]},
+        {"rules": [f"{tmp_path}/rule.py:good"]},
     ):
         found = DatasetPipeline(tmp_path / "t.jsonl", **labels)
         rows = found.build_kto_dataset(

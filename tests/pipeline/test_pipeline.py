@@ -266,7 +266,7 @@ def test_without_llama_cpp_it_says_so_at_the_start(
 ) -> None:
     monkeypatch.setattr("mlx_parallm.deploy.export.llama_server.available", lambda: False)
     options = check_options(
-        PipelineOptions((place / "traces.jsonl",), "builtin:tiny", type="f16", rewards=(("r"),))
+        PipelineOptions((place / "traces.jsonl",), "builtin:tiny", type="f16", rewards=("r",))
     )
     with closing(WorkDirectory(place / "work")) as work:
         [line] = Stages(options, detect_hardware(CPU_ONLY), work).check_requirements()

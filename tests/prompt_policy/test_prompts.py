@@ -96,9 +96,8 @@ def test_each_mutation_does_what_it_is_called() -> None:
     assert texts(wordy, "context-reduction") == 'List "please" and `just` in French.'
     several = "Read the log, then count the errors and plot the counts of Monday and Tuesday."
     assert texts(several, "task-decomposition").startswith(
-        "Do the following, one after the other:\n1. Read the log\n2. Count the errors\n3. Plot"
-        " the counts of Monday and"
-        " Tuesday\n\n"
+        "Do the following, one after the other:\n1. Read the log\n2. Count the errors\n3. Plot the"
+        " counts of Monday and Tuesday\n\n"
     )
     one = texts("Write a poem about rain.", "task-decomposition")
     assert one.startswith("Write a poem about rain.\n\nWork in these steps:\n1. Decide")
@@ -106,7 +105,7 @@ def test_each_mutation_does_what_it_is_called() -> None:
     added = {
         "try-catch-style": [
             "If this cannot be done as it stands:",
-            *(f"- {line}" for line in FALLBACKS[("mend")]),
+            *(f"- {line}" for line in FALLBACKS["mend"]),
         ],
         "expansion": [
             "Go about it like this:",
@@ -120,7 +119,7 @@ def test_each_mutation_does_what_it_is_called() -> None:
     assert '"robust": gives a clear error' in texts("Make it robust.", "expansion")
     constrained = texts("What is a heat pump?", "constraint-addition")
     assert {line.removeprefix("- ") for line in constrained.splitlines()[3:]} < set(
-        CONSTRAINTS[("GENERAL_QA")]
+        CONSTRAINTS["GENERAL_QA"]
     )
     assert constrained.count("\n- ") == 2 and constrained == texts(
         "What is a heat pump?", "constraint-addition"

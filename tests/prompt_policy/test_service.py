@@ -191,7 +191,7 @@ def test_restart_goes_on_where_it_stood(tmp_path: Path) -> None:
     with serving(tmp_path) as client:
         assert (
             client.post("/get_distribution", json=ask).json()["probabilities"]
-            == before[("probabilities")]
+            == before["probabilities"]
         )
         assert client.get("/stats").json()["total_experiences"] == 9
         assert (
@@ -244,7 +244,7 @@ def test_a_save_replaces_checkpoints_alone(tmp_path: Path, monkeypatch: pytest.M
         assert client.post("/save", json={"path": "one"}).status_code == 200  # it is there
         assert (
             "holds 1 checkpoints"
-            in client.post("/save", json={"path": "two"}).json()["error"][("message")]
+            in client.post("/save", json={"path": "two"}).json()["error"]["message"]
         )
     assert (tmp_path / "run1" / "adapters.safetensors").read_bytes() == b"mine"
     assert (tmp_path / "notes.txt").read_text() == "mine"
@@ -393,6 +393,6 @@ def test_pages_of_this_machine_may_read(shared_client: httpx.Client) -> None:
     ours, foreign = {"Origin": "http://localhost:5173"}, {"Origin": "https://example.org"}
     assert (
         shared_client.get("/stats", headers=ours).headers["access-control-allow-origin"]
-        == ours[("Origin")]
+        == ours["Origin"]
     )
     assert shared_client.get("/stats", headers=foreign).status_code == 403

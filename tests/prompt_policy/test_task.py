@@ -75,8 +75,7 @@ def test_without_a_task_there_is_no_rollout(tmp_path: Path) -> None:
     with serving(tmp_path) as client:
         reply = client.post("/rollout", json=POLITE)
         assert (
-            reply.status_code == 404
-            and "prompt_policy.rewards" in reply.json()["error"][("message")]
+            reply.status_code == 404 and "prompt_policy.rewards" in reply.json()["error"]["message"]
         )
 
 
@@ -90,7 +89,7 @@ def test_a_chat_model_is_the_sixth_mutation_and_may_fail(tmp_path: Path) -> None
             {},
             {
                 "choices": [
-                    {"message": {"content": ("\ud83d!") if half else "Sort the letters b and a."}}
+                    {"message": {"content": "\ud83d!" if half else "Sort the letters b and a."}}
                 ]
             },
         )

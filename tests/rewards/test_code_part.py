@@ -173,7 +173,7 @@ async def test_code_would_find_a_word_that_is_kept(code):
     end = '__import__("os").write(1, b"\\n" + _word() + _run(%r, %r))'
     assert end in HARNESS
     kept = HARNESS.replace(
-        end, ('_kept = _word()\n__import__("os").write(1, b"\\n" + _kept + _run(%r, %r))')
+        end, '_kept = _word()\n__import__("os").write(1, b"\\n" + _kept + _run(%r, %r))'
     )
     run = Sandbox(timeout_s=20).run(kept % (HOSTILE, ""), stdin=f"{WORD}\n")
     assert (run.outcome, run.returncode) == ("ended", 0), run.stderr

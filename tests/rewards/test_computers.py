@@ -50,9 +50,9 @@ def test_weights_are_uniform_where_none_are_given():
 
 def test_parts_named_as_in_a_configuration_are_called_for_a_group_with_its_metadata(tmp_path):
     (tmp_path / "score.py").write_text(
-        "sizes = []\n"
-        "def exact(completions, answer, ignore=''):\n    sizes.append(len(completions))\n"
-        "    return [float(c.strip(ignore) == a) for c, a in zip(completions, answer)]\n"
+        "sizes = []\ndef exact(completions, answer, ignore=''):\n"
+        "    sizes.append(len(completions))\n    return [float(c.strip(ignore) == a) for c, a"
+        " in zip(completions, answer)]\n"
     )
     reference = f"python:{tmp_path / 'score.py'}:exact"
     computer = WeightedRewardComputer(

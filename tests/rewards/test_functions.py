@@ -72,8 +72,8 @@ async def test_what_a_function_sees_of_a_plain_prompt_and_of_a_conversation(func
 
 async def test_only_parameters_that_a_function_has_are_passed(functions):
     made = functions(
-        "def f(completions, answer):\n    return [float(c == a) for c, a in zip(completions,"
-        " answer)]"
+        "def f(completions, answer):\n    return [float(c == a) for c,"
+        " a in zip(completions, answer)]"
     )
     assert await scores(made, "4", "5") == [
         {"rewards/f": 1.0, "reward": 1.0},
@@ -277,7 +277,7 @@ async def test_a_plain_function_may_run_a_loop_of_its_own(functions):
 async def test_a_function_cannot_spoil_the_row(functions):
     made = functions(
         "def f(completions, choices):\n    return [choices.pop().pop() for _ in completions]",
-        columns=[("choices")],
+        columns=["choices"],
     )
     row = {"choices": [1.0, 2.0]}
     for _ in range(2):
@@ -303,7 +303,7 @@ async def test_scores_made_one_by_one_are_the_functions_too(functions):
 async def test_a_plain_function_that_never_ends_holds_up_no_other_call(functions):
     text = "import threading\nstarted, let_go = threading.Event(), threading.Event()\n"
     hanging = functions(
-        text + ("def f(completions):\n    started.set()\n    let_go.wait()\n    return [0.0]\n")
+        text + "def f(completions):\n    started.set()\n    let_go.wait()\n    return [0.0]\n"
     )
     names = hanging._functions[0].call.__globals__
     other = functions("def f(completions): return [1.0]")

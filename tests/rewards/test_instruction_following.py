@@ -35,7 +35,7 @@ KEYED = {"kind": "json", "keys": ["title", "text"]}
         (
             {"kind": "keyword", "word": "fields", "times": 1},
             RAIN + " Nobody minds it.",
-            RAIN + (" fields drink."),
+            RAIN + " fields drink.",
         ),
         ({"kind": "no_comma"}, RAIN, "rain, falling from dark clouds onto fields."),
         (

@@ -156,7 +156,7 @@ async def test_one_request_that_is_not_answered_is_unscored_and_told(
     told = []
     monkeypatch.setattr(judge_module.log, "warning", lambda event, **fields: told.append(fields))
     endpoint.answer = lambda body: (
-        ("Score: 10") if "\ngood\n" in text_of(body) else (503, {"Retry-After": "0"})
+        "Score: 10" if "\ngood\n" in text_of(body) else (503, {"Retry-After": "0"})
     )
     assert await judging(endpoint.url, retries=0)(["q"] * 2, ["good", "odd"]) == [1.0, UNSCORED]
     assert [(line["requests"], line["of"]) for line in told] == [(1, 2)]

@@ -80,8 +80,8 @@ def test_what_a_run_needed_beside_trl(tmp_path: Path) -> None:
     both = [ours, theirs | {"resident_gb": 2.0, "memory_gb": None}]
     steps = "4.00 ÷ 4.00 = 1.00"
     row = (
-        f"| float32 | 0 | 0.400 | 24 ÷ 24 = 1.00 | 0.13 ÷ 0.75 = 0.18 | {steps} | 1.00 ÷ 2.00 ="
-        " 0.50 |"
+        "| float32 | 0 | 0.400 | 24 ÷ 24 = 1.00 | 0.13 ÷ 0.75 = 0.18 |"
+        f" {steps} | 1.00 ÷ 2.00 = 0.50 |"
     )
     assert beside_peer(both).splitlines()[2:] == [row]
     assert "| 48 ÷ not reached | 0.23 ÷ not reached |" in beside_peer(both, 0.8)

@@ -133,7 +133,7 @@ async def test_json_that_fits_a_schema(tmp_path):
     schema = {
         "type": "object",
         "properties": {"age": {"type": "integer", "minimum": 0}},
-        "required": [("age")],
+        "required": ["age"],
     }
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(schema))

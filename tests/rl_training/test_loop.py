@@ -197,7 +197,7 @@ def test_a_solved_task_does_not_hang(tmp_path: Path) -> None:
         for line in run.lines:
             assert (
                 "16 sequences short: of 8 groups with one reward for all answers 8 were all right"
-                in line[("gave_up")]
+                in line["gave_up"]
             )
             assert (line["loss"], line["reward_mean"], line["groups_without_variance"]) == (
                 None,
@@ -384,7 +384,7 @@ def test_a_step_that_goes_on_keeps_the_reason_why_it_is_small(tmp_path: Path) ->
         assert run.loop.run() == "finished"
         assert (
             "of 1 groups with one reward for all answers 1 were all right"
-            in run.lines[1][("gave_up")]
+            in run.lines[1]["gave_up"]
         )
         assert (run.lines[1]["groups"], run.lines[1]["dropped_without_variance"]) == (2, 1)
 

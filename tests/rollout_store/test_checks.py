@@ -62,7 +62,7 @@ def test_every_segment_is_checked() -> None:
         ({"turn_rewards": (INF,)}, "the reward of turn 0 is inf, not a number of at most"),
         (
             {"tokens": (1, 2, 3, 4, VOCAB_SIZE)},
-            (f"token 4 has id {VOCAB_SIZE}, outside the vocabulary of {VOCAB_SIZE}"),
+            f"token 4 has id {VOCAB_SIZE}, outside the vocabulary of {VOCAB_SIZE}",
         ),
         ({"tokens": (1, -1, 3, 4, 5)}, "token 1 has id -1"),
         ({"mask": (0, 0, 2, 1, 1)}, "values other than 0 and 1"),

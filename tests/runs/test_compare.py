@@ -231,7 +231,7 @@ def test_names_of_others_reach_no_terminal(
 ) -> None:
     hostile = "\x1b]0;pwned\x07"
     runs = [
-        make_run(tmp_path / name, (0.1,), answers=[[1.0]], environment=hostile) for name in ("ab")
+        make_run(tmp_path / name, (0.1,), answers=[[1.0]], environment=hostile) for name in "ab"
     ]
     text = compare(capsys, *runs)
     assert "]0;pwned" in text and "\x1b" not in text and "\x07" not in text

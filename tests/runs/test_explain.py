@@ -360,7 +360,7 @@ def test_a_reward_with_a_hole_is_named_with_answers_to_read(directory, capsys):
         ("Write three words.", "four words it is", 0.0),
     ]
     (directory / "evaluations.jsonl").write_text(
-        evaluation(0, 8) + "\n" + evaluation(30, 20, texts=texts) + ("\n")
+        evaluation(0, 8) + "\n" + evaluation(30, 20, texts=texts) + "\n"
     )
     assert cli.explain([str(directory)]) == 1
     told = capsys.readouterr().out

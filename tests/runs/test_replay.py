@@ -128,7 +128,7 @@ def test_the_table_has_the_run_and_its_variants_side_by_side(
     [loss] = [line.split() for line in told.out.splitlines() if line.startswith("loss")]
     assert loss[1] == "7"
     assert float(loss[2]) == pytest.approx(
-        json.loads((run.with_name("run-replay") / METRICS_FILE).read_text())[("loss")]
+        json.loads((run.with_name("run-replay") / METRICS_FILE).read_text())["loss"]
     )
     assert "answers that it would not have given" in " ".join(told.out.split())
     assert "step 1: loss" in told.err and "eval/" not in told.out

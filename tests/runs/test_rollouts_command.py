@@ -61,7 +61,7 @@ def test_counts_by_state_environment_and_version(
     assert [sums[name] for name in ("taken", "dropped", "sequences", "pruned")] == [3, 1, 8, 3]
     versions = [
         tuple(entry[name] for name in ("version", "waiting", "taken", "dropped"))
-        for entry in found[("versions")]
+        for entry in found["versions"]
     ]
     assert versions == [(0, 1, 1, 0), (2, 0, 1, 1), (5, 0, 1, 0)]
     assert found["dropped"] == {"too old": 1, OTHER_MODEL: 1}
@@ -135,9 +135,8 @@ def test_it_reads_while_the_run_writes(run: Path, capsys: pytest.CaptureFixture[
         (
             ["{tmp}"],
             (
-                "is no run directory (no metrics.jsonl, rollouts.sqlite or config.toml); runs in"
-                " it:"
-                " my-run"
+                "is no run directory (no metrics.jsonl, rollouts.sqlite or"
+                " config.toml); runs in it: my-run"
             ),
         ),
         (["{tmp}/nothing"], "nothing is no run directory"),

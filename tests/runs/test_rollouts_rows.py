@@ -206,8 +206,8 @@ def test_left_out_and_hopeless_ones_say_so(tmp_path: Path, capsys: Any) -> None:
     (run / "final").rmdir()
     [equal, *_] = rows(capsys, run)
     assert equal["why"].endswith(
-        "--resume takes it to a step, which will drop it: nothing can be learned from it (no"
-        " variance)"
+        "--resume takes it to a step, which will drop it: nothing can be"
+        " learned from it (no variance)"
     )
 
 
@@ -318,7 +318,7 @@ def test_control_characters_of_others_reach_no_terminal(
         ["--show", f"{HOSTILE}#0"],
         ["--counts"],
         ["--rejects"],
-        [("--json")],
+        ["--json"],
     ):
         text = look(capsys, run, *arguments)
         assert "]0;pw" in text, arguments

@@ -112,7 +112,7 @@ def test_damage_is_named(
         (copy / file).unlink()
     else:
         (copy / file).write_bytes(
-            whole[: len(whole) // 2] if content == ("half") else content.encode()
+            whole[: len(whole) // 2] if content == "half" else content.encode()
         )
     found = describe(copy)
     assert not found["complete"] and problem in "; ".join(found["problems"])

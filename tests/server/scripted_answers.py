@@ -35,11 +35,9 @@ HERMES_TEMPLATE = (
 MISTRAL_TEMPLATE = (
     "{% if tools %}[TOOLS]{{ tools | tojson }}{% endif %}{% for message in messages %}"
     + _TURN
-    + "{% for tool_call in "
-    "message.tool_calls or [] %}{% set call = tool_call.function %}{{ '[TOOL_CALLS]' + call.name"
-    " + '[ARGS]' + "
-    "call.arguments }}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    + "{% for tool_call in message.tool_calls or [] %}{% set call = tool_call.function %}{{"
+    " '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments }}{% endfor %}<|im_end|>\n{% endfor"
+    " %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -53,7 +51,7 @@ def tokenizer_with(
         shutil.copy(TINY_ASSETS / name, path / name)
     content = json.loads((TINY_ASSETS / "tokenizer.json").read_text())
     first = 1 + max(
-        *content["model"]["vocab"].values(), *(token["id"] for token in content[("added_tokens")])
+        *content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])
     )
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     if sampled:

@@ -211,7 +211,7 @@ def test_paths_stay_inside_of_the_roots(served: Served, tmp_path: Path) -> None:
         assert (
             answer.status_code == 403
             and error["param"] == "lora_path"
-            and "server.adapter_roots" in error[("message")]
+            and "server.adapter_roots" in error["message"]
         )
     for path in (served.root / "nothing", served.root / ("x" * 300)):
         assert served.load("p", str(path)).status_code == 404
@@ -230,7 +230,7 @@ def test_what_does_not_fit_names_the_layer_and_leaves_the_old_one(served: Served
     answer = served.load("fit", str(wrong), load_inplace=True)
     assert (
         answer.status_code == 400
-        and "model.layers.0.self_attn.q_proj is [" in answer.json()["error"][("message")]
+        and "model.layers.0.self_attn.q_proj is [" in answer.json()["error"]["message"]
     )
     (wrong / "adapters.safetensors").write_bytes(b"no safetensors")
     assert served.load("fit", str(wrong), load_inplace=True).status_code == 400
@@ -318,7 +318,7 @@ def test_without_roots_the_routes_say_what_to_set(served: Served, server: Runnin
             answer = http.post(route, json=body)
             assert (
                 answer.status_code == 403
-                and "server.adapter_roots" in answer.json()["error"][("message")]
+                and "server.adapter_roots" in answer.json()["error"]["message"]
             )
     with server.http() as http:
         assert (

@@ -421,7 +421,7 @@ def test_arguments_are_json_that_can_be_sent():
     assert call == {
         "id": "mine",
         "type": "function",
-        "function": {"name": "f", "arguments": ('{"a": 1}')},
+        "function": {"name": "f", "arguments": '{"a": 1}'},
     }
 
 

@@ -96,9 +96,7 @@ def fault(schema: dict[str, Any], texts: bool) -> str | None:
 def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """What lies in a schema, with the names of fields."""
     function = (
-        schema["function"][("function")]
-        if str(schema.get("type")).startswith("function-")
-        else None
+        schema["function"]["function"] if str(schema.get("type")).startswith("function-") else None
     )
     if function is give_up_early:
         yield "", schema["schema"].get("values_schema")

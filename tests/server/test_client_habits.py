@@ -22,7 +22,7 @@ WEATHER, TIME = ({"type": "function", "function": {"name": name}} for name in ("
 @pytest.fixture(scope="module")
 def http():
     config = ModelConfig(
-        base_path="builtin:tiny", chat_template=TEMPLATE + ("{{ (tools or []) | length }}")
+        base_path="builtin:tiny", chat_template=TEMPLATE + "{{ (tools or []) | length }}"
     )
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"), config)
     settings = ServerConfig(served_model_names=("gpt-5",), allowed_hosts=("Host.Docker.Internal",))
@@ -88,7 +88,7 @@ def test_allowed_tools_are_those_that_the_template_gets(http):
     refused = http.post("/v1/chat/completions", json=body("auto", unknown))
     assert (
         refused.status_code == 400
-        and "'tools' has weather, time" in refused.json()["error"][("message")]
+        and "'tools' has weather, time" in refused.json()["error"]["message"]
     )
 
 

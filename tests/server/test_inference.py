@@ -59,7 +59,7 @@ def test_the_strict_client_is_satisfied(server):
         whole = {"prompt": PROMPT, "return_token_ids": True, **SAMPLING}
         assert (
             http.post("/v1/completions", json=whole).json()["choices"][0]["token_ids"]
-            == choice[("token_ids")]
+            == choice["token_ids"]
         )
 
 
@@ -94,7 +94,7 @@ def test_a_stream_adds_up_to_the_whole_answer(server):
         )
         assert (
             mine[-1]["finish_reason"] == "length"
-            and mine[-1]["weight_versions"] == choice[("weight_versions")]
+            and mine[-1]["weight_versions"] == choice["weight_versions"]
         )
     assert {chunk["request_id"] for chunk in chunks} == {chunks[0]["request_id"]}
 
@@ -125,7 +125,7 @@ def test_an_over_long_prompt_is_a_400_that_the_client_recognises(server):
     refused = post(server, token_ids=too_long, sampling_params={"max_tokens": 1})
     assert (
         refused.status_code == 400
-        and "maximum context length" in refused.json()["error"][("message")]
+        and "maximum context length" in refused.json()["error"]["message"]
     )
 
 

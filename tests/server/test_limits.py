@@ -423,7 +423,7 @@ def test_messages_and_tools_are_counted_before_they_are_checked(
     }
     answer = http.post("/v1/chat/completions", json=body | {field: [valid[field]] * (most + 1)})
     assert (
-        answer.status_code == 400 and f"at most {most} items" in answer.json()["error"][("message")]
+        answer.status_code == 400 and f"at most {most} items" in answer.json()["error"]["message"]
     )
 
 

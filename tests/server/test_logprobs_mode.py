@@ -62,8 +62,7 @@ def first_token(server, **fields):
         [choice] = http.post("/inference/v1/generate", json=body).json()["choices"]
     entry = choice["logprobs"]["content"][0]
     tops = {
-        int(top["token"].removeprefix("token_id:")): top["logprob"]
-        for top in entry[("top_logprobs")]
+        int(top["token"].removeprefix("token_id:")): top["logprob"] for top in entry["top_logprobs"]
     }
     return choice["token_ids"][0], entry["logprob"], tops, choice
 

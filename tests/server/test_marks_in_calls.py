@@ -190,11 +190,11 @@ BROKEN = {  # the text is content, or all of it is a call: never a part
     ),
     "a string without an end": (
         "json_tools",
-        ('<tool_call>{"name": "sky", "arguments": {"code": "a}}</tool_call>'),
+        '<tool_call>{"name": "sky", "arguments": {"code": "a}}</tool_call>',
     ),
     "python that is none": (
         "pythonic",
-        ('<|tool_call_start|>[sky(code="a" b, n=1)]<|tool_call_end|>'),
+        '<|tool_call_start|>[sky(code="a" b, n=1)]<|tool_call_end|>',
     ),
 }
 

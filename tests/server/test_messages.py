@@ -182,7 +182,7 @@ def test_a_tool_choice_forces_by_the_chats_grammar(client):
     for free in ("auto", "none"):
         answer, schema = source(type=free)
         assert schema is None and answer.content[0].type == (
-            ("text") if free == "none" else "tool_use"
+            "text" if free == "none" else "tool_use"
         )
     asked = asking(
         output_config={"effort": "low", "format": {"type": "json_schema", "schema": WEATHER}}

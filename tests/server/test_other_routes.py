@@ -235,12 +235,12 @@ def test_generate_speaks_sglang(server, tiny_tokenizer):
             "/generate", json=body | {"input_ids": [ids], "return_text_in_logprobs": True}
         ).json()
         assert len(batch) == 1 and "".join(
-            entry[2] for entry in batch[0]["meta_info"][("output_token_logprobs")]
+            entry[2] for entry in batch[0]["meta_info"]["output_token_logprobs"]
         )
         text = http.post("/generate", json={"text": PROMPT, "sampling_params": sampling}).json()
         assert (
             text["output_ids"] == one["output_ids"]
-            and "output_token_logprobs" not in text[("meta_info")]
+            and "output_token_logprobs" not in text["meta_info"]
         )
         assert text["meta_info"]["cached_tokens"] == len(ids) - 1
         scored = http.post(
@@ -250,7 +250,7 @@ def test_generate_speaks_sglang(server, tiny_tokenizer):
             1:
         ]
         assert [len(top) for top in scored["meta_info"]["output_top_logprobs"]] == [2] * len(
-            one[("output_ids")]
+            one["output_ids"]
         )
 
 
@@ -279,7 +279,7 @@ def test_tokenize_and_detokenize_are_inverse(server, tiny_tokenizer):
         for prefix in ("", "/v1"):
             tokens = http.post(
                 f"{prefix}/tokenize", json={"prompt": "7 < 12 ü", "model": "default"}
-            ).json()[("tokens")]
+            ).json()["tokens"]
             assert tokens == tiny_tokenizer.encode("7 < 12 ü")
             assert http.post(f"{prefix}/detokenize", json={"tokens": tokens}).json() == {
                 "prompt": "7 < 12 ü"

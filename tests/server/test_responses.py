@@ -154,7 +154,7 @@ def test_a_conversation_goes_on_by_id_by_items_and_by_reference(client, tokenize
         "model": "default",
         "tools": TOOLS,
         "extra_body": THINKS,
-        "include": [("reasoning.encrypted_content")],
+        "include": ["reasoning.encrypted_content"],
     }
     first = saying(client, ANSWER).create(input="Rain?", **asked)
     output = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "wet"}
@@ -185,7 +185,7 @@ def test_a_conversation_goes_on_by_id_by_items_and_by_reference(client, tokenize
         "reasoning",
         "message",
         *["function_call"] * 2,
-        output[("type")],
+        output["type"],
     ]
     client.responses.delete(second.id)
     with pytest.raises(openai.NotFoundError):
@@ -227,7 +227,7 @@ def test_custom_tools_and_namespaces_keep_their_names(client, tokenizer):
     assert (custom.type, custom.name, custom.input) == (
         "custom_tool_call",
         "patch",
-        ('*** Begin "x"'),
+        '*** Begin "x"',
     )
     assert (call.name, call.namespace) == ("weather", "sky")
     asked = prompt(client, tokenizer)

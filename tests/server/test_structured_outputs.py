@@ -157,7 +157,7 @@ def test_every_spelling_on_both_routes(
             "/v1/chat/completions", json={"messages": MESSAGES} | sampling | fields
         ).json()
     texts = [c["text"] for c in completion["choices"]] + [
-        c["message"]["content"] for c in chat[("choices")]
+        c["message"]["content"] for c in chat["choices"]
     ]
     assert len(texts) == 4 and all(holds(text) for text in texts)
     assert {c["finish_reason"] for c in completion["choices"] + chat["choices"]} == {"stop"}

@@ -150,7 +150,7 @@ def as_blocks(system, messages, tools, effort):
             turns[-1]["content"] += texts  # after the results of tools
         else:
             blocks = (
-                [{"type": "thinking", "thinking": message[("reasoning")]}]
+                [{"type": "thinking", "thinking": message["reasoning"]}]
                 if "reasoning" in message
                 else []
             )
@@ -162,7 +162,7 @@ def as_blocks(system, messages, tools, effort):
             ]
             turns.append({"role": message["role"], "content": blocks})
     schemas = [
-        {("input_schema") if key == "parameters" else key: tool[key] for key in tool}
+        {"input_schema" if key == "parameters" else key: tool[key] for key in tool}
         for tool in tools
     ]
     return {

@@ -114,12 +114,12 @@ def test_chat_tokens_join_to_the_content(served: Served, text: str) -> None:
         assert all(other["token"] == entry["token"] for other in same)
         assert all(
             other["token"] == bytes(other["bytes"]).decode(errors="replace")
-            for other in entry[("top_logprobs")]
+            for other in entry["top_logprobs"]
         )
     chunks = served.stream("/v1/chat/completions", **fields)
     assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == content
     streamed = [
-        entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"][("content")]
+        entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]
     ]
     assert [entry["bytes"] for entry in ended(streamed)] == [entry["bytes"] for entry in entries]
 
@@ -132,7 +132,7 @@ def test_a_message_begins_without_the_dummy_space(served: Served) -> None:
     fields = {"messages": ASKED, "logprobs": True, "top_logprobs": 20, **bias}
     named = served.post("/v1/chat/completions", return_tokens_as_token_ids=True, **fields)[
         "choices"
-    ][0][("logprobs")]
+    ][0]["logprobs"]
     reader = served.tokenizer.detokenizer()
     for entry in named["content"]:  # the alternatives stand in the same place
         for top in entry["top_logprobs"]:
@@ -186,7 +186,7 @@ def test_stop_strings_that_end_inside_a_token(served: Served, stop: str) -> None
     ):
         choice = served.post(path, **body)["choices"][0]
         wanted = f" {TEXT}".partition(stop)[0] + (
-            stop if "include_stop_str_in_output" in body else ("")
+            stop if "include_stop_str_in_output" in body else ""
         )
         assert (choice["text"], choice["stop_reason"]) == (wanted, stop)
         assert "".join(chunk["text"] for chunk in served.stream(path, **body)) == wanted
@@ -221,7 +221,7 @@ def test_the_other_routes(served: Served) -> None:
         assert "\ufffd" in joined or joined == answer["text"]
     given = [
         text
-        for _, token, text in answer["meta_info"][("input_token_logprobs")]
+        for _, token, text in answer["meta_info"]["input_token_logprobs"]
         if token not in hidden
     ]
     assert "".join(given) == "Hello world"
@@ -279,5 +279,5 @@ def test_a_bad_word_is_kept_out_behind_a_space_too(served: Served) -> None:
     assert " world" in served.post("/v1/completions", **fields)["choices"][0]["text"]
     assert (
         "world"
-        not in served.post("/v1/completions", bad_words=["world"], **fields)["choices"][0][("text")]
+        not in served.post("/v1/completions", bad_words=["world"], **fields)["choices"][0]["text"]
     )

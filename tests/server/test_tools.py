@@ -283,7 +283,7 @@ HISTORY = [
             {
                 "id": "abc",
                 "type": "function",
-                "function": {"name": "weather", "arguments": ('{"city": "Köln"}')},
+                "function": {"name": "weather", "arguments": '{"city": "Köln"}'},
             },
             {"id": "abd", "type": "function", "function": {"name": "add", "arguments": ""}},
         ],
@@ -362,8 +362,8 @@ def test_what_is_wrong_with_tools_is_a_400_naming_the_field(hermes):
 
 PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 NO_SYSTEM = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{%"
-    " endif %}"
+    "{% for m in messages %}{% if m.role == 'system' %}{{"
+    " raise_exception('no system') }}{% endif %}"
 ) + PLAIN.removeprefix("{% for m in messages %}")
 
 

@@ -142,6 +142,6 @@ def test_when_the_training_ends_who_waits_is_told(http: Any, desk: RollbackServi
 def test_the_document_declares_what_it_answers(server: RunningServer) -> None:
     operations = server.app.openapi()["paths"][PATH]
     assert {"200", "202", "400", "401", "404", "409", "413", "503"} <= set(
-        operations["post"][("responses")]
+        operations["post"]["responses"]
     )
     assert {"200", "401", "409", "503"} <= set(operations["get"]["responses"])

@@ -35,8 +35,8 @@ def test_mkls_own_matmul_is_what_mlx_calls() -> None:
 @needs_mkl
 def test_too_late_is_said() -> None:
     code = (
-        "import mlx.core, mlx_parallm.system.blas as b; s = b.blas_status(); print(s.name, '|',"
-        " s.advice)"
+        "import mlx.core, mlx_parallm.system.blas as b; s ="
+        " b.blas_status(); print(s.name, '|', s.advice)"
     )
     name, advice = run(code).split("|")
     assert name.strip() == "late"

@@ -18,14 +18,11 @@ def test_both_names_are_one_module(name: str) -> None:
 
 def test_names_below_are_one_module_whichever_is_imported_first() -> None:
     program = (
-        "import sys\n"
-        "import mlx_parallm.trl.config as old\n"
-        "import mlx_parallm.faces.trl.config as new\n"
-        "assert old is new and old.GRPOConfig is new.GRPOConfig\n"
-        "assert new.__spec__.name == new.__name__ == 'mlx_parallm.faces.trl.config'\n"
-        "from mlx_parallm.faces.primitives.environment import *\n"
-        "import mlx_parallm.primitives.environment\n"
-        "assert mlx_parallm.primitives.environment is"
+        "import sys\nimport mlx_parallm.trl.config as old\nimport mlx_parallm.faces.trl.config as"
+        " new\nassert old is new and old.GRPOConfig is new.GRPOConfig\nassert new.__spec__.name =="
+        " new.__name__ == 'mlx_parallm.faces.trl.config'\nfrom"
+        " mlx_parallm.faces.primitives.environment import *\nimport"
+        " mlx_parallm.primitives.environment\nassert mlx_parallm.primitives.environment is"
         " sys.modules['mlx_parallm.faces.primitives.environment']\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -86,7 +86,7 @@ def no_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         packages.importlib.util,
         "find_spec",
-        lambda name, *a: spec if name == ("mlx") else find(name, *a),
+        lambda name, *a: spec if name == "mlx" else find(name, *a),
     )
     monkeypatch.setattr(packages.sys, "platform", "linux")
     python = tmp_path / "python"

@@ -139,7 +139,7 @@ FORMS: dict[str, list[tuple[str, str]]] = {
             "the secret is @",
             "AWS secret access key: @",
             "my secret: `@`",
-            ('secret: "@"'),
+            'secret: "@"',
         )
         for _ in range(20)
     ],
@@ -182,8 +182,8 @@ def test_an_object_that_names_its_value() -> None:
         "if password != other_password: raise ValueError('the password is wrong')",
         "--max-tokens=16 --eos-token '</s>' --num-tokens 128",
         (
-            "Basic understanding of the secret is needed; the key is under the mat, the token was"
-            " lost."
+            "Basic understanding of the secret is needed; the key is"
+            " under the mat, the token was lost."
         ),
         "cookie = cookies.get(name)  # Cookie: a small file",
         '{"type": "string", "password": "string", "token_count": 128, "max_tokens": 4096}',

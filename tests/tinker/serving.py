@@ -123,7 +123,7 @@ class WireClient:
     def result(self, promise: Mapping[str, Any]) -> Any:
         """The result of a promise: JSON, or a message by the promise's media type."""
         answer = self.http.post(
-            f"{API}/retrieve_future", json={"request_id": promise[("request_id")]}
+            f"{API}/retrieve_future", json={"request_id": promise["request_id"]}
         )
         assert answer.status_code == 200, answer.text
         return answer.content if answer.headers["content-type"] == wire.PROTOBUF else answer.json()
@@ -169,7 +169,7 @@ class WireClient:
             "kind": "snapshot",
         } | fields
         return str(
-            self.result(self.post("save_weights_for_sampler", **body))[("sampling_session_id")]
+            self.result(self.post("save_weights_for_sampler", **body))["sampling_session_id"]
         )
 
     def sample(

@@ -34,7 +34,7 @@ def test_a_killed_server_keeps_checkpoints_and_says_what_is_lost(tmp_path: Path)
             client.result(client.optim_step(model, 2, learning_rate=1e-2))
             state = client.result(
                 client.post("save_weights", model_id=model, seq_id=3, path="here")
-            )[("path")]
+            )["path"]
             saved = loss(client, model, 4)
             pending = client.send(model, 5, [DATUM], "cross_entropy")
             client.output(pending)

@@ -31,7 +31,7 @@ def client(server: RunningServer) -> Iterator[WireClient]:
 HOSTILE: dict[str, dict[str, Any]] = {
     "asample": {
         "sampling_session_id": "s",
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [("a")]}]},
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": ["a"]}]},
     },
     "asample of chunks": {"sampling_session_id": "s", "prompt": {"chunks": [{}]}},
     "asample with stops": {"prompt": {"chunks": []}, "sampling_params": {"stop": [[]]}},

@@ -203,7 +203,7 @@ def test_a_file_that_cannot_be_written_costs_one_warning(
 ) -> None:
     said = list[str]()
     monkeypatch.setattr(
-        events.log, "warning", lambda text, **fields: said.append(fields[("subscriber")])
+        events.log, "warning", lambda text, **fields: said.append(fields["subscriber"])
     )
     model = client.create_model(2)
     run = root / model.replace(":", "_")
@@ -292,7 +292,7 @@ def recorded(tmp_path: Path) -> Iterator[Recorded]:
 def short_disk(monkeypatch: pytest.MonkeyPatch, short: bool) -> None:
     monkeypatch.setattr(
         "mlx_parallm.rollout_store.store.shortage",
-        lambda path, reserve: ("full") if short else None,
+        lambda path, reserve: "full" if short else None,
     )
 
 

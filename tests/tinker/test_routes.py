@@ -57,7 +57,7 @@ def loss_of(client: WireClient, model: str, seq_id: int) -> float:
     return float(
         client.output(
             client.send(model, seq_id, [DATUM], "cross_entropy", forward_only=True)
-        ).metrics[("loss:sum")]
+        ).metrics["loss:sum"]
     )
 
 
@@ -87,7 +87,7 @@ def test_failures_are_promises_that_say_what_would_be_right(client: WireClient) 
     assert failed["category"] == "user" and "cross_entropy" in failed["error"]
     long = {"tokens": [5] * 300, "target_tokens": [5] * 300}
     assert (
-        "context is 256" in client.result(client.send(model, 2, [long], "cross_entropy"))[("error")]
+        "context is 256" in client.result(client.send(model, 2, [long], "cross_entropy"))["error"]
     )
     assert np.isfinite(loss_of(client, model, 3))  # the model goes on
     wrong = client.post(
@@ -122,7 +122,7 @@ def test_a_request_that_is_refused_takes_its_number(client: WireClient) -> None:
     assert "ttl_seconds" in refused("save_weights", 5, path="a", ttl_seconds=10**30)
     assert "fancy" in refused("save_weights_for_sampler", 6, path="a", fancy="yes")
     assert "not offered" in refused(
-        "save_weights_external", 7, path="a", age_encryption_recipients=[("x")]
+        "save_weights_external", 7, path="a", age_encryption_recipients=["x"]
     )
     cut = request_of([DATUM], "cross_entropy", model_id=model, seq_id=8)[:-3]
     answers = [client.http.post(f"{API}/forward_backward", content=cut) for _ in range(2)]
@@ -219,7 +219,7 @@ def test_a_checkpoint_of_another_base_is_refused(client: WireClient, root: Path)
     body = {"session_id": client.session, "model_seq_id": 1, "path": path, "optimizer": True}
     assert (
         "trained on the base model 'some/other'"
-        in client.result(client.post("load_weights", **body))[("error")]
+        in client.result(client.post("load_weights", **body))["error"]
     )
     session = {"session_id": client.session, "sampling_session_seq_id": 0, "model_path": path}
     assert "some/other" in str(client.post("create_sampling_session", status=400, **session))
@@ -365,7 +365,7 @@ def test_a_live_sampler_keeps_its_weights_while_training_goes_on(client: WireCli
         client.live_sampler(model, 0, number)
     assert (
         "no longer in memory"
-        in client.result(client.sample(old, 2, TOKENS, params=greedy))[("error")]
+        in client.result(client.sample(old, 2, TOKENS, params=greedy))["error"]
     )
 
 
@@ -391,7 +391,7 @@ def test_checkpoints_are_adapters_with_names(
     assert (state, named) == (f"tinker://{model}/weights/a", f"tinker://{model}/sampler_weights/a")
     assert (
         "choose another name"
-        in client.result(client.post("save_weights", seq_id=5, **save))[("error")]
+        in client.result(client.post("save_weights", seq_id=5, **save))["error"]
     )
     client.result(client.post("save_weights", seq_id=6, overwrite=True, **save))
     wrong = client.result(client.post("save_weights", seq_id=7, model_id=model, path="../../x"))
@@ -456,7 +456,7 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers(
     refused = client.result(client.post("create_model", model_seq_id=0, **body))
     assert (
         refused["category"] == "user"
-        and "0.2 GiB are free: choose a smaller rank" in refused[("error")]
+        and "0.2 GiB are free: choose a smaller rank" in refused["error"]
     )
     assert "a LoRA of rank 4096 on this model needs" in refused["error"]
     monkeypatch.undo()
@@ -467,12 +467,12 @@ def test_runs_checkpoints_and_downloads_over_rest(client: WireClient) -> None:
     model = client.create_model()
     path = client.result(
         client.post("save_weights_external", model_id=model, path="out", seq_id=1)
-    )[("path")]
+    )["path"]
     run = f"{API}/training_runs/{model}"
     assert client.http.get(run).json()["lora_rank"] == 4
     assert model in [
         each["training_run_id"]
-        for each in client.http.get(f"{API}/training_runs").json()[("training_runs")]
+        for each in client.http.get(f"{API}/training_runs").json()["training_runs"]
     ]
     [listed] = client.http.get(f"{run}/checkpoints").json()["checkpoints"]
     assert (listed["tinker_path"], listed["checkpoint_type"]) == (path, "external")
@@ -501,7 +501,7 @@ def test_models_are_limited_and_make_room_when_a_session_ends(server: RunningSer
         base = client.post("get_info", model_id=f"{client.session}:train:0")["model_name"]
         body = {"session_id": client.session, "model_seq_id": 4, "base_model": base}
         assert (
-            "tinker.max_models = 4" in client.result(client.post("create_model", **body))[("error")]
+            "tinker.max_models = 4" in client.result(client.post("create_model", **body))["error"]
         )
         client.post(f"sessions/{client.session}/finish", reason={"type": "success"})
         other = WireClient(http)
@@ -547,7 +547,7 @@ async def test_a_promise_that_is_settled_holds_its_id_alone() -> None:
     promises.resolve(promise, json_result({}))
     assert gone() is None and promise.sequence_ids == (
         f"{promise.request_id}-0",
-        (f"{promise.request_id}-1"),
+        f"{promise.request_id}-1",
     )
     other = promises.new()
     promises.resolve(other, json_result({}))
@@ -602,7 +602,7 @@ def test_samples_are_limited_cancelled_and_told_of_together(client: WireClient) 
     short = {"num_samples": 30, "params": {"max_tokens": 1}}
     assert (
         "tinker.max_samples"
-        in client.sample(sampler, 1, TOKENS, status=429, **short)["error"][("message")]
+        in client.sample(sampler, 1, TOKENS, status=429, **short)["error"]["message"]
     )
     client.post("cancel_future", request_id=long["request_id"])
     assert "was cancelled" in client.result(long)["error"]
@@ -619,7 +619,7 @@ def test_samples_are_limited_cancelled_and_told_of_together(client: WireClient) 
         "target": target,
         "prev_cursor": 2,
         "timeout": 0,
-        "retrieved_request_ids": [done[("request_id")]],
+        "retrieved_request_ids": [done["request_id"]],
     }
     assert client.post("retrieve_futures", **body)["completions"] == []
     client.post("retrieve_future", status=410, request_id=done["request_id"])

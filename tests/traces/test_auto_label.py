@@ -45,7 +45,7 @@ def values(traces: list[Trace]) -> list[list[float | None]]:
 def largest_first(path: str, body: Any) -> Reply:
     shown = [
         int(text)
-        for text in re.findall(r"--- answer \d+ ---\n(\d+)", body["messages"][0][("content")])
+        for text in re.findall(r"--- answer \d+ ---\n(\d+)", body["messages"][0]["content"])
     ]
     order = sorted(range(len(shown)), key=lambda at: -shown[at])
     return reply("Ranking: " + " > ".join(str(at + 1) for at in order))
@@ -120,7 +120,7 @@ def runs(count: int, seed: int) -> list[tuple[Trace, bool]]:
     for number in range(count):
         oks = [source.random() < 0.6 for _ in range(source.randint(1, 4))]
         calls = [
-            ToolCallTrace(source.choice(("find", "read")), {}, ("ok") if ok else "error: gone", ok)
+            ToolCallTrace(source.choice(("find", "read")), {}, "ok" if ok else "error: gone", ok)
             for ok in oks
         ]
         good = oks[-1] != (source.random() < 0.05)

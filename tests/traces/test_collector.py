@@ -38,7 +38,7 @@ class Agent:
         second = self.run_function("add", {"a": first, "b": 1})
         if self.collector is not None:
             self.collector.record_reasoning_step(
-                "plan", f"think of {query}", confidence=0.5, insights=[("even")]
+                "plan", f"think of {query}", confidence=0.5, insights=["even"]
             )
         return f"answer {second}"
 

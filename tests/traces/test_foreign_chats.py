@@ -61,7 +61,7 @@ def conversations() -> dict[str, Json]:
                 {
                     "role": "assistant",
                     "content": None,
-                    "tool_calls": [{"id": "c", **call[("function")]}],
+                    "tool_calls": [{"id": "c", **call["function"]}],
                 },
                 {"role": "tool", "tool_call_id": "c", "content": "Sunny."},
                 ends,
@@ -151,7 +151,7 @@ def test_each_form_of_a_chat_is_the_same_conversation(tmp_path: Path, form: str)
             lines(tmp_path / "log.jsonl", {"request": request, "response": answer}), "openai"
         )
         row_of_log = [
-            (("context") if at == 2 else role, said) for at, (role, said) in enumerate(SUNNY)
+            ("context" if at == 2 else role, said) for at, (role, said) in enumerate(SUNNY)
         ]
         assert learned([trace]) == [row_of_log]  # the request's answers are those of earlier lines
 

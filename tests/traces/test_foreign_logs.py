@@ -40,10 +40,7 @@ def learned(traces: list[Trace]) -> list[list[tuple[str, str]]]:
         traces, DatasetOptions("sft", test_fraction=0.0, near_duplicates=1.0)
     ).train
     return [
-        [
-            (("context") if m.get("weight") == 0 else m["role"], m["content"])
-            for m in row["messages"]
-        ]
+        [("context" if m.get("weight") == 0 else m["role"], m["content"]) for m in row["messages"]]
         for row in made
     ]
 
@@ -600,7 +597,7 @@ def test_deep_and_endless_numbers_are_left_out(tmp_path: Path) -> None:
         good,
         good | {"deep": deep},
         '{"messages": [], "x": NaN}',
-        ('{"x": 1e999}'),
+        '{"x": 1e999}',
     )
     traces, report = imported(file, "openai")
     assert len(traces) == 1

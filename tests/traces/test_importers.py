@@ -165,7 +165,7 @@ def test_claude_code(tmp_path: Path) -> None:
     assert (answer["reasoning_content"], answer["content"]) == ("hm", "Looking.")
     assert [call["function"]["arguments"] for call in answer["tool_calls"]] == [
         '{"n": 1}',
-        ('{"n": 2}'),
+        '{"n": 2}',
     ]
     assert [m["content"] for m in first.messages if m["role"] == "tool"] == ["r1", "r2"]
     assert sampled(first) == ["Looking.", "Two files.", "Three."]
@@ -230,7 +230,7 @@ def test_codex(tmp_path: Path) -> None:
     assert first.messages[2]["tool_calls"][0]["function"]["arguments"] == '{"command":["ls"]}'
     assert first.messages[4]["tool_calls"][0]["function"] == {
         "name": "apply_patch",
-        "arguments": ('{"input": "***"}'),
+        "arguments": '{"input": "***"}',
     }
     assert [m["content"] for m in second.messages] == ["Be brief.", "Summary so far.", "Going on."]
     assert (first.id, second.id, first.agent.model_name) == ("X", "X#2", "gpt-x")
@@ -315,7 +315,7 @@ def test_otlp_gen_ai(tmp_path: Path) -> None:
     assert roles(trace) == ["system", "user", "assistant", "tool", "assistant"]
     assert trace.messages[2]["tool_calls"][0]["function"] == {
         "name": "run",
-        "arguments": ('{"cmd": "ls"}'),
+        "arguments": '{"cmd": "ls"}',
     }
     assert trace.messages[2]["reasoning_content"] == "hm"
     assert trace.tools == [

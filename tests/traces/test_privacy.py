@@ -193,7 +193,7 @@ def test_a_planted_leftover_is_found(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     secret = planted()["stripe"][0]
     file.write_text(
-        '{"a": "fine"}\n' + json.dumps({"messages": [{"content": f"key {secret}"}]}) + ("\n")
+        '{"a": "fine"}\n' + json.dumps({"messages": [{"content": f"key {secret}"}]}) + "\n"
     )
     assert list(leftovers([file])) == [f"{file}:2: stripe"]
 

@@ -66,7 +66,7 @@ def test_a_clean_data_set_is_pushed_as_a_private_one(
     assert hub.files.keys() == {"train.jsonl", "dataset.json"}
     assert hub.files["train.jsonl"] == (traces.parent / "data" / "train.jsonl").read_bytes()
     assert (
-        KEY.encode() not in hub.files["train.jsonl"] and b"<GITHUB_1>" in hub.files[("train.jsonl")]
+        KEY.encode() not in hub.files["train.jsonl"] and b"<GITHUB_1>" in hub.files["train.jsonl"]
     )
 
 

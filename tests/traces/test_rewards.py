@@ -19,7 +19,7 @@ from mlx_parallm.systems.traces.schema import Trace, new_trace
 
 def run_of(calls: list[bool], answer: str, **execution: Any) -> Trace:
     events = [
-        ToolCallTrace("search", {"q": "x"}, ("found") if ok else "error: no", ok) for ok in calls
+        ToolCallTrace("search", {"q": "x"}, "found" if ok else "error: no", ok) for ok in calls
     ]
     view = ExecutionTrace.of_events(
         "s", "Find x", events, answer, timestamp="t", source="test", **execution
@@ -47,7 +47,7 @@ def test_parts_and_their_weighted_mean() -> None:
         [True, False],
         "```python\nassert 1 + 1 == 2\n```",
         total_tokens_out=500,
-        tasks_completed=[("a")],
+        tasks_completed=["a"],
     )
     parts = engine.compute_all(trace)
     assert parts["code"] == 1.0 and parts["syntax"] == 1.0 and parts["format"] == 1.0

@@ -34,7 +34,7 @@ CONVERSATION: list[dict[str, Any]] = [
             {
                 "id": "b",
                 "type": "function",
-                "function": {"name": "look", "arguments": ('{"q": "ü", "n": [1, {}]}')},
+                "function": {"name": "look", "arguments": '{"q": "ü", "n": [1, {}]}'},
             },
             {"type": "function", "function": {"name": "save", "arguments": "not JSON"}},
             {

@@ -54,8 +54,8 @@ OTHER_DEFAULTS = {
     "optim": "another name of AdamW",
     "bf16": "the dtype is the model's",
     "project": "mlx_parallm's own",
-    "assistant_only_loss": "TRL trains on all turns; None here, so that an explicit False can be"
-    " refused",
+    "assistant_only_loss": "TRL trains on all turns; None here, so that an"
+    " explicit False can be refused",
     "loss_type": "DPO's list of one is a name",
 }
 
@@ -521,7 +521,7 @@ def test_adapter_settings_come_as_pefts_object_a_dictionary_or_ours() -> None:
     for ignored in (
         {"bias": "all"},
         {"init_lora_weights": "pissa"},
-        {"exclude_modules": [("q_proj")]},
+        {"exclude_modules": ["q_proj"]},
     ):
         with pytest.raises(ConfigError, match=next(iter(ignored))):
             lora_settings({"r": 4} | ignored)

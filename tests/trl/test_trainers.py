@@ -53,8 +53,7 @@ PROMPTS = [{"prompt": [{"role": "user", "content": f"Reverse: {word}"}], "answer
            ("abc", "dog", "cat", "xyz", "sun", "map", "red", "bit")]  # fmt: skip
 SIDES = ("chosen", "rejected")
 PAIRS = [
-    {"prompt": f"Say {letter}", "chosen": letter, "rejected": f"z{letter}"}
-    for letter in ("abcdefgh")
+    {"prompt": f"Say {letter}", "chosen": letter, "rejected": f"z{letter}"} for letter in "abcdefgh"
 ]
 
 
@@ -244,7 +243,7 @@ def test_evaluations_come_after_their_step(
     written = [json.loads(text) for text in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [line["step"] for line in written] == [2, 4, 4, 4] and set(
         written[0]["environments"]
-    ) == {("eval_dataset")}
+    ) == {"eval_dataset"}
     report = capsys.readouterr().err
     assert "after step 2 -> at the end" in report and "eval_dataset (mean reward):" in report
     saved, best = load_adapter(tmp_path / "saved"), load_adapter(run / "best")
@@ -375,7 +374,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     with grpo(tmp_path / "run", max_steps=1, loss=twice) as trainer:
         trainer.train()
         assert trainer.state.log_history[-1]["twice"] == pytest.approx(
-            trainer.state.log_history[-1][("loss")]
+            trainer.state.log_history[-1]["loss"]
         )
     assert 'loss = "python:this_process:twice"' in (tmp_path / "run" / "config.toml").read_text()
 
@@ -423,7 +422,7 @@ def test_sft_and_kto(tmp_path: Path) -> None:
         args,
         train_dataset=rows,
         eval_dataset=rows[:2],
-        formatting_func=lambda row: row["body"] + ("."),
+        formatting_func=lambda row: row["body"] + ".",
     ) as trainer:
         trainer.train()
     with SFTTrainer(

@@ -99,8 +99,8 @@ def write_adapter(path: Path, opened: OpenModel) -> int:
     arguments, layers = opened.arguments, opened.layers
     if not layers:
         raise AdapterError(
-            "--adapter-only needs an adapter: this run trained all weights; export the model"
-            " instead"
+            "--adapter-only needs an adapter: this run trained all"
+            " weights; export the model instead"
         )
     if dora := [path for path, pair in layers.items() if pair.magnitude is not None]:
         raise AdapterError(

@@ -77,9 +77,7 @@ class LlamaServer:
         )
         first = next(iter(reply.get("completion_probabilities", ())), None)
         logprobs = (
-            {each["id"]: float(each["logprob"]) for each in first[("top_logprobs")]}
-            if first
-            else {}
+            {each["id"]: float(each["logprob"]) for each in first["top_logprobs"]} if first else {}
         )
         return Step(int(reply["tokens"][0]), logprobs)
 
@@ -95,7 +93,7 @@ class LlamaServer:
         }
         return [
             int(token)
-            for token in self._post("/completion", {"prompt": list(prompt), **options})[("tokens")]
+            for token in self._post("/completion", {"prompt": list(prompt), **options})["tokens"]
         ]
 
     def description(self) -> str:
@@ -121,8 +119,8 @@ class LlamaServer:
             ) from error
         except ValueError as error:
             raise EndpointError(
-                f"{self.url}{path} answers {reply.status_code}, which is no JSON: is it"
-                " llama-server?"
+                f"{self.url}{path} answers {reply.status_code}, which"
+                " is no JSON: is it llama-server?"
             ) from error
         if reply.status_code != 200 or not isinstance(value, dict):
             answer_error = value.get("error") if isinstance(value, dict) else value

@@ -90,9 +90,8 @@ def source_of_run(
     if config.rl_training.lora.quantize_base:
         notes += (
             (
-                "the run trained beside a base in 4 bits; the adapter is added to the base as it"
-                " was"
-                " before"
+                "the run trained beside a base in 4 bits; the adapter is"
+                " added to the base as it was before"
             ),
         )
     if (step / "config.json").is_file():  # a run that trained all weights
@@ -153,7 +152,7 @@ class OpenModel:
                     f"{path}.{name}",
                     module,
                     name,
-                    self.layers.get(path) if name == ("weight") else None,
+                    self.layers.get(path) if name == "weight" else None,
                 )
 
 
@@ -231,8 +230,8 @@ def open_model(source: ModelSource) -> OpenModel:
         trained_on = adapter.config.get("model") or adapter.config.get("base_model_name_or_path")
         if trained_on and str(trained_on) != source.base:
             notes.append(
-                f"{ADAPTER_CONFIG} says that the adapter was trained on {trained_on}, not on"
-                f" {source.base}"
+                f"{ADAPTER_CONFIG} says that the adapter was trained on"
+                f" {trained_on}, not on {source.base}"
             )
     if any(isinstance(module, QUANTIZED) for module in model.modules()):
         notes.append(

@@ -131,8 +131,8 @@ class ExportPipeline:
         directory = self.destination.directory
         if directory.exists() or directory.is_symlink():
             raise ConfigError(
-                f"{directory} exists already: choose another --to, an export never replaces"
-                " anything"
+                f"{directory} exists already: choose another --to, an"
+                " export never replaces anything"
             )
         if self.destination.ollama and self.adapter_only:
             raise ConfigError("Ollama takes no adapter (since 0.34.1): leave --adapter-only out")
@@ -203,16 +203,14 @@ class ExportPipeline:
             equal, all_ = _probe(vocabulary.with_pre(pre), opened.tokenizer)
             if equal == all_:
                 opened.notes.append(
-                    f"the pre-tokenizer {pre!r} was found by trying: {equal} of {all_} texts"
-                    " are"
-                    " equal"
+                    f"the pre-tokenizer {pre!r} was found by trying:"
+                    f" {equal} of {all_} texts are equal"
                 )
                 return pre
             best, most = max((best, most), (pre, equal), key=lambda result: result[1])
         raise ModelError(
-            f"{rules}, and none of its {len(candidates())} fits: the best, {best!r}, fits"
-            f" {most}"
-            " texts"
+            f"{rules}, and none of its {len(candidates())} fits: the"
+            f" best, {best!r}, fits {most} texts"
         )
 
     def _fill(self, opened: OpenModel, vocabulary: Vocabulary, directory: Path) -> ExportReport:

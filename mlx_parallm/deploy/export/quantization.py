@@ -133,9 +133,8 @@ def check_type(kind: str) -> None:
     if kind not in PLAIN and _quantize_chunk() is None:
         raise ModelError(
             f"--type {kind} is computed by llama.cpp, and neither xllamacpp nor llama_cpp can be"
-            " imported: "
-            "`pip install xllamacpp`; or export --type bf16 and run"
-            f" `llama-quantize MODEL-bf16.gguf MODEL-{kind}.gguf {kind.upper()}`"
+            " imported: `pip install xllamacpp`; or export --type bf16 and run `llama-quantize"
+            f" MODEL-bf16.gguf MODEL-{kind}.gguf {kind.upper()}`"
         )
 
 

@@ -49,8 +49,8 @@ PIECES = (
     "Sort: hgfa. Reverse: dcba? Count b: abcab! Largest: 48,47,90",
     "<think>\nLet me see.\n</think>\n\nThe answer is \\boxed{42}.",
     (
-        "# Title\n\n* one\n* two\n  1. three\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nx ="
-        " 1\n```"
+        "# Title\n\n* one\n* two\n  1. three\n\n| a | b |\n|---|---|\n| 1"
+        " | 2 |\n\n```python\nx = 1\n```"
     ),
     "$$\\int_0^1 x^2\\,dx = \\frac{1}{3}$$",
     "Dr. Smith (b. 1970) vs. Mr. Jones, etc.; i.e. e.g. U.S.A.",

@@ -188,8 +188,7 @@ def compare_chats(server: LlamaServer, tokenizer: Tokenizer, faults: list[str]) 
             )
             faults.append(
                 f"the chat template makes another prompt: {there} ({len(ids)} tokens) in the place"
-                f" of {here}"
-                f" ({len(ours)} tokens)"
+                f" of {here} ({len(ours)} tokens)"
             )
     return equal, compared
 
@@ -216,7 +215,7 @@ def _our_answers(
     model = ModelConfig(
         base_path=source.base,
         revision=source.revision,
-        dtype=("float32") if kind == "f32" else "auto",
+        dtype="float32" if kind == "f32" else "auto",
     )
     config = Config(model=model, server=ServerConfig(max_model_len=CONTEXT))
     with InferenceModule(source.base, adapter_path=source.adapter, config=config) as ours:

@@ -85,7 +85,7 @@ class Vocabulary:
             writer.add_add_space_prefix(self.add_space_prefix)
         else:  # an empty list is refused: two tokens that never stand side by side
             writer.add_token_merges(
-                self.merges or [(f"{self.tokens[self.stops[0]]} {self.tokens[self.stops[0]]}")]
+                self.merges or [f"{self.tokens[self.stops[0]]} {self.tokens[self.stops[0]]}"]
             )
         for value, add in (
             (self.bos, writer.add_bos_token_id),
@@ -152,8 +152,8 @@ def read_vocabulary(tokenizer: Tokenizer, config: Mapping[str, Any], directory: 
         )
     if tokenizer.has_chat_template and tokenizer.chat_template is None:
         raise ModelError(
-            "the chat template is code of mlx-lm's: pass --chat-template FILE with the same one"
-            " in Jinja"
+            "the chat template is code of mlx-lm's: pass --chat-template"
+            " FILE with the same one in Jinja"
         )
     kind = "llama" if model.get("byte_fallback") else "gpt2"
     tokens, types = _tokens(data, rows, kind)

@@ -602,7 +602,7 @@ def _prefixes_fail(model: nn.Module, cache: RowCaches) -> str:
     except _PROBE_ERRORS as error:
         return str(error) or type(error).__name__
     return (
-        ("") if right else "going on from a part of a text does not give what its own forward gives"
+        "" if right else "going on from a part of a text does not give what its own forward gives"
     )
 
 

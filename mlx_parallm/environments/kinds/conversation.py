@@ -23,8 +23,7 @@ from mlx_parallm.rewards import threads
 END_SIGNALS = ("[END]", "goodbye", "that is all, thank you")
 USER_INSTRUCTIONS = (
     "You play the user in a conversation with an assistant. Write the user's next message, and"
-    " nothing else."
-    " When you have what you wanted, write [END]."
+    " nothing else. When you have what you wanted, write [END]."
 )
 
 User = Callable[[State], str | None]
@@ -61,9 +60,8 @@ class ConversationEnvironment(BaseEnvironment):
         super().__init__(inference)
         if max_turns < 1 or style not in ("chat", "text"):
             raise ConfigError(
-                f"conversation: max_turns = {max_turns}, style = {style!r}: expected ≥ 1, chat"
-                " or"
-                " text"
+                f"conversation: max_turns = {max_turns}, style ="
+                f" {style!r}: expected ≥ 1, chat or text"
             )
         self._rows = read_tasks(
             conversations, "turns", seed=seed, what="conversation: conversations"
@@ -174,7 +172,7 @@ def as_seen_by_the_user(state: State, instructions: str) -> list[dict[str, str]]
     for user_turn, turn in zip(state.metadata["said"], state.history, strict=True):
         messages += [
             {"role": "assistant", "content": user_turn},
-            {"role": "user", "content": turn[("response")]},
+            {"role": "user", "content": turn["response"]},
         ]
     return messages
 

@@ -99,8 +99,8 @@ class GymnasiumEnvironment(BaseEnvironment):
         self._names = tuple(action_names)
         if constrained and not (discrete and action_of is None):
             raise ConfigError(
-                "gymnasium: constrained needs actions that can be listed: a Discrete space, and no"
-                " action_of"
+                "gymnasium: constrained needs actions that can be listed: a"
+                " Discrete space, and no action_of"
             )
         if constrained:
             numbers = range(self._space.start, self._space.start + self._space.n)
@@ -306,9 +306,8 @@ def _observation_text(observation: Any) -> str:
 
 def _refuse(value: Any) -> None:
     raise ConfigError(
-        f"gymnasium: an observation holds {type(value).__name__} ({value!r:.60}), which has no"
-        ' text of its own: set observation_text = "python:file.py:name", a function of the'
-        " observation"
+        f"gymnasium: an observation holds {type(value).__name__} ({value!r:.60}), which has no text"
+        ' of its own: set observation_text = "python:file.py:name", a function of the observation'
     )
 
 

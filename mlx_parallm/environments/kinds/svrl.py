@@ -106,8 +106,8 @@ class SVRLEnvironment(BaseEnvironment):
         super().__init__(inference)
         if not budget > 0 or max_steps < 1:
             raise ConfigError(
-                f"svrl: budget has to be above 0 and max_steps at least 1, not {budget} and"
-                f" {max_steps}"
+                "svrl: budget has to be above 0 and max_steps at least"
+                f" 1, not {budget} and {max_steps}"
             )
         self.budget, self.max_steps, self._seed = float(budget), max_steps, seed
         self.tools = {tool.name: tool for tool in _make_tools(tools, facts, costs or {})}
@@ -167,7 +167,7 @@ class SVRLEnvironment(BaseEnvironment):
         )
         for call in calls:
             record = self._call(
-                call.name, _input_of(call.raw_text), account["budget"] - account[("spent")]
+                call.name, _input_of(call.raw_text), account["budget"] - account["spent"]
             )
             account["tool_calls"].append(record)
             account["spent"] += record["cost"]
@@ -223,7 +223,7 @@ def arithmetic_task(index: int, split: Split = "train", seed: int = 0) -> dict[s
         if split_of(f"arithmetic:{expression}") == split:
             return {
                 "prompt": f"What is {expression}?",
-                "answer": str(a * b + (c if sign == ("+") else -c)),
+                "answer": str(a * b + (c if sign == "+" else -c)),
             }
 
 
@@ -310,9 +310,7 @@ def _record(
 
 def _written(call: Mapping[str, Any]) -> str:
     return (
-        (f"USE_TOOL[{call['name']}]({call['arguments']})")
-        if call["name"]
-        else str(call["arguments"])
+        f"USE_TOOL[{call['name']}]({call['arguments']})" if call["name"] else str(call["arguments"])
     )
 
 

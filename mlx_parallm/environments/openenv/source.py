@@ -352,8 +352,8 @@ class OpenEnvSource(EnvironmentSource):
         if first != shown:
             self._warned = True
             log.warning(
-                "the episodes of a group begin differently: the server's reset does not follow its"
-                " seed",
+                "the episodes of a group begin differently: the server's"
+                " reset does not follow its seed",
                 environment=self.name,
                 group=episode.group_id,
             )

@@ -5,6 +5,6 @@ from mlx_parallm.config.leaves import Leaf
 LEAF = Leaf(
     "task_folders",
     environments={
-        "task_folders": ("mlx_parallm.environments.task_folders.environment:TaskFoldersEnvironment")
+        "task_folders": "mlx_parallm.environments.task_folders.environment:TaskFoldersEnvironment"
     },
 )

@@ -155,7 +155,7 @@ def main() -> None:
     # RLIMIT_NPROC counts its processes alone
     uid = user_of(os.getpid()) if os.getuid() == 0 else None
     way = {"namespaces": in_namespaces, "landlock": in_landlock, "seatbelt": in_seatbelt}[
-        specification[("way")]
+        specification["way"]
     ]
     try:
         way(specification, status, uid)

@@ -64,7 +64,7 @@ class AtroposClient:
     async def register(self, registration: TrainerRegistration) -> int:
         """Return the uuid, a 128-bit integer that no later call wants."""
         return int(
-            (await self._json("POST", "/register", "uuid", json=asdict(registration)))[("uuid")]
+            (await self._json("POST", "/register", "uuid", json=asdict(registration)))["uuid"]
         )
 
     async def info(self) -> tuple[int, int]:
@@ -160,10 +160,9 @@ def why_no_batch(
         )
     if not groups:
         return (
-            f"{len(environments)} environments are registered at {url}, but nothing has been"
-            " queued for"
-            f" {seconds:.0f} s: do they get answers, and have their groups the size that they"
-            " registered?"
+            f"{len(environments)} environments are registered at {url}, but nothing has been queued"
+            f" for {seconds:.0f} s: do they get answers, and have their groups"
+            " the size that they registered?"
         )
     largest = max((report.largest_group for report in environments), default=0)
     waiting = (
@@ -177,25 +176,22 @@ def why_no_batch(
         )
     if largest and batch_size % largest:
         return (
-            f"{waiting}: the largest has {largest}, which does not divide {batch_size} (change"
-            " group_size)"
+            f"{waiting}: the largest has {largest}, which does not divide"
+            f" {batch_size} (change group_size)"
         )
     reserved = 1.0 - environments[0].unallocated if environments else 0.0
     absent = [number for number, report in enumerate(environments) if not report.own_groups]
     if reserved > 0 and absent:
         return (
-            f"{waiting}: {reserved:.0%} of it is reserved (min_batch_allocation), and environment"
-            f" {absent[0]} has sent"
-            " nothing"
+            f"{waiting}: {reserved:.0%} of it is reserved (min_batch_allocation), and"
+            f" environment {absent[0]} has sent nothing"
         )
     if largest and groups * largest < batch_size:
         return (
             f"{waiting}: they are too few, and none has come for {seconds:.0f} s: the environments"
-            " wait or hang"
-            " (do they get answers?)"
+            " wait or hang (do they get answers?)"
         )
     return (
         f"{waiting}: group sizes must divide the batch size and each other; environments wait"
-        " meanwhile, for the queue"
-        " looks full"
+        " meanwhile, for the queue looks full"
     )

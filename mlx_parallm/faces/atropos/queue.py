@@ -141,8 +141,8 @@ class AtroposQueue:
             former = next((entry for entry in namesakes if not self._is_present(entry)), None)
             if former is None and len(self._environments) >= MOST_ENVIRONMENTS:
                 message = (
-                    f"{MOST_ENVIRONMENTS} environments have registered with this run: use a former"
-                    " one's name"
+                    f"{MOST_ENVIRONMENTS} environments have registered with"
+                    " this run: use a former one's name"
                 )
                 raise RefusedError(message, 422, "desired_name")
             env_id = former.env_id if former else len(self._environments)
@@ -315,14 +315,14 @@ class AtroposQueue:
         for entry, last in seen:
             if last is not None and now - last > SILENT_AFTER_S:
                 return (
-                    f"environment {entry.name} has not called for {now - last:.0f} s: is it still"
-                    " running?"
+                    f"environment {entry.name} has not called for"
+                    f" {now - last:.0f} s: is it still running?"
                 )
         present = [entry for entry, last in seen if last is not None]
         if reasons and 2 * len(reasons) >= recent:
             return (
-                f"{len(reasons)} of the last {recent} groups from environments were rejected:"
-                f" {reasons[-1]}"
+                f"{len(reasons)} of the last {recent} groups from"
+                f" environments were rejected: {reasons[-1]}"
             )
         if fault := self._unreachable_batch(present):
             return fault

@@ -298,9 +298,8 @@ def _rollout(
     values = None if wire.inference_logprobs is None else wire.inference_logprobs[number]
     if tokens == _DUMMY_TOKENS and all(value == _DUMMY_LOGPROB for value in values or ()):
         raise RolloutRejectedError(
-            f"sequence {number} is atroposlib's placeholder (tokens 0 to 127): the environment"
-            " must use"
-            " server_type vllm, which returns real token ids and log-probabilities"
+            f"sequence {number} is atroposlib's placeholder (tokens 0 to 127): the environment must"
+            " use server_type vllm, which returns real token ids and log-probabilities"
         )
     for position, (token, label) in enumerate(zip(tokens, labels, strict=True)):
         if label not in (GIVEN, token):

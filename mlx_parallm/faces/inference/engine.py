@@ -143,8 +143,7 @@ class EngineBackend:
         if size > MAX_LOGITS_BYTES:
             raise RequestError(
                 f"the logits would take {size / 2**30:.1f} GiB, more than {MAX_LOGITS_BYTES >> 30}"
-                " GiB: "
-                "pass fewer responses in a call"
+                " GiB: pass fewer responses in a call"
             )
         return [await self._logits(client, *pair) for pair in pairs]
 

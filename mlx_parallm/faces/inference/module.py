@@ -122,8 +122,8 @@ class InferenceModule:
             return
         if backend not in ENGINE_NAMES or base_url is not None or api_key is not None:
             raise ConfigError(
-                f'backend = {backend!r}: an engine here is "mlx"; base_url and api_key belong'
-                ' to "openai"'
+                f'backend = {backend!r}: an engine here is "mlx"; base_url'
+                ' and api_key belong to "openai"'
             )
         if model is None and config is None:
             raise ConfigError(

@@ -151,8 +151,8 @@ class OpenAIBackend:
         scores = ((choice.get("logprobs") or {}).get("token_logprobs") or [])[len(before) :]
         if len(scores) != len(after) or None in scores:
             raise EndpointError(
-                f"{self._endpoint.base_url} does not score prompts (echo with logprobs and"
-                " max_tokens 0)"
+                f"{self._endpoint.base_url} does not score prompts (echo"
+                " with logprobs and max_tokens 0)"
             )
         return np.array(scores, np.float32)
 
@@ -188,8 +188,7 @@ class OpenAIBackend:
             if error.status in (404, 405):
                 raise EndpointError(
                     f"get_logprobs of texts needs {path}, which vLLM and mlx_parallm have"
-                    f" ({error}); "
-                    "pass token ids instead",
+                    f" ({error}); pass token ids instead",
                     status=error.status,
                 ) from error
             raise
@@ -250,7 +249,7 @@ def _answer(choice: Mapping[str, Any], reply: Mapping[str, Any], *, logprobs: bo
         policy_versions=tuple(
             span["version"]
             for span in choice.get("weight_versions") or ()
-            for _ in range(span["start"], span[("end")])
+            for _ in range(span["start"], span["end"])
         ),
         prompt_token_ids=None if prompt_token_ids is None else tuple(prompt_token_ids),
     )

@@ -50,7 +50,7 @@ def explicit_params(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are set, by SamplingParams' names. Raises TypeError: there is no
     such option."""
     if unknown := sorted(
-        options.keys() - GenerateOptions.__annotations__.keys() - {("max_new_tokens")}
+        options.keys() - GenerateOptions.__annotations__.keys() - {"max_new_tokens"}
     ):
         raise TypeError(f"generate() got an unexpected keyword argument {unknown[0]!r}")
     params = {
@@ -58,7 +58,7 @@ def explicit_params(options: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "stop" in params:
         params["stop"] = (
-            (params[("stop")],) if isinstance(params["stop"], str) else tuple(params["stop"])
+            (params["stop"],) if isinstance(params["stop"], str) else tuple(params["stop"])
         )
     if options.get("do_sample") is False:
         params["temperature"] = 0.0

@@ -248,8 +248,8 @@ class BackpropModule:
         steps = len(rewards)
         if len(values) not in (steps, steps + 1):
             raise ConfigError(
-                f"an episode of {steps} rewards has {steps} values, or one more; these are"
-                f" {len(values)}"
+                f"an episode of {steps} rewards has {steps} values, or one"
+                f" more; these are {len(values)}"
             )
         if not steps:
             return np.zeros(0)
@@ -355,7 +355,7 @@ class BackpropModule:
             rollouts,
             ((1.0, term),),
             rows,
-            needs=frozenset([("reference")] if needs_reference else []),
+            needs=frozenset(["reference"] if needs_reference else []),
         )
 
     def _policy_loss(self, played: Sequence[Played], advantages: Sequence[Any], loss: str) -> Loss:
@@ -417,7 +417,7 @@ class BackpropModule:
             rollouts,
             ((1.0, partial(value_loss, clip=clip)),),
             returns=whole,
-            needs=frozenset([("values")]),
+            needs=frozenset(["values"]),
         )
 
     def evaluate(self, loss: Loss) -> float:
@@ -502,7 +502,7 @@ def optimizer_keys(optimizer: optimizers.Optimizer) -> dict[str, Any]:
         kept = getattr(made, name)
         if not np.array_equal(value, kept):
             raise ConfigError(
-                f"the optimizer's {name} = {value} would get lost (the trainer's is {kept}):"
-                " leave it out"
+                f"the optimizer's {name} = {value} would get lost (the"
+                f" trainer's is {kept}): leave it out"
             )
     return keys

@@ -156,9 +156,8 @@ def spread(
         values = np.full(sum(counts), values) if values.ndim == 0 else values
         if values.shape != (sum(counts),) or not np.isfinite(values).all():
             raise ConfigError(
-                f"{what}[{place}] is not one finite number, or {sum(counts)}, one for each"
-                " sampled"
-                " token"
+                f"{what}[{place}] is not one finite number, or"
+                f" {sum(counts)}, one for each sampled token"
             )
         for mask, part in zip(sampled, np.split(values, np.cumsum(counts)[:-1]), strict=True):
             row = np.zeros(len(mask))

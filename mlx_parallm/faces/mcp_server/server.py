@@ -27,10 +27,9 @@ ASK_TIMEOUT_S = 600.0
 MOST_PROBLEMS, MOST_OVERRIDES = 10_000, 1000
 PROBLEMS, ANSWER_TOKENS = 20, 256  # where an agent says no number
 INSTRUCTIONS = (
-    "Trains language models by reinforcement learning on this machine. start_training takes a"
-    " TOML configuration of"
-    " mlx_parallm; training_status says how far it is; ask_policy talks with the model while it"
-    " learns."
+    "Trains language models by reinforcement learning on this machine. start_training takes a TOML"
+    " configuration of mlx_parallm; training_status says how far it is; ask_policy talks"
+    " with the model while it learns."
 )
 
 

@@ -104,9 +104,8 @@ class Trainings:
         """
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"name {name!r}: letters, digits, points, - and _, at most 64, beginning with"
-                " no"
-                " sign"
+                f"name {name!r}: letters, digits, points, - and _, at"
+                " most 64, beginning with no sign"
             )
         if name.casefold() == CURRENT:  # some file systems do not tell "Current" from "current"
             raise ConfigError(f"name {name!r}: the file {CURRENT} says which training is meant")
@@ -125,9 +124,8 @@ class Trainings:
             ]
             if len(running) >= self._most_running:
                 raise ConfigError(
-                    f"{', '.join(running)} is running, and at most {self._most_running} may:"
-                    " stop"
-                    " one"
+                    f"{', '.join(running)} is running, and at most"
+                    f" {self._most_running} may: stop one"
                 )
             try:
                 home.mkdir()
@@ -298,9 +296,12 @@ class Trainings:
         """Raises ConfigError."""
         path = self.directory / name / RECORD
         if not _NAME.fullmatch(name) or not path.is_file():
-            names = ", ".join(
-                sorted(record.parent.name for record in self.directory.glob(f"*/{RECORD}"))
-            ) or ("none")
+            names = (
+                ", ".join(
+                    sorted(record.parent.name for record in self.directory.glob(f"*/{RECORD}"))
+                )
+                or "none"
+            )
             raise ConfigError(f"there is no training {name!r}; there are: {names}")
         try:
             data: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -64,9 +64,8 @@ def read_path(text: str) -> TinkerPath:
         or not all(map(_is_name, parts))
     ):
         raise RequestError(
-            f"{text[:200]!r} is no path of a checkpoint: expected {SCHEME}RUN/KIND/NAME with KIND"
-            " one of"
-            f" {', '.join(KINDS)}",
+            f"{text[:200]!r} is no path of a checkpoint: expected {SCHEME}RUN/KIND/NAME with"
+            f" KIND one of {', '.join(KINDS)}",
             param="path",
         )
     return TinkerPath(*parts)
@@ -256,8 +255,8 @@ class Checkpoints:
             raise RequestError(f"a checkpoint cannot be written: {problem}")
         if count >= MOST_CHECKPOINTS and not target.exists():
             raise RequestError(
-                f"this run has {count} checkpoints of this kind, {MOST_CHECKPOINTS} at most:"
-                " delete some"
+                f"this run has {count} checkpoints of this kind,"
+                f" {MOST_CHECKPOINTS} at most: delete some"
             )
 
     def find(self, path: TinkerPath) -> Checkpoint | None:

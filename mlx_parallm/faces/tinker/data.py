@@ -156,7 +156,7 @@ def _check_datum(datum: Datum, kind: LossKind, loss: str, limits: DatumLimits, w
     count = len(datum.tokens)
     if not 0 < count <= limits.max_model_len:
         reason = (
-            (f"the model's context is {limits.max_model_len}; send less")
+            f"the model's context is {limits.max_model_len}; send less"
             if count
             else "send one at least"
         )

@@ -134,9 +134,8 @@ class TinkerLearner:
         if needed > free:
             raise RequestError(
                 f"a LoRA of rank {choice.rank} on this model needs {needed / 2**30:.1f} GiB with"
-                " gradients and AdamW,"
-                f" {free / 2**30:.1f} GiB are free: choose a smaller rank, or train fewer kinds of"
-                " layers"
+                f" gradients and AdamW, {free / 2**30:.1f} GiB are free: choose a smaller rank,"
+                " or train fewer kinds of layers"
             )
         seed = random.SystemRandom().getrandbits(31) if choice.seed is None else choice.seed
         lora = LoraConfig(rank=choice.rank, alpha=LORA_ALPHA, target_modules=targets)

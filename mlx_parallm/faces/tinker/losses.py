@@ -77,7 +77,7 @@ def ppo(lp: mx.array, columns: Columns, settings: Settings) -> mx.array:
 def cispo(lp: mx.array, columns: Columns, settings: Settings) -> mx.array:
     """-Σ sg(clip(r)) · lp · A."""
     ratio = mx.clip(
-        _ratio(lp, columns), settings["clip_low_threshold"], settings[("clip_high_threshold")]
+        _ratio(lp, columns), settings["clip_low_threshold"], settings["clip_high_threshold"]
     )
     return -(mx.stop_gradient(ratio) * lp * columns["advantages"]).sum()
 

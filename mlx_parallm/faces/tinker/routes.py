@@ -50,7 +50,7 @@ def tinker_router() -> APIRouter:
         prefix=PREFIX,
         route_class=StrictJSONRoute,
         default_response_class=JSONResponse,
-        tags=[("tinker")],
+        tags=["tinker"],
     )
 
 
@@ -105,7 +105,7 @@ def _session_routes(router: APIRouter, service: Service) -> None:
         warning = (
             None
             if service().learner.trains_head
-            else ("train_unembed has no effect: the head is the embedding")
+            else "train_unembed has no effect: the head is the embedding"
         )
         return {"type": "create_session", "session_id": session.session_id, "info_message": warning}
 

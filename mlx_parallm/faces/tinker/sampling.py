@@ -105,8 +105,7 @@ class Sampling:
         if sampler is None:
             raise RefusedError(
                 f"sampling session {target.sampling_session_id!r} is unknown: the server was"
-                " restarted, and its samples"
-                " are lost",
+                " restarted, and its samples are lost",
                 410,
             )
         line = sampler.line(target.cloned_sampler_id)

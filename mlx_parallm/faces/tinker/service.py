@@ -222,10 +222,9 @@ class TinkerService:
         model = self.models.get(model_id)
         if model is None:
             raise RefusedError(
-                f"model {model_id!r} is not in training here: it was never created, its session"
-                " has ended, or the"
-                " server was restarted. create_training_client_from_state goes on from a"
-                " checkpoint",
+                f"model {model_id!r} is not in training here: it was never created, its session has"
+                " ended, or the server was restarted."
+                " create_training_client_from_state goes on from a checkpoint",
                 404,
             )
         model.last_request = time.time()
@@ -261,8 +260,8 @@ class TinkerService:
             return self._load_into(body.model_id, body)
         if body.session_id is None or body.model_seq_id is None:
             raise RequestError(
-                "load_weights needs session_id and model_seq_id (a new model), or model_id and"
-                " seq_id"
+                "load_weights needs session_id and model_seq_id (a new"
+                " model), or model_id and seq_id"
             )
         session = self.session(body.session_id)
         key, metadata = (session.session_id, body.model_seq_id), body.user_metadata
@@ -416,8 +415,8 @@ class TinkerService:
         blocked = seq_id != model.next_seq or self._running_bytes > 0
         if size and blocked and self._queued_bytes + size > MOST_QUEUED_BYTES:
             raise ServerBusyError(
-                f"forward_backward requests of {self._queued_bytes} bytes wait for their turn;"
-                " try again"
+                f"forward_backward requests of {self._queued_bytes} bytes"
+                " wait for their turn; try again"
             )
         promise = self.promises.new(model_id)
         self._queued_bytes += size

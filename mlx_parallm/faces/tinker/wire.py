@@ -178,7 +178,7 @@ def read_datum(datum: Any, where: str) -> Datum:
         kind = entry.WhichOneof("span")
         span = entry.sampled_tokens if kind == "sampled_tokens" else entry.prompt_tokens
         spans.append(
-            Span(span.sequence_id if kind == ("sampled_tokens") else "", span.offset, span.length)
+            Span(span.sequence_id if kind == "sampled_tokens" else "", span.offset, span.length)
         )
     return Datum(np.concatenate(parts) if parts else np.zeros(0, np.int32), inputs, tuple(spans))
 
@@ -210,9 +210,8 @@ def read_tensor(tensor: Any, where: str) -> np.ndarray:
         or int(np.prod(shape)) != values.size
     ):
         raise RequestError(
-            f"{where}: {values.size} numbers do not have the shape {list(shape)}; [N] or [N,"
-            " K] is"
-            " read"
+            f"{where}: {values.size} numbers do not have the shape"
+            f" {list(shape)}; [N] or [N, K] is read"
         )
     return values.reshape(shape)
 

@@ -104,9 +104,7 @@ def _check(fields: Fields, number: int, count: int) -> None:
     if count > most:
         unit = "bytes of" if number == fields.packed else "entries of"
         advice = (
-            (": send the datums in several requests")
-            if fields is REQUEST and name == "data"
-            else ""
+            ": send the datums in several requests" if fields is REQUEST and name == "data" else ""
         )
         raise RequestError(
             f"a message of the request holds more than {most} {unit} {name!r}{advice}"

@@ -80,14 +80,14 @@ DTYPE = (
 )
 ROUTES = 'the engine of this process samples; set its keys with overrides={"server.batch_size": 64}'
 OFF_SAMPLER = (
-    "rollouts are sampled from the model's own distribution at `temperature`, which the loss"
-    " assumes"
+    "rollouts are sampled from the model's own distribution at"
+    " `temperature`, which the loss assumes"
 )
 WITHOUT_EFFECT: Mapping[str, str] = {
     **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), DTYPE),
     **dict.fromkeys(("torch_compile", "use_liger_kernel"), COMPUTED_BY_MLX),
-    "max_prompt_length": "prompts are not cut, as in TRL 1.16: shorten them, or leave out the long"
-    " ones",
+    "max_prompt_length": "prompts are not cut, as in TRL 1.16: shorten"
+    " them, or leave out the long ones",
     "run_name": "the last part of output_dir names the run, in its directory and in trackers",
     "logging_dir": "TensorBoard files lie in output_dir",
 }
@@ -141,7 +141,7 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     "lr_scheduler_kwargs": (
         (),
-        ('the final rate of linear and cosine: overrides={"rl_training.lr_final": 1e-6}'),
+        'the final rate of linear and cosine: overrides={"rl_training.lr_final": 1e-6}',
     ),
     **dict.fromkeys(
         ("optim_args", "optim_target_modules"), ((), "optim names an optimizer of MLX")
@@ -376,9 +376,8 @@ class TrainerConfig(Options):
         for name in ("adam_beta1", "adam_beta2"):
             if self.optim.removeprefix(PAGED).startswith("lion") and name in self.changed():
                 raise ValueError(
-                    f"{name} is not read with optim={self.optim!r}: MLX's Lion has the betas"
-                    " 0.9"
-                    " and 0.99"
+                    f"{name} is not read with optim={self.optim!r}: MLX's"
+                    " Lion has the betas 0.9 and 0.99"
                 )
         if self.router_aux_loss_coef:
             raise ValueError(
@@ -387,9 +386,8 @@ class TrainerConfig(Options):
             )
         if self.load_best_model_at_end and self.eval_strategy == "no":
             raise ValueError(
-                "load_best_model_at_end needs eval_strategy: evaluations decide which"
-                " checkpoint"
-                " is best"
+                "load_best_model_at_end needs eval_strategy: evaluations"
+                " decide which checkpoint is best"
             )
         return self
 
@@ -501,9 +499,8 @@ class GRPOConfig(SampledConfig):
             )
         if self.delta is not None and self.loss_type in ("cispo", "sapo"):
             raise ValueError(
-                f"delta is a bound of the clipped loss: loss_type={self.loss_type!r} does not"
-                " read"
-                " it"
+                "delta is a bound of the clipped loss:"
+                f" loss_type={self.loss_type!r} does not read it"
             )
         return self
 

@@ -82,8 +82,8 @@ SAME: Mapping[str, str] = {
     "max_tool_calling_iterations": "tools.max_rounds",
 }
 HOW: Mapping[str, str] = {
-    "output_dir": "`rl_training.checkpoint_dir` is its parent, `rl_training.run_name` its last"
-    " part",
+    "output_dir": "`rl_training.checkpoint_dir` is its parent,"
+    " `rl_training.run_name` its last part",
     "overwrite_output_dir": "the trainer removes the run before it begins",
     "lr_scheduler_type": "`rl_training.lr_schedule`; `constant` has no warm-up",
     "warmup_steps": "`rl_training.warmup_steps`, in steps",
@@ -194,9 +194,8 @@ def grpo_schedule(args: GRPOConfig, prompts: int) -> UpdateSchedule:
     device, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
     if args.generation_batch_size is not None and args.steps_per_generation is not None:
         raise ConfigError(
-            "GRPOConfig: generation_batch_size and steps_per_generation say the same: set one"
-            " of"
-            " them"
+            "GRPOConfig: generation_batch_size and steps_per_generation"
+            " say the same: set one of them"
         )
     if args.generation_batch_size is not None and args.generation_batch_size % device:
         raise ConfigError(
@@ -209,9 +208,9 @@ def grpo_schedule(args: GRPOConfig, prompts: int) -> UpdateSchedule:
     rollouts = device * parts
     if rollouts % args.num_generations:
         raise ConfigError(
-            f"GRPOConfig: per_device_train_batch_size ({device}) x steps_per_generation ({parts})"
-            f" = {rollouts}"
-            f" completions are no whole groups of num_generations = {args.num_generations}"
+            f"GRPOConfig: per_device_train_batch_size ({device}) x steps_per_generation ({parts}) ="
+            f" {rollouts} completions are no whole groups of"
+            f" num_generations = {args.num_generations}"
         )
     if parts % accumulated:
         raise ConfigError(
@@ -271,9 +270,8 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
         return settings
     if getattr(peft_config, "peft_type", None) is None or not hasattr(peft_config, "lora_alpha"):
         raise ConfigError(
-            f"peft_config: {type(peft_config).__name__} is neither PEFT's LoraConfig, nor a"
-            " dictionary"
-            " of r, …"
+            f"peft_config: {type(peft_config).__name__} is neither PEFT's"
+            " LoraConfig, nor a dictionary of r, …"
         )
     adaptive = str(getattr(peft_config.peft_type, "value", peft_config.peft_type)) == "ADALORA"
     check_trained(vars(peft_config))

@@ -33,8 +33,8 @@ from mlx_parallm.system.files import write_directory
 
 ROUTER = "router_aux_loss_coef"
 NOT_HERE: Mapping[str, str] = {
-    "generate": "answers are sampled by the server: serve=True, then trainer.url; or `mlx_parallm"
-    " serve`",
+    "generate": "answers are sampled by the server: serve=True, then"
+    " trainer.url; or `mlx_parallm serve`",
     "save_pretrained": "trainer.save_model(DIR) writes the adapter or the model",
     "push_to_hub": "train, then `mlx_parallm merge --push-to-hub OWNER/NAME`",
     "merge_and_unload": "`mlx_parallm merge` merges an adapter into its base",

@@ -398,14 +398,14 @@ def _row(
         if min(listed) < 0 or (vocab_size is not None and max(listed) >= vocab_size):
             outside = min(listed) if min(listed) < 0 else max(listed)
             raise RolloutRejectedError(
-                f"rollout_func: {name}[{number}] holds {outside!r}, which is no token id of the"
-                " model"
+                f"rollout_func: {name}[{number}] holds {outside!r},"
+                " which is no token id of the model"
             )
     of_sampled = [value for value, sampled in zip(logprobs, mask, strict=True) if sampled]
     if wrong := [each for each in of_sampled if not (_is_number(each) and _is_logprob(each))]:
         raise RolloutRejectedError(
-            f"rollout_func: logprobs[{number}] holds {wrong[0]!r}: expected the log-probability of"
-            " each token"
+            f"rollout_func: logprobs[{number}] holds {wrong[0]!r}: expected the"
+            " log-probability of each token"
         )
     fields = {
         name: column[number] for name, column in columns.items() if name not in (*REQUIRED, MASK)

@@ -155,9 +155,8 @@ class TRLTrainer(TrainerAttributes):
                 )
         if not isinstance(model, str | Path):
             raise ConfigError(
-                f"{name}: model is a {type(model).__name__}: pass the path or hub id that it"
-                " came"
-                " from"
+                f"{name}: model is a {type(model).__name__}: pass the"
+                " path or hub id that it came from"
             )
         self.args = (
             args
@@ -367,8 +366,7 @@ class TRLTrainer(TrainerAttributes):
         if not self.args.overwrite_output_dir:
             raise ConfigError(
                 f"{directory} holds a run already: train(resume_from_checkpoint=True) goes on with"
-                " it,"
-                " overwrite_output_dir=True starts anew, or choose another output_dir"
+                " it, overwrite_output_dir=True starts anew, or choose another output_dir"
             )
         if RunDirectory.in_use(directory):
             raise ConfigError(f"{directory} cannot be overwritten: another run is open in it")
@@ -512,8 +510,8 @@ class GRPOTrainer(TRLTrainer):
                 factories.check(row, f"{what}, row {number}")
                 if isinstance(row["prompt"], str):
                     raise ConfigError(
-                        f"{what}, row {number}: with environment_factory a prompt is a list of"
-                        " messages"
+                        f"{what}, row {number}: with environment_factory"
+                        " a prompt is a list of messages"
                     )
         return tuple(  # type: ignore[return-value]
             None if rows is None else replace(rows, conversational=True) for rows in read
@@ -597,8 +595,8 @@ class DistillationTrainer(TaughtTrainer):
         objects = super()._objects()
         if objects["teacher"] is None:
             raise ConfigError(
-                "DistillationTrainer: teacher_model is missing: a directory, a hub id or a GGUF"
-                " file"
+                "DistillationTrainer: teacher_model is missing: a"
+                " directory, a hub id or a GGUF file"
             )
         return objects
 

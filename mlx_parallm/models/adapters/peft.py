@@ -37,8 +37,8 @@ _NOT_APPLIED: Mapping[str, str] = {
     "modules_to_save": "modules_to_save is not supported, merge the adapter with PEFT",
     "original_module": "it is a copy of the base's weights (modules_to_save)",
     ".bias": "biases are not supported (bias, lora_bias), merge the adapter with PEFT",
-    "lora_embedding_": "adapters of embeddings are not supported, adapt linear layers or merge it"
-    " with PEFT",
+    "lora_embedding_": "adapters of embeddings are not supported, adapt"
+    " linear layers or merge it with PEFT",
     "trainable_tokens": "trainable_token_indices is not supported, merge the adapter with PEFT",
     "base_layer": "it is a weight of the base, merge the adapter with PEFT",
     ".lora_a": "it is mlx-lm's name in a file of PEFT's",

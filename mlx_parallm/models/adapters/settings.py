@@ -61,8 +61,8 @@ HARMLESS: Mapping[str, str] = {
     **dict.fromkeys(
         ("loftq_config", "eva_config", "corda_config", "lora_ga_config"), _STARTING_VALUES
     ),
-    "fan_in_fan_out": "it says how the base of other libraries stores its weight, A and B are the"
-    " same",
+    "fan_in_fan_out": "it says how the base of other libraries stores"
+    " its weight, A and B are the same",
     "qalora_group_size": "it is read with use_qalora only",
     "megatron_core": "it is read with megatron_config only",
     "ensure_weight_tying": "it ties adapters of embeddings, which are refused",
@@ -73,14 +73,12 @@ KEPT_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights under which PEFT leaves the base weights as they are."""
 CHANGED_BASE = (
     "its A and B belong to a base that PEFT changed when the training began. Convert it once with"
-    " PEFT:"
-    " model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), INITIAL being"
-    " the adapter as it"
-    " was before training; the result fits the plain base"
+    " PEFT: model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), INITIAL"
+    " being the adapter as it was before training; the result fits the plain base"
 )
 _OTHER_WEIGHTS = (
-    "weights beside A and B would have to be loaded; train without it, or merge the adapter with"
-    " PEFT"
+    "weights beside A and B would have to be loaded; train without it,"
+    " or merge the adapter with PEFT"
 )
 _OTHER_FORWARD = (
     "it computes something else than Wx + s·BAx; merge the adapter with PEFT if it can be merged"
@@ -238,8 +236,8 @@ def check_mlx_lm(config: Mapping[str, Any], file: Path) -> None:
 TRAINED = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora")
 """Settings of PEFT's with which an adapter can be trained here."""
 _NOT_TRAINED = (
-    "every adapted layer has the same rank and alpha, the usual initial values, and nothing else"
-    " is trained"
+    "every adapted layer has the same rank and alpha, the usual initial"
+    " values, and nothing else is trained"
 )
 _DEFAULTS = {"qalora_group_size": ((16,), ""), "megatron_core": (("megatron.core",), "")}
 NAMES = frozenset((*APPLIED, *HARMLESS, *REFUSED))
@@ -269,7 +267,7 @@ def check_trained(settings: Mapping[str, Any], accepted: Collection[str] = ()) -
     fault = _fault(settings, {*TRAINED, *free, *accepted, "init_lora_weights"}, switches)
     if fault is not None or start is not True:
         name = (
-            (f"init_lora_weights={start!r}")
+            f"init_lora_weights={start!r}"
             if fault is None
             else fault.partition(": ")[0].replace(" = ", "=", 1)
         )

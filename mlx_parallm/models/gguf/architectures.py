@@ -154,9 +154,8 @@ def tensor_name(architecture: Architecture, mlx_name: str, layers: int) -> str:
     )
     if gguf_name is None:
         raise ModelError(
-            f"tensor {mlx_name!r} has no name in GGUF's {architecture.name}: this model has"
-            " other"
-            " layers"
+            f"tensor {mlx_name!r} has no name in GGUF's"
+            f" {architecture.name}: this model has other layers"
         )
     return str(gguf_name)
 

@@ -80,8 +80,8 @@ def convert_gguf(
     """
     if output.exists() or output.is_symlink():
         raise ModelError(
-            f"{output} exists already: choose another path, a converted model never replaces"
-            " anything"
+            f"{output} exists already: choose another path, a converted"
+            " model never replaces anything"
         )
     if keep and dtype == "bfloat16":
         raise ModelError(
@@ -195,9 +195,8 @@ class GGUFFile:
         if isinstance(value, list):
             if len(set(value)) != 1:
                 raise ModelError(
-                    f"{self.path}: {self.architecture}.{key} differs between layers, which is"
-                    " not"
-                    " read"
+                    f"{self.path}: {self.architecture}.{key} differs"
+                    " between layers, which is not read"
                 )
             value = value[0]
         return value
@@ -360,8 +359,8 @@ class _Place:
         """Raises ModelError: another shape than the architecture's."""
         if (shape := _shape_of(tensor)) != self.shape:
             raise ModelError(
-                f"{tensor.name} has shape {shape}, but {self.arguments.model_type} needs"
-                f" {self.shape}"
+                f"{tensor.name} has shape {shape}, but"
+                f" {self.arguments.model_type} needs {self.shape}"
             )
 
     def in_order(self, tensor: gguf.ReaderTensor, rows: np.ndarray) -> np.ndarray:
@@ -431,8 +430,8 @@ class _Kept:
         counts = [f"{every.count(bits)} tensors in {bits} bits" for bits in sorted(set(every))]
         return [f"kept exactly: {', '.join(counts) or 'none'}"] + [
             (
-                f"unpacked to {self._dtype}: {len(names)} {kind} tensors, {names[0]} the first"
-                f" ({reason})"
+                f"unpacked to {self._dtype}: {len(names)} {kind} tensors,"
+                f" {names[0]} the first ({reason})"
             )
             for (kind, reason), names in self._unpacked.items()
         ]

@@ -49,8 +49,7 @@ def write_tokenizer(directory: Path, file: GGUFKeys, config: dict[str, Any]) -> 
     if (kind := file.get(f"{PREFIX}model")) not in ("gpt2", "llama"):
         raise ModelError(
             f"{file.path}: a vocabulary of kind {kind!r} is not read, only gpt2 (byte-level BPE)"
-            " and llama"
-            " (SentencePiece's BPE): use the safetensors that the file was made from"
+            " and llama (SentencePiece's BPE): use the safetensors that the file was made from"
         )
     pieces = kind == "llama"
     tokens, types = file.get(f"{PREFIX}tokens"), file.get(f"{PREFIX}token_type") or []
@@ -72,7 +71,7 @@ def write_tokenizer(directory: Path, file: GGUFKeys, config: dict[str, Any]) -> 
     for key in FILL_IN_THE_MIDDLE:  # the tokens themselves are in the vocabulary
         file.get(f"{PREFIX}{key}_token_id")
     data, notes = (
-        _sentencepiece(file, tokens, types, ids[("unknown")])
+        _sentencepiece(file, tokens, types, ids["unknown"])
         if pieces
         else _byte_level(file, tokens, types)
     )
@@ -134,8 +133,8 @@ def _rules_of(pre: str, path: Path) -> Rules:
     if rules is None:
         supported = ", ".join(PRE_TOKENIZERS.values())
         raise ModelError(
-            f"{path}: how the pre-tokenizer {pre!r} splits a text is not known here, only"
-            f" {supported}"
+            f"{path}: how the pre-tokenizer {pre!r} splits a text is"
+            f" not known here, only {supported}"
         )
     return rules
 

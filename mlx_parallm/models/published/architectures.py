@@ -305,8 +305,8 @@ def _dbrx(published: Published, arguments: dict[str, Any]) -> None:
     ):
         if value != computed:
             raise ModelError(
-                f"config.json has {name} = {value!r}: mlx-lm's class of dbrx computes {computed!r}"
-                " alone"
+                f"config.json has {name} = {value!r}: mlx-lm's class of"
+                f" dbrx computes {computed!r} alone"
             )
 
 

@@ -155,8 +155,8 @@ def end_tokens(directory: Path, config: Mapping[str, Any]) -> list[int]:
         listed = ids if isinstance(ids, list) else [ids]
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in listed):
             raise ModelError(
-                f"{directory / where}: eos_token_id = {ids!r}: expected a token id, or a list of"
-                " them"
+                f"{directory / where}: eos_token_id = {ids!r}: expected"
+                " a token id, or a list of them"
             )
         return list(listed)
     return []

@@ -257,8 +257,8 @@ def fixed_ropes(config: Mapping[str, Any], length: int) -> dict[str, Any]:
         )
     if published is None or bound is None:
         raise ModelError(
-            f"model.rope_length = {length}: the model's ropes do not depend on a text's length:"
-            " leave it out"
+            f"model.rope_length = {length}: the model's ropes do not depend on"
+            " a text's length: leave it out"
         )
     changed[ROPE_LENGTH] = length
     if length <= bound:
@@ -267,8 +267,8 @@ def fixed_ropes(config: Mapping[str, Any], length: int) -> dict[str, Any]:
     most = max(_fix(published, name, rope, length, text) for name, rope in published.ropes.items())
     if length > most:
         raise ModelError(
-            f"model.rope_length = {length}: config.json's ropes are for texts of at most {most}"
-            " tokens"
+            f"model.rope_length = {length}: config.json's ropes are for"
+            f" texts of at most {most} tokens"
         )
     again = read_published(changed)
     if again is None or (longest_text(again) or length) < length:

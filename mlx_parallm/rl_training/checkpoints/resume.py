@@ -304,7 +304,7 @@ def _moved(before: Any, now: Any) -> bool:
     if not (isinstance(before, str) and isinstance(now, str)):
         return False
     place = Path(
-        now.removeprefix("python:").partition(".py:")[0] + ((".py") if ".py:" in now else "")
+        now.removeprefix("python:").partition(".py:")[0] + (".py" if ".py:" in now else "")
     )
     return Path(before).name == Path(now).name and place.expanduser().exists()
 

@@ -111,7 +111,7 @@ class TrainerState:
     @property
     def checkpoint_name(self) -> str:
         return f"step_{self.step:06d}" + (
-            (f"_mb{self.mini_batches:04d}") if self.mini_batches else ""
+            f"_mb{self.mini_batches:04d}" if self.mini_batches else ""
         )
 
     def restored_versions(

@@ -241,8 +241,8 @@ def _pair(
             raise _bad(
                 where,
                 (
-                    "chosen and rejected begin with different messages, and there is no column"
-                    " 'prompt'"
+                    "chosen and rejected begin with different messages,"
+                    " and there is no column 'prompt'"
                 ),
             )
         if shared == len(one) == len(other):

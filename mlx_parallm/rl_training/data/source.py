@@ -82,8 +82,7 @@ class DataSource(RolloutSource):
         if self.rows < batch_size:
             raise ConfigError(
                 f"data: {self.rows} rows to train on are fewer than one mini-batch:"
-                " rl_training.batch_size ="
-                f" {batch_size}"
+                f" rl_training.batch_size = {batch_size}"
             )
 
     def batches(self, trainer: Trainer) -> DataBatches:
@@ -127,11 +126,10 @@ class DataSource(RolloutSource):
         saved = state.sources[self.name] if state is not None else self._state
         if saved != self._state:
             raise CheckpointError(
-                f"data: {shown(str(self._config.path))} gives other tokens than when this run"
-                " began"
-                f" ({saved['rows']} rows then, {len(self._train)} now): put file, chat template"
-                " and data.* back as they"
-                " were, or start a new run from this one's weights (model.lora_path)"
+                f"data: {shown(str(self._config.path))} gives other tokens than when this run began"
+                f" ({saved['rows']} rows then, {len(self._train)} now): put file, chat template and"
+                " data.* back as they were, or start a new run from this"
+                " one's weights (model.lora_path)"
             )
 
 

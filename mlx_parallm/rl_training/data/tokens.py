@@ -125,8 +125,8 @@ def encode_all(
             if config.too_long == "error":
                 raise ConfigError(
                     f"{SECTION}: {example.where}: {longest} tokens are more than data.max_length ="
-                    f" {config.max_length}: raise it, shorten the row, or set data.too_long ="
-                    ' "skip"'
+                    f" {config.max_length}: raise it, shorten the row,"
+                    ' or set data.too_long = "skip"'
                 )
             skipped, first = skipped + 1, first or example.where
     if skipped:
@@ -222,11 +222,10 @@ def _turns(
         after = render(messages[: number + 1], add_generation_prompt=False)
         if not after.startswith(before):
             raise ConfigError(
-                f"{SECTION}: {example.where}: the chat template does not go on from the prompt"
-                " that it opens an answer"
-                f" with: {before[-40:]!r} became {after[max(0, len(before) - 40) :][:60]!r}."
-                " Another"
-                " model.chat_template, or model.chat_template_kwargs, may"
+                f"{SECTION}: {example.where}: the chat template does not go on from the prompt that"
+                f" it opens an answer with: {before[-40:]!r} became"
+                f" {after[max(0, len(before) - 40) :][:60]!r}. Another model.chat_template, or"
+                " model.chat_template_kwargs, may"
             )
         answer, closed = without_tail(after[len(before) :], tokenizer)
         closing = [] if closed else _end_token(tokenizer, example, of_tokenizer=of_tokenizer)

@@ -68,8 +68,8 @@ class TeacherPrompt:
     def _made(self, group: RolloutGroup) -> Sequence[int]:
         if ASKED not in group.metadata:
             raise NoPromptError(
-                "the group came without its messages and its row (it is not of an environment of"
-                " this process)"
+                "the group came without its messages and its row (it is not of"
+                " an environment of this process)"
             )
         if group.metadata.get(TOOLS):
             raise NoPromptError("its prompt has tools, and a teacher's own prompt has none")

@@ -65,8 +65,8 @@ def check_tokenizers(config: TeacherConfig, student: Tokenizer, teacher: Tokeniz
     if not student.eos_token_ids & teacher.eos_token_ids:
         raise ConfigError(
             f"{_named(config)} ends its texts with the tokens {sorted(teacher.eos_token_ids)}, and"
-            f" the policy with {sorted(student.eos_token_ids)}: the end of an answer would carry no"
-            " signal"
+            f" the policy with {sorted(student.eos_token_ids)}: the end of"
+            " an answer would carry no signal"
         )
 
 

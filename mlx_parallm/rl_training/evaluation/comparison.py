@@ -93,7 +93,7 @@ def compare(before: Line, after: Line) -> list[Comparison]:
         then = before["environments"].get(name, {"problems": [], "examples": []})
         earlier, texts = (
             {p["key"]: p for p in then["problems"]},
-            {e["key"]: e for e in then[("examples")]},
+            {e["key"]: e for e in then["examples"]},
         )
         pairs = (
             (reward_of(earlier[p["key"]]), reward_of(p))
@@ -224,7 +224,7 @@ def _one_line(answer: Line) -> str:
     """Return an answer on one line; of several turns their beginning and the last one."""
     before, mark, last = (answer["error"] or answer["text"]).rpartition(BETWEEN[-1])
     return (
-        (f"{beginning_of(before + mark, SHOWN)} {beginning_of(last, SHOWN)}")
+        f"{beginning_of(before + mark, SHOWN)} {beginning_of(last, SHOWN)}"
         if mark
         else beginning_of(last, SHOWN)
     )

@@ -91,7 +91,7 @@ def problem_warnings(
             yield f"{name} has no held-out problems: it is not evaluated"
             continue
         few = (
-            (f": an accuracy of so few is known to ±{1.0 / math.sqrt(count):.2f} at best")
+            f": an accuracy of so few is known to ±{1.0 / math.sqrt(count):.2f} at best"
             if count < FEW
             else ""
         )

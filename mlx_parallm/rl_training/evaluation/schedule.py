@@ -363,7 +363,7 @@ class Evaluations:
         self._thread = None  # an environment blocks it; it is a daemon
         self._skip(
             running.step,
-            (f"no answer came within {self._patience_s:.0f} s: does an environment block?"),
+            f"no answer came within {self._patience_s:.0f} s: does an environment block?",
         )
 
     def _release(self) -> None:

@@ -96,7 +96,7 @@ def curl_line(info: RunInfo, width: int | None = None) -> str:
         f"curl {info.base_url}/v1/chat/completions",
         "-H 'Content-Type: application/json'",
         *key,
-        (f"-d '{quoted}'"),
+        f"-d '{quoted}'",
     ]
     return command_lines(parts, width)
 
@@ -444,7 +444,7 @@ def trained_tokens_per_s(metrics: Mapping[str, Any]) -> float | None:
 def _facts(pairs: Sequence[tuple[str, str]]) -> Text:
     text = Text()
     for name, value in pairs:
-        text.append((" · ") if text else "", style="dim").append(f"{name} ", style="dim").append(
+        text.append(" · " if text else "", style="dim").append(f"{name} ", style="dim").append(
             value
         )
     return text

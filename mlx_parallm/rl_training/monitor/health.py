@@ -175,8 +175,8 @@ def _not_finite(evidence: Evidence) -> Sign | None:
 
 def _mismatches(count: int, when: str) -> Sign | None:
     words = (
-        f"another model's groups: {count} dropped {when}; their log-probabilities are far from"
-        " this model's"
+        f"another model's groups: {count} dropped {when}; their"
+        " log-probabilities are far from this model's"
     )
     return Sign(words, {"dropped_misfit": count}) if count else None
 
@@ -184,8 +184,8 @@ def _mismatches(count: int, when: str) -> Sign | None:
 @_rule(
     "another-model",
     (
-        "let environments ask this server, with its tokenizer, and send its log-probabilities"
-        " unchanged"
+        "let environments ask this server, with its tokenizer, and send"
+        " its log-probabilities unchanged"
     ),
 )
 def _mismatches_in_metrics(evidence: Evidence) -> Sign | None:
@@ -220,8 +220,8 @@ def _logprob_mismatch(evidence: Evidence) -> Sign | None:
         bound = LOGPROB_MISMATCH_MEAN if fresh else STALE_MISMATCH_MEAN
         if mean > bound or (fresh and largest > LOGPROB_MISMATCH):
             words = (
-                f"rollouts and trainer differ by {mean:.2g} on average, {largest:.2g} at most, on"
-                f" {weights}"
+                f"rollouts and trainer differ by {mean:.2g} on average,"
+                f" {largest:.2g} at most, on {weights}"
             )
             numbers = {"logprob_diff_mean": mean, "logprob_diff_max": largest}
             return Sign(f"log-probability mismatch: {words}", numbers)
@@ -283,8 +283,8 @@ def _entropy(evidence: Evidence) -> Sign | None:
     if evidence.gained or (reward is not None and reward >= 1 - NO_ROOM):
         return None
     words = (
-        f"entropy collapse: from {then:.2g} to {now:.2g} nats a token, and the reward has not"
-        " gained by it"
+        f"entropy collapse: from {then:.2g} to {now:.2g} nats a token, and"
+        " the reward has not gained by it"
     )
     return Sign(words, {"entropy_first": then, "entropy": now} | evidence.means("reward_mean"))
 
@@ -368,8 +368,8 @@ def _too_hard(evidence: Evidence) -> Sign | None:
     share = _share(numbers["groups_all_wrong"])
     return Sign(
         (
-            f"too hard: no answer earns more than 0 in {share} of the groups, or the reward never"
-            " fires"
+            f"too hard: no answer earns more than 0 in {share} of the"
+            " groups, or the reward never fires"
         ),
         numbers,
     )
@@ -658,8 +658,8 @@ def _stale_waiting(arrivals: Arrivals) -> Sign | None:
     if dropped < max(FEWEST_STALE, arrivals.usable):
         return None
     words = (
-        f"stale rollouts: {dropped} groups dropped as too old while step {arrivals.step} waited"
-        " for its batch"
+        f"stale rollouts: {dropped} groups dropped as too old while step"
+        f" {arrivals.step} waited for its batch"
     )
     return Sign(words, {"dropped_stale": dropped, "waiting": arrivals.usable})
 
@@ -675,8 +675,8 @@ def _stalled_in_metrics(evidence: Evidence) -> Sign | None:
     if longest < STALLED_AFTER_S or longest < STALLED_TIMES * usual:
         return None
     words = (
-        f"environment stalled: a step waited {longest:.0f} s for its rollouts, {usual:.2g} s is"
-        " usual"
+        f"environment stalled: a step waited {longest:.0f} s for its"
+        f" rollouts, {usual:.2g} s is usual"
     )
     return Sign(words, {"time_rollout_s": longest, "time_rollout_s_median": usual})
 
@@ -693,8 +693,8 @@ def _stalled_waiting(arrivals: Arrivals) -> Sign | None:
         return None
     since = f"came in the last {arrivals.silent_s:.0f} s" if arrivals.received else "ever came"
     words = (
-        f"environment stalled: no group of rollouts {since}, step {arrivals.step} waits for its"
-        " batch"
+        f"environment stalled: no group of rollouts {since}, step"
+        f" {arrivals.step} waits for its batch"
     )
     return Sign(words, {"silent_s": round(arrivals.silent_s, 1), "groups": arrivals.received})
 

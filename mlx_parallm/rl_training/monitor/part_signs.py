@@ -105,8 +105,8 @@ def teacher_no_better(evidence: Evidence) -> Sign | None:
     if mean > NO_BETTER or teacher_nonsense(evidence):
         return None
     return Sign(
-        "teacher no better: it does not prefer the answers of a group that earn more (correlation"
-        f" {mean:.2f})",
+        "teacher no better: it does not prefer the answers of a group that earn"
+        f" more (correlation {mean:.2f})",
         {"teacher_reward_r": mean} | evidence.means("teacher_kl", "reward_mean"),
     )
 

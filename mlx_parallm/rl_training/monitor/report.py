@@ -87,7 +87,7 @@ def write_curves(
             top.plot(steps, values, linewidth=1, **raw)
             top.plot(steps, smooth(values, window), color=inks[name], linewidth=2.4, label=label)
         top.set_title(
-            ("") if row else title, loc="left", fontsize=13, fontweight="bold", parse_math=False
+            "" if row else title, loc="left", fontsize=13, fontweight="bold", parse_math=False
         )
         top.set_ylabel(judged_by, parse_math=False)
         top.set_xlabel("training step")

@@ -68,9 +68,8 @@ def _signs(then: FullMarks, now: FullMarks) -> list[str]:
     signs = []
     if pieces and now.full_pieces >= max(FEWEST_FULL, CHEAP * now.full):
         signs.append(
-            f"{now.full_pieces} of {now.full} answers with full marks are nothing but a piece"
-            " of"
-            " their prompt"
+            f"{now.full_pieces} of {now.full} answers with full marks are"
+            " nothing but a piece of their prompt"
         )
     if same and now.prompts >= FEWEST_PROMPTS and now.prompts_alike >= ONE_TEXT * now.prompts:
         signs.append(

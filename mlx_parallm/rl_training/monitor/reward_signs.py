@@ -65,8 +65,8 @@ def one_answer(evidence: Evidence) -> Sign | None:
     first = evidence.first("most_frequent_answer") or 0.0
     numbers = {"most_frequent_answer_first": first, "most_frequent_answer": share}
     return Sign(
-        f"one answer for every prompt: {share:.0%} of the answers are one and the same; at first"
-        f" {first:.0%}",
+        f"one answer for every prompt: {share:.0%} of the answers are one and"
+        f" the same; at first {first:.0%}",
         numbers | evidence.means("reward_mean", "rollout_entropy"),
     )
 

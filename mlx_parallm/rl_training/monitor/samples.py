@@ -147,8 +147,8 @@ class SampleLog:
         self._shown.extend(samples)
         newest = sorted(self._shown, key=lambda sample: -sample.step)
         note = (
-            f"First, best and worst answer of every {self._every} steps; the last {STEPS_ON_PAGE}"
-            " of them."
+            f"First, best and worst answer of every {self._every} steps; the"
+            f" last {STEPS_ON_PAGE} of them."
         )
         write_page(
             self._page, self._page.parent.name, [sample.shown() for sample in newest], note=note
@@ -318,7 +318,5 @@ def _article(one: Shown) -> str:
 
 def _cut(text: str) -> str:
     return (
-        text
-        if len(text) <= LONGEST_TEXT
-        else (f"{text[:LONGEST_TEXT]} … ({len(text):,} characters)")
+        text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} … ({len(text):,} characters)"
     )

@@ -85,7 +85,7 @@ class SpanLog:
                 sampled.update(compress(sequence.rollout.policy_versions, sequence.rollout.mask))
         if sampled:
             self._lines.append(
-                json.dumps({"name": "versions", "step": step, "tokens": dict(sampled)}) + ("\n")
+                json.dumps({"name": "versions", "step": step, "tokens": dict(sampled)}) + "\n"
             )
         self.flush()
 

@@ -118,8 +118,8 @@ class TokenLog:
         """Remove the oldest steps until `wanted` bytes fit. Raises StoreError: they never will."""
         if wanted + EMPTY_BYTES > self._most:
             raise StoreError(
-                f"the tokens of one step need {wanted} bytes, and logging.tokens_gb allows"
-                f" {self._most}"
+                f"the tokens of one step need {wanted} bytes, and"
+                f" logging.tokens_gb allows {self._most}"
             )
         while _used_bytes(connection) + wanted > self._most:
             ((oldest,),) = connection.execute("SELECT min(step) FROM tokens")

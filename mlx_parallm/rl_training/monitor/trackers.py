@@ -106,7 +106,7 @@ class Trackers:
         if self._thread.is_alive():
             self._warn(
                 "trackers",
-                (f"not finished within {CLOSE_SECONDS:.0f} s: the last lines may be missing"),
+                f"not finished within {CLOSE_SECONDS:.0f} s: the last lines may be missing",
             )
 
     def _put(self, work: Callable[[Tracker], None]) -> None:
@@ -117,7 +117,7 @@ class Trackers:
         except queue.Full:
             self._warn(
                 "trackers",
-                (f"{WAITING_LINES} lines behind: some are left out (metrics.jsonl has them all)"),
+                f"{WAITING_LINES} lines behind: some are left out (metrics.jsonl has them all)",
             )
 
     def _work(self) -> None:
@@ -282,8 +282,8 @@ def _kept_id(directory: Path, name: str) -> str:
         ids = _IDS.validate_json(file.read_bytes(), strict=True) if file.is_file() else {}
     except ValidationError as error:
         raise CheckpointError(
-            f"{file} is damaged: {error.errors()[0]['msg']}: without it a new run of the tracker"
-            " begins"
+            f"{file} is damaged: {error.errors()[0]['msg']}: without it a"
+            " new run of the tracker begins"
         ) from error
     if name not in ids:
         ids[name] = uuid.uuid4().hex[:8]

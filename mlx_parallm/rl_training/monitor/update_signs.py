@@ -42,7 +42,7 @@ def small_updates(evidence: Evidence) -> Sign | None:
     if size >= SMALL_UPDATE and moved >= FEW_MOVED:
         return None
     rounding = (
-        (f"; {moved:.1g} of the weights changed in the model's dtype") if moved < FEW_MOVED else ""
+        f"; {moved:.1g} of the weights changed in the model's dtype" if moved < FEW_MOVED else ""
     )
     return Sign(
         (
@@ -102,7 +102,7 @@ def no_update(evidence: Evidence) -> Sign | None:
     if kl is None or steps < FEWEST_STEPS or without < NO_UPDATE * steps:
         return None
     words = (
-        f"no update in {without} of {steps} steps: a KL of {kl:.2g} is beyond target_kl before the"
-        " first one"
+        f"no update in {without} of {steps} steps: a KL of {kl:.2g} is beyond"
+        " target_kl before the first one"
     )
     return Sign(words, {"stopped_at_kl": kl})

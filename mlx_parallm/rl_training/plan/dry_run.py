@@ -255,14 +255,14 @@ class DryRun:
         fitting = [length for length in lengths if length < most]
         if not fitting:
             return (
-                f"none of {PROMPTS} prompts is shorter than rl_training.atropos.max_token_length ="
-                f" {most}"
+                f"none of {PROMPTS} prompts is shorter than"
+                f" rl_training.atropos.max_token_length = {most}"
             )
         self._probe.saw(max(fitting), 0)
         if len(fitting) < PROMPTS:
             where = f"{source.name}: {PROMPTS - len(fitting)} of {PROMPTS} prompts are too long"
             self._say(
-                [(f"{where} for rl_training.atropos.max_token_length = {most} and will be dropped")]
+                [f"{where} for rl_training.atropos.max_token_length = {most} and will be dropped"]
             )
         short = sum(length + source.config.max_tokens > most for length in fitting)
         if short:
@@ -272,9 +272,8 @@ class DryRun:
             self._say(
                 [
                     (
-                        f"{source.name}: with {short} of {PROMPTS} prompts {rest}: those"
-                        " completions are"
-                        " cut shorter"
+                        f"{source.name}: with {short} of {PROMPTS} prompts {rest}:"
+                        " those completions are cut shorter"
                     )
                 ]
             )
@@ -302,9 +301,12 @@ class DryRun:
         )
         if mark is None or mark in tokenizer.eos_token_ids or mark not in tokenizer.special_ids:
             return None
-        ends = ", ".join(
-            repr(tokenizer.token_text(token)) for token in sorted(tokenizer.eos_token_ids)
-        ) or ("none")
+        ends = (
+            ", ".join(
+                repr(tokenizer.token_text(token)) for token in sorted(tokenizer.eos_token_ids)
+            )
+            or "none"
+        )
         return (
             f"the chat template ends an answer with {tokenizer.token_text(mark)!r}, which is no"
             " end token of this model"
@@ -364,9 +366,8 @@ class DryRun:
         if not self._measurable:
             return [
                 (
-                    "no in-process environments: rollouts come over HTTP, so nothing was sampled"
-                    " and"
-                    " no step measured"
+                    "no in-process environments: rollouts come over HTTP, so nothing"
+                    " was sampled and no step measured"
                 )
             ]
         remarks, lines = [], self._probe.lines
@@ -379,8 +380,8 @@ class DryRun:
         ]
         if alike and (share := sum(alike) / len(alike)) >= ALIKE:
             why = (
-                "the reward does not tell answers apart, or the task is too hard or too easy for"
-                " this model"
+                "the reward does not tell answers apart, or the task is too"
+                " hard or too easy for this model"
             )
             remarks.append(
                 f"in {share:.0%} of the probe's groups every completion scored alike: {why}"
@@ -542,7 +543,7 @@ def visible(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Text:
     pieces = tokenizer.decode_parts([part for _, part in parts])
     for (special, _), piece in zip(parts, pieces, strict=True):
         text.append(
-            piece if special else piece.replace("\n", "⏎\n"), style=SPECIAL if special else ("")
+            piece if special else piece.replace("\n", "⏎\n"), style=SPECIAL if special else ""
         )
     return text
 
@@ -566,7 +567,7 @@ def show_group(result: GroupResult, prompt: Sequence[int], tokenizer: Tokenizer)
         last = (
             visible(tokenizer, rollout.tokens[-1:])
             if rollout.tokens[-1] in tokenizer.eos_token_ids
-            else ("stop")
+            else "stop"
         )
         ended = Text("truncated", style="yellow") if cut else last
         text = Text(answer if len(answer) <= LONGEST_ANSWER else answer[:LONGEST_ANSWER] + " …")
@@ -626,8 +627,8 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
     elif cut > TRUNCATED * len(rollouts):
         limit = result.plan.source.config.max_tokens
         lines.append(
-            f"{cut} of {len(rollouts)} completions were cut off: raise {config_key}.max_tokens"
-            f" ({limit})"
+            f"{cut} of {len(rollouts)} completions were cut off: raise"
+            f" {config_key}.max_tokens ({limit})"
         )
     return lines
 
@@ -680,20 +681,20 @@ def show_forecast(forecast: Forecast, written_to: Path, most: Lengths) -> Table:
     else:
         table.add_row(
             "a step",
-            (f"{duration(forecast.seconds)} (mean of {forecast.measured_steps} real steps)"),
+            f"{duration(forecast.seconds)} (mean of {forecast.measured_steps} real steps)",
         )
         table.add_row(
             "time",
             (
-                f"{duration(forecast.duration_s)} to total_steps = {forecast.steps}, evaluations"
-                " not counted"
+                f"{duration(forecast.duration_s)} to total_steps ="
+                f" {forecast.steps}, evaluations not counted"
             ),
         )
     saved = f"{forecast.checkpoints} × checkpoint of {in_words(forecast.checkpoint)}"
     parts = f"{saved}, {in_words(forecast.disk_step)} a step"
     table.add_row(
         "disk",
-        (f"needed {in_words(forecast.disk)} ({parts}); free {in_words(forecast.disk_present)}"),
+        f"needed {in_words(forecast.disk)} ({parts}); free {in_words(forecast.disk_present)}",
     )
     table.add_row("written to", str(written_to))
     return table

@@ -79,9 +79,7 @@ def print_run_report(started: StartedRun, metrics: MetricsFile, outcome: Outcome
     for problem in problems:
         log.warning(problem, **{FILE_ONLY: True})  # the report shows them
     first = (
-        (f"after step {evaluations[0]['step']}")
-        if comparisons and evaluations[0]["step"]
-        else BEFORE
+        f"after step {evaluations[0]['step']}" if comparisons and evaluations[0]["step"] else BEFORE
     )
     shown = samples if samples.is_file() else None
     successes = report.successes_of(lines)

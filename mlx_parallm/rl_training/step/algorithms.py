@@ -424,13 +424,13 @@ def custom_loss(reference: str) -> Loss:
         ):
             shape = list(value.shape) if isinstance(value, mx.array) else type(value).__name__
             raise ConfigError(
-                f"{key} returned {shape}: expected LossOutputs with a loss of one number (see"
-                " aggregate)"
+                f"{key} returned {shape}: expected LossOutputs with a loss"
+                " of one number (see aggregate)"
             )
         if taken := [name for name in outputs.metrics if name in KEYS and name not in LOSS_METRICS]:
             raise ConfigError(
-                f"{key} returned the metric {taken[0]!r}, which is a column of metrics.jsonl"
-                " already"
+                f"{key} returned the metric {taken[0]!r}, which is a"
+                " column of metrics.jsonl already"
             )
         with user_code(key):
             metrics = {name: mx.array(value) for name, value in outputs.metrics.items()}

@@ -348,7 +348,7 @@ class StatisticsCollector:
             reward_by_environment={
                 name: numbers["reward_mean"]
                 for name, numbers in environments.items()
-                if numbers[("groups")]
+                if numbers["groups"]
             },
             environments=environments,
             full_marks={

@@ -209,8 +209,8 @@ class TrainedPolicy:
         if not paths:
             raise AdapterError(
                 f"the part that sees cannot be trained: {', '.join(images.trained)} has no linear"
-                " layer that takes an adapter: it learns with rl_training.lora.enabled = false"
-                " alone"
+                " layer that takes an adapter: it learns with"
+                " rl_training.lora.enabled = false alone"
             )
         for part in images.trained:
             if not any(of_part(path, [part]) for path in paths):
@@ -317,8 +317,8 @@ class TrainedPolicy:
             elif path not in parameters or parameters[path].shape != array.shape:
                 other = parameters[path].shape if path in parameters else "missing"
                 raise ConfigError(
-                    f"the reference is not of this model's shape: {path} is {other}, expected"
-                    f" {array.shape}"
+                    f"the reference is not of this model's shape: {path} is"
+                    f" {other}, expected {array.shape}"
                 )
         arrays = {path: parameters[path].astype(array.dtype) for path, array in current.items()}
         mx.eval(arrays)

@@ -7,9 +7,7 @@ from typing import Any
 
 def cut(text: str | None, most: int) -> str | None:
     return (
-        text
-        if text is None or len(text) <= most
-        else (f"{text[:most]} … ({len(text):,} characters)")
+        text if text is None or len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
     )
 
 

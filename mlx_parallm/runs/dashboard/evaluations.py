@@ -97,7 +97,7 @@ def _compared(
     over_time = [
         {
             problem["key"]: reward_of(problem)
-            for problem in line["environments"].get(name, {"problems": []})[("problems")]
+            for problem in line["environments"].get(name, {"problems": []})["problems"]
         }
         for line in lines[-MOST_EVALUATIONS:]
     ]

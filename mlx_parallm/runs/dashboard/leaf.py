@@ -12,9 +12,8 @@ LEAF = Leaf(
             "Show runs in a browser: curves, groups, answers, tokens.",
             "mlx_parallm.runs.dashboard.command:dashboard",
             "mlx_parallm_dashboard",
-            "The same page that a training run serves at /dashboard. Reads only; several runs are"
-            " drawn over"
-            " each other.",
+            "The same page that a training run serves at /dashboard. Reads only; several"
+            " runs are drawn over each other.",
             ends_in_order=True,
         ),
     ),

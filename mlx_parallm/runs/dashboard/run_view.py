@@ -421,7 +421,7 @@ class RunView:
         for rollout in rollouts:
             rollout["segments"] = [len(segment["tokens"]) for segment in rollout["segments"]]
             rollout["conversation"] = [
-                turn | {"text": cut(turn["text"], most)} for turn in rollout[("conversation")]
+                turn | {"text": cut(turn["text"], most)} for turn in rollout["conversation"]
             ]
             rollout["prompt"], rollout["completion"] = (
                 cut(rollout[key], most) for key in ("prompt", "completion")

@@ -35,8 +35,8 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"model": RewardsAnswer},
     404: {"description": "No such completion", "content": ERROR_CONTENT},
     409: {
-        "description": "The completion already has a reward, still runs, was aborted, or is not"
-        " the policy's",
+        "description": "The completion already has a reward, still runs, was"
+        " aborted, or is not the policy's",
         "content": ERROR_CONTENT,
     },
     410: {"description": "Too late: the completion is kept no longer", "content": ERROR_CONTENT},

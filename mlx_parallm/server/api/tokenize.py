@@ -59,8 +59,8 @@ async def detokenize(body: DetokenizeBody, context: Context) -> Response:
     room, size = context.engine.max_model_len, context.tokenizer.vocab_size
     if len(body.tokens) > room:
         message = (
-            f"'tokens' holds {len(body.tokens)} ids: this model's maximum context length is {room}"
-            " tokens"
+            f"'tokens' holds {len(body.tokens)} ids: this model's maximum"
+            f" context length is {room} tokens"
         )
         raise RequestError(message, param="tokens", code="context_length_exceeded")
     if max(body.tokens, default=0) >= size:

@@ -44,7 +44,7 @@ class _Blocks:
                     "tool_use",
                     anew=True,
                     id=call.get("id") or "",
-                    name=function.get("name") or (""),
+                    name=function.get("name") or "",
                 )
                 self._call = index
             if arguments := function.get("arguments"):

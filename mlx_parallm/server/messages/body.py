@@ -255,8 +255,7 @@ def _chat_result(block: Block, place: str, unanswered: set[str], images: bool) -
     if call_id not in unanswered:
         reason = (
             f"{place}.tool_use_id: {call_id!r} answers no tool_use block of the assistant's turn"
-            " before it"
-            " (each is answered once)"
+            " before it (each is answered once)"
         )
         raise RequestError(reason, param=f"{place}.tool_use_id")
     unanswered.remove(call_id)

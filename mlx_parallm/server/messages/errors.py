@@ -55,9 +55,7 @@ class AnthropicErrors:
                 if not message.get("more_body", False):
                     body = json.dumps(anthropic_error(json.loads(b"".join(parts)))).encode()
                     headers = [
-                        (key, value)
-                        for key, value in start[("headers")]
-                        if key != b"content-length"
+                        (key, value) for key, value in start["headers"] if key != b"content-length"
                     ]
                     headers.append((b"content-length", str(len(body)).encode()))
                     await send({**start, "headers": headers})

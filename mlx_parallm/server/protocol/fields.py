@@ -176,7 +176,7 @@ def screen_fields(
         elif key in neutral:
             if value not in neutral[key]:
                 reason = f"{key!r} is not supported by this server" + (
-                    (f": {INSTEAD[key]}") if key in INSTEAD else ""
+                    f": {INSTEAD[key]}" if key in INSTEAD else ""
                 )
                 raise RequestError(reason, param=key, code="unsupported_parameter")
         elif key not in WITHOUT_EFFECT and not unknown:

@@ -296,7 +296,7 @@ class ChatBody(Conversation, GenerationBody):
         return [
             t
             for t in self.callable_tools
-            if self.must_call and named in (None, t["function"][("name")])
+            if self.must_call and named in (None, t["function"]["name"])
         ]
 
     @property

@@ -88,7 +88,7 @@ class ResponseForm:
             "type": "error",
             "code": fields["code"],
             "message": fields["message"],
-            "param": fields[("param")],
+            "param": fields["param"],
         }
         return self._numbered(event)
 

@@ -98,7 +98,7 @@ async def list_input_items(
         listed = listed[position:]
     page = [item.load() for item in listed[:limit]]
     ends = (
-        {"first_id": page[0]["id"], "last_id": page[-1][("id")]}
+        {"first_id": page[0]["id"], "last_id": page[-1]["id"]}
         if page
         else {"first_id": None, "last_id": None}
     )

@@ -55,8 +55,8 @@ class ExpertConfig:
     def __post_init__(self) -> None:
         if min(self.obs_dim, self.action_dim, self.hidden_dim, self.num_layers) < 1:
             raise ConfigError(
-                f"expert {self.name!r}: obs_dim, action_dim, hidden_dim and num_layers have to"
-                " be at least 1"
+                f"expert {self.name!r}: obs_dim, action_dim, hidden_dim and"
+                " num_layers have to be at least 1"
             )
         if not 0 <= self.dropout < 1:
             raise ConfigError(

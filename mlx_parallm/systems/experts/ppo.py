@@ -275,7 +275,7 @@ def rows_of(pieces: Sequence[Piece], gamma: float, gae_lambda: float) -> Rows:
     def padded(values: np.ndarray) -> np.ndarray:
         rows = np.zeros(
             (*inside.shape, *values.shape[1:]),
-            np.int32 if values.dtype.kind == ("i") else np.float32,
+            np.int32 if values.dtype.kind == "i" else np.float32,
         )
         rows[inside] = values
         return rows

@@ -84,8 +84,8 @@ def _make(
             return cls(config)
     short = name.rpartition(".")[2]
     raise ConfigError(
-        f"it is of your class {short}: load_expert(path, {short}), or registry.load(directory,"
-        f" {short})"
+        f"it is of your class {short}: load_expert(path, {short}), or"
+        f" registry.load(directory, {short})"
     )
 
 

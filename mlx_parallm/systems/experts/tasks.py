@@ -199,8 +199,8 @@ class GymnasiumTask:
             self.action_low, self.action_high = float(taken.low.min()), float(taken.high.max())
         else:
             raise ConfigError(
-                f"environment {id!r}: an expert needs a Discrete or a bounded Box action, not"
-                f" {taken}"
+                f"environment {id!r}: an expert needs a Discrete or a"
+                f" bounded Box action, not {taken}"
             )
         self._start, self._taken = int(getattr(taken, "start", 0)), taken
 

@@ -38,8 +38,8 @@ def check_run(config: "CoreConfig") -> None:
     if section.judge == MODEL and not training.lora.enabled:
         raise ValueError(
             'feedback.judge = "base" asks the model without its adapter, and with'
-            " rl_training.lora.enabled = false the base itself is trained: use LoRA, or another"
-            " judge"
+            " rl_training.lora.enabled = false the base itself is"
+            " trained: use LoRA, or another judge"
         )
     if training.deterministic:
         raise ValueError(
@@ -138,8 +138,8 @@ class FeedbackConfig(Section):
         of_a_server = self.judge is not None and self.judge.startswith(("http://", "https://"))
         if of_a_server != (self.judge_model is not None):
             raise ValueError(
-                "judge and judge_model: a server's URL needs the name of its model, and nothing"
-                " else has one"
+                "judge and judge_model: a server's URL needs the name of its"
+                " model, and nothing else has one"
             )
         if self.judge_api_key_file is not None and not of_a_server:
             raise ValueError("judge_api_key_file belongs to a judge that is a server")

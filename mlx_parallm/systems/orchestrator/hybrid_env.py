@@ -128,9 +128,8 @@ class VectorizedHybridEnv:
         texts."""
         if len(texts) != len(self.envs):
             raise ValueError(
-                f"{len(texts)} texts for {len(self.envs)} environments: expected"
-                f" {len(self.envs)}"
-                " actions"
+                f"{len(texts)} texts for {len(self.envs)} environments:"
+                f" expected {len(self.envs)} actions"
             )
         steps = list(self._threads.map(HybridEnv.step_from_text, self.envs, texts))
         seen, rewards, dones, infos = (list(column) for column in zip(*steps, strict=True))

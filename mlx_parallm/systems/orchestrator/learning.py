@@ -88,9 +88,7 @@ def schedule_of(learn: Learning, options: Mapping[str, Any]) -> LearningSchedule
     )
     if unused := [name for name in set_options if name not in used]:
         needed = (
-            ('"alternate"')
-            if unused[0] == "alternate_every"
-            else '"experts", "alternate" or "both"'
+            '"alternate"' if unused[0] == "alternate_every" else '"experts", "alternate" or "both"'
         )
         raise ConfigError(
             f'hybrid: {unused[0]} has no effect with learn = "{learn}": set learn = {needed}'

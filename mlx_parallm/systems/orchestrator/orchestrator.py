@@ -195,7 +195,7 @@ class Orchestrator:
             None,
             None,
             action.error and "malformed",
-            action.error or (""),
+            action.error or "",
         )
         if action.error is not None:
             text = f"The call cannot be read: {action.error}"
@@ -304,8 +304,7 @@ def controls_of(
             if (config.obs_dim, config.action_dim, config.discrete_actions) != (10, 2, False):
                 raise ConfigError(
                     f"expert {name!r} reads {config.obs_dim} numbers: no loop is known for it; set"
-                    " controls"
-                    f" ({', '.join(CONTROLS)}, or a function of yours)"
+                    f" controls ({', '.join(CONTROLS)}, or a function of yours)"
                 )
             controls[name] = CONTROLS["projectile"]
     return controls

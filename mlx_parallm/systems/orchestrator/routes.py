@@ -64,7 +64,7 @@ def hybrid_router(planner: ServedPlanner) -> AddedRouter:
         prefix="/v1/hybrid",
         route_class=StrictJSONRoute,
         default_response_class=JSONResponse,
-        tags=[("openai")],
+        tags=["openai"],
     )
 
     @router.post("/chat/completions")

@@ -47,8 +47,8 @@ class PlannerTrainer:
     ) -> None:
         if reward_fn is None:
             raise ConfigError(
-                "GRPOTrainer: reward_fn is missing: f(completions, **columns) returns a number"
-                " for each"
+                "GRPOTrainer: reward_fn is missing: f(completions,"
+                " **columns) returns a number for each"
             )
         self._reward = WeightedRewardComputer([reward_fn])  # it is checked before a model is loaded
         self.inference = InferenceModule(policy_model, tokenizer=tokenizer)
@@ -73,8 +73,8 @@ class PlannerTrainer:
         """
         if (self.algorithm is None) == (prompt_source is None):
             raise ConfigError(
-                "GRPOTrainer: train(prompts) the first time, then train() goes on with the same"
-                " prompts"
+                "GRPOTrainer: train(prompts) the first time, then train()"
+                " goes on with the same prompts"
             )
         if self.algorithm is None and prompt_source is not None:
             prompts = list(prompt_source() if callable(prompt_source) else prompt_source)

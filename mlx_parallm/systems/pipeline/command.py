@@ -22,8 +22,8 @@ def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
         nargs="+",
         required=True,
         help=(
-            "a recorder's directory, a file of traces, or logs that `mlx_parallm traces import`"
-            " reads"
+            "a recorder's directory, a file of traces, or logs that"
+            " `mlx_parallm traces import` reads"
         ),
     )
     parser.add_argument(
@@ -36,8 +36,8 @@ def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
         action="append",
         default=[],
         help=(
-            "reward function: labels the traces, is grpo's reward, judges held-out answers; may"
-            " be repeated"
+            "reward function: labels the traces, is grpo's reward, judges"
+            " held-out answers; may be repeated"
         ),
     )
     parser.add_argument(

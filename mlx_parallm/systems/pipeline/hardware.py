@@ -113,8 +113,8 @@ class HardwareConfig:
                 num_generations=max(self.num_generations, top.generations),
             )
             small = (
-                f"{size} are few for this machine, which is good for {self.recommended_billions:g}"
-                " billion"
+                f"{size} are few for this machine, which is good for"
+                f" {self.recommended_billions:g} billion"
             )
             why |= dict.fromkeys(("rank", "batch", "generations"), small)
         quantize = parameters * BF16_BYTES > BASE_SHARE * memory
@@ -185,8 +185,8 @@ def detect_hardware(profile: Profile = AUTO_DETECT) -> HardwareConfig:
     backend = "cpu" if profile == CPU_ONLY else machine.backend
     if profile == GPU_ENABLED and backend == "cpu":
         raise ConfigError(
-            "GPU_ENABLED: MLX computes on the CPU here (docs/parameters.md); use AUTO_DETECT or"
-            " CPU_ONLY"
+            "GPU_ENABLED: MLX computes on the CPU here"
+            " (docs/parameters.md); use AUTO_DETECT or CPU_ONLY"
         )
     memory = machine.memory_bytes if backend == "cpu" else memory_present()[1]
     return _fitting(

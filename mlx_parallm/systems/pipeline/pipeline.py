@@ -280,8 +280,8 @@ class _Attempt:
                 and not self._options.even_if_worse
             ):
                 raise StageFailedError(
-                    f"deploy: {in_words(result)}. It is not deployed; --even-if-worse deploys it"
-                    " all the same"
+                    f"deploy: {in_words(result)}. It is not deployed;"
+                    " --even-if-worse deploys it all the same"
                 )
 
     def _results(self, error: str | None) -> Json:

@@ -133,12 +133,10 @@ def _curve(values: Sequence[float | None]) -> str:
         for at, value in points
     )
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none"><polyline points="{line}"'
-        ' fill="none"'
-        f' stroke="#2a7" stroke-width="2" vector-effect="non-scaling-stroke"/></svg>'
-        f"<p>{len(values)} steps, from {points[0][1]:.4g} to {points[-1][1]:.4g} (lowest"
-        f" {low:.4g}, highest"
-        f" {high:.4g})</p>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none"><polyline'
+        f' points="{line}" fill="none" stroke="#2a7" stroke-width="2"'
+        f' vector-effect="non-scaling-stroke"/></svg><p>{len(values)} steps, from'
+        f" {points[0][1]:.4g} to {points[-1][1]:.4g} (lowest {low:.4g}, highest {high:.4g})</p>"
     )
 
 

@@ -70,8 +70,7 @@ def check_disk(places: list[tuple[Path, float]]) -> None:
         if size > (free := shutil.disk_usage(nearest).free):
             raise ConfigError(
                 f"the disk of {nearest} has {free / GB:.1f} GB free, and the pipeline's files take"
-                " about"
-                f" {size / GB:.1f} GB: make room, choose a smaller --type, or another --work"
+                f" about {size / GB:.1f} GB: make room, choose a smaller --type, or another --work"
             )
 
 

@@ -133,7 +133,7 @@ class Stages:
         self._watch = watch
         stages = [
             PipelineStage(
-                "traces", "read and redact", self._about_traces, self._traces, (("traces.jsonl"),)
+                "traces", "read and redact", self._about_traces, self._traces, ("traces.jsonl",)
             ),
             PipelineStage("label", "label", self._about_labels, self._label, ("traces.jsonl",)),
             PipelineStage(
@@ -145,7 +145,7 @@ class Stages:
             ),
             PipelineStage("dry_run", "try the training", self._about_training, self._dry_run),
             PipelineStage(
-                "baseline", "the base answers", self._about_baseline, self._baseline, (("answers"),)
+                "baseline", "the base answers", self._about_baseline, self._baseline, ("answers",)
             ),
             PipelineStage(
                 "train",
@@ -160,10 +160,10 @@ class Stages:
                 "the policy answers",
                 self._about_evaluation,
                 self._evaluate,
-                (("answers"),),
+                ("answers",),
             ),
             PipelineStage(
-                "export", "export and verify", self._about_export, self._export, (("gguf"),)
+                "export", "export and verify", self._about_export, self._export, ("gguf",)
             ),
         ]
         if self.options.deploy is not None:
@@ -625,7 +625,7 @@ class Stages:
         if not self._rewards:
             return self._held_out_rows()
         whole = (self._final / "config.json").is_file()  # a run that trained all weights
-        self._ask("evaluate", directory, ("--model") if whole else "--lora-path", self._final)
+        self._ask("evaluate", directory, "--model" if whole else "--lora-path", self._final)
         return self._verdict(directory / "answers")
 
     def _held_out_rows(self) -> Json:
@@ -674,12 +674,12 @@ class Stages:
         result: Json = {
             "file": str(out / about["file"]),
             "type": self._kind,
-            "verification": about[("verification")],
+            "verification": about["verification"],
         }
         if not self._rewards or not llama_server.available():
             return {
                 **result,
-                "what": "not asked: " + (("no llama.cpp here") if self._rewards else "no --reward"),
+                "what": "not asked: " + ("no llama.cpp here" if self._rewards else "no --reward"),
             }
         with llama_server.running(out / about["file"]) as server:
             self._ask("export", directory, "--url", f"{server.url}/v1", "--concurrency", 1)

@@ -186,7 +186,7 @@ class _PolicyCollector(Collector):
     def collect(self) -> list[Metric]:
         history, prefix = self._service.history(), "mlx_parallm_prompt_policy"
         mutations = CounterMetricFamily(
-            f"{prefix}_experiences", "Experiences, by mutation", labels=[("mutation")]
+            f"{prefix}_experiences", "Experiences, by mutation", labels=["mutation"]
         )
         for number, name in enumerate(self._service.mutations):
             mutations.add_metric([name], sum(history.actions[number : number + 1]))

@@ -107,9 +107,8 @@ def checked(rows: np.ndarray, count: int, dimensions: int, source: str) -> np.nd
         row_length = rows.shape[1] if rows.ndim == 2 else 0
         raise EndpointError(
             f"{source} gives {len(rows)} vectors of {row_length} numbers for {count} texts, but the"
-            " policy reads"
-            f" {dimensions}: set prompt_policy.ppo.input_dim = {row_length} and a new"
-            " prompt_policy.checkpoint_dir"
+            f" policy reads {dimensions}: set prompt_policy.ppo.input_dim = {row_length} and a"
+            " new prompt_policy.checkpoint_dir"
         )
     if not np.isfinite(rows).all():
         raise EndpointError(f"{source} gives embeddings that are not finite numbers")

@@ -173,7 +173,8 @@ def expand(prompt: str, classified: Classified) -> Mutation | None:
         "expansion",
         (
             "added"
-            f" {'definitions, ' if terms else ''}{'' if classified.has_list else 'steps, '}criteria of a good answer"
+            f" {'definitions, ' if terms else ''}{'' if classified.has_list else 'steps, '}criteria"
+            " of a good answer"
         ),
         _impact("increase", "increase", "increase", "increase"),
         {"terms": terms, "category": classified.category},
@@ -207,7 +208,7 @@ def decompose(prompt: str, classified: Classified) -> Mutation | None:
         text = "".join(
             [
                 " ".join(context),
-                ("\n\n") if context else "",
+                "\n\n" if context else "",
                 "Do the following, one after the other:\n",
             ]
         )

@@ -155,7 +155,7 @@ class PPOTrainer:
         result = {name: value for name, value in means.items() if not name.startswith("ratio_")}
         result |= {
             "first_ratio": steps[0]["ratio_mean"],
-            "first_ratio_error": steps[0][("ratio_error")],
+            "first_ratio_error": steps[0]["ratio_error"],
         }
         result["learning_rate"] = rate
         with self._lock:
@@ -234,7 +234,7 @@ class PPOTrainer:
             mx.eval(weights, optimizer)
             history, novelty = (
                 History.from_json(state["history"]),
-                Novelty.from_json(state[("novelty")]),
+                Novelty.from_json(state["novelty"]),
             )
             order = np.random.default_rng()
             order.bit_generator.state = state["order"]

@@ -178,8 +178,8 @@ class PolicyService:
         ):
             raise RequestError(
                 (
-                    f"{directory} is there, and is no checkpoint of a prompt policy: choose"
-                    " another name"
+                    f"{directory} is there, and is no checkpoint of a"
+                    " prompt policy: choose another name"
                 ),
                 param="path",
             )
@@ -293,8 +293,7 @@ class PolicyService:
         ):
             raise RequestError(
                 f"'path' is the name of a checkpoint in {self.directory}: up to 100 letters,"
-                " digits, '_', '-' and '.',"
-                f" not {name!r}",
+                f" digits, '_', '-' and '.', not {name!r}",
                 param="path",
             )
         return self.directory / name

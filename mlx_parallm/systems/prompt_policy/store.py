@@ -269,8 +269,7 @@ class ExperienceStore:
         if row is not None and row[0] != 4 * self._dimensions:
             raise StoreError(
                 f"{self._database.path} holds embeddings of {row[0] // 4} numbers, but the policy"
-                " reads"
-                f" {self._dimensions}: choose another prompt_policy.checkpoint_dir"
+                f" reads {self._dimensions}: choose another prompt_policy.checkpoint_dir"
             )
 
 

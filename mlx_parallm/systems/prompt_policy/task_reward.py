@@ -57,7 +57,7 @@ class EndpointAnswers:
         try:
             return [
                 whole_characters(str(choice["message"]["content"] or ""))
-                for choice in reply[("choices")]
+                for choice in reply["choices"]
             ]
         except (LookupError, TypeError) as error:
             raise EndpointError(

@@ -215,8 +215,7 @@ def prompt_key(of: AnyTrace | Json) -> str:
         before = of["prompt"]
     else:
         sampled = (
-            message["role"] == "assistant" and "weight" not in message
-            for message in of[("messages")]
+            message["role"] == "assistant" and "weight" not in message for message in of["messages"]
         )
         before = of["messages"][
             : next((number for number, first in enumerate(sampled) if first), None)
@@ -514,7 +513,7 @@ def _prompts(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
         key = json.dumps(before, sort_keys=True)
         if not before or key in seen:
             dataset.left_out[
-                ("a prompt that is there already") if before else "it begins with an answer"
+                "a prompt that is there already" if before else "it begins with an answer"
             ] += 1
             continue
         seen.add(key)

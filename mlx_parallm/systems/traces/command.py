@@ -219,9 +219,7 @@ def _summary(trace: Any) -> str:
     for label in trace.labels:
         value = label.label if label.value is None else f"{label.value:g}"
         parts.append(
-            (f"{label.name} {value} by {label.by}")
-            if value is not None
-            else f"comment by {label.by}"
+            f"{label.name} {value} by {label.by}" if value is not None else f"comment by {label.by}"
         )
     parts += [name for name in ("aborted", "sidechain") if trace.get(name)]
     return ", ".join(parts)
@@ -347,9 +345,8 @@ def _build(commands: Any) -> Run:
         card = write_dataset(build_dataset(traces, options), args.to, license=args.license)
         lines = [
             (
-                f"{args.kind}: {card['rows']['train']} rows to train on, {card['rows']['test']}"
-                " held"
-                f" out: {args.to}"
+                f"{args.kind}: {card['rows']['train']} rows to train on,"
+                f" {card['rows']['test']} held out: {args.to}"
             )
         ]
         lines += [f"left out {count}: {reason}" for reason, count in card["left_out"].items()]

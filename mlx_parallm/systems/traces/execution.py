@@ -139,7 +139,7 @@ class ExecutionTrace:
                 values = {
                     "success": not failed,
                     "error": text if failed else None,
-                    "timestamp": step.timestamp or (""),
+                    "timestamp": step.timestamp or "",
                 }
                 calls.append(
                     ToolCallTrace(
@@ -297,7 +297,7 @@ def manual_label(good: bool, notes: str, *, at: float, by: str = "user") -> Labe
     values: Json = {
         "name": MANUAL,
         "value": float(good),
-        "label": ("good") if good else "bad",
+        "label": "good" if good else "bad",
         "by": by,
         "at": at,
     }

@@ -133,7 +133,7 @@ class TraceRedactor:
             named = names_a_secret(value)
             return {
                 self.text(str(key)): self._named(
-                    ("secret") if named and key == "value" else str(key), item
+                    "secret" if named and key == "value" else str(key), item
                 )
                 for key, item in value.items()
             }

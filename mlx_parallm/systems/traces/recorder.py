@@ -94,8 +94,8 @@ def session_name(name: str) -> str:
     if not SESSION_NAME.fullmatch(name):
         raise RequestError(
             (
-                f"{name[:80]!r} cannot name a session: 1 to 128 letters, digits and _ . : -, not a"
-                " dot first"
+                f"{name[:80]!r} cannot name a session: 1 to 128 letters,"
+                " digits and _ . : -, not a dot first"
             ),
             param="name",
         )

@@ -187,7 +187,7 @@ class _CallObserver:
                         # read together at the end: that takes a third of the time
                         chunks.append(chunk)
                         unfinished -= sum(
-                            choice["finish_reason"] is not None for choice in chunk[("choices")]
+                            choice["finish_reason"] is not None for choice in chunk["choices"]
                         )
                         if not unfinished:
                             self._take(chunks)

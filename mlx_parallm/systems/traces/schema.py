@@ -119,8 +119,8 @@ class TraceStep(_Record):
                     )
         if self.source == "agent" and self.llm_call_count == 0 and self.metrics is not None:
             raise ValueError(
-                f"step {self.step_id}: no model was called (llm_call_count = 0), but there are"
-                " metrics"
+                f"step {self.step_id}: no model was called"
+                " (llm_call_count = 0), but there are metrics"
             )
         if self.observation is not None and self.tool_calls is not None:
             call_ids = {call.tool_call_id for call in self.tool_calls}
@@ -391,7 +391,7 @@ def _written(step: Mapping[str, Any]) -> Json:
         message["reasoning_content"] = step["reasoning_content"]
     if step.get("tool_calls"):
         message["tool_calls"] = [
-            _restored(_written_call(call), call.get("extra")) for call in step[("tool_calls")]
+            _restored(_written_call(call), call.get("extra")) for call in step["tool_calls"]
         ]
     return message
 

@@ -276,7 +276,7 @@ class Session:
         for number, leaf in enumerate(self.ordered_leaves(), 1):
             path = self.path(leaf.id)
             traces.append(
-                self.trace(path, claimed, self.name if number == 1 else (f"{self.name}#{number}"))
+                self.trace(path, claimed, self.name if number == 1 else f"{self.name}#{number}")
             )
             claimed |= {turn.id for turn in path}
         return traces

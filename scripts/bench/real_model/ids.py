@@ -61,8 +61,8 @@ def main() -> None:
         pairs = [(text, server.tokenize(text), tokenizer.encode(text)) for text in compared]
     differ = [pair for pair in pairs if pair[1] != pair[2]]
     print(
-        f"{COUNT - len(differ)} of {COUNT} texts have equal ids ({len(set(compared))} different"
-        " texts)"
+        f"{COUNT - len(differ)} of {COUNT} texts have equal ids"
+        f" ({len(set(compared))} different texts)"
     )
     for text, theirs, ours in differ[:SHOWN]:
         first = next(place for place, (a, b) in enumerate(zip_longest(theirs, ours)) if a != b)

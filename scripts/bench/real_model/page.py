@@ -106,12 +106,12 @@ def _parting(row: dict[str, Any]) -> str:
     (ours, other), (here, there) = row["here"], row["there"]
     apart = "not listed" if here is None or there is None else f"{there - here:.4f}"
     texts = [
-        f"`{json.dumps(text, ensure_ascii=False)}`".replace("|", "\\|") for text in row[("texts")]
+        f"`{json.dumps(text, ensure_ascii=False)}`".replace("|", "\\|") for text in row["texts"]
     ]
     return (
         "| "
         + " | ".join([str(row["chat"]), str(row["token"]), *texts, f"{ours - other:.4f}", apart])
-        + (" |")
+        + " |"
     )
 
 
@@ -120,8 +120,8 @@ def _serving(rows: dict[str, Any]) -> str:
         return "Not measured yet.\n"
     lines = [
         (
-            "Greedy chats of at most 100 tokens, streamed; medians over rounds, a ratio within its"
-            " round.\n"
+            "Greedy chats of at most 100 tokens, streamed; medians over"
+            " rounds, a ratio within its round.\n"
         )
     ]
     lines += [
@@ -138,7 +138,7 @@ def _serving(rows: dict[str, Any]) -> str:
             cells = [case, name, f"{rate:.1f}", f"{row['first_token_s'][name]:.2f}", ratio, target]
             counts = [str(row.get(key, {}).get(name, 0)) for key in ("short", "failed")]
             lines.append(
-                "| " + " | ".join([*cells, *counts, str(row["rounds"]), _machine(row)]) + (" |")
+                "| " + " | ".join([*cells, *counts, str(row["rounds"]), _machine(row)]) + " |"
             )
     notes = (
         "`short`: answers that ended before 100 tokens. `failed`: requests without an answer,"

@@ -68,9 +68,7 @@ def measure(
                 for name, url in urls.items():
                     report = send(
                         url,
-                        _chats(
-                            number, turn, str(model) if name == ("mlx_lm.server") else "default"
-                        ),
+                        _chats(number, turn, str(model) if name == "mlx_lm.server" else "default"),
                     )
                     if turn:
                         reports[name].append(report)

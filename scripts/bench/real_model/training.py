@@ -79,8 +79,8 @@ def _config(directory: Path, model: Path, kind: str) -> Path:
     text = f'[model]\nbase_path = "{model}"\n[rl_training]\nalgorithm = "{kind}"\n'
     if kind == "grpo":
         text += (
-            "batch_size = 16\n[rl_training.atropos]\nrollout_batch_size = 16\nmax_token_length ="
-            " 192\n"
+            "batch_size = 16\n[rl_training.atropos]\nrollout_batch_size"
+            " = 16\nmax_token_length = 192\n"
         )
         text += '[[environments]]\nkind = "dataset"\ndata = "rows.jsonl"\nmax_tokens = 48\n'
         text += 'rewards = ["python:score.py:early_letters"]\n'

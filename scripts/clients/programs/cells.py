@@ -39,7 +39,7 @@ SCHEMA = {
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string", "enum": ["Paris"]}},
-    "required": [("city")],
+    "required": ["city"],
 }
 TOOL = {
     "type": "function",

@@ -28,7 +28,7 @@ def _():
             "--constraint",
             "kind=max_requests,count=3",
             "--output",
-            (f"kind=json,path={name}/found.json"),
+            f"kind=json,path={name}/found.json",
         ]
         shown = command("guidellm", "run", *words, HF_HUB_OFFLINE="1")
         report = json.loads(Path(name, "found.json").read_text())

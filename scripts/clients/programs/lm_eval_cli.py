@@ -19,8 +19,8 @@ doc_to_target: "{{{{answer}}}}"
 """
 MORE = {
     "multiple_choice": 'doc_to_choice: ["Paris", "Rome"]',
-    "generate_until": "generation_kwargs: {max_gen_toks: 8, until: ['.']}\nmetric_list: [{metric:"
-    " exact_match}]",
+    "generate_until": "generation_kwargs: {max_gen_toks: 8, until:"
+    " ['.']}\nmetric_list: [{metric: exact_match}]",
 }
 
 
@@ -28,7 +28,7 @@ def evaluate(kind: str, model: str, route: str, **fields: object) -> None:
     with tempfile.TemporaryDirectory() as name:
         rows = Path(name, "rows.jsonl")
         rows.write_text(
-            json.dumps({"question": "The capital of France is", "answer": "Paris"}) + ("\n")
+            json.dumps({"question": "The capital of France is", "answer": "Paris"}) + "\n"
         )
         Path(name, "capitals.yaml").write_text(TASK.format(rows=rows, kind=kind, more=MORE[kind]))
         place = {
@@ -54,7 +54,7 @@ def evaluate(kind: str, model: str, route: str, **fields: object) -> None:
 @cell("scores by log-probability")
 def _():
     evaluate(
-        "multiple_choice", "local-completions", "completions", tokenizer=os.environ[("TOKENIZER")]
+        "multiple_choice", "local-completions", "completions", tokenizer=os.environ["TOKENIZER"]
     )
 
 

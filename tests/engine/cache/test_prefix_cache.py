@@ -294,7 +294,7 @@ def test_a_stored_prefix_does_not_keep_the_cache_alive_and_survives_its_row():
     before = served.engine.counters.prefill_tokens
     output = run(
         served.engine, [request("b", [*prompt, 5], max_tokens=20, seed=1, ignore_eos=True)]
-    )[("b")]
+    )["b"]
     assert (
         served.engine.counters.prefill_tokens - before == 0
         and output.completions[0].cached_tokens == 50

@@ -163,7 +163,7 @@ class Twins:
                 self.seen |= {"scattered"} if isinstance(part.rows, mx.array) else set()
         self.seen |= {"compiled"} if any(pool.compiled for pool in cache.step_pools) else set()
         self.seen |= (
-            {("some classes")} if len({pool.size for pool in cache.step_pools}) > 2 else set()
+            {"some classes"} if len({pool.size for pool in cache.step_pools}) > 2 else set()
         )
 
 

@@ -189,7 +189,7 @@ def test_a_file_of_held_out_rows(make, tmp_path):
     assert (
         len(source.rows.train),
         [task.messages[-1]["content"] for task in source.heldout(9)],
-    ) == (5, [("Say it")])
+    ) == (5, ["Say it"])
 
 
 @pytest.mark.parametrize(

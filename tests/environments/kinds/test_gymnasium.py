@@ -47,7 +47,7 @@ class Pairs(Echo):
     def __init__(self, kind):
         one = gymnasium.spaces.Discrete(2)
         self.action_space = (
-            gymnasium.spaces.Dict(a=one) if kind == ("Dict") else gymnasium.spaces.Tuple([one, one])
+            gymnasium.spaces.Dict(a=one) if kind == "Dict" else gymnasium.spaces.Tuple([one, one])
         )
         self.steps = 0
 

@@ -191,7 +191,7 @@ def test_tasks_are_a_pure_function_of_index_and_split():
     for index in range(20):
         task = arithmetic_task(index)
         assert (
-            calculate(task["prompt"].removeprefix("What is ").removesuffix("?")) == task[("answer")]
+            calculate(task["prompt"].removeprefix("What is ").removesuffix("?")) == task["answer"]
         )
 
 

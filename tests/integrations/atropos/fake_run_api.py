@@ -110,7 +110,7 @@ class RunApiState:
         shares = [
             entry["max_token_length"] * entry["weight"]
             for entry in self.environments
-            if entry[("connected")]
+            if entry["connected"]
         ]
         mine = [size_of(group) for group in queue if group.get("env_id") == env_id]
         largest = max([1, *map(size_of, queue)])
@@ -119,7 +119,7 @@ class RunApiState:
         reserved = sum(
             entry.get("min_batch_allocation") or 0
             for entry in self.environments
-            if entry[("connected")]
+            if entry["connected"]
         )
         return {
             "current_step": self.step,

@@ -142,8 +142,7 @@ def test_a_nan_makes_the_api_lose_a_batch_which_is_told_and_survived(either, sto
             either.post_group(group)
         eventually(
             lambda: (
-                "lost the batch, the 1. so far: an environment sends NaN"
-                in (poller.health() or (""))
+                "lost the batch, the 1. so far: an environment sends NaN" in (poller.health() or "")
             )
         )
         for group in groups(2, first=2):

@@ -120,9 +120,8 @@ def test_training_goes_on_after_a_restart(
     step = len(metrics(tmp_path / "run"))
     wait_for_step(daemon, tmp_path / "run", step + 2, timeout=first + 15 - time.monotonic())
     print(
-        f"{restart.__name__}: two more steps {time.monotonic() - first:.1f} s after the first"
-        " new"
-        " group"
+        f"{restart.__name__}: two more steps"
+        f" {time.monotonic() - first:.1f} s after the first new group"
     )
 
 

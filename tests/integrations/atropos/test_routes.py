@@ -320,9 +320,7 @@ def test_reset_drops_with_a_reason_and_keeps_environments(client, store):
 def test_the_openapi_document_shows_every_route_and_the_groups_fields(client):
     document = client.get("/openapi.json").json()
     paths = {
-        path.removeprefix("/atropos/")
-        for path in document[("paths")]
-        if path.startswith("/atropos/")
+        path.removeprefix("/atropos/") for path in document["paths"] if path.startswith("/atropos/")
     }
     assert paths == {
         "", "register-env", "disconnect-env", "wandb_info", "info", "status", "status-env",

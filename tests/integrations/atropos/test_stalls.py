@@ -37,7 +37,7 @@ def test_groups_of_another_size_than_registered_are_told(either, store):
         eventually(lambda: register_environment(either)["status"] == "success")
         either.post_group(scored_data(size=1, env_id=0))
         eventually(
-            lambda: "have their groups the size that they registered?" in (poller.health() or (""))
+            lambda: "have their groups the size that they registered?" in (poller.health() or "")
         )
 
 
@@ -80,8 +80,8 @@ def test_sizes_that_never_add_up_are_told(either, store):
         for size in (2, 3, 2, 2):
             either.post_group(scored_data(size=size))
         expected = (
-            "group sizes must divide the batch size and each other; environments wait meanwhile,"
-            " for the queue"
+            "group sizes must divide the batch size and each other; environments"
+            " wait meanwhile, for the queue"
         )
         eventually(lambda: expected in (poller.health() or ""))
 

@@ -117,7 +117,7 @@ def test_an_agent_starts_watches_asks_and_stops_a_training(directory: Path) -> N
     with over_http(directory) as tools:  # another server, and the same training
         status = until(tools, lambda status: status["step"] >= 3)
         assert (
-            status["name"] == "first" and status["current"] and "reward_mean" in status[("metrics")]
+            status["name"] == "first" and status["current"] and "reward_mean" in status["metrics"]
         )
         answer = tools.call("ask_policy", {"prompt": "Sum: 2+3", "max_tokens": 4})
         assert answer.error is None, answer.text
@@ -129,7 +129,7 @@ def test_an_agent_starts_watches_asks_and_stops_a_training(directory: Path) -> N
         assert [each["name"] for each in called(tools, "list_trainings")["trainings"]] == ["first"]
     assert not [
         p
-        for p in psutil.process_iter([("cmdline")])
+        for p in psutil.process_iter(["cmdline"])
         if str(directory) in " ".join(p.info["cmdline"] or [])
     ]
 

@@ -298,7 +298,7 @@ def test_a_layer_without_a_form_in_chunks_trains_as_it_is_and_is_named(
     assert warning["layer"] == "backbone.layers.0.mixer (MambaBlock)"
     assert (
         "_process_sequence(self, x, conv_cache, state_cache, reverse) is not mlx-lm's"
-        in warning[("reason")]
+        in warning["reason"]
     )
     assert layers_by_token(model) == ["layer 0 (mixer: MambaBlock)"] and not model.training
     with capture_logs() as logs:
@@ -314,7 +314,7 @@ def test_a_layer_without_a_form_in_chunks_trains_as_it_is_and_is_named(
     [warning] = [log for log in logs if log["event"] == "a layer trains slowly"]
     assert (
         warning["layer"] == "layer 0 (mixer: MambaBlock)"
-        and "one token after another" in warning[("reason")]
+        and "one token after another" in warning["reason"]
     )
     result = trainer.train_step(make_batch(random_groups(2)))
     assert result.finished and result.metrics["grad_norm"] > 0

@@ -120,7 +120,7 @@ def test_the_list_names_keys_that_there_are() -> None:
         return [
             leaf
             for name in fields
-            for leaf in leaves(getattr(value, name), (f"{key}.{name}") if key else name)
+            for leaf in leaves(getattr(value, name), f"{key}.{name}" if key else name)
         ]
 
     known = set(leaves(Config()))
@@ -136,7 +136,7 @@ def test_a_secret_has_to_be_given_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rl_training.atropos.api_url is redacted .* --set"):
         refuse_redacted(load_config(tmp_path / "saved.toml"))
     refuse_redacted(
-        load_config(tmp_path / "saved.toml", [("rl_training.atropos.api_url=http://env:KEY@host")])
+        load_config(tmp_path / "saved.toml", ["rl_training.atropos.api_url=http://env:KEY@host"])
     )
 
 
@@ -203,7 +203,7 @@ def test_the_last_run_was_of_another_model(tmp_path: Path) -> None:
     checkpoints/latest/…"""
     path = f"{tmp_path}/checkpoints/latest/lora_weights.safetensors"
     save_run(
-        tmp_path, starting_config(tmp_path, path, lora={"rank": 2, "target_modules": [("q_proj")]})
+        tmp_path, starting_config(tmp_path, path, lora={"rank": 2, "target_modules": ["q_proj"]})
     )
     assert adapter_of(starting_config(tmp_path, path)) is None
 

@@ -149,7 +149,7 @@ async def test_an_answer_of_several_turns_is_told_whole(tokenizer):
         "conversations": [{"turns": [hello, "And?"], "answer": "No"} for hello in ("Hi", "Hello")]
     }
     entry = EnvironmentConfig(
-        kind="conversation", name="talk", options=options, rewards=(("builtin:answer_match"),)
+        kind="conversation", name="talk", options=options, rewards=("builtin:answer_match",)
     )
     built = build_sources([entry], seed=0)
     said = iter(("Ho", "No"))
@@ -202,19 +202,16 @@ async def test_requests_in_flight_are_bounded(tokenizer, sources):
 def test_problems_that_are_trained_on_are_called_so(tmp_path):
     """A class of the user's that does not know splits, and a data set that is the training's."""
     (tmp_path / "leaky_environment.py").write_text(
-        "from mlx_parallm.environments.base import EnvironmentSource, Task\n"
-        "class Leaky(EnvironmentSource):\n"
-        "    def task(self, index, split='train'):\n"
-        "        return Task(str(index), ({'role': 'user', 'content': f'{index}?'},), lambda"
-        " group: [])\n"
+        "from mlx_parallm.environments.base import EnvironmentSource, Task\nclass"
+        " Leaky(EnvironmentSource):\n    def task(self, index, split='train'):\n        return"
+        " Task(str(index), ({'role': 'user', 'content': f'{index}?'},), lambda group: [])\n"
     )
     own = EnvironmentConfig(kind=f"python:{tmp_path}/leaky_environment.py:Leaky", name="leaky")
     tasks = EnvironmentConfig(kind="tasks", name="reverse")
     training = build_sources([own, tasks], seed=0)
     assert list(problem_warnings(draw_problems(training, 30), 30, training)) == [
         "30 of the 30 held-out problems of leaky are among the first 500 training problems of"
-        " leaky: their"
-        " accuracy measures memory; see docs/your_environment.md#held-out"
+        " leaky: their accuracy measures memory; see docs/your_environment.md#held-out"
     ]
 
 
@@ -227,7 +224,7 @@ def test_too_few_problems_are_called_so(tmp_path):
     entry = {
         "kind": "dataset",
         "data": str(rows),
-        "rewards": [(f"python:{tmp_path}/score_it.py:one")],
+        "rewards": [f"python:{tmp_path}/score_it.py:one"],
     }
     none = EnvironmentConfig(**entry, name="none", heldout_fraction=0)
     [whole] = EvaluationConfig(problems=9, environments=[entry]).environments
@@ -238,8 +235,8 @@ def test_too_few_problems_are_called_so(tmp_path):
     )
     assert list(problem_warnings([*drawn, ProblemSet(sources[1], ())], 9)) == [
         (
-            "rows has 4 held-out problems, evaluation.problems is 9: an accuracy of so few is known to"
-            " ±0.50 at best"
+            "rows has 4 held-out problems, evaluation.problems is 9: an accuracy of so"
+            " few is known to ±0.50 at best"
         ),
         "none has no held-out problems: it is not evaluated",
     ]
@@ -258,7 +255,7 @@ async def test_what_a_relative_reward_would_hide_is_scored_absolutely(tmp_path, 
     entry = {
         "kind": "dataset",
         "data": str(rows),
-        "rewards": [(f"python:{tmp_path}/score_yes.py:yes")],
+        "rewards": [f"python:{tmp_path}/score_yes.py:yes"],
     }
     config = parse_config(
         {"environments": [entry | {"reward_method": "relative", "prompt_format": "text"}]}

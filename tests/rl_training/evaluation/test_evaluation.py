@@ -126,7 +126,7 @@ class Run:
     @property
     def steps(self) -> list[tuple[int, str]]:
         return [
-            (line["step"], ("skipped") if "skipped" in line else f"v{line['version']}")
+            (line["step"], "skipped" if "skipped" in line else f"v{line['version']}")
             for line in self.log.lines
         ]
 
@@ -197,7 +197,7 @@ def test_where_training_waits(why: str, tmp_path: Path, client: Client) -> None:
     assert run.step(2)["eval/step"] == 2
     assert run.step(3) == {}
     assert set(adapters(client)) == (
-        {None} if why == ("full weights") else {"policy@10", "policy@12"}
+        {None} if why == "full weights" else {"policy@10", "policy@12"}
     )
     run.evaluations.stop()
 

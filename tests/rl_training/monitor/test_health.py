@@ -239,8 +239,8 @@ def test_a_task_that_is_solved_is_said_to_be_so():
     """Five steps at reward 1, with a gradient of 0, were called healthy."""
     [found] = find([SOLVED | {"grad_norm": 0.0}] * WINDOW, window())
     assert found.sentence == (
-        "solved: every answer of 5 steps in a row earned 1, the best reward; nothing is left"
-        " to learn"
+        "solved: every answer of 5 steps in a row earned 1, the best"
+        " reward; nothing is left to learn"
     )
     assert found.setting == "stop here, or use harder problems"
     assert found.numbers == {
@@ -437,8 +437,8 @@ def test_a_long_wait_is_a_stall_unless_every_step_waits_so_or_it_gave_up():
 
 def test_sources_speak_first_and_sentences_add_up():
     stalled = (
-        "environment sum stalled: nothing finished for 75 s with 2 groups in flight (oldest:"
-        " sum-0-0)"
+        "environment sum stalled: nothing finished for 75 s with 2"
+        " groups in flight (oldest: sum-0-0)"
     )
     line = diagnose(window(truncated_fraction=0.5, skipped_steps=1), [None, stalled])
     first, second, third = line.split("; ")

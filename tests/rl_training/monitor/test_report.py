@@ -233,7 +233,7 @@ def test_next_commands_are_shell_lines(tmp_path, monkeypatch):
     [score] = next_commands(run, "b", lora=True, scores=True)
     assert shlex.split(score)[-3:] == ["b", "--reward-model", str(run)]
     assert next_commands(run, "b", lora=False) == [
-        (f"mlx_parallm serve --model-path {shlex.quote(str(run / 'final'))}")
+        f"mlx_parallm serve --model-path {shlex.quote(str(run / 'final'))}"
     ]
 
 

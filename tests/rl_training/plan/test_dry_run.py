@@ -248,7 +248,7 @@ def test_the_probe_has_a_place_of_its_own(tmp_path: Path) -> None:
 
 def own_data(directory: Path, score: str) -> Config:
     (directory / "rows.jsonl").write_text(
-        "".join(f'{{"prompt": "Sort: {a}cb", "n": 1}}\n' for a in ("defghijklm"))
+        "".join(f'{{"prompt": "Sort: {a}cb", "n": 1}}\n' for a in "defghijklm")
     )
     (directory / "score.py").write_text(score)
     (directory / "own.toml").write_text(

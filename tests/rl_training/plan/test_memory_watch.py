@@ -193,7 +193,7 @@ def test_the_peak_is_compared_with_what_was_predicted_for_the_lengths_seen(
     if ill:
         assert re.fullmatch(
             r"memory: .* GiB at the peak, .* GiB predicted; .*token_budget.*",
-            watch.health() or (""),
+            watch.health() or "",
         )
 
 

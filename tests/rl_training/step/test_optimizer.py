@@ -238,7 +238,7 @@ def test_muon_takes_matrices_of_the_blocks_only() -> None:
     [names] = [
         {policy.slots.names[slot] for slot in group.slots}
         for group in groups
-        if set(group.state()) == {("v")}
+        if set(group.state()) == {"v"}
     ]
     rest = set(policy.slots.names) - names
     assert {name.rsplit(".", 2)[-2] for name in rest} == {

@@ -355,7 +355,7 @@ def test_bounds(given: dict[str, Any], bounds: tuple[float, float]) -> None:
         ),
         (
             {"sampler_correction": "none", "sampler_correction_cap": 3.0},
-            ('cap is set, but sampler_correction = "none"'),
+            'cap is set, but sampler_correction = "none"',
         ),
         (
             {"sampler_correction": "none", "sampler_correction_level": "sequence"},

@@ -78,8 +78,7 @@ def openai_conversations(row: Json, place: str, report: ImportReport) -> list[Tr
     prompt = [_weighed(message, report, place) for message in chat_messages(listed)]
     if answers:
         prompt = [
-            add_step(each, **COPIED) if each.get("role") == ("assistant") else each
-            for each in prompt
+            add_step(each, **COPIED) if each.get("role") == "assistant" else each for each in prompt
         ]
     session = str(row.get("id") or place)
     traces = []
@@ -360,7 +359,7 @@ def _evaluated(entry: Mapping[str, Any], place: str, report: ImportReport) -> Tr
     messages = []
     for message in chat_messages(prompt):
         messages.append(
-            add_step(message, **COPIED) if message.get("role") == ("assistant") else message
+            add_step(message, **COPIED) if message.get("role") == "assistant" else message
         )
     answered = [_weighed(message, report, place) for message in chat_messages(completion)]
     if answered and answered[-1].get("role") == "assistant":
@@ -438,7 +437,7 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
             or None,
             untrainable=None
             if lost is None
-            else ("its history is not whole: a parent is missing, or in a circle"),
+            else "its history is not whole: a parent is missing, or in a circle",
         )
         trace.session_id = name
         traces.append(trace)

@@ -104,7 +104,7 @@ class _ClaudeLog:
         self._first[uuid] = line
         before = self.resolved(parent) or parent
         answer = (
-            str(line["message"][("id")])
+            str(line["message"]["id"])
             if line["type"] == "assistant" and line["message"].get("id")
             else None
         )
@@ -280,8 +280,8 @@ def _claude_trace(
         lost = "its history is not whole: the log does not hold the message before its first one"
     elif any(node.is_doubtful for node in nodes):
         lost = (
-            "its history is not known: a message before it stands in the log twice, at different"
-            " places"
+            "its history is not known: a message before it stands in the"
+            " log twice, at different places"
         )
     if lost is not None:
         report.remark(nodes[0].lines[0][0], f"{lost}; nothing of the trace is trained on")
@@ -320,7 +320,7 @@ def _claude_messages(
     content = node.blocks
     made = converted({"role": node.role, "content": content if content else ""})
     made = [
-        {**m, "content": joined(m[("content")])} if isinstance(m.get("content"), list) else m
+        {**m, "content": joined(m["content"])} if isinstance(m.get("content"), list) else m
         for m in made
     ]
     timestamp = {"timestamp": line["timestamp"]} if isinstance(line.get("timestamp"), str) else {}

@@ -170,7 +170,7 @@ def _compact(log: ItemLog, line: Json, place: str, report: ImportReport) -> None
                 report.drop(place, f"an item of a compaction: {shape_of(error)}", item)
                 log.untrainable = ENCRYPTED
         log.messages = [
-            add_step(m, is_copied_context=True) if m["role"] == ("assistant") else m
+            add_step(m, is_copied_context=True) if m["role"] == "assistant" else m
             for m in log.messages
         ]
     elif isinstance(summary, str) and summary:
@@ -201,8 +201,7 @@ def take_item(log: ItemLog, item: Any, place: str, report: ImportReport, rest: J
             same = log.answered[call_id] == item.get(key)
             report.skip(
                 place,
-                "a result that stands in the log twice"
-                + (("") if same else ", with other content"),
+                "a result that stands in the log twice" + ("" if same else ", with other content"),
             )
             return
         log.answered[call_id] = item.get(key)

@@ -32,8 +32,8 @@ MODEL_CALLS = ("chat", "generate_content", "text_completion")
 EVALUATION = "gen_ai.evaluation"
 DETAILS = "gen_ai.client.inference.operation.details"
 REPEATED = (
-    "a repeated message that is not quite its first one: reasoning, or fields that a client may"
-    " leave out"
+    "a repeated message that is not quite its first one: reasoning, or"
+    " fields that a client may leave out"
 )
 _ROLE_EVENTS = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
 _CONTENT_EVENTS = {
@@ -182,7 +182,7 @@ def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]
         if not isinstance(listed, list) or not listed:
             report.read(place, document)
             report.skip(
-                place, ("not JSON") if isinstance(document, ValueError) else "no 'resourceSpans'"
+                place, "not JSON" if isinstance(document, ValueError) else "no 'resourceSpans'"
             )
             continue
         for key in document.keys() - {"resourceSpans"}:
@@ -208,7 +208,7 @@ def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]
                 for span in spans:
                     number += 1
                     at = f"{path.name} span {number}" + (
-                        (f" {span.get('spanId')}") if isinstance(span, dict) else ""
+                        f" {span.get('spanId')}" if isinstance(span, dict) else ""
                     )
                     report.read(at, [span, around])
                     if isinstance(span, dict):
@@ -245,7 +245,7 @@ def _value(value: Any) -> Any:
     if (
         kind in ("arrayValue", "kvlistValue")
         and isinstance(inner, dict)
-        and not set(inner) - {("values")}
+        and not set(inner) - {"values"}
     ):
         listed = inner.get("values") or []
         return [_value(item) for item in listed] if kind == "arrayValue" else _attributes(listed)
@@ -504,7 +504,7 @@ def _message_of(fields: Json) -> Json:
     if isinstance(contents, list) and "content" not in fields:
         del fields["contents"]
         fields["content"] = [
-            part[("message_content")]
+            part["message_content"]
             if isinstance(part, dict) and set(part) == {"message_content"}
             else part
             for part in contents

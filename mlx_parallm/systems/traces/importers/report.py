@@ -256,6 +256,6 @@ def shape_of(error: Exception) -> str:
     reason = (
         str(error)
         if isinstance(error, TraceError)
-        else (f"unexpected shape: {type(error).__name__}: {error}")
+        else f"unexpected shape: {type(error).__name__}: {error}"
     )
     return reason[:200]

@@ -23,7 +23,7 @@ def session_traces(
         new_places = dict.fromkeys(places[turn.id] for turn in path if turn.id not in claimed)
         try:
             trace = session.trace(
-                path, claimed, session.name if number == 1 else (f"{session.name}#{number}")
+                path, claimed, session.name if number == 1 else f"{session.name}#{number}"
             )
         except SHAPES as error:
             for place in new_places:
