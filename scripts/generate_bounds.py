@@ -86,8 +86,8 @@ def bounds() -> Iterator[tuple[str, str]]:
     )
     yield (
         "checks against JSON schemas",
-        f"{foreign_json.MOST_STEPS:,} steps, or {foreign_json.USUAL} for each pair of parts; counted"
-        " before the check",
+        f"{foreign_json.MOST_STEPS:,} steps, counted before the check; beyond"
+        f" {foreign_json.EXPLAINED_STEPS:,} the place of a fault is not named",
     )
     yield (
         "logs of other programs",

@@ -32,11 +32,13 @@ from mlx_parallm.rewards.part_tools import (
 )
 from mlx_parallm.rewards.reward_model import reward_model
 from mlx_parallm.rewards.tool_check import tool
-from mlx_parallm.system.foreign_json import unbounded_check, validator
+from mlx_parallm.system.foreign_json import steps_of_check, validator
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.patterns import Pattern
 from mlx_parallm.types import Trajectory, has_score
 
 Part = Callable[..., Any]
+log = get_logger(__name__)
 
 XML_TAG = re.compile(r"</?[A-Za-z][\w:.-]*(?:\s[^<>]*)?/?>")
 TAG_COST, FORMAT_FLOOR = 0.1, 0.5
@@ -236,7 +238,16 @@ def _schema(source: Mapping[str, Any] | str) -> Callable[[Any], bool]:
         is_valid: Callable[[Any], bool] = validator(text, formats=False).is_valid
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"schema: {' '.join(str(error).split())[:300]}") from error
-    return lambda value: unbounded_check(text, value) is None and is_valid(value)
+
+    def follows(value: Any) -> bool:
+        try:
+            steps_of_check(text, value)
+        except ValueError as error:
+            log.warning("schema: %s: counted as invalid", error)
+            return False
+        return is_valid(value)
+
+    return follows
 
 
 def _no_constant(name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.system.foreign_json import fault, unbounded_check
+from mlx_parallm.system.foreign_json import EXPLAINED_STEPS, fault, steps_of_check
 
 LEVELS = 40
 Twice = Callable[[Any], Any]
@@ -75,7 +75,32 @@ def test_what_people_write_is_checked() -> None:
     wide = {"type": "array", "items": {"$ref": "#/$defs/i"}, "$defs": {"i": {"type": "integer"}}}
     assert fault(json.dumps(wide), list(range(20_000)), what="it") is None
     assert "cannot be checked" in (fault('{"$ref": "#"}', 1, what="it") or "")
-    assert unbounded_check(json.dumps({"type": "integer"}), [1] * 1000) is None
+    assert steps_of_check(json.dumps({"type": "integer"}), [1] * 1000) == 0
     few = chain(BOMBS["anyOf"], levels=8)
     assert fault(few, 1, what="it") is None
     assert "not valid" in (fault(few, "x", what="it") or "")
+
+
+def test_a_tree_of_parts_of_many_kinds_is_checked() -> None:
+    """Each part of a page may be of any of twenty kinds; `unevaluated` doubles the steps."""
+    kinds = [
+        {
+            "properties": {
+                "kind": {"const": number},
+                "parts": {"type": "array", "items": {"$ref": "#/$defs/part"}},
+            },
+            "required": ["kind"],
+            "unevaluatedProperties": False,
+        }
+        for number in range(20)
+    ]
+    source = json.dumps({"$ref": "#/$defs/part", "$defs": {"part": {"anyOf": kinds}}})
+
+    def page(depth: int, leaf: int) -> dict[str, Any]:
+        parts = [page(depth - 1, leaf) for _ in range(2)] if depth else []
+        return {"kind": depth if depth else leaf, "parts": parts}
+
+    assert steps_of_check(source, page(2, 0)) > EXPLAINED_STEPS
+    assert fault(source, page(2, 0), what="the page") is None
+    reason = fault(source, page(2, 20), what="the page")
+    assert reason is not None and reason.startswith("the page does not follow the schema")
