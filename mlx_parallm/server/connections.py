@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 FIRST_REQUEST_SECONDS = 30.0  # from the connection to the end of its first request's header
@@ -100,6 +101,20 @@ def guarded_protocol(guard: ConnectionGuard) -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             guard.closed(self)
             super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            """Answer what is no HTTP, unless the connection has no place for another answer: h11
+            would raise. The request that it belongs to gets no answer of its own."""
+            cycle, conn = self.cycle, getattr(self, "conn", None)  # httptools' has no `conn`
+            has_place = conn is None or conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
+            if cycle is not None and not cycle.response_complete:
+                has_place = has_place and not cycle.response_started
+                cycle.disconnected = True
+                cycle.message_event.set()
+            if has_place:
+                super().send_400_response(msg)
+            else:
+                self.transport.close()
 
     return GuardedProtocol
 

@@ -141,6 +141,31 @@ def test_idle_connections_keep_nobody_out(tiny_tokenizer: Any) -> None:
             each.close()
 
 
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        ([b"Transfer-Encoding: chunked\r\n\r\n", b"no chunk\r\n"], b"400"),
+        ([b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n", b"no chunk\r\n"], b"400"),
+        ([b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello"], b"400"),
+        ([b"Origin: http://x\r\nTransfer-Encoding: chunked\r\n\r\n", b"no chunk\r\n"], b"403"),
+    ],
+)
+def test_what_is_no_http_leaves_no_traceback(
+    fake: RunningServer, caplog: pytest.LogCaptureFixture, sent: list[bytes], answered: bytes
+) -> None:
+    """Also behind an answer that did not wait for the body."""
+    port = int(fake.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+        connection.sendall(head + b"\r\n" + sent[0])
+        answer = connection.recv(1) if answered == b"403" else b""
+        for part in sent[1:]:
+            connection.sendall(part)
+        answer += connection.makefile("rb").read()
+    assert answer.split()[1] == answered and answer.count(b"HTTP/1.1") == 1
+    assert [record.getMessage() for record in caplog.records if record.levelno > 30] == []
+
+
 def test_repeated_warnings_are_counted_not_written() -> None:
     clock = Clock(100.0)
     filter_ = SparseWarnings(clock)
