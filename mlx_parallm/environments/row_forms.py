@@ -20,6 +20,7 @@ from typing import Any
 
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF, is_image, parts_of
+from mlx_parallm.execution.prompt_images import image_sources
 
 SHAREGPT, ALPACA, NEMO_GYM, VALUED = "ShareGPT", "Alpaca", "NeMo Gym", "LLaMA-Factory"
 SAYERS = "ShareGPT's turns"  # under our own names of columns
@@ -164,7 +165,9 @@ def _content_of(content: Any, where: str) -> Any:
     """Return a content as text, or as parts where it shows images. Raises ConfigError."""
     if isinstance(content, list | tuple) and any(map(is_image, content)):
         try:
-            return parts_of(content, where)
+            parts = parts_of(content, where)
+            image_sources([{"role": "user", "content": parts}], where)  # each image has one
+            return parts
         except RequestError as error:
             raise ConfigError(str(error)) from error
     return _text_of_parts(content, where)

@@ -14,11 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
-
-from mlx_parallm.system.log import get_logger
 
 GIB = 2**30
 LOOK_S = 0.5
@@ -28,8 +26,6 @@ IDLE_PAUSE_S = 30.0
 """A pause in which nothing computes and nothing is given back for so long helps nobody."""
 LIBPROC = "/usr/lib/libproc.dylib"
 RUSAGE_INFO_V0 = 0
-
-log = get_logger("memory")
 
 
 @dataclass(frozen=True)
@@ -198,7 +194,7 @@ class MemoryGuard:
             if self.paused:
                 self.paused = False
                 self._admission.resume()
-                log.info("memory: new requests are let in again", used=str(use))
+                _log().info("memory: new requests are let in again", used=str(use))
         over_stop = self.stop < 1 and use.share >= self.stop
         over_pause = self.pause < 1 and use.share >= self.pause
         if not (over_pause or over_stop):
@@ -211,14 +207,14 @@ class MemoryGuard:
             self.paused, self._idle_since = True, None
             self._admission.pause()
             mark = f"server.memory_pause = {self.pause:g}"
-            log.warning("memory: new requests wait until it falls", used=str(use), mark=mark)
+            _log().warning("memory: new requests wait until it falls", used=str(use), mark=mark)
         if over_stop and self.stopped is None:
             self.stopped = (
                 f"the process took {use}, server.memory_stop = {self.stop:g}: it ended in order"
                 " before the system would have killed it; choose a smaller model, batch or"
                 " server.kv_cache_bytes (docs/operations.md)"
             )
-            log.error("memory: ending in order", used=str(use))
+            _log().error("memory: ending in order", used=str(use))
             self._on_stop(self.stopped)
         elif self.paused:
             self._end_vain_pause(use)
@@ -235,7 +231,7 @@ class MemoryGuard:
         elif now - self._idle_since >= IDLE_PAUSE_S:
             self.paused, self._goes_on = False, True
             self._admission.resume()
-            log.warning(
+            _log().warning(
                 "memory: nothing runs and it does not fall, so requests are let in again",
                 used=str(use),
                 advice="raise server.memory_pause, or choose a smaller model",
@@ -249,3 +245,10 @@ class MemoryGuard:
             return None
         use = max(self.measure(), key=lambda each: each.share)
         return f"memory: {use} is taken, so new requests wait (server.memory_pause)"
+
+
+def _log() -> Any:
+    """The log loads rich, which a command's help does without."""
+    from mlx_parallm.system.log import get_logger
+
+    return get_logger("memory")

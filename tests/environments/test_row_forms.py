@@ -275,10 +275,10 @@ def test_rows_of_nemo_gym_are_prompts_with_tools() -> None:
     [
         ({"input": []}, "'input' is neither"),
         ({"input": [{"type": "reasoning"}]}, "item 0: 'reasoning' is no message"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "is no text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "needs one of"),
     ],
 )
-def test_rows_of_nemo_gym_that_are_no_text(params: dict[str, Any], reason: str) -> None:
+def test_rows_of_nemo_gym_that_cannot_be_read(params: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         known_row({"responses_create_params": params}, "row 7")
 

@@ -259,7 +259,8 @@ def test_a_forward_has_the_features_of_its_own_images_alone(
     monkeypatch.setattr(trainer.model, "loss_and_gradients", noted)
     gradients_of(trainer, 16)
     cat, dog = PICTURES["cat"].tokens, PICTURES["dog"].tokens
-    assert sorted(rows) == [cat, dog, cat + dog], "three micro-batches"
+    # a micro-batch without a gradient for the tower, where it had one, is computed again
+    assert sorted(set(rows)) == [cat, dog, cat + dog], "three micro-batches"
     assert (table.features is None) is not trained and table.rows is None
 
 

@@ -1,6 +1,7 @@
 """Whether gradients and scores of a step are what the model gives, and not zeros of a failed
 evaluation."""
 
+from collections import Counter
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,9 @@ from mlx_parallm.system.device.faults import wrong_numbers
 Result = tuple[mx.array, tuple[Any, ...], list[mx.array]]
 """What `BlockwiseModel.loss_and_gradients` returns; the last two of the further arrays are the
 scores' log-probabilities and entropies."""
+TRUSTED = 4
+"""Times that a gradient of zeros is computed again: a tower's, whose batches have images or none,
+would double the work of every second step."""
 LOSS, LOGPROBS = "the slope of the loss", "the log-probabilities"
 
 
@@ -33,22 +37,26 @@ class GradientProof:
 
     A gradient of zeros may be right: of an adapter's A while its B is 0, of a loss that reaches no
     token, an expert or a tower that a batch does not use. One that had numbers, or was not seen
-    yet, is computed once more; where that gives numbers the device has failed.
+    yet, is computed once more; where that gives numbers the device has failed. One that was right
+    `TRUSTED` times comes and goes with the batches, and is not computed again.
     """
 
     def __init__(self, model: BlockwiseModel) -> None:
         self._model = model
         self._silent: set[str] = set()  # were zeros, and are so when they are computed again
+        self._right = Counter[str]()  # how often a gradient was rightly zeros
 
     def learned(self, *arguments: Any, fuse: bool) -> Result:
         """Return what `BlockwiseModel.loss_and_gradients` returns. Raises DeviceFaultError: it is
         zeros, and is not when it is computed again."""
         result = self._model.loss_and_gradients(*arguments, fuse=fuse)
         zeros = self._zeros(result)
-        if odd := zeros - self._silent - self._without_b(zeros):
+        trusted = {name for name in zeros if self._right[name] >= TRUSTED}
+        if odd := zeros - self._silent - trusted - self._without_b(zeros):
             again = self._zeros(self._model.loss_and_gradients(*arguments, fuse=fuse))
             if wrong := sorted(odd - again):
                 raise wrong_numbers(f"the gradient of {wrong[0]} is zeros alone")
+            self._right.update(odd)
         self._silent = zeros
         return result
 
