@@ -67,6 +67,14 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
     return argname if isinstance(val, bytes) else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test marked long is a slow one: `-m "not slow"` leaves it out."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker("slow")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("not_gpu_like")
     if marker is not None and gpu_like():
