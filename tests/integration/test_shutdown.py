@@ -167,8 +167,18 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param(name, number, marks=(pytest.mark.long,) if long else ())
+        for name in CASES
+        for number, long in (
+            (signal.SIGTERM, False),
+            (signal.SIGINT, name not in ("train", "serve", "dashboard")),  # the same way
+        )
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.name,
+)
 def test_a_signal_ends_it_in_order(name: str, number: signal.Signals, tmp_path: Path) -> None:
     case = CASES[name]
     prepare(tmp_path, case)
