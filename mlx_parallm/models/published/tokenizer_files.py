@@ -50,12 +50,24 @@ def _check_words(path: Path, tokenizer: Any) -> None:
         return
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     words = set(tokenizer.get_vocab()) - added - set(tokenizer.all_special_tokens)
-    if len(words) <= _FEW:
+    written = _words_of_file(path)
+    if len(words) <= _FEW and not (written and written <= words):
         files = sorted({TOKENIZER_FILE, *tokenizer.vocab_files_names.values()})
         raise ModelError(
             f"{path} has no vocabulary that transformers' {type(tokenizer).__name__} reads; it"
             f" looks for {', '.join(files)}"
         )
+
+
+def _words_of_file(path: Path) -> set[str]:
+    """Return the words of tokenizer.json, which may be few: of a model of sums or of proteins."""
+    file = path / TOKENIZER_FILE
+    if not file.is_file():
+        return set()
+    written = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = written.get("model", {}).get("vocab", ())
+    named = (word if isinstance(word, str) else word[0] for word in vocabulary)
+    return set(named) - {token["content"] for token in written.get("added_tokens", ())}
 
 
 _TEXT = "The quick brown fox 0123456789"

@@ -10,7 +10,10 @@ import random
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+import tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
@@ -151,6 +154,20 @@ def test_a_vocabulary_that_is_missing_or_has_another_name_is_refused(
         (tmp_path / name).write_text(text)
     with pytest.raises(ModelError, match=r"has no vocabulary that transformers' .*tokenizer\.json"):
         load_tokenizer(tmp_path, ModelConfig(base_path=str(tmp_path)))
+
+
+def test_a_vocabulary_of_a_few_words_is_one(tmp_path: Path) -> None:
+    """Of a model of sums, or of proteins: no word of English is in it."""
+    words = ["<unk>", "</s>", "one", "plus", "1", "2", "+", "="]
+    rust = tokenizers.Tokenizer(
+        WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>")
+    )
+    rust.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=rust, unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert load_tokenizer(tmp_path, ModelConfig(base_path=str(tmp_path))).encode("1 + 2") == [4, 6, 5]
 
 
 @pytest.mark.parametrize("settings", [None, {"tokenizer_class": "LlamaTokenizer"}])
