@@ -168,10 +168,15 @@ MINISTRAL = QWEN3 | {
 
 
 @pytest.mark.parametrize("base", [LATENT, QWEN3, MINISTRAL], ids=lambda base: base["model_type"])
-@pytest.mark.parametrize("block", [(128, 128), (64, 32), None])
-def test_fp8(block: tuple[int, int] | None, base: dict[str, Any], tmp_path: Path) -> None:
-    """E4M3 times one factor for each block; without blocks one of the whole, and Mistral's scale of
-    activations beside it, which says nothing of the weights."""
+@pytest.mark.parametrize(
+    ("block", "form"),
+    [((128, 128), "F32"), ((64, 32), "F32"), ((128, 128), "F8_E8M0"), (None, "F32")],
+)
+def test_fp8(
+    block: tuple[int, int] | None, form: str, base: dict[str, Any], tmp_path: Path
+) -> None:
+    """E4M3 times one factor for each block, which may be a bare exponent; without blocks one of the
+    whole, and Mistral's scale of activations beside it, which says nothing of the weights."""
     rng, meant = np.random.default_rng(1), {}
 
     def change(name: str, numbers: np.ndarray) -> Stored:
@@ -187,7 +192,9 @@ def test_fp8(block: tuple[int, int] | None, base: dict[str, Any], tmp_path: Path
             else {name.replace("weight", "activation_scale"): ("F32", np.ones((), "f4"))}
         )
         scale = factors if block else factors.reshape(())
-        return {name: ("F8_E4M3", codes), f"{name}_scale_inv": ("F32", scale), **one}
+        if form == "F8_E8M0":
+            scale = (scale.view("u4") >> 23).astype("u1")
+        return {name: ("F8_E4M3", codes), f"{name}_scale_inv": (form, scale), **one}
 
     settings: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": block}
     config = {"quantization_config": settings}

@@ -50,6 +50,8 @@ def _numbers(name: str, codes: mx.array, scale: mx.array, block: tuple[int, int]
     if codes.dtype != mx.uint8:
         raise ValueError(f"{name} belongs to {codes.dtype}, not to FP8")
     numbers = mx.from_fp8(codes, dtype=mx.float32)
+    if scale.dtype == mx.uint8:  # E8M0, as "ue8m0" is stored: an exponent of float32 alone
+        scale = (scale.astype(mx.uint32) << 23).view(mx.float32)
     shape = (1,) * (codes.ndim - scale.ndim) + scale.shape
     if len(shape) > codes.ndim or not all(
         n in (1, size) for n, size in zip(shape, codes.shape, strict=True)

@@ -167,7 +167,11 @@ def test_a_vocabulary_of_a_few_words_is_one(tmp_path: Path) -> None:
         tokenizer_object=rust, unk_token="<unk>", eos_token="</s>"
     ).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert load_tokenizer(tmp_path, ModelConfig(base_path=str(tmp_path))).encode("1 + 2") == [4, 6, 5]
+    assert load_tokenizer(tmp_path, ModelConfig(base_path=str(tmp_path))).encode("1 + 2") == [
+        4,
+        6,
+        5,
+    ]
 
 
 @pytest.mark.parametrize("settings", [None, {"tokenizer_class": "LlamaTokenizer"}])
