@@ -9,6 +9,7 @@ A training run (`schedule.py`) and `mlx_parallm eval` (`runs/eval.py`) both use 
 
 import asyncio
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ SOLVED = 1.0 - 1e-9
 FEW = 20  # problems: an accuracy is then known to ±0.2 at best
 COMPARED_TASKS = 500  # training problems of each environment that are compared with those held out
 HELDOUT_PAGE = "docs/your_environment.md#held-out"
+_TOLD = re.compile("\n" + BETWEEN.format(".*?") + "\n", re.DOTALL)  # between two turns
 EXAMPLES = 256  # problems whose answers are written into a file of evaluations
 
 log = get_logger("evaluation")
@@ -186,18 +188,19 @@ class Evaluation:
         policy and is no rule, its names and the agreement of each greedy answer with its row's
         answer, by the problem's key."""
         greedy = [
-            (p, p.greedy.text.rpartition(f"{BETWEEN[-1]}\n")[2])
+            (p, _TOLD.split(p.greedy.text))
             for p in self.problems
             if p.greedy is not None and p.greedy.scored
         ]
-        same = one_answer([text for _, text in greedy])
+        # of several turns all: agents that did different things may all end with "Done."
+        same = one_answer(["\n".join(turns) for _, turns in greedy])
         if same is not None and one_answer([p.expected or p.key for p, _ in greedy]) is not None:
             same = None
         if not examiners:
             return {} if same is None else {"one_answer": same}
         agreements = {
-            problem.key: text_agreement(text, problem.expected)
-            for problem, text in greedy
+            problem.key: text_agreement(turns[-1], problem.expected)
+            for problem, turns in greedy
             if problem.expected is not None
         }
         return {"own_examiner": list(examiners), "one_answer": same, "agreements": agreements}

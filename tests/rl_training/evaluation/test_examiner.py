@@ -48,6 +48,8 @@ def line(step: int, texts: list[str], reward: float, *, own: bool, answers: bool
 FIRST = [f"I do not know {n}" for n in range(PROMPTS)]
 RIGHT = [f"Answer {n}" for n in range(PROMPTS)]
 ONE = ["2"] * PROMPTS
+AGENTS = [f"call {letter}\n⟦a result,\nof two lines⟧\nDone." for letter in "abcdefghijkl"]
+SAME_TURNS = [f"call\n⟦result {letter}⟧\nDone." for letter in "abcdefghijkl"]
 OTHER = [f"words {letter}" for letter in "abcdefghijkl"]
 
 
@@ -55,6 +57,8 @@ OTHER = [f"words {letter}" for letter in "abcdefghijkl"]
     ("texts", "own", "answers", "says"),
     [
         (RIGHT, False, False, None),  # a rule
+        (AGENTS, False, False, None),  # they did different things
+        (SAME_TURNS, False, False, "12 of 12 prompts get one answer: 'call Done.'"),
         (ONE, False, False, "12 of 12 prompts get one answer: '2'"),  # also of a rule
         (RIGHT, True, True, None),  # the rows' answers agree
         (RIGHT, True, False, "learned trained it and judges it"),
