@@ -68,15 +68,17 @@ def test_a_call_its_result_and_its_answer_are_learned_once_each(tmp_path: Path) 
 
 
 def test_a_response_goes_on_from_another(tmp_path: Path) -> None:
-    (_, two, lost), report = read(
+    (_, two, lost, after_lost), report = read(
         tmp_path,
         {"input": "a", "id": "r1", "output": [answer("b")]},
         {"input": "c", "previous_response_id": "r1", "id": "r2", "output": [answer("d")]},
         {"input": "e", "previous_response_id": "gone", "id": "r3", "output": [answer("f")]},
+        {"input": "g", "previous_response_id": "r3", "id": "r4", "output": [answer("h")]},
     )
     assert said(two) == ["a", "b", "c", "d"]
     assert learned(two) == ["d"]
-    assert "is not in the file" in str(lost.get("untrainable"))
+    for trace in (lost, after_lost):
+        assert "is not in the file" in str(trace.get("untrainable"))
     assert any("is not in the file" in remark for remark in report.remarks)
 
 

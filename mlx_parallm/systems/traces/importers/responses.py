@@ -29,7 +29,7 @@ NO_HISTORY = "its history is not whole: the response that it goes on from is not
 
 def responses(path: Path, report: ImportReport) -> Iterator[Trace]:
     """A trace for each call."""
-    histories: dict[str, list[Json]] = {}
+    histories: dict[str, ItemLog] = {}
     for place, row in objects(path, report):
         yield from made(report, place, partial(_traces, row, place, report, histories))
 
@@ -50,7 +50,7 @@ def _output_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _traces(
-    row: Json, place: str, report: ImportReport, histories: dict[str, list[Json]]
+    row: Json, place: str, report: ImportReport, histories: dict[str, ItemLog]
 ) -> list[Trace]:
     if isinstance(span := row.get("span_data"), Mapping):
         return _span_traces(row, span, place, report, histories)
@@ -62,7 +62,8 @@ def _traces(
     if (before := request.get("previous_response_id") or response.get("previous_response_id")) and (
         (history := histories.get(str(before))) is not None
     ):
-        log.messages = [dict(message) for message in history]
+        log.messages = [dict(message) for message in history.messages]
+        log.untrainable = history.untrainable
     elif before:
         log.untrainable = NO_HISTORY
     items = request.get("input")
@@ -75,7 +76,7 @@ def _traces(
     take_items(log, response["output"], place, report)
     _end(log, response, row, place, report)
     if response.get("id"):
-        histories[str(response["id"])] = log.messages
+        histories[str(response["id"])] = log
     return [_trace(log, row, request, response, place, report)]
 
 
@@ -160,7 +161,7 @@ def _span_traces(
     span: Mapping[str, Any],
     place: str,
     report: ImportReport,
-    histories: dict[str, list[Json]],
+    histories: dict[str, ItemLog],
 ) -> list[Trace]:
     kind = span.get("type")
     if kind not in SPANS:
