@@ -9,7 +9,6 @@ A training run (`schedule.py`) and `mlx_parallm eval` (`runs/eval.py`) both use 
 
 import asyncio
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +36,6 @@ SOLVED = 1.0 - 1e-9
 FEW = 20  # problems: an accuracy is then known to ±0.2 at best
 COMPARED_TASKS = 500  # training problems of each environment that are compared with those held out
 HELDOUT_PAGE = "docs/your_environment.md#held-out"
-_TOLD = re.compile("\n" + BETWEEN.format(".*?") + "\n", re.DOTALL)  # between two turns
 EXAMPLES = 256  # problems whose answers are written into a file of evaluations
 
 log = get_logger("evaluation")
@@ -175,6 +173,12 @@ class EvaluatedProblem:
         return {"key": self.key, "prompt": self.prompt, "expected": self.expected, **answer}
 
 
+def _turns(conversation: str) -> list[str]:
+    """Return what the policy said in each turn of `Trajectory.conversation`."""
+    *parts, last = conversation.split(f"{BETWEEN[-1]}\n")
+    return [*(part.partition(f"\n{BETWEEN[0]}")[0] for part in parts), last]
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """One environment's answers."""
@@ -188,7 +192,7 @@ class Evaluation:
         policy and is no rule, its names and the agreement of each greedy answer with its row's
         answer, by the problem's key."""
         greedy = [
-            (p, _TOLD.split(p.greedy.text))
+            (p, _turns(p.greedy.text))
             for p in self.problems
             if p.greedy is not None and p.greedy.scored
         ]
