@@ -40,7 +40,6 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a fi
     "cli.model_report": "a report of doctor, beside doctor_report and contracts",
     "models.published.fp8": "a format of weights, beside the classes that read them",
     "models.experts.forcing": "which experts a batch forces is apart from how its blocks are computed",
-    "rl_training.step.gradient_proof": "of the device, apart from the trainer and from the blocks",
     "rl_training.step.states_4bit": "a format of states, beside states_8bit",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
     "server.api.adapters": "a family of routes is a file",
