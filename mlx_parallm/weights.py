@@ -17,17 +17,14 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlx_parallm.errors import AdapterError, PublishTimeoutError
 from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
 from mlx_parallm.models.adapters.linear import gain
 from mlx_parallm.models.lora import linear_layers
+from mlx_parallm.models.sums import NEW_ZEROS, zeros_of
 from mlx_parallm.models.threads import in_loader_thread
 from mlx_parallm.system.device.faults import wrong_numbers
-
-NEW_ZEROS = 256
-"""Weights of which more than one in so many has become exactly 0 are not what training made."""
 
 
 @dataclass(frozen=True)
@@ -293,11 +290,15 @@ class SharedWeights:
         *,
         version: int | None = None,
         timeout_s: float | None = None,
+        again: Callable[[], Mapping[str, LoraPair]] | None = None,
     ) -> PublishReport:
         """Make `layers` the policy's adapter under `version`, a higher number than before (the
         next one).
 
-        Raises PublishTimeoutError: nothing changed. DeviceFaultError: these cannot be the weights
+        Args:
+            again: makes the layers anew. With it, numbers that have become 0 are computed again.
+
+        Raises PublishTimeoutError: nothing changed. DeviceFaultError: these are not the weights
         that training made.
         """
         assert self.policy is not None, "SharedWeights was made without a policy adapter"
@@ -310,7 +311,13 @@ class SharedWeights:
             self._version = number
 
         served = {} if slot is None else _numbered(slot.weights.arrays)
-        return self._publish(_numbered(adapter.arrays), served, rebind, number, timeout_s)
+
+        def recomputed() -> dict[str, mx.array]:
+            assert again is not None and self.policy is not None
+            return _numbered(AdapterWeights(self.policy, number, self._ready(again())).arrays)
+
+        check = _Check(served, recomputed if again else None)
+        return self._publish(_numbered(adapter.arrays), check, rebind, number, timeout_s)
 
     def publish_parameters(
         self,
@@ -318,9 +325,10 @@ class SharedWeights:
         *,
         version: int | None = None,
         timeout_s: float | None = None,
+        again: Callable[[], Mapping[str, mx.array]] | None = None,
     ) -> PublishReport:
         """Rebind base parameters by path (full-weight training), as `publish_adapter`. Raises
-        PublishTimeoutError."""
+        PublishTimeoutError, DeviceFaultError."""
         number = self._next(version)
         bindings = [(*self._parameters[path], array) for path, array in parameters.items()]
         adapters = self._over(parameters)
@@ -335,10 +343,14 @@ class SharedWeights:
             self._base_serial += 1
             self._revision += 1
 
-        arrays = [array for _, _, adapter in adapters for array in adapter.arrays]
+        def recomputed() -> dict[str, mx.array]:
+            assert again is not None
+            made = again()
+            return _with_gains(made, self._over(made))
+
         served = {path: self._parameters[path][0][self._parameters[path][1]] for path in parameters}
-        new = dict(parameters) | _numbered(arrays)
-        return self._publish(new, served, rebind, number, timeout_s)
+        check = _Check(served, recomputed if again else None)
+        return self._publish(_with_gains(parameters, adapters), check, rebind, number, timeout_s)
 
     def _ready(self, layers: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
         """Add the missing gains of DoRA layers, over the base as it is now; one layer after the
@@ -356,9 +368,7 @@ class SharedWeights:
                 made[path] = replace(pair, gain=factor)
         return made
 
-    def _over(
-        self, parameters: Mapping[str, mx.array]
-    ) -> list[tuple[AdapterSlot, AdapterWeights, AdapterWeights]]:
+    def _over(self, parameters: Mapping[str, mx.array]) -> "_Updated":
         """The DoRA adapters that are served, as they are and with their gains over these arrays
         of the base. Lazy."""
 
@@ -412,7 +422,7 @@ class SharedWeights:
     def _publish(
         self,
         arrays: dict[str, mx.array],
-        served: dict[str, mx.array],
+        check: "_Check",
         rebind: Any,
         version: int,
         timeout_s: float | None,
@@ -420,7 +430,7 @@ class SharedWeights:
         started = time.perf_counter()
         mx.eval(list(arrays.values()))
         mx.synchronize()  # raises what the device has stored of a fault
-        zeros = self._proof.check(arrays, served)
+        zeros = self._proof.check(arrays, check.served, check.again)
         evaluated = time.perf_counter()
         with self.lock.write(timeout_s):
             entered = time.perf_counter()
@@ -436,25 +446,53 @@ class SharedWeights:
         )
 
 
+@dataclass(frozen=True)
+class _Check:
+    """Holds what new weights are compared with: what is served, and themselves, computed again."""
+
+    served: dict[str, mx.array]
+    again: Callable[[], dict[str, mx.array]] | None
+
+
 class WeightsProof:
-    """Whether weights may be served, by what was served before. One thread's."""
+    """Whether weights may be served, by what was served before. One thread's.
+
+    Zeros that are new may be right: Lion's steps are all of one length and take a weight back to
+    where it began, AdaLoRA takes ranks away, a rollback goes to a B of zeros. So they are computed
+    again, and where that gives other numbers the device has failed.
+    """
 
     def __init__(self) -> None:
         self._zeros: dict[str, int] = {}  # of what is served
 
-    def check(self, new: dict[str, mx.array], old: dict[str, mx.array]) -> dict[str, int]:
-        """Return the zeros of each of the new arrays, for `note`. Raises DeviceFaultError: zeros
-        are where the old arrays have none."""
-        zeros = _zeros(new)
+    def check(
+        self,
+        new: dict[str, mx.array],
+        old: dict[str, mx.array],
+        again: Callable[[], dict[str, mx.array]] | None,
+    ) -> dict[str, int]:
+        """Return the zeros of each of the new arrays, for `note`.
+
+        Args:
+            again: computes the new arrays again; None: zeros in them are taken for the truth.
+
+        Raises DeviceFaultError: zeros are where the old arrays have none, and are not when they
+        are computed again.
+        """
+        zeros = zeros_of(new)
+        if again is None:
+            return zeros
         if grown := [name for name, count in zeros.items() if count > new[name].size // NEW_ZEROS]:
             before = {name: old[name] for name in grown if name in old and name not in self._zeros}
-            counts = self._zeros | _zeros(before)
-            for name in grown:
-                most = counts.get(name, new[name].size) + new[name].size // NEW_ZEROS
-                if zeros[name] > most:
+            counts = self._zeros | zeros_of(before)
+            bounds = {name: new[name].size // NEW_ZEROS for name in grown}
+            odd = [n for n in grown if zeros[n] > counts.get(n, new[n].size) + bounds[n]]
+            right = zeros_of(again()) if odd else {}
+            for name in odd:
+                if zeros[name] > right[name] + bounds[name]:
                     raise wrong_numbers(
-                        f"{name} has {zeros[name]} zeros of {new[name].size} numbers, and had"
-                        f" {counts[name]}"
+                        f"{name} has {zeros[name]} zeros of {new[name].size} numbers, and"
+                        f" {right[name]} when it is computed again"
                     )
         return zeros
 
@@ -463,15 +501,11 @@ class WeightsProof:
         self._zeros = zeros
 
 
-def _zeros(arrays: dict[str, mx.array]) -> dict[str, int]:
-    """Count the zeros of each array of real numbers."""
-    floats = {
-        name: array for name, array in arrays.items() if mx.issubdtype(array.dtype, mx.floating)
-    }
-    if not floats:
-        return {}
-    counts = np.array(mx.stack([(array == 0).sum() for array in floats.values()])).tolist()
-    return dict(zip(floats, counts, strict=True))
+_Updated = list[tuple[AdapterSlot, AdapterWeights, AdapterWeights]]
+
+
+def _with_gains(parameters: Mapping[str, mx.array], updated: _Updated) -> dict[str, mx.array]:
+    return dict(parameters) | _numbered([a for _, _, each in updated for a in each.arrays])
 
 
 def _numbered(arrays: Sequence[mx.array]) -> dict[str, mx.array]:

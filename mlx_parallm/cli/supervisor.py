@@ -30,7 +30,15 @@ from pathlib import Path
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.errors import EXIT_AGAIN, ConfigError
 from mlx_parallm.rl_training.run_directory import newest_checkpoint
-from mlx_parallm.system.device.heartbeat import ENGINE, EVERY_S, PAUSED, PROCESS, TRAINER, Listener
+from mlx_parallm.system.device.heartbeat import (
+    ENGINE,
+    EVERY_S,
+    PAUSED,
+    PROCESS,
+    TRAINER,
+    WRITER,
+    Listener,
+)
 from mlx_parallm.system.hardware import launched_rank
 from mlx_parallm.system.log import RunLog, get_logger
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals
@@ -48,6 +56,7 @@ WORDS = {
     PROCESS: "the process",
     ENGINE: "the engine, with work,",
     TRAINER: "the trainer, in a step,",
+    WRITER: "the trainer, writing a checkpoint,",
 }
 HEARTBEAT = "{heartbeat}"  # in a command: the directory of the signs of life
 CHILD = f"""

@@ -180,7 +180,7 @@ class Follower:
             )
             self._play()
         else:
-            publish(self._weights, self._trainer.policy, version, None)
+            publish(self._weights, self._trainer, version, None)
         self._ranks.exchange("")
 
     def _play(self) -> None:

@@ -13,7 +13,7 @@ wrong.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +22,8 @@ from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.system.device.faults import wrong_numbers
 
 COPY = "a copy of keys or values"
+NEW_ZEROS = 256
+"""Weights of which more than one in so many has become exactly 0 are computed again."""
 ROW = 1024
 SHORTEST_ROW = 32  # of rows that divide a width: shorter ones would be many
 
@@ -71,6 +73,17 @@ def has_signal(arrays: Sequence[mx.array]) -> np.ndarray:
         return np.ones(0, bool)
     flags = [mx.any(array) if array.size else mx.array(True) for array in arrays]
     return np.array(mx.stack(flags))
+
+
+def zeros_of(arrays: Mapping[str, mx.array]) -> dict[str, int]:
+    """Count the zeros of each array of real numbers."""
+    floats = {
+        name: array for name, array in arrays.items() if mx.issubdtype(array.dtype, mx.floating)
+    }
+    if not floats:
+        return {}
+    counts = np.array(mx.stack([(array == 0).sum() for array in floats.values()])).tolist()
+    return dict(zip(floats, counts, strict=True))
 
 
 def check_signal(array: mx.array | None, what: str) -> None:

@@ -108,6 +108,7 @@ class RunControl:
             those of checkpoint_interval. An exception ends the run.
         served_tokens: the engine's counter of sampled tokens.
         publishing: a context around what follows a step: the publish, the line, a checkpoint.
+        writing: a context around the writing of a checkpoint.
         faults: of the device, which the engine shares. After one nothing is published or saved.
     """
 
@@ -121,6 +122,7 @@ class RunControl:
     served_tokens: Callable[[], int] = lambda: 0
     wait_turn_s: float = 0.5
     publishing: Callable[[], AbstractContextManager[None]] = nullcontext
+    writing: Callable[[], AbstractContextManager[None]] = nullcontext
     faults: DeviceFaults = field(default_factory=DeviceFaults)
 
 
@@ -378,7 +380,7 @@ class TrainingLoop:
         self._control.faults.check()
         state, checkpointer = self._state(work), self._parts.checkpointer
         if checkpointer is not None and (state.checkpoint_name != self._saved or final or anew):
-            with self._events.span("checkpoint", self._step):
+            with self._control.writing(), self._events.span("checkpoint", self._step):
                 path = checkpointer.save(state, final=final, served=self._served(state))
             self._events.emit(CheckpointSaved(self._step, path))
             if anew:

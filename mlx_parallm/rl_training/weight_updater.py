@@ -21,6 +21,7 @@ import mlx.core as mx
 from mlx_parallm.config.training import WeightUpdateConfig
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.errors import CheckpointError, PublishTimeoutError
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.rl_training.events import RunEvents, WeightsPublished
 from mlx_parallm.rl_training.publish.guard import (
     NOT_SERVED,
@@ -31,7 +32,6 @@ from mlx_parallm.rl_training.publish.guard import (
     digest,
 )
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
-from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Rollout
@@ -41,13 +41,32 @@ log = get_logger("train")
 
 
 def publish(
-    weights: SharedWeights, policy: TrainedPolicy, version: int, timeout_s: float | None
+    weights: SharedWeights, trainer: Trainer, version: int, timeout_s: float | None
 ) -> PublishReport:
-    """Serve what is trained as `version`. Raises PublishTimeoutError: nothing has changed."""
+    """Serve what is trained as `version`. Raises PublishTimeoutError: nothing has changed.
+    DeviceFaultError: the weights are not those that the optimizer holds."""
+    policy = trainer.policy
+
+    def adapter() -> Mapping[str, LoraPair]:
+        trainer.optimizer.write()
+        return policy.adapter()
+
+    def parameters() -> Mapping[str, mx.array]:
+        trainer.optimizer.write()
+        return policy.full_parameters()
+
     if policy.lora:
-        return weights.publish_adapter(policy.adapter(), version=version, timeout_s=timeout_s)
+        return weights.publish_adapter(
+            policy.adapter(),
+            version=version,
+            timeout_s=timeout_s,
+            again=adapter,
+        )
     return weights.publish_parameters(
-        policy.full_parameters(), version=version, timeout_s=timeout_s
+        policy.full_parameters(),
+        version=version,
+        timeout_s=timeout_s,
+        again=parameters,
     )
 
 
@@ -213,7 +232,7 @@ class WeightUpdater:
             self._weights.version, digest(self._policy) if self._repeats else None
         )
         with self._drained():
-            report = publish(self._weights, self._policy, number, timeout_s)
+            report = publish(self._weights, self._trainer, number, timeout_s)
             self._numbers.used()
             self._trainer.ranks.publish(number, self._trainer)
         return report

@@ -198,6 +198,8 @@ class MemoryGuard:
         over_stop = self.stop < 1 and use.share >= self.stop
         over_pause = self.pause < 1 and use.share >= self.pause
         if not (over_pause or over_stop):
+            if self.paused:  # between the mark and BELOW of it
+                self._end_vain_pause(use)
             return
         if not self._released:  # caches count too: the next look says what is left
             self._released = True

@@ -213,11 +213,17 @@ class EndLimit:
         self._thread = threading.Thread(target=self._wait, name="end-limit", daemon=True)
         self._thread.start()
 
-    def start(self, seconds: float, on_end: Callable[[], None] = lambda: None) -> None:
+    def start(
+        self,
+        seconds: float,
+        on_end: Callable[[], None] = lambda: None,
+        exit_code: int | None = None,
+    ) -> None:
         """Call `on_end` and end the process with its exit code after so many seconds, unless
-        `cancel` comes first."""
+        `cancel` comes first. `exit_code`: another one."""
         if not self._begun.is_set():
             self._seconds, self._on_end = seconds, on_end
+            self._exit_code = self._exit_code if exit_code is None else exit_code
             self._begun.set()
 
     def cancel(self) -> None:

@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Literal
 
 from mlx_parallm.system.device.faults import DeviceFaults
-from mlx_parallm.system.device.heartbeat import ENGINE, TRAINER, Heartbeat
+from mlx_parallm.system.device.heartbeat import ENGINE, TRAINER, WRITER, Heartbeat
 
 Priority = Literal["balanced", "serve", "train", "chat"]
 
@@ -29,7 +29,7 @@ TRAINER_RESTS = {"balanced": 0.5, "serve": 1.0, "train": 0.0, "chat": 0.5}
 
 class Turns:
     """The engine thread calls `step`, `chats` and `engine_idle`, the trainer `training`,
-    `after_evaluation` and `publishing`. `faults`: the device's, for both."""
+    `after_evaluation`, `publishing` and `writing`. `faults`: the device's, for both."""
 
     def __init__(self, priority: Priority = "balanced") -> None:
         self._priority = priority
@@ -40,6 +40,7 @@ class Turns:
         self._resumed = perf_counter()
         self.faults = DeviceFaults()
         self._engine_beat, self._trainer_beat = Heartbeat(ENGINE), Heartbeat(TRAINER)
+        self._writer_beat = Heartbeat(WRITER)
 
     @property
     def engine_rests(self) -> bool:
@@ -94,6 +95,16 @@ class Turns:
             yield
         finally:
             self._trainer_beat.rest()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Enclose the writing of a checkpoint, during which the trainer computes nothing."""
+        self._trainer_beat.rest()
+        self._writer_beat.beat()
+        try:
+            yield
+        finally:
+            self._writer_beat.rest()
 
     def after_evaluation(self) -> None:
         """Rest between two evaluations of the trainer, if the priority wants it. Raises

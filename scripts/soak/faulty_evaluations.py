@@ -46,7 +46,7 @@ PLACES = {
     "checkpoint": {"_keep_proved", "_save", "_check_room"},
     "gradient": {"loss_and_gradients", "_zeros"},
     "optimizer": {"apply"},
-    "adapter": {"_write"},
+    "adapter": {"write"},
     "scores": {"_score_rows"},
     "keys": {"move_rows"},
     "probe": {"available"},

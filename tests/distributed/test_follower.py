@@ -32,6 +32,8 @@ class Serving:
         if not self.alive:
             raise EngineUnavailableError("the engine thread has ended")
 
+    def check_memory(self) -> None: ...
+
 
 class Part(Follower):
     """Of a run whose model is nowhere."""

@@ -102,6 +102,15 @@ def test_a_pause_that_helps_nobody_ends() -> None:
     assert guarded.looks(99) == ["stop"], "the other mark holds"
 
 
+def test_a_pause_ends_where_memory_stays_just_below_the_mark() -> None:
+    guarded = Guarded()
+    assert guarded.looks(90, 90, 84) == ["release", "pause"]
+    guarded.engine.computes = False
+    assert guarded.looks(84) == ["release"]
+    guarded.now += IDLE_PAUSE_S
+    assert guarded.looks(84) == ["resume"] and guarded.guard.health() is None
+
+
 def test_this_process() -> None:
     resident = psutil.Process().memory_info().rss
     assert 0.5 * resident < process_bytes() < 2 * resident

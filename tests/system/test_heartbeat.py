@@ -11,6 +11,7 @@ from mlx_parallm.system.device.heartbeat import (
     FIRST,
     PROCESS,
     SILENCES,
+    WRITER,
     Heartbeat,
     Listener,
 )
@@ -65,6 +66,10 @@ def test_what_takes_long_may_be_silent_for_longer(
         assert clock.hangs(quick, 2) is None
     os.utime(tmp_path / ENGINE, (0, 0))  # at rest
     assert clock.hangs(quick, 1000) is None
+    for _ in range(3):  # a checkpoint on a slow disk is no hang
+        clock.beat(WRITER)
+        assert clock.hangs(quick, 40 * FIRST) is None
+    os.utime(tmp_path / WRITER, (0, 0))
     clock.beat(ENGINE)
     assert clock.hangs(quick, 60) == ENGINE
 
@@ -83,3 +88,6 @@ def test_engine_and_trainer_say_when_they_work(
     assert times() == [False, False]
     with turns.publishing():
         assert times() == [False, True]
+        with turns.writing():
+            assert times() == [False, False] and (tmp_path / WRITER).stat().st_mtime
+        assert not (tmp_path / WRITER).stat().st_mtime

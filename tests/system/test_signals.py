@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from mlx_parallm.system import signals
 from tests.signals_reset import default_signals
 
 WATCH = """
@@ -130,6 +131,19 @@ def test_what_the_command_line_loads_before_it_blocks_signals_starts_no_threads(
         " block_shutdown_signals'"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_the_limit_of_an_end_that_goes_on_has_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rl_training.restart_every`: a supervisor would take the code of a finished run for its
+    end."""
+    codes = list[int]()
+    monkeypatch.setattr(signals.os, "_exit", codes.append)
+    monkeypatch.setattr(signals, "LAST_WORDS_S", 0)
+    for code in (None, 80):
+        limit = signals.EndLimit()
+        limit.start(0.0, exit_code=code)
+        limit._thread.join()
+    assert codes == [0, 80]
 
 
 SPINNING = """

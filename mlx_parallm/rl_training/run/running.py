@@ -8,7 +8,7 @@ All of it is on the trainer's thread.
 
 from typing import Any
 
-from mlx_parallm.errors import DeviceFaultError
+from mlx_parallm.errors import EXIT_AGAIN, DeviceFaultError, MemoryShortError
 from mlx_parallm.rl_training.evaluation.schedule import FallGuard
 from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents, RunFinished, RunStarted
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
@@ -18,7 +18,7 @@ from mlx_parallm.rl_training.run.report import print_run_report, run_info
 from mlx_parallm.rl_training.run.start import StartedRun
 from mlx_parallm.rl_training.run.watchers import watch
 from mlx_parallm.rl_training.run_directory import newest_checkpoint
-from mlx_parallm.system.device.heartbeat import supervised
+from mlx_parallm.system.device.heartbeat import PAUSED, supervised
 from mlx_parallm.system.log import get_logger
 
 END_S = 60.0  # after the last checkpoint, beside the drain: trackers, pictures, joins
@@ -111,6 +111,7 @@ class RunningRun:
             while_waiting=started.check,
             training=serving.turns.training,
             publishing=serving.turns.publishing,
+            writing=serving.turns.writing,
             faults=serving.turns.faults,
             measure=self._measure,
             after_step=self._after_step,
@@ -160,4 +161,16 @@ class RunningRun:
             "the end took too long: does a reward function or environment not return?",
         )
         seconds = END_S + self._started.config.server.drain_timeout_s
-        self._prepared.end.start(seconds, lambda: log.warning(event, reason=why, seconds=seconds))
+        self._prepared.end.start(
+            seconds, lambda: log.warning(event, reason=why, seconds=seconds), self._exit_code()
+        )
+
+    def _exit_code(self) -> int | None:
+        """Return the code of an end that another process goes on from; None: it is the end."""
+        if self.paused:
+            return PAUSED
+        try:
+            self._prepared.serving.check_memory()
+        except MemoryShortError:
+            return EXIT_AGAIN
+        return None

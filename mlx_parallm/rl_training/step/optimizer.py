@@ -27,7 +27,7 @@ from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.cpu_kernels import fused
 from mlx_parallm.models.parameters import ParameterSlots, scalar, to_host
 from mlx_parallm.models.scoring.value_head import is_value_head
-from mlx_parallm.models.sums import evaluated, has_signal, total
+from mlx_parallm.models.sums import NEW_ZEROS, evaluated, has_signal, total, zeros_of
 from mlx_parallm.rl_training.step import states_4bit, states_8bit
 from mlx_parallm.rl_training.step.adaptive_ranks import AdaptiveRanks
 from mlx_parallm.rl_training.step.states_4bit import AdamW4bit
@@ -125,7 +125,7 @@ class PolicyOptimizer:
             if options.adalora is not None
             else None
         )
-        self._write()
+        self.write()
 
     def reload(self) -> None:
         """Take the masters from the tree, whose arrays were just loaded."""
@@ -175,7 +175,7 @@ class PolicyOptimizer:
             )
             if masked:
                 self._set_masters([masked.get(slot, each) for slot, each in enumerate(masters)])
-        self._write()
+        self.write()
         return Update(size, applied=True, moved=self._movement(before))
 
     def _check_packed(
@@ -239,7 +239,9 @@ class PolicyOptimizer:
         for group in self._groups:
             group.masters = group.pack([arrays[slot] for slot in group.slots])
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write the masters into the tree, in its dtype. Raises DeviceFaultError: one becomes zeros
+        alone, and does not when it is written again."""
         arrays = [
             array.astype(dtype) for array, dtype in zip(self._masters(), self._dtypes, strict=True)
         ]
@@ -269,7 +271,7 @@ class PolicyOptimizer:
         """Take masters and states from `host_copy`, and write the weights into the tree."""
         for group, tree in zip(self._groups, tree_map(mx.array, copy), strict=True):
             group.take_arrays(tree)
-        self._write()
+        self.write()
 
     def state(self) -> dict[str, mx.array]:
         """Return the tensors for `optimizer.safetensors`: `step`, `<parameter>.<kind>` for each
@@ -314,7 +316,7 @@ class PolicyOptimizer:
             group.restore(tensors["step"], state)
         if self._adaptive is not None:
             self._adaptive.restore(tensors)
-        self._write()
+        self.write()
 
 
 class ParameterGroup:
@@ -344,7 +346,7 @@ class ParameterGroup:
         self._settings: AdamWSettings | None = None
         # since the last update: it is not compiled, since they would be part of its loops
         self._new_settings = False
-        self._had_signal = set[str]()  # masters and states that were not zeros alone
+        self._had_signal = set[tuple[str, str]]()  # masters and states that were not zeros alone
         self.masters = self.pack(arrays)
         self._optimizer.init(self.masters)
 
@@ -405,27 +407,32 @@ class ParameterGroup:
             masters, new_state = results()
             odd = self._odd_zeros(gradients, masters, new_state)
             if odd and (wrong := odd - self._odd_zeros(gradients, *results())):
-                raise wrong_numbers(f"the optimizer's {min(wrong)} is zeros alone")
+                raise wrong_numbers(f"the optimizer's {min(wrong)}")
             self.masters, state = masters, new_state
         finally:
             optimizer.state = state
 
     def _odd_zeros(self, gradients: Mapping[str, mx.array], masters: Any, state: Any) -> set[str]:
         """Return the results of an update that are zeros alone although they, or their gradient,
-        were not."""
+        were not, and the masters that have got many zeros."""
         learns = dict(zip(gradients, has_signal(list(gradients.values())), strict=True))
         leaves = {(name, "master"): array for name, array in masters.items()} | {
             (name, kind): array for name in masters for kind, array in state[name].items()
         }
         signal = dict(zip(leaves, has_signal(list(leaves.values())), strict=True))
         odd = {
-            f"{kind} of {name}"
+            f"{kind} of {name} is zeros alone"
             for (name, kind), has in signal.items()
-            if not has and (learns[name] or f"{kind} of {name}" in self._had_signal)
+            if not has and (learns[name] or (name, kind) in self._had_signal)
         }
         if not odd:
-            self._had_signal = {f"{kind} of {name}" for (name, kind), has in signal.items() if has}
-        return odd
+            self._had_signal = {leaf for leaf, has in signal.items() if has}
+        zeros = zeros_of(masters)
+        bounds = {name: array.size // NEW_ZEROS for name, array in masters.items()}
+        many = [name for name, count in zeros.items() if count > bounds[name]]
+        before = zeros_of({name: self.masters[name] for name in many})
+        grown = [name for name in many if zeros[name] > before[name] + bounds[name]]
+        return odd | {f"master of {name} has new zeros" for name in grown}
 
     def sample(self, stride: int) -> Iterator[tuple[int, mx.array]]:
         """(first slot of a bundle, every n-th of its numbers), bundle by bundle. Lazy copies."""

@@ -54,7 +54,7 @@ KINDS = (
     _kind(
         "command_queue",
         "the driver gives no more command queues",
-        r"Failed to make new command queue|command queue",
+        r"Failed to make new command queue|\[metal\S*\].*command queue",
         "a new process begins with none; shorter runs between restarts: rl_training.restart_every",
     ),
     _kind(

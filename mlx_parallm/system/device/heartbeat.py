@@ -3,6 +3,7 @@
     <directory>/process    a thread touches it: it stops when a call in C holds the interpreter
     <directory>/engine     touched by each step, at rest while there is none
     <directory>/trainer    touched by each evaluation of a training step, at rest outside of them
+    <directory>/writer     touched when a checkpoint begins, at rest when it is written
 
 A file's time is the sign; the time 0 says that the part has no work. A process hangs when one of
 them is silent: a thread of its own cannot tell, since a driver that hangs may hold the interpreter.
@@ -22,7 +23,7 @@ FIRST, HEARD = 15, 2
 """A part that was heard less often than `HEARD` times may be silent `FIRST` times as long: a GPU's
 kernels are compiled in its first evaluation, and how long one takes is not known yet."""
 SILENCES = 10  # of the longest so far: more is a hang
-PROCESS, ENGINE, TRAINER = "process", "engine", "trainer"
+PROCESS, ENGINE, TRAINER, WRITER = "process", "engine", "trainer", "writer"
 
 
 class Heartbeat:
@@ -82,7 +83,8 @@ class Listener:
 
     Args:
         limit_s: a part that works and is silent for longer hangs; where evaluations take long,
-            for `SILENCES` times as long as its longest silence so far.
+            for `SILENCES` times as long as its longest silence so far. A checkpoint may take
+            `FIRST` times as long: a slow disk is no hang.
     """
 
     def __init__(self, directory: Path, limit_s: float) -> None:
@@ -98,15 +100,16 @@ class Listener:
         once a second."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 2 * EVERY_S), now
-        for part in (PROCESS, ENGINE, TRAINER):
+        for part in (PROCESS, ENGINE, TRAINER, WRITER):
             try:
                 beat = (self._directory / part).stat().st_mtime
             except OSError:  # not there yet
                 continue
             if beat == 0.0 or beat != self._times.get(part):
+                # what ended with a rest was silent, too
+                longest = max(self._longest.get(part, 0.0), self._silent.get(part, 0.0))
+                self._longest[part] = longest
                 if beat != 0.0:
-                    longest = max(self._longest.get(part, 0.0), self._silent.get(part, 0.0))
-                    self._longest[part] = longest
                     self._heard[part] = self._heard.get(part, 0) + 1
                 self._times[part], self._silent[part] = beat, 0.0
                 continue
@@ -119,4 +122,5 @@ class Listener:
         if part == PROCESS:
             return self._limit_s
         limit = max(self._limit_s, SILENCES * self._longest.get(part, 0.0))
-        return limit if self._heard.get(part, 0) >= HEARD else FIRST * limit
+        at_length = part == WRITER or self._heard.get(part, 0) < HEARD
+        return FIRST * limit if at_length else limit
