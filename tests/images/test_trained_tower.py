@@ -310,7 +310,7 @@ def test_engine_and_trainer_agree_after_each_publish(full: bool, part: str, turn
     tokens = ROWS[1].rollout.tokens[:-2]
     seen = {}
     for version in (1, 2, 3):
-        publish(weights, policy, version, None)
+        publish(weights, trainer, version, None)
         wanted = [("policy", policy)] if full else [("policy", policy), (None, None)]
         for name, _ in wanted:
             adapter = None if full else name
