@@ -355,10 +355,11 @@ class _Training:
         return None
 
     def _sample(self, second: float) -> None:
-        daemon = self._daemon()
-        with contextlib.suppress(psutil.Error, AttributeError, *NO_ANSWER):
-            used = self._footprint() or daemon.memory_info().rss  # type: ignore[union-attr]
-            threads, files = daemon.num_threads(), daemon.num_fds()  # type: ignore[union-attr]
+        if (daemon := self._daemon()) is None:
+            return
+        with contextlib.suppress(psutil.Error, *NO_ANSWER):
+            used = self._footprint() or daemon.memory_info().rss
+            threads, files = daemon.num_threads(), daemon.num_fds()
             self._found.samples.append(Sample(round(second, 1), used, threads, files))
 
     def _footprint(self) -> int:
@@ -373,10 +374,10 @@ class _Training:
                 first, rate = self._one_answer()
             except (ValueError, *NO_ANSWER):
                 if self._starting.is_set() or self._stop.is_set():
-                    time.sleep(0.2)
+                    self._stop.wait(0.2)
                 else:
                     chats.failed += 1
-                    time.sleep(1.0)
+                    self._stop.wait(1.0)
                 continue
             chats.answered += 1
             chats.first_token_s.append(round(first, 4))

@@ -15,9 +15,13 @@ from mlx_parallm.models.layouts.tree_rows import TreeRows
 from mlx_parallm.rl_training.step import trainer as trainer_base
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import SHORT_ROW, MiniBatch, collate, parts_packed, used
+from mlx_parallm.system.hardware import gpu_like
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.making import make_config, make_trainer, perturb_adapter
 from tests.rl_training.rollouts import make_batch, make_rollout, random_groups
+
+CLOSE = 3e-5 if gpu_like() else 1e-5
+"""Of steps whose rows share attention: MLX's own sums, on the way of a GPU, round more."""
 
 
 def sequences(lengths: Sequence[int]) -> list[TrainSequence]:
@@ -283,33 +287,33 @@ def test_pairs_stay_together_in_their_order() -> None:
             rewritten_episodes(2),
             TreeRows,
             {"batch": 24, "batch_size": 24, "token_budget": 300},
-            3e-5,
+            CLOSE,
         ),
         (
             rewritten_episodes(2),
             TreeRows,
             {"batch": 24, "batch_size": 24, "token_budget": 300, "kl_beta": 0.2, "lora": False},
-            3e-5,
+            CLOSE,
         ),
         (
             rewritten_episodes(2),
             TreeRows,
             {"architecture": "qwen3_next", "batch": 24, "batch_size": 24, "token_budget": 300}
             | {"kl_beta": 0.2},
-            3e-5,
+            CLOSE,
         ),
-        (long_prompts(3), SharedRows, {"batch_size": 12, "token_budget": 300}, 3e-5),
+        (long_prompts(3), SharedRows, {"batch_size": 12, "token_budget": 300}, CLOSE),
         (
             long_prompts(3),
             SharedRows,
             {"batch_size": 12, "token_budget": 300, "kl_beta": 0.2},
-            3e-5,
+            CLOSE,
         ),
         (
             long_prompts(3),
             SharedRows,
             {"batch_size": 12, "token_budget": 300, "kl_beta": 0.2, "lora": False},
-            3e-5,
+            CLOSE,
         ),
     ],
 )
