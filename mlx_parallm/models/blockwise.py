@@ -78,7 +78,7 @@ from mlx_parallm.models.scoring.head import (
     token_scores,
 )
 from mlx_parallm.models.scoring.value_head import is_value_head, value_head_of
-from mlx_parallm.models.sums import check_signal, has_signal
+from mlx_parallm.models.sums import check_signal, has_signal, may_lose_results
 
 ROUNDING_OF_ALL = 1e-6
 """How far rounding puts one gradient off, in norms of all gradients together."""
@@ -457,7 +457,9 @@ class BlockwiseModel:
     ) -> None:
         """Go from the last of the group inputs to the first, then the embedding. Empties them,
         to free the activations."""
-        self.loss_reached = cotangent is None or bool(has_signal([cotangent]).all())
+        self.loss_reached = (
+            cotangent is None or not may_lose_results() or bool(has_signal([cotangent]).all())
+        )
         while passed.starts and cotangent is not None:
             group, hidden = len(passed.starts) - 1, passed.starts.pop()
             slots, reads = self._group_slots[group], self._reads(group, passed)

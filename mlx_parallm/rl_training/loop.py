@@ -25,6 +25,7 @@ import mlx.core as mx
 
 from mlx_parallm.environments.base import Learner
 from mlx_parallm.errors import CheckpointError, ParallmError
+from mlx_parallm.models.sums import raise_stored_faults
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import StepInProgress, TrainerState
 from mlx_parallm.rl_training.events import (
@@ -291,7 +292,7 @@ class TrainingLoop:
     def _finish_step(self, batch: TrainBatch, result: StepResult, time_rollout_s: float) -> None:
         self._step = batch.step
         last = batch.step == self._last
-        mx.synchronize()  # raises what the device has stored of a fault
+        raise_stored_faults()
         self._control.faults.check()
         started = time.perf_counter()
         with self._events.span("publish", batch.step):
@@ -390,7 +391,7 @@ class TrainingLoop:
     def _keep_proved(self) -> None:
         """Keep a copy of this moment for the case of a fault: the device has none now."""
         if self._parts.checkpointer is not None:
-            mx.synchronize()
+            raise_stored_faults()
             self._control.faults.check()
             state = self._state(None)
             self._parts.checkpointer.keep(state, self._served(state))

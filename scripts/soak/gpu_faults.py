@@ -17,6 +17,7 @@ import collections
 import io
 import itertools
 import json
+import os
 import random
 import tempfile
 import threading
@@ -32,6 +33,7 @@ from mlx_parallm.config.load import load_config
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import DeviceFaultError
 from mlx_parallm.models.threads import in_mlx_thread
+from mlx_parallm.system.hardware import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.system.terminal import Console
 from scripts.soak.faulty_evaluations import TEXTS, Plan, environment, fired_of, inject
@@ -218,6 +220,7 @@ def main() -> None:
     parser.add_argument("--hangs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    os.environ[DEVICE_VARIABLE] = GPU_LIKE  # results are looked at for zeros
     generator, wrong = random.Random(args.seed), list[str]()
     configure_logging(level="error")
     started = time.monotonic()

@@ -6,7 +6,13 @@ import pytest
 from mlx_parallm.errors import DeviceFaultError
 from mlx_parallm.models.sums import evaluated, has_signal
 from mlx_parallm.rl_training.step.optimizer import OptimizerOptions, make_groups
+from mlx_parallm.system.hardware import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.weights import WeightsProof
+
+
+@pytest.fixture(autouse=True)
+def gpu_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, GPU_LIKE)
 
 
 def test_an_array_of_zeros_has_no_signal() -> None:
@@ -20,6 +26,13 @@ def test_zeros_that_come_once_are_a_fault_and_those_that_stay_are_not() -> None:
     with pytest.raises(DeviceFaultError, match="a copy is zeros alone"):
         evaluated(lambda: [next(given)], "a copy")
     assert evaluated(lambda: [mx.zeros(3)], "a copy")[0].tolist() == [0, 0, 0]
+
+
+def test_nothing_is_computed_again_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEVICE_VARIABLE)
+    given = iter([mx.zeros(3), mx.ones(3)])
+    assert evaluated(lambda: [next(given)], "a copy")[0].tolist() == [0, 0, 0]
+    assert next(given).tolist() == [1, 1, 1]
 
 
 def test_weights_that_become_zeros_are_computed_again() -> None:

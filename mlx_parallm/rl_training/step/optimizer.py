@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
+import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.config.training import AdaLoraConfig
@@ -27,7 +28,14 @@ from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.cpu_kernels import fused
 from mlx_parallm.models.parameters import ParameterSlots, scalar, to_host
 from mlx_parallm.models.scoring.value_head import is_value_head
-from mlx_parallm.models.sums import NEW_ZEROS, evaluated, has_signal, total, zeros_of
+from mlx_parallm.models.sums import (
+    NEW_ZEROS,
+    evaluated,
+    has_signal,
+    may_lose_results,
+    total,
+    zeros_of,
+)
 from mlx_parallm.rl_training.step import states_4bit, states_8bit
 from mlx_parallm.rl_training.step.adaptive_ranks import AdaptiveRanks
 from mlx_parallm.rl_training.step.states_4bit import AdamW4bit
@@ -119,7 +127,8 @@ class PolicyOptimizer:
         self._dtypes = [array.dtype for array in arrays]
         self._stride = -(-sum(array.size for array in arrays) // MEASURED_ELEMENTS)
         self._groups = make_groups(slots.names, arrays, options)
-        self._had_signal = has_signal(arrays)  # of the weights in the tree
+        # of the weights in the tree; None: the device loses no results
+        self._had_signal = has_signal(arrays) if may_lose_results() else None
         self._adaptive = (
             AdaptiveRanks(slots.names, arrays, options.adalora, options.total_steps)
             if options.adalora is not None
@@ -182,6 +191,8 @@ class PolicyOptimizer:
         self, size: float, packed: Sequence[Mapping[str, mx.array]], gradients: Sequence[mx.array]
     ) -> None:
         """Raises DeviceFaultError: gradients were lost as they were packed."""
+        if not may_lose_results():
+            return
         parts = [array for part in packed for array in part.values()]
         signal = has_signal(parts)
         if size and signal.all():
@@ -219,7 +230,12 @@ class PolicyOptimizer:
             weights = weights + total(mx.square(old))
             moved = moved + (new.astype(dtype) != old.astype(dtype)).sum()
         mx.eval(squares, weights, moved)
-        if before and not scalar(weights) and has_signal([array for _, array in before]).any():
+        if (
+            before
+            and not scalar(weights)
+            and may_lose_results()
+            and has_signal([array for _, array in before]).any()
+        ):
             raise wrong_numbers("the norm of the weights is 0")
         count = sum(array.size for _, array in before)
         return Movement(
@@ -246,8 +262,13 @@ class PolicyOptimizer:
             array.astype(dtype) for array, dtype in zip(self._masters(), self._dtypes, strict=True)
         ]
         mx.eval(arrays)
+        if self._had_signal is not None:
+            self._had_signal = self._proved(arrays, self._had_signal)
+        self._slots.write(arrays)
+
+    def _proved(self, arrays: Sequence[mx.array], had_signal: np.ndarray) -> np.ndarray:
         signal = has_signal(arrays)
-        lost = [place for place, has in enumerate(self._had_signal) if has and not signal[place]]
+        lost = [place for place, has in enumerate(had_signal) if has and not signal[place]]
         if (
             lost
             and has_signal(
@@ -255,8 +276,7 @@ class PolicyOptimizer:
             ).any()
         ):
             raise wrong_numbers(f"{self._slots.names[lost[0]]} is zeros alone")
-        self._had_signal = signal
-        self._slots.write(arrays)
+        return signal
 
     # ------------------------------------------------------------------ checkpoint
 
@@ -405,7 +425,7 @@ class ParameterGroup:
 
         try:
             masters, new_state = results()
-            odd = self._odd_zeros(gradients, masters, new_state)
+            odd = self._odd_zeros(gradients, masters, new_state) if may_lose_results() else set()
             if odd and (wrong := odd - self._odd_zeros(gradients, *results())):
                 raise wrong_numbers(f"the optimizer's {min(wrong)}")
             self.masters, state = masters, new_state
