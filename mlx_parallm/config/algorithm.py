@@ -356,16 +356,12 @@ def defaults_of(algorithm: str, loss: str | None) -> dict[str, Any]:
     return read | settings
 
 
-def without_unread(
-    training: Mapping[str, Any], overrides: Sequence[str], *, saved: bool = False
-) -> dict[str, Any]:
+def without_unread(training: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return a file's [rl_training] for use under `--set rl_training.algorithm=…` or `.loss=…`.
 
     The file's PRESET_KEYS are about its own algorithm, and its bounds about its own loss. If the
     command line names another one, they are dropped and the other's defaults hold; a bound with the
     same meaning for both stays.
-    `saved`: a run of any version saved the file, so keys that its loss did not read are dropped
-    too.
     """
     pairs = [override.partition("=") for override in overrides]
     named = {key.strip(): value.strip().strip("\"'") for key, _, value in pairs}
@@ -375,7 +371,7 @@ def without_unread(
         return {key: value for key, value in training.items() if key not in PRESET_KEYS}
     previous_loss = str(training.get("loss") or PRESETS.get(before, {}).get("loss"))
     loss = named.get("rl_training.loss", previous_loss)
-    if loss == previous_loss and not saved:
+    if loss == previous_loss:
         return dict(training)
     then, now = defaults_of(before, previous_loss), defaults_of(before, loss)
     means_the_same = {

@@ -35,7 +35,7 @@ from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation
 from mlx_parallm.config.leaves import Leaf, imported, leaves
 from mlx_parallm.config.server import ModelConfig, ServerConfig
 from mlx_parallm.config.tools import ToolsConfig
-from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig, as_it_began
+from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import absolute, is_reference
 from mlx_parallm.system.files import is_directory, is_file, local_path
@@ -313,14 +313,9 @@ def load_config(
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: not valid TOML: {error}") from error
     if isinstance(data.get("rl_training"), dict):
-        data["rl_training"] = without_unread(data["rl_training"], overrides or [], saved=saved)
-    if saved:
-        if not data:  # its defaults would be another run's settings
-            raise ConfigError(f"{where}: it is empty: give --config")
-        for entry in _environments(data):
-            entry.pop("min_share", None)  # 0.1 had it
-        if isinstance(data.get("rl_training"), dict):
-            data["rl_training"] = as_it_began(data["rl_training"])
+        data["rl_training"] = without_unread(data["rl_training"], overrides or [])
+    if saved and not data:  # its defaults would be another run's settings
+        raise ConfigError(f"{where}: it is empty: give --config")
     for override in overrides or []:
         _apply_override(data, override)
     _set_defaults(data, defaults or {})

@@ -478,21 +478,6 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
                 raise ValueError(f"{unread[0]} is set, but only read with {reader}")
 
 
-def as_it_began(training: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved [rl_training] of a run with the keys that its version did not have yet.
-
-    Their values are those under which a resume goes on as the run began: no bound on oversampling,
-    norms and biases decayed, dropout off in training on rows.
-    """
-    if "decay_norms_and_biases" in training:
-        return dict(training)
-    values = dict(training) | {"decay_norms_and_biases": True}
-    if training.get("algorithm") not in DATA_ALGORITHMS:
-        return values | {"max_oversampling": 0.0}
-    lora = training.get("lora")
-    return values | {"lora": {**lora, "dropout": 0.0}} if isinstance(lora, Mapping) else values
-
-
 class RolloutsConfig(Section):
     keep: int | Literal["all"] = "all"
     """Newest steps whose rollouts are kept whole; older ones keep a line without tokens. "all" =

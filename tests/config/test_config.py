@@ -121,23 +121,6 @@ def test_the_key_comes_from_environment_before_file_before_config(
         config.resolve_api_key()
 
 
-def test_a_run_of_an_older_version_goes_on_as_it_began(tmp_path: Path) -> None:
-    """Keys that its saved configuration does not have are at what its version did, not at
-    today's defaults."""
-    old = load_config(Path(__file__).parents[1] / "data" / "run_0_1" / "config.toml", saved=True)
-    training = old.rl_training
-    assert (training.max_oversampling, training.decay_norms_and_biases) == (0.0, True)
-    again = tmp_path / "config.toml"
-    again.write_text(old.to_toml())
-    assert load_config(again, saved=True).rl_training == training
-    data = tmp_path / "sft.toml"
-    data.write_text(
-        '[rl_training]\nalgorithm = "sft"\nlora.dropout = 0.1\n[data]\npath = "rows.jsonl"\n'
-    )
-    assert load_config(data, saved=True).rl_training.lora.dropout == 0.0, "it was off"
-    assert load_config(data).rl_training.lora.dropout == 0.1
-
-
 def test_a_bound_on_oversampling_needs_something_to_replace() -> None:
     with pytest.raises(
         ConfigError, match="max_oversampling is set, but only read with dynamic_sampling = true"

@@ -284,19 +284,6 @@ def test_where_nothing_is_trained_there_is_nothing_to_control(tmp_path: Path) ->
             assert "does not train the run" in answer.json()["error"]["message"]
 
 
-def test_an_old_run_opens() -> None:
-    root = Path(__file__).resolve().parents[1] / "data"
-    with (
-        served([root / "run_0_1"]) as url,
-        httpx.Client(base_url=url, timeout=20) as http,
-    ):
-        assert [shown["name"] for shown in http.get("/dashboard/api/runs").json()["runs"]] == [
-            "run_0_1"
-        ]
-        assert http.get("/dashboard/api/metrics?run=0").json()["steps"]
-        assert http.get("/dashboard/api/groups?run=0&limit=1").json()["groups"]
-
-
 @pytest.mark.parametrize(
     ("order", "param"),
     [

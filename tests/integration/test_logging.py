@@ -162,7 +162,7 @@ def test_a_run_and_its_resume_elsewhere(tmp_path: Path) -> None:
 
 def test_a_key_that_may_not_change_is_one_line_and_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(DATA / "run_0_1", run, symlinks=True)
+    shutil.copytree(DATA / "two_steps", run, symlinks=True)
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     with Daemon(
         "mlx_parallm_train", "--resume", str(run), "--set", "rl_training.lora.rank=4", port=0

@@ -442,10 +442,3 @@ def test_it_loads_no_mlx(directory):
         [sys.executable, "-c", program, str(directory)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_the_shipped_old_run_can_be_explained(tmp_path):
-    old = Path(__file__).parents[1] / "data" / "run_0_1"
-    (tmp_path / METRICS_FILE).write_bytes((old / METRICS_FILE).read_bytes())
-    explanation = explained(tmp_path)
-    assert (explanation.steps, explanation.total_steps, explanation.findings) == (2, None, ())

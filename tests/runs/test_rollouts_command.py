@@ -12,7 +12,7 @@ from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.rollout_store.groups import make_group, make_rollout
 
-OLD_RUN = Path(__file__).parents[1] / "data" / "run_0_1"
+TWO_STEPS = Path(__file__).parents[1] / "data" / "two_steps"
 
 
 @pytest.fixture
@@ -103,16 +103,18 @@ def test_a_pruned_group_still_says_what_became_of_it(
     assert "sums-2: dropped by step 1: too old" in text and "the tokens were pruned" in text
 
 
-def test_an_old_run_with_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "old"
-    shutil.copytree(OLD_RUN, run, symlinks=True)
+def test_texts_by_the_tokenizer_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(TWO_STEPS, run, symlinks=True)
     entries = json.loads(rollouts(capsys, run / "step_000002", "--counts", "--json"))["versions"]
-    assert [entry["version"] for entry in entries] == [0, 1]
-    found = json.loads(rollouts(capsys, run, "--show", "sum-0-0#1", "--json"))
+    assert [entry["version"] for entry in entries] == [0]
+    found = json.loads(rollouts(capsys, run, "--show", "sum-0-1#1", "--json"))
     [segment] = found["rollouts"][0]["segments"]
     assert segment["text"].startswith("<|im_start|>")
     assert "".join(segment["token_texts"]) == segment["text"]
-    assert "<|im_end|>" in rollouts(capsys, run, "--show", "sum-0-0#1")
+    assert "<|im_end|>" in rollouts(capsys, run, "--show", "sum-0-1#1")
 
 
 def test_the_quarantine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

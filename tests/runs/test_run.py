@@ -9,24 +9,16 @@ import pytest
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
 from mlx_parallm.runs.run import FILES, Run, open_run
 
-OLD_RUN = Path(__file__).parents[1] / "data" / "run_0_1"
+TWO_STEPS = Path(__file__).parents[1] / "data" / "two_steps"
 HALF = '{"step": 2, "rew'
 
 
 def test_a_step_leads_to_its_run(tmp_path: Path) -> None:
-    assert open_run(OLD_RUN / "step_000002").path == open_run(OLD_RUN).path == OLD_RUN.resolve()
+    assert (
+        open_run(TWO_STEPS / "step_000002").path == open_run(TWO_STEPS).path == TWO_STEPS.resolve()
+    )
     with pytest.raises(ConfigError, match="is no run directory"):
         open_run(tmp_path)
-
-
-def test_an_old_run_is_read() -> None:
-    run = open_run(OLD_RUN)
-    assert (run.steps, run.total_steps, run.state) == (2, 2, "stopped or killed")
-    assert run.config is not None and run.client_trainer is None
-    assert [path.name for path in run.checkpoints()] == ["step_000002"]
-    checkpoint = run.checkpoint()
-    assert checkpoint is not None and list(run.links(checkpoint)) == ["latest"]
-    assert run.evaluations == [] and not run.has("evaluations")
 
 
 def test_an_empty_directory_has_no_parts(tmp_path: Path) -> None:
