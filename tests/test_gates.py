@@ -40,7 +40,6 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a fi
     "cli.model_report": "a report of doctor, beside doctor_report and contracts",
     "models.published.fp8": "a format of weights, beside the classes that read them",
     "models.experts.forcing": "which experts a batch forces is apart from how its blocks are computed",
-    "rl_training.step.states_4bit": "a format of states, beside states_8bit",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
     "server.api.adapters": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",
@@ -58,10 +57,6 @@ VARIABLE_ATTRIBUTES: dict[
     "models.published.reader:Published.get": "keys of a configuration class",
     "distributed.ranks:_watched": "socket options that not every system has",
     "environments.state_source:check_environment": "which methods a user's class overrides",
-    "environments.textarena.numbers:_Numpy.__getattr__": "a stand-in for a module",
-    "environments.textarena.numbers:_NumpyRandom.__getattr__": "a stand-in for a module",
-    "environments.textarena.numbers:_Python.__getattr__": "a stand-in for a module",
-    "environments.textarena.numbers:_by_name": "a function of a stand-in for a module",
     "execution.sandbox.sandbox_launcher:call": "system calls and limits by name, from a table",
     "execution.sandbox.sandbox_launcher:set_limits": (
         "system calls and limits by name, from a table"

@@ -25,7 +25,7 @@ from mlx_parallm.config.environment import Section
 
 CHAT_EVAL_MS = 100
 """`max_eval_ms` with serve_priority = "chat", which waits for the evaluation that runs."""
-ADAM = ("adamw", "adamw_8bit", "adamw_4bit", "muon")
+ADAM = ("adamw", "adamw_8bit", "muon")
 """Optimizers that read AdamW's numbers."""
 PEFT_NAMES = {"r": "rank", "init_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
 
@@ -266,11 +266,9 @@ CHANGEABLE = ("learning_rate", "kl_beta", "temperature")
 class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""
-    optimizer: Literal[
-        "adamw", "muon", "lion", "adafactor", "adamw_8bit", "lion_8bit", "adamw_4bit"
-    ] = "adamw"
-    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest; "_8bit",
-    "_4bit": its state takes a quarter or an eighth of the memory (docs/parameters.md)."""
+    optimizer: Literal["adamw", "muon", "lion", "adafactor", "adamw_8bit", "lion_8bit"] = "adamw"
+    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest; "_8bit":
+    its state takes a quarter of the memory (docs/parameters.md)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after warm-up, to `lr_final` one step after total_steps, so that the last step still
     learns."""
@@ -456,7 +454,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         """Raises ValueError: a key is set that the chosen optimizer, reference or KL does not
         read."""
         readers = {
-            'optimizer = "adamw", "adamw_8bit", "adamw_4bit" or "muon"': (
+            'optimizer = "adamw", "adamw_8bit" or "muon"': (
                 self.optimizer in ADAM,
                 ("adam_beta1", "adam_beta2", "adam_eps"),
             ),

@@ -1,4 +1,4 @@
-"""Optimizer states in 8 and 4 bits against float32: 2,000 steps of a small problem, bytes, time and
+"""Optimizer states in 8 bits against float32: 2,000 steps of a small problem, bytes, time and
 memory of an update.
 
     .venv/bin/python -m scripts.bench.states_8bit steps    # some seconds
@@ -23,7 +23,7 @@ from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 
 assert mlx_parallm.__version__
 
-KINDS = ("adamw", "adamw_8bit", "adamw_4bit", "lion", "lion_8bit")
+KINDS = ("adamw", "adamw_8bit", "lion", "lion_8bit")
 
 
 class Slots:

@@ -1,24 +1,25 @@
 """One game of TextArena: whose turn it is, what that player reads, and the result of each player.
 
-TextArena prints nothing that we need, and fetches word lists of nltk when a module of it is
-imported. Here each game has random numbers of its own (`numbers.py`), and nothing is fetched: a
-game whose word list is missing is refused with the reason.
+TextArena fetches word lists of nltk when a module of it is imported. Here nothing is fetched: a
+game whose word list is missing is refused with the reason. Games draw from the random numbers of
+the process; dealing one seeds them, so they are put back after it.
 """
 
-import importlib
+import random
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from mlx_parallm.environments.textarena.numbers import Numbers, drawing_from, give_numbers
+import numpy as np
+
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import did_you_mean, user_code
 from mlx_parallm.system.packages import require
 
 MOST_PLAYERS = 15  # of any game of TextArena 0.7
 GAME = -1  # the sender of what the game itself says
-_ONE_AT_A_TIME = threading.RLock()  # nltk.download is swapped meanwhile
+_ONE_AT_A_TIME = threading.RLock()  # nltk.download and random numbers belong to the process
 
 
 class Game:
@@ -43,9 +44,8 @@ class Game:
         self.details: dict[int, dict[str, Any]] = {}
         self.turns = dict.fromkeys(range(players), 0)
         self._whole = whole
-        self._numbers = Numbers(seed)
-        with self._apart("make"):
-            self._env = _made(id, make)
+        with self._apart("make"), _numbers_put_back():
+            self._env = _textarena().make(id, **make)
             self._env.reset(num_players=players, seed=seed)
             self._base = _base_of(self._env)
 
@@ -103,23 +103,13 @@ class Game:
 
     @contextmanager
     def _apart(self, what: str) -> Iterator[None]:
-        """Run the game's code with its own random numbers. Raises RolloutRejectedError."""
+        """Run the game's code. Raises RolloutRejectedError."""
         with (
             _ONE_AT_A_TIME,
             user_code(f"textarena: {self.id}: {what}", RolloutRejectedError),
             _no_download(),
-            drawing_from(self._numbers),
         ):
             yield
-
-
-def _made(id: str, make: Mapping[str, Any]) -> Any:
-    """Return a new game. Its modules draw from this thread's `Numbers` from the first one on."""
-    entry = _textarena().envs.registration.ENV_REGISTRY[id].entry_point
-    module = entry.partition(":")[0] if isinstance(entry, str) else entry.__module__
-    importlib.import_module(module)
-    give_numbers(module)
-    return _textarena().make(id, **make)
 
 
 def check_game(id: str, make: Mapping[str, Any], players: int | None) -> int:
@@ -169,6 +159,16 @@ def _base_of(env: Any) -> Any:
     while isinstance(env, wrapper):
         env = env.env
     return env
+
+
+@contextmanager
+def _numbers_put_back() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager

@@ -252,8 +252,8 @@ class TrainerConfig(Options):
     """Share of all optimizer updates that warm up."""
     optim: str = "adamw_torch"
     """An AdamW of any name, "lion_32bit", "adafactor" or "muon": MLX's own; "adamw_8bit",
-    "adamw_bnb_8bit", "lion_8bit": the states in 8 bits; "adamw_torch_4bit": in 4.
-    "paged_…" is the same without pages."""
+    "adamw_bnb_8bit", "lion_8bit": the states in 8 bits. "paged_…" is the same
+    without pages."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay, decoupled."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)

@@ -662,13 +662,11 @@ def _optimizer(name: str) -> str:
         if plain.startswith(kind):
             if "8bit" not in plain and "4bit" not in plain:
                 return kind
-            if kind == "adamw" and "4bit" in plain:
-                return "adamw_4bit"
             if kind in ("adamw", "lion") and "8bit" in plain:
                 return f"{kind}_8bit"
     raise ConfigError(
-        f'optim={name!r}: choose "adamw_torch", "adamw_8bit", "adamw_torch_4bit", "lion_32bit",'
-        ' "lion_8bit", "adafactor" or "muon"'
+        f'optim={name!r}: choose "adamw_torch", "adamw_8bit", "lion_32bit", "lion_8bit",'
+        ' "adafactor" or "muon"'
     )
 
 

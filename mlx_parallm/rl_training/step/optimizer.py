@@ -36,9 +36,8 @@ from mlx_parallm.models.sums import (
     total,
     zeros_of,
 )
-from mlx_parallm.rl_training.step import states_4bit, states_8bit
+from mlx_parallm.rl_training.step import states_8bit
 from mlx_parallm.rl_training.step.adaptive_ranks import AdaptiveRanks
-from mlx_parallm.rl_training.step.states_4bit import AdamW4bit
 from mlx_parallm.rl_training.step.states_8bit import AdamW8bit, Lion8bit
 from mlx_parallm.system.device.faults import wrong_numbers
 
@@ -48,19 +47,14 @@ anything larger."""
 HostCopy = list[dict[str, Any]]
 """Masters and states of each group, as trees of numpy's arrays."""
 BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
-QUANTISED = {"adamw_8bit": AdamW8bit, "lion_8bit": Lion8bit, "adamw_4bit": AdamW4bit}
+QUANTISED = {"adamw_8bit": AdamW8bit, "lion_8bit": Lion8bit}
 ELEMENTWISE = ("adamw", "lion", *QUANTISED)
-UNITS = {
-    states_8bit.ABSMAX: states_8bit.BLOCK,
-    states_4bit.CODES: 2,
-    states_4bit.ABSMAX: states_4bit.BLOCK,
-}
+UNITS = {states_8bit.ABSMAX: states_8bit.BLOCK}
 """End of a state's name → how many numbers of the parameter one of its numbers is of, where that is
 not one."""
 STATE_BYTES = {"adamw": 8.0, "muon": 4.0, "lion": 4.0, "adafactor": 0.0} | {
     "adamw_8bit": 2 * states_8bit.STATE_BYTES,
     "lion_8bit": states_8bit.STATE_BYTES,
-    "adamw_4bit": 2 * states_4bit.STATE_BYTES,
 }
 """Bytes of the optimizer's state for each trained number, without masters (Adafactor: a row and
 a column a matrix)."""
@@ -619,7 +613,7 @@ class OptimizerOptions:
     def make(self, kind: str, decay: float) -> optimizers.Optimizer:
         """MLX's; the learning rate is set at each update."""
         rate = self.learning_rate
-        if kind in ("adamw", "adamw_8bit", "adamw_4bit"):
+        if kind in ("adamw", "adamw_8bit"):
             return QUANTISED.get(kind, optimizers.AdamW)(
                 learning_rate=rate,
                 betas=list(self.betas),

@@ -3,9 +3,7 @@ scripted: it sees whose turn it is from its prompt."""
 
 import random
 import re
-import sys
 import threading
-import types
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,11 +19,6 @@ from tests.environments.scripted_client import ScriptedClient
 
 textarena = pytest.importorskip("textarena")
 from mlx_parallm.environments.textarena.game import Game  # noqa: E402
-from mlx_parallm.environments.textarena.numbers import (  # noqa: E402
-    Numbers,
-    drawing_from,
-    give_numbers,
-)
 
 TURN = "<|im_start|>assistant\n"
 
@@ -108,75 +101,16 @@ def deal(id, seed, players=1):
     return Game(id, {}, players=players, seed=seed, whole=False)
 
 
-def draws(game, count):
-    game.ask()
-    return [(game.act(0, "[red]"), game.ask()[1])[1] for _ in range(count)]
-
-
-def test_games_have_random_numbers_of_their_own():
-    alone = draws(deal("Bandit-v0", 5), 6)
+def test_a_seed_is_a_deal_and_the_process_keeps_its_numbers():
     random.seed(1), np.random.seed(1)
     expected = (random.random(), np.random.random())
     random.seed(1), np.random.seed(1)
-    first, second = deal("Bandit-v0", 5), deal("Bandit-v0", 6)
-    mixed = [(draws(first, 1)[0], draws(second, 1)[0]) for _ in range(6)]
-    assert [a for a, _ in mixed] == alone
-    assert [b for _, b in mixed] != alone
+    secrets = [
+        deal("GuessTheNumber-v0", seed)._base.state.game_state["game_number"]
+        for seed in (5, 5, *range(6, 12))
+    ]
+    assert secrets[0] == secrets[1] and len(set(secrets)) > 2
     assert (random.random(), np.random.random()) == expected
-
-
-def test_a_game_and_another_thread_do_not_disturb_each_other():
-    """Global numbers were swapped while a game took its turn: a reward function on its own thread
-    drew the game's, and a checkpoint could hold them."""
-    alone = draws(deal("Bandit-v0", 5), 200)
-    random.seed(1), np.random.seed(1)
-    expected = [(random.random(), np.random.random()) for _ in range(20_000)]
-    random.seed(1), np.random.seed(1)
-    found, begun = [], threading.Event()
-
-    def draw():
-        for number in range(20_000):
-            found.append((random.random(), np.random.random()))
-            if number == 10:
-                begun.set()
-
-    drawing = threading.Thread(target=draw)
-    drawing.start()
-    begun.wait()
-    game = deal("Bandit-v0", 5)
-    mixed = draws(game, 200)
-    drawing.join()
-    assert found == expected
-    assert mixed == alone
-
-
-def test_a_step_that_seeds_and_classes_are_the_modules():
-    """`random.seed` of a game begins its own numbers; `random.Random` is the class itself."""
-    import textarena.envs.Bandit.env as bandit
-
-    deal("Bandit-v0", 5)
-    state = random.getstate()
-    with drawing_from(Numbers(3)):
-        bandit.random.seed(7)
-        assert bandit.random.random() == random.Random(7).random()
-    assert random.getstate() == state and bandit.random.Random is random.Random
-    random.seed(7)
-    assert bandit.random.random() == random.Random(7).random(), "outside a game: the process's"
-
-
-def test_functions_imported_by_name_draw_the_games_numbers(monkeypatch):
-    module = types.ModuleType("own_games")
-    exec("from random import randint\nfrom numpy.random import randint as other", vars(module))
-    monkeypatch.setitem(sys.modules, "own_games", module)
-    give_numbers("own_games")
-    with drawing_from(Numbers(3)):
-        drawn = module.randint(0, 10**9), module.other(0, 10**9)
-    expected = random.Random(3).randint(0, 10**9), np.random.RandomState(3).randint(0, 10**9)
-    assert drawn == expected
-    random.seed(7), np.random.seed(7)
-    outside = random.randint(0, 10**9), np.random.randint(0, 10**9)
-    random.seed(7), np.random.seed(7)
-    assert (module.randint(0, 10**9), module.other(0, 10**9)) == outside
 
 
 def test_nothing_is_downloaded(monkeypatch):

@@ -152,7 +152,7 @@ def test_each_equals_its_twin(kind: str, twin: Any) -> None:
         assert moved > 1e-2 and (off <= 1e-3 * moved).mean() > 0.999, name
 
 
-@pytest.mark.parametrize("kind", ["adamw_8bit", "lion_8bit", "adamw_4bit"])
+@pytest.mark.parametrize("kind", ["adamw_8bit", "lion_8bit"])
 def test_pieces_and_bundles_change_no_number(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, steps = make_config(optimizer=kind, max_grad_norm=0.0), gradients(Slots(), 3)
     slots, cut = Slots(), Slots()
@@ -177,7 +177,7 @@ def test_two_thousand_steps_end_where_float32_ends() -> None:
     batches = [mx.array((rng.normal(size=(32, 64)) * scales).astype(np.float32)) for _ in range(50)]
     noise = [mx.array((0.1 * rng.normal(size=(32, 64))).astype(np.float32)) for _ in range(50)]
     losses, ends = {}, {}
-    for kind in ("adamw", "adamw_8bit", "adamw_4bit"):
+    for kind in ("adamw", "adamw_8bit"):
         slots = Slots({"model.layers.0.weight": (64, 64)})
         optimizer = make_optimizer(slots, make_config(optimizer=kind))  # type: ignore[arg-type]
         for step in range(2000):
@@ -194,28 +194,25 @@ def test_two_thousand_steps_end_where_float32_ends() -> None:
     start = np.mean([float(mx.square(x @ target).mean().item()) for x in batches])
     assert losses["adamw"] < start / 100
     assert losses["adamw_8bit"] == pytest.approx(losses["adamw"], rel=0.01)
-    assert losses["adamw_4bit"] == pytest.approx(losses["adamw"], rel=0.05)
-    for kind, share in (("adamw_8bit", 0.05), ("adamw_4bit", 0.15)):
-        distance = np.linalg.norm(ends[kind] - ends["adamw"])
-        assert distance < share * np.linalg.norm(np.array(target))
+    distance = np.linalg.norm(ends["adamw_8bit"] - ends["adamw"])
+    assert distance < 0.05 * np.linalg.norm(np.array(target))
 
 
 def test_states_take_at_most_27_percent_and_small_arrays_keep_float32() -> None:
     slots = Slots({"model.layers.0.w.weight": (512, 300), "model.layers.0.norm.weight": (4095,)})
     sizes = {}
-    for kind in ("adamw", "adamw_8bit", "lion", "lion_8bit", "adamw_4bit"):
+    for kind in ("adamw", "adamw_8bit", "lion", "lion_8bit"):
         state = make_optimizer(slots, make_config(optimizer=kind)).state()  # type: ignore[arg-type]
         sizes[kind] = sum(a.nbytes for n, a in state.items() if n.startswith("model.layers.0.w."))
         norm = {n: a.dtype for n, a in state.items() if ".norm." in n}
         assert norm and set(norm.values()) == {mx.float32}
     assert sizes["adamw_8bit"] <= 0.27 * sizes["adamw"]
     assert sizes["lion_8bit"] <= 0.27 * sizes["lion"]
-    assert sizes["adamw_4bit"] <= 0.14 * sizes["adamw"]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("lora", [{"enabled": False}, {"rank": 4, "loraplus_ratio": 4.0}], ids=str)
-@pytest.mark.parametrize("kind", ["adamw_8bit", "lion_8bit", "adamw_4bit"])
+@pytest.mark.parametrize("kind", ["adamw_8bit", "lion_8bit"])
 def test_a_resumed_run_is_the_uninterrupted_one(
     kind: str,
     lora: dict[str, Any],
@@ -237,8 +234,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     optimizers[2].restore(mx.load(str(tmp_path / "o.safetensors")))
     update(optimizers[2], steps[2:])
     expected, found = optimizers[0].state(), optimizers[2].state()
-    names = ("m_nibbles", "m_largest") if kind == "adamw_4bit" else ("m_codes", "m_absmax")
-    assert {name.rsplit(".")[-1] for name in expected} >= set(names)
+    assert {name.rsplit(".")[-1] for name in expected} >= {"m_codes", "m_absmax"}
     assert expected.keys() == found.keys()
     for name, array in expected.items():
         assert array.dtype == found[name].dtype
@@ -247,11 +243,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
         assert mx.array_equal(a, b).item()
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw"), ("adamw_8bit", "adamw_4bit")],
-    ids=str,
-)
+@pytest.mark.parametrize("kinds", [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")], ids=str)
 def test_a_state_of_another_width_is_refused(kinds: tuple[str, str]) -> None:
     saved, loading = (
         make_optimizer(Slots(), make_config(optimizer=kind))  # type: ignore[arg-type]
