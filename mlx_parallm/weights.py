@@ -22,14 +22,10 @@ from mlx_parallm.errors import AdapterError, PublishTimeoutError
 from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
 from mlx_parallm.models.adapters.linear import gain
 from mlx_parallm.models.lora import linear_layers
-from mlx_parallm.models.sums import (
-    NEW_ZEROS,
-    may_lose_results,
-    raise_stored_faults,
-    zeros_of,
-)
+from mlx_parallm.models.sums import NEW_ZEROS, raise_stored_faults, zeros_of
 from mlx_parallm.models.threads import in_loader_thread
 from mlx_parallm.system.device.faults import wrong_numbers
+from mlx_parallm.system.device.traits import may_lose_results
 
 
 @dataclass(frozen=True)

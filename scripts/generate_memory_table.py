@@ -17,7 +17,8 @@ from unittest import mock
 from mlx_parallm.cli.dataset_config import dataset_toml
 from mlx_parallm.config.load import Config, hardware_defaults, load_config
 from mlx_parallm.rl_training.plan.preflight import PROCESS_BYTES, PlannedRun
-from mlx_parallm.system.hardware import DEVICE_VARIABLE, GIB, GPU_LIKE, PREFIX_CACHE_SHARE, Hardware
+from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
+from mlx_parallm.system.hardware import GIB, PREFIX_CACHE_SHARE, Hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "first_model.md"

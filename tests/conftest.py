@@ -35,7 +35,7 @@ from mlx_parallm.models.loading import load_model, load_tokenizer, resolve_model
 from mlx_parallm.models.lora import linear_layers, linear_shape, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.system.hardware import gpu_like
+from mlx_parallm.system.device.traits import gpu_like
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
 from tests.engine.helpers import engine_options

@@ -219,7 +219,8 @@ ENVIRONMENT_READERS = {
     "mlx_parallm/system/processes.py": "marks what a program started here starts",
     "mlx_parallm/system/heap.py": "leaves malloc to whoever has set it",
     "mlx_parallm/cli/command.py": "gives a process without a PATH one",
-    "mlx_parallm/system/hardware.py": "the rank that a launcher gave this process; a CPU that goes a GPU's way",
+    "mlx_parallm/system/hardware.py": "the rank that a launcher gave this process",
+    "mlx_parallm/system/device/traits.py": "a CPU that goes a GPU's way",
     "mlx_parallm/cli/rank_launcher.py": "gives the ranks that it"
     " starts the variables of mlx.launch",
 }
@@ -260,6 +261,30 @@ def layer_violation(source: Source, imported: str) -> str | None:
     ):
         return None
     return f"{source.path} (layer {here}) imports {imported} (layer {there})"
+
+
+# who may ask for the device's kind, or read what lies in models/cpu/: everybody else asks one of the
+# questions of system/device/traits.py, or calls an operation
+KNOWS_THE_DEVICE = {
+    "mlx_parallm/system/device/traits.py": "the one place that asks MLX",
+    "mlx_parallm/system/hardware.py": "whose memory it is",
+    "mlx_parallm/cli/probes.py": "which operations are tried on which kind",
+    "mlx_parallm/models/ops.py": "the door to the CPU's operations",
+    "mlx_parallm/models/attention.py": "the door to the CPU's attention",
+}
+KINDS = {"on_cpu", "is_cpu", "gpu_like"}
+
+
+def test_few_files_know_the_devices_kind() -> None:
+    def asks(source: Source) -> bool:
+        named = {n.id for n in source.nodes(ast.Name) if isinstance(n, ast.Name)}
+        named |= {n.attr for n in source.nodes(ast.Attribute) if isinstance(n, ast.Attribute)}
+        reads = any(name.startswith("mlx_parallm.models.cpu.") for name in source.imports)
+        return reads or bool(named & {*KINDS, "default_device", "DeviceType"})
+
+    at_home = "mlx_parallm/models/cpu/"
+    asking = {s.path for s in sources("mlx_parallm") if asks(s)}
+    assert {path for path in asking if not path.startswith(at_home)} == set(KNOWS_THE_DEVICE)
 
 
 def test_every_unit_has_a_layer() -> None:
@@ -343,7 +368,7 @@ def test_mlx_free_files_name_no_mlx() -> None:
         for name in source.imports
         # lazily
         if name.split(".")[0] in ("mlx", "mlx_lm", "transformers")
-        and source.module != "system.hardware"
+        and source.module not in ("system.hardware", "system.device.traits")
     ]
     assert not found
 

@@ -66,7 +66,7 @@ VARIABLE_ATTRIBUTES: dict[
     "faces.trl.environments:methods": "the methods of an environment of the user's are tools",
     "models.adapters.served:_Served.__getattr__": "a wrapper hands on what it does not know",
     "models.adapters.served:_Served.__setattr__": "a wrapper hands on what it does not know",
-    "models.cpu_kernels:FastMLP.__init__": "the layers of an mlx-lm"
+    "models.cpu.layers:FastMLP.__init__": "the layers of an mlx-lm"
     " module, by the names that it has",
     "models.recurrent.layers:_replace": "a method of an mlx-lm class, by its name",
     "models.layer_stack:_Stand.__getattr__": "a wrapper hands on what it does not know",

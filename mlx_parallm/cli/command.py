@@ -20,6 +20,7 @@ from mlx_parallm.errors import (
     ParallmError,
     RanksStandStillError,
 )
+from mlx_parallm.system.device.traits import fails_at_exit
 from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.signals import END_S, EndLimit, Shutdown, StopRequested
 
@@ -71,12 +72,9 @@ def leave(code: int) -> NoReturn:
 
 
 def end_of_training(code: int) -> int:
-    """Return the exit code of a run that has closed everything. On a GPU the process ends here: a
-    kernel of our own that ran last makes MLX's destructors fail (0.32), and a finished run would
-    look like a crash."""
-    from mlx_parallm.models.cpu_kernels import on_cpu
-
-    if on_cpu():
+    """Return the exit code of a run that has closed everything. The process ends here where
+    MLX's own end fails."""
+    if not fails_at_exit():
         return code
     leave(code or EndLimit.exit_code)
 

@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.system.hardware import float32_is_tf32, is_cpu
+from mlx_parallm.system.device.traits import is_cpu
+from mlx_parallm.system.hardware import float32_is_tf32
 
 ROWS = (1, 2, 8, 16, 32, 64)
 BOUNDS = {mx.float32: 1e-4, mx.float16: 0.03, mx.bfloat16: 0.2}

@@ -36,8 +36,9 @@ from mlx_parallm.engine.scheduler import PrefillChunk, PrefixSave, SchedulerOutp
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.experts.routing import ForwardRouting, routed
-from mlx_parallm.models.sums import COPY, evaluated, has_signal, may_lose_results
+from mlx_parallm.models.sums import COPY, evaluated, has_signal
 from mlx_parallm.system.device.faults import wrong_numbers
+from mlx_parallm.system.device.traits import may_lose_results
 from mlx_parallm.types import NARROW_IDS, TopLogprob
 from mlx_parallm.weights import SharedWeights, WeightsView
 

@@ -20,8 +20,8 @@ import numpy as np
 from mlx_parallm.engine.grammar import allowed_tokens
 from mlx_parallm.engine.logit_edits import stack_edits
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.models.cpu_kernels import exp_minus, row_maxima
 from mlx_parallm.models.logprobs import token_logprobs
+from mlx_parallm.models.ops import exp_minus, row_maxima
 from mlx_parallm.models.sums import logsumexp
 from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.types import SamplingParams, TopLogprob

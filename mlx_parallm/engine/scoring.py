@@ -21,8 +21,9 @@ from mlx_parallm.engine.sampler import ordered_alternatives, top_logprobs
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.logprobs import token_logprobs
-from mlx_parallm.models.sums import has_signal, may_lose_results
+from mlx_parallm.models.sums import has_signal
 from mlx_parallm.system.device.faults import wrong_numbers
+from mlx_parallm.system.device.traits import may_lose_results
 from mlx_parallm.types import Pooling, PromptImage, PromptLogprobs, TopLogprob
 
 CHUNK_LOGITS = 1 << 24  # logits of one chunk: 64 MB of float32

@@ -15,12 +15,12 @@ from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.attention import route_attention
-from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.experts.routing import prepare_routing, routing_shape, why_not_routed
 from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.images.encoder import text_alone
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_serving
+from mlx_parallm.models.ops import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.hardware import (
     async_scheduling,

@@ -24,7 +24,7 @@ class LossInputs:
 
     Numbers are floats for a user's own loss. The losses here may get arrays [] in their place,
     which a compiled step
-    reads (`models.cpu_kernels.as_data`): they must not look at their values.
+    reads (`models.ops.as_data`): they must not look at their values.
 
     `logprobs` is the trainer's, now; `rollout_logprobs` the behaviour policy's, when sampled;
     `ref_logprobs` the reference's. All at the rollout's sampling temperature.

@@ -3,7 +3,7 @@ unchanged.
 
 mlx-lm's attention layers give what `cache.update_and_fetch` returned to
 `scaled_dot_product_attention`. Where that is a `RoutedKeys`, the call goes to it; on a CPU, one of
-several queries goes to `cpu_attention.py`; every other call goes to mlx-lm as before. A layer that
+several queries goes to `cpu/attention.py`; every other call goes to mlx-lm as before. A layer that
 looks into its keys in between (a latent, an index, a softcap) raises there, which
 `engine/cache/batch.py` finds out at load.
 """
@@ -14,7 +14,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.cpu_attention import attention, takes
+from mlx_parallm.models.cpu.attention import attend_by_heads as attend_by_heads
+from mlx_parallm.models.cpu.attention import attention, takes
+from mlx_parallm.models.cpu.attention import attention_of_rows as attention_of_rows
+from mlx_parallm.models.cpu.attention import takes_rows as takes_rows
 from mlx_parallm.models.mlx_lm_api import mlx_lm_attention
 
 _NAME = "scaled_dot_product_attention"
@@ -67,7 +70,7 @@ def attend_with_mask(
     cache: Any = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention over arrays, by whichever is faster: `cpu_attention` or mlx-lm's."""
+    """Attention over arrays, by whichever is faster: `cpu/attention.py` or mlx-lm's."""
     if sinks is None and takes(queries, keys, values, mask):
         return attention(queries, keys, values, scale, mask)
     return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)

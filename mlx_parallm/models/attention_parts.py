@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
-from mlx_parallm.models.cpu_kernels import exp2_minus, row_maxima
+from mlx_parallm.models.ops import exp2_minus, row_maxima
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 NOTHING = -1e30  # the maximum of a part without positions

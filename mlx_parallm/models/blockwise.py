@@ -36,7 +36,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.models.cpu_kernels import fused, on_cpu, unpacks
 from mlx_parallm.models.evaluations import Evaluations, graph_nodes
 from mlx_parallm.models.experts.forcing import routing_of
 from mlx_parallm.models.experts.routing import ForwardRouting, counted, current, routed
@@ -65,6 +64,7 @@ from mlx_parallm.models.layouts.layout import (
     compare_layouts,
     layout_of,
 )
+from mlx_parallm.models.ops import fused, unpacks
 from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.models.scoring.head import (
     TRAINED_HEAD,
@@ -78,7 +78,8 @@ from mlx_parallm.models.scoring.head import (
     token_scores,
 )
 from mlx_parallm.models.scoring.value_head import is_value_head, value_head_of
-from mlx_parallm.models.sums import check_signal, has_signal, may_lose_results
+from mlx_parallm.models.sums import check_signal, has_signal
+from mlx_parallm.system.device.traits import compiles_gradients, may_lose_results
 
 ROUNDING_OF_ALL = 1e-6
 """How far rounding puts one gradient off, in norms of all gradients together."""
@@ -622,8 +623,8 @@ class BlockwiseModel:
         rows mean nothing then. `with_head`: a single group is evaluated with what comes next."""
         hidden, calls, carried = self._embed(layout)
         alone = len(self._groups) == 1
-        # on a CPU what is compiled reads it
-        if not alone or (keep_last_group and on_cpu()):
+        # what is compiled reads it
+        if not alone or (keep_last_group and compiles_gradients()):
             self._evaluate(*arrays_in(calls), *arrays_in(list(carried.values())), hidden=hidden)
         passed = _Passed([hidden], calls, carried, hidden)
         with self._counting() as counts:
@@ -666,7 +667,7 @@ class BlockwiseModel:
         return bool(self._below_slots) or any(self._group_slots[:group])
 
     def _fused(self, function: Callable[..., Any], size: int) -> Callable[..., Any]:
-        """See `cpu_kernels.fused`. Weights that are unpacked would be unpacked all at once."""
+        """See `ops.fused`. Weights that are unpacked would be unpacked all at once."""
         return function if self._unpacks else fused(function, size)
 
     def _vjp(

@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.models.cpu_kernels import on_cpu
+from mlx_parallm.system.device.traits import computes_beside_python
 from mlx_parallm.system.hardware import memory_present
 
 EVAL_SHARE = 8  # of the memory: what the blocks of one evaluation may keep
@@ -102,7 +102,7 @@ class Evaluations:
         """
         tokens = max(tokens, 1)
         bounds = [layers, self.most_bytes / (FLOAT * tokens * self.size.kept(span))]
-        if on_cpu():
+        if not computes_beside_python():
             affordable = CPU_WORK / (tokens * self.size.work(span))
             bounds.append(affordable if affordable >= CPU_FEWEST else 1)
         if nodes:

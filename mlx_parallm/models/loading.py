@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.cpu_kernels import use_unpacking
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.formats import (
     BUILTIN,
@@ -39,6 +38,7 @@ from mlx_parallm.models.mlx_lm_api import (
     load_config,
     tool_parsers,
 )
+from mlx_parallm.models.ops import use_unpacking
 from mlx_parallm.models.published.classes import set_dtype
 from mlx_parallm.models.published.generation_config import end_tokens
 from mlx_parallm.models.published.mend import load_hf_model
@@ -50,8 +50,8 @@ from mlx_parallm.models.recurrent.fast_paths import prove
 from mlx_parallm.models.recurrent.layers import use_chunks
 from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.system.device.traits import half_precision_is_slow
 from mlx_parallm.system.files import is_directory, is_file, local_path
-from mlx_parallm.system.hardware import is_cpu
 from mlx_parallm.system.heap import give_back_freed_memory
 from mlx_parallm.system.log import get_logger
 
@@ -324,7 +324,7 @@ def _make_ready(model: nn.Module, dtype_name: str) -> None:
 
 def _dtype(name: str) -> mx.Dtype | None:
     if name == "auto":
-        return mx.float32 if is_cpu() else None
+        return mx.float32 if half_precision_is_slow() else None
     return getattr(mx, name)
 
 

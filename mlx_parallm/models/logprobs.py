@@ -9,7 +9,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_parallm.models.cpu_kernels import as_data, exp_minus, row_maxima
+from mlx_parallm.models.ops import as_data, exp_minus, row_maxima
 from mlx_parallm.models.recurrent.fast_paths import cross_entropy
 from mlx_parallm.models.sums import logsumexp, row_sums
 

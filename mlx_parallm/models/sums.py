@@ -19,19 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.system.device.faults import wrong_numbers
+from mlx_parallm.system.device.traits import adds_in_order, may_lose_results
 
 COPY = "a copy of keys or values"
 NEW_ZEROS = 256
 """Weights of which more than one in so many has become exactly 0 are computed again."""
 ROW = 1024
 SHORTEST_ROW = 32  # of rows that divide a width: shorter ones would be many
-
-
-def adds_in_order() -> bool:
-    """Return whether the default device adds a row's numbers one after the other: the CPU."""
-    return on_cpu()
 
 
 def total(x: mx.array) -> mx.array:
@@ -65,11 +60,6 @@ def row_sums(x: mx.array) -> mx.array:
     whole = width // ROW * ROW
     rows = x[..., :whole].reshape(*x.shape[:-1], -1, ROW).sum(axis=-1)
     return rows.sum(axis=-1) + x[..., whole:].sum(axis=-1)
-
-
-def may_lose_results() -> bool:
-    """Return whether the default device may return zeros in place of a result: a GPU."""
-    return not on_cpu()
 
 
 def raise_stored_faults() -> None:

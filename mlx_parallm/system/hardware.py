@@ -14,13 +14,9 @@ from typing import Any, Literal
 import psutil
 
 from mlx_parallm.system.blas import has_cuda_backend
+from mlx_parallm.system.device.traits import computes_beside_python, is_cpu
 from mlx_parallm.system.footprint import MemoryUse, machine_bytes, process_bytes
 
-DEVICE_VARIABLE = "MLX_PARALLM_DEVICE"
-GPU_LIKE = "gpu-like"
-"""What it may say: on a machine without a GPU the tests then go the way that a GPU takes, with no
-kernels of ours, plain layouts, narrow experts and packed weights (CONTRIBUTING.md). The results are
-the same, and come slowly."""
 GIB, MIB = 2**30, 2**20
 # of the memory that is free once the model is loaded: the rest is for activations, and the trainer
 KV_CACHE_SHARE = 2
@@ -95,29 +91,6 @@ def harmful_variables() -> list[str]:
     ]
 
 
-def on_cpu() -> bool:
-    """True when the way for a CPU is taken: MLX computes on one, and is not asked to go a GPU's
-    way."""
-    return is_cpu() and not gpu_like()
-
-
-def is_cpu() -> bool:
-    """True when MLX computes on a CPU, whichever way it goes: float32 is then 10 to 20 times faster
-    than half precision, and there is no memory but the machine's."""
-    import mlx.core as mx
-
-    return bool(mx.default_device().type == mx.DeviceType.cpu)
-
-
-def gpu_like() -> bool:
-    """True when a CPU is asked to go a GPU's way. Raises ValueError: the variable says something
-    else."""
-    value = os.environ.get(DEVICE_VARIABLE, "")
-    if value not in ("", GPU_LIKE):
-        raise ValueError(f"{DEVICE_VARIABLE}={value}: it may be {GPU_LIKE!r}, or unset")
-    return value == GPU_LIKE
-
-
 def memory_present() -> tuple[int, int]:
     """Return (free, total) bytes of the memory that holds the model: the GPU's or the machine's.
     Loads MLX."""
@@ -172,7 +145,7 @@ def async_scheduling(configured: bool | None, *, deterministic: bool) -> bool:
     """
     if configured is not None:
         return configured
-    return not deterministic and not on_cpu()
+    return not deterministic and computes_beside_python()
 
 
 def wire_memory(model_bytes: int, wired: float | str = "off") -> str | None:

@@ -1,4 +1,4 @@
-"""Attention of several queries on a CPU, in blocks (models/cpu_attention.py) against MLX's own, in
+"""Attention of several queries on a CPU, in blocks (models/cpu/attention.py) against MLX's own, in
 turns.
 
 .venv/bin/python -m scripts.bench.attention           # both tables of docs/benchmarks/kv.md, about
@@ -21,7 +21,7 @@ import mlx.core as mx
 from rich.console import Console
 
 from mlx_parallm.models import attention as routing
-from mlx_parallm.models import cpu_attention
+from mlx_parallm.models.cpu.attention import attention
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.types import Request, SamplingParams
 from scripts.bench.kv import CONTEXT, make_engine
@@ -57,7 +57,7 @@ def layer(rows: int, queries: int, positions: int, console: Console) -> None:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125, mask="causal")
 
     def in_blocks(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return cpu_attention.attention(q, k, v, 0.125, "causal")
+        return attention(q, k, v, 0.125, "causal")
 
     ways = (mlx_own, in_blocks)
     forward = least([lambda way=way: way(*arrays) for way in ways], 6)

@@ -28,9 +28,9 @@ from rich.table import Table
 
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
-from mlx_parallm.models.cpu_kernels import use_unpacking
 from mlx_parallm.models.layouts.layout import share_prompts
 from mlx_parallm.models.lora import inject_lora
+from mlx_parallm.models.ops import use_unpacking
 
 assert mlx_parallm.__version__
 ROUNDS = 5

@@ -44,10 +44,10 @@ from mlx_parallm.daemon import Serving
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import Finished
 from mlx_parallm.engine.starting import engine_options
-from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import prepare_for_serving
+from mlx_parallm.models.ops import use_fast_rope, use_fast_swiglu
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.types import Request, RequestOutput, SamplingParams
 from mlx_parallm.weights import SharedWeights

@@ -32,10 +32,10 @@ from rich.console import Console
 
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.cpu_kernels import fused
 from mlx_parallm.models.layouts.layout import TokenBatch, share_prompts
 from mlx_parallm.models.loading import evaluate_module
 from mlx_parallm.models.lora import prepare_for_serving
+from mlx_parallm.models.ops import fused
 from mlx_parallm.models.recurrent.chunks import gated_delta, selective_scan
 from mlx_parallm.models.recurrent.layers import use_chunks
 from mlx_parallm.types import Request, SamplingParams

@@ -9,7 +9,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.system.hardware import async_scheduling, on_cpu
+from mlx_parallm.system.device.traits import on_cpu
+from mlx_parallm.system.hardware import async_scheduling
 from mlx_parallm.system.turns import Turns
 from tests.engine.helpers import (
     collect,

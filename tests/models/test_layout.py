@@ -20,6 +20,7 @@ from mlx_parallm.models.layouts.layout import (
     share_prompts,
     shareable,
 )
+from mlx_parallm.system.device import traits
 from tests.rl_training.step.test_blockwise import with_4_bit_base, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model
 
@@ -417,7 +418,7 @@ def test_scores_may_be_off_by_more_on_a_gpu(
     off: float, on_cpu: bool, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float32 products are TF32 there: an H100 is off by 0.004, in bfloat16 by 0.03."""
-    monkeypatch.setattr("mlx_parallm.models.layouts.layout.on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(traits, "on_cpu", lambda: on_cpu)
     model = make_model("qwen3")
     stack = LayerStack(model)
 

@@ -14,7 +14,7 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.models import loading
 from mlx_parallm.models.loading import load_model, load_tokenizer, resolve_model_path
-from mlx_parallm.system.hardware import is_cpu
+from mlx_parallm.system.device.traits import is_cpu
 from tests.tiny_models import LLAMA3_ROPE, TINY_ASSETS, make_model, save_checkpoint
 
 

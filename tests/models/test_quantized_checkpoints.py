@@ -245,7 +245,7 @@ def test_awq_is_read_exactly(
     path = rewritten(tmp_path / "m", change, config, QWEN3 | {"intermediate_size": 64})
     model = load_model(ModelConfig(base_path=str(path), dtype="float32")).model
     modules = dict(model.named_modules())
-    monkeypatch.setattr("mlx_parallm.models.loading.is_cpu", lambda: False)  # "auto" on a GPU
+    monkeypatch.setattr("mlx_parallm.system.device.traits.is_cpu", lambda: False)  # "auto" on a GPU
     as_it_is = load_model(ModelConfig(base_path=str(path))).model
     assert as_it_is.layers[0].self_attn.q_proj.scales.dtype == mx.float16
     assert len(meant) == 14

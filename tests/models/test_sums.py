@@ -9,7 +9,7 @@ from mlx_parallm.models import sums
 from mlx_parallm.models.logprobs import token_logprobs, token_logprobs_and_entropy
 from mlx_parallm.models.sums import logsumexp, row_sums, total
 from mlx_parallm.rl_training.step.optimizer import ParameterGroup
-from mlx_parallm.system.hardware import on_cpu
+from mlx_parallm.system.device.traits import adds_in_order, on_cpu
 from tests.rl_training.making import make_config, optimizer_options
 
 RNG = np.random.default_rng(0)
@@ -64,7 +64,7 @@ def test_rows_of_any_width() -> None:
 def test_a_gpu_keeps_its_own_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the CPU adds in order: elsewhere the results are MLX's to the bit."""
     x = mx.random.normal((2, 5000), key=mx.random.key(0))
-    assert sums.adds_in_order() == on_cpu()
+    assert adds_in_order() == on_cpu()
     monkeypatch.setattr(sums, "adds_in_order", lambda: False)
     assert mx.array_equal(sums.logsumexp(x), mx.logsumexp(x, axis=-1))
     assert (

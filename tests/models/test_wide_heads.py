@@ -11,6 +11,7 @@ import pytest
 
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.scoring import head
+from mlx_parallm.system.device import traits
 from tests.rl_training.step.test_blockwise import batch, objective, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model
 
@@ -19,7 +20,7 @@ VOCABULARY = 70
 
 @pytest.fixture(autouse=True)
 def pieces_of_32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "on_cpu", lambda: False)
+    monkeypatch.setattr(traits, "on_cpu", lambda: False)
     monkeypatch.setattr(head, "WIDE", 40)
     monkeypatch.setattr(head, "VOCABULARY_PIECE", 32)
 
@@ -79,7 +80,7 @@ def test_no_product_adds_up_the_whole_vocabulary() -> None:
 
 def test_narrow_heads_and_a_cpu_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert head.cut_wide_heads(nn.Embedding(39, 8)) == 0
-    monkeypatch.setattr(head, "on_cpu", lambda: True)
+    monkeypatch.setattr(traits, "on_cpu", lambda: True)
     assert head.cut_wide_heads(nn.Embedding(VOCABULARY, 8)) == 0
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_parallm.errors import DeviceFaultError
-from mlx_parallm.models import cpu_kernels
+from mlx_parallm.models.cpu import kernels
 from mlx_parallm.system.device.faults import (
     DeviceFaults,
     device_fault,
@@ -97,10 +97,10 @@ def test_a_probe_that_meets_a_fault_says_nothing_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its kernels were off for the rest of the run, and other numbers were rounded."""
-    monkeypatch.setattr(cpu_kernels.shutil, "which", lambda name: "/usr/bin/g++")
-    cpu_kernels.available.cache_clear()
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/usr/bin/g++")
+    kernels.available.cache_clear()
     try:
         with inject(Plan("raise", "probe", 0, TEXTS[2])), pytest.raises(DeviceFaultError):
-            cpu_kernels.available()
+            kernels.available()
     finally:
-        cpu_kernels.available.cache_clear()
+        kernels.available.cache_clear()

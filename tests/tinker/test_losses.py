@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.faces.tinker.losses import LOSSES, DatumLoss, find_loss, loss_settings
-from mlx_parallm.models import cpu_kernels
+from mlx_parallm.models.cpu import kernels
 from mlx_parallm.rl_training.step.collate import MicroBatch
 
 LP = np.array([-0.5, -1.0, -2.0, -0.1, -3.0, -0.7])
@@ -127,7 +127,7 @@ def test_what_is_not_offered_is_named(name: str, config: dict[str, float | str],
 @pytest.mark.slow  # g++ makes the loops
 @pytest.mark.long
 @pytest.mark.skipif(
-    not cpu_kernels.available(),
+    not kernels.available(),
     reason="without MLX on the CPU and a C++ compiler nothing is fused",
 )
 @pytest.mark.parametrize("name", LOSSES)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_parallm.models.attention_parts import Factor
-from mlx_parallm.models.cpu_kernels import on_cpu
+from mlx_parallm.models.ops import product_of_unpacked
+from mlx_parallm.system.device.traits import unpacks_weights
 
 Parts = tuple[mx.array, mx.array, mx.array]  # q, scales, biases
 GROUP_SIZES = (64, 32)  # mlx-lm's default, and the smallest of MLX
@@ -43,37 +44,16 @@ class Packed:
         taken: MLX's product on a CPU would add up all T positions in half precision.
         """
         unpacks = self.is_keys or x.shape[-2] >= UNPACKED_FROM or self.dtype != mx.float32
-        if on_cpu() and unpacks:
-            return self._product_of_unpacked(x.astype(mx.float32))
+        if unpacks and unpacks_weights():
+            assert self.format.bits is not None
+            return product_of_unpacked(
+                x.astype(mx.float32), self.arrays, self.format.bits, transposed=self.is_keys
+            )
         words, scales, biases = self.arrays
         size, bits = self.format.group_size, self.format.bits
         # bfloat16 rounds a score too far
         x = x.astype(mx.float32 if self.is_keys else scales.dtype)
         return mx.quantized_matmul(x, words, scales, biases, self.is_keys, size, bits)
-
-    def _product_of_unpacked(self, x: mx.array) -> mx.array:
-        """Two numbers of four bits lie in one byte: the even and the odd columns are two
-        factors."""
-        words, scales, biases = self.arrays
-        numbers = mx.view(words, mx.uint8).reshape(*scales.shape, -1)
-        planes = [numbers] if self.format.bits == 8 else [numbers & 15, numbers >> 4]
-        scales, biases = scales.astype(mx.float32)[..., None], biases.astype(mx.float32)[..., None]
-        factors = [
-            (plane.astype(mx.float32) * scales + biases).reshape(*words.shape[:-1], -1)
-            for plane in planes
-        ]
-        if self.is_keys:
-            products = [
-                x[..., i :: len(factors)] @ factor.swapaxes(-1, -2)
-                for i, factor in enumerate(factors)
-            ]
-            return products[0] if len(products) == 1 else products[0] + products[1]
-        columns = [x @ factor for factor in factors]
-        return (
-            columns[0]
-            if len(columns) == 1
-            else mx.stack(columns, axis=-1).reshape(*columns[0].shape[:-1], -1)
-        )
 
 
 @dataclass(frozen=True, slots=True)

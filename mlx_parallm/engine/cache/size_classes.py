@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.engine.cache.prefix import PrefixChunk
+from mlx_parallm.models.attention import takes_rows
 from mlx_parallm.models.attention_parts import NOTHING
-from mlx_parallm.models.cpu_attention import takes_rows
 from mlx_parallm.models.sums import COPY, evaluated
 
 SLACK = 8  # a pool that grows has room for an eighth more rows

@@ -38,7 +38,12 @@ from mlx_parallm.engine.cache.sharing import (
 )
 from mlx_parallm.engine.cache.size_classes import SLACK, Pool, Row
 from mlx_parallm.engine.cache.states import RowStates
-from mlx_parallm.models.attention import RoutedKeys, route_attention
+from mlx_parallm.models.attention import (
+    RoutedKeys,
+    attend_by_heads,
+    attention_of_rows,
+    route_attention,
+)
 from mlx_parallm.models.attention_parts import (
     LOG2_E,
     NOTHING,
@@ -48,7 +53,6 @@ from mlx_parallm.models.attention_parts import (
     join,
     merge,
 )
-from mlx_parallm.models.cpu_attention import attend_by_heads, attention_of_rows
 from mlx_parallm.models.mlx_lm_api import ArraysCache, CacheList, KVCache, make_prompt_cache
 from mlx_parallm.models.sums import COPY, evaluated
 

@@ -28,7 +28,7 @@ import numpy as np
 from mlx_parallm.errors import RequestError
 from mlx_parallm.losses.types import Number
 from mlx_parallm.models.blockwise import Objective
-from mlx_parallm.models.cpu_kernels import as_data
+from mlx_parallm.models.ops import as_data
 from mlx_parallm.rl_training.step.collate import MicroBatch
 
 Columns = Mapping[str, mx.array]

@@ -26,9 +26,10 @@ from mlx_parallm.models.adapters.linear import (
     dense_weight,
     merged_rows,
 )
-from mlx_parallm.models.cpu_kernels import on_cpu, use_unpacking
 from mlx_parallm.models.mlx_lm_api import SwitchLinear
+from mlx_parallm.models.ops import use_unpacking
 from mlx_parallm.models.quantize import quantizable
+from mlx_parallm.system.device.traits import widens_experts
 
 GGUF, GGUF_BLOCK = "gguf", 32
 ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -65,8 +66,8 @@ class Rounding:
     ) -> mx.array:
         """x [..., in] → [..., out] in x's dtype, with the adapter's gradients. `indices`: the
         experts, as `LoRASwitchLinear` has them."""
-        # of stacked experts in a model of bfloat16: MLX multiplies them on a CPU in float32 only
-        wide = indices is not None and on_cpu()
+        # of stacked experts in a model of bfloat16
+        wide = indices is not None and widens_experts()
         read = x.astype(mx.float32) if wide else x
         weight = mx.stop_gradient(self.weight(layer)).astype(read.dtype).swapaxes(-1, -2)
         bias = layer.linear.bias if "bias" in layer.linear else None

@@ -24,8 +24,8 @@ import mlx.nn as nn
 
 from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
 from mlx_parallm.models.adapters.linear import scaled, switch_update
-from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.models.mlx_lm_api import SwitchGLU, SwitchMLP
+from mlx_parallm.system.device.traits import multiplies_rows_alone
 
 MAX_STACKS = 2  # decoding rows and a prefill may mix different adapters
 STACK_LIFETIME = 64  # forwards after which a stack that no row has used is dropped
@@ -141,7 +141,8 @@ class LoraContext:
         elif distinct:
             self.pairs = distinct[0].weights.layers
             if self._all_first is None or self._all_first.shape[0] != self.batch:
-                self._all_first = mx.zeros((self.batch,), dtype=mx.uint32) if on_cpu() else None
+                alone = multiplies_rows_alone()
+                self._all_first = mx.zeros((self.batch,), dtype=mx.uint32) if alone else None
             if None in slots:
                 self.rows = mx.array([slot is not None for slot in slots])[:, None, None]
 

@@ -4,8 +4,8 @@ bfloat16 or float16 they are held in float32, and read and return the model's dt
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.models.mlx_lm_api import SwitchLinear
+from mlx_parallm.system.device.traits import widens_experts
 
 
 class WideSwitchLinear(SwitchLinear):
@@ -18,7 +18,7 @@ class WideSwitchLinear(SwitchLinear):
 
 def widen_experts(model: nn.Module) -> None:
     """Put `WideSwitchLinear` in the place of narrower stacks, on a CPU. Lazy."""
-    if not on_cpu():
+    if not widens_experts():
         return
     for module in model.modules():
         if type(module) is SwitchLinear and module.weight.dtype != mx.float32:

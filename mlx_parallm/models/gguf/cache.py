@@ -18,8 +18,8 @@ from typing import Any
 
 from mlx_parallm.config.server import cache_directory
 from mlx_parallm.errors import CheckpointError, ModelError
+from mlx_parallm.system.device.traits import half_precision_is_slow
 from mlx_parallm.system.files import TEMPORARY, remove_of_the_dead
-from mlx_parallm.system.hardware import is_cpu
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.packages import require
 
@@ -44,7 +44,7 @@ def converted(file: Path, dtype: str, *, convert: bool = True) -> Path:
     """
     require("reading GGUF", "gguf")
     if dtype == "auto":
-        dtype = "float32" if is_cpu() else "bfloat16"
+        dtype = "float32" if half_precision_is_slow() else "bfloat16"
     try:
         status = file.stat()
         key = {

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.cpu_kernels import FastRoPE
+from mlx_parallm.models.ops import plain_rope
 
 Grid = tuple[int, int, int]  # tokens of an image: frames, rows, columns
 
@@ -110,7 +110,7 @@ class _TurnsByAxes:
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         positions = self._positions
         if positions.positions is not None:
-            rope: Any = self.rope if isinstance(self, FastRoPE) else self
+            rope: Any = plain_rope(self)
             return positions.turned(x, rope.base, rope.scale)
         turn: Any = super().__call__  # type: ignore[misc]
         turned: mx.array = turn(x, offset=positions.places(offset))
@@ -125,7 +125,7 @@ def admit_positions(model: nn.Module, axes: np.ndarray) -> RopePositions:
     for path, module in model.named_modules():
         if path.rpartition(".")[2] != "rope" or ".rope." in path:
             continue
-        rope = module.rope if isinstance(module, FastRoPE) else module
+        rope = plain_rope(module)
         if not isinstance(rope, nn.RoPE) or rope.traditional or rope.dims != 2 * len(axes):
             raise ModelError(f"images cannot be read: {path} is no rope of {2 * len(axes)} numbers")
         if not isinstance(module, _TurnsByAxes):

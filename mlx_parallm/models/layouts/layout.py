@@ -36,7 +36,6 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.models.attention import route_attention
-from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.models.experts.routing import routed_tokens
 from mlx_parallm.models.layer_stack import (
     EXACT,
@@ -56,6 +55,7 @@ from mlx_parallm.models.mlx_lm_api import (
     make_prompt_cache,
 )
 from mlx_parallm.models.recurrent.layers import use_trees
+from mlx_parallm.system.device.traits import rounds_every_layout_alike
 
 
 @dataclass(frozen=True)
@@ -495,7 +495,9 @@ def compare_layouts(
     batch = TokenBatch(mx.array(tokens), mx.array(positions), mx.arange(8, dtype=mx.int32) % 7)
     rows = score(batch)
     hidden, _ = stack.embed(mx.zeros((1, 4), mx.int32))
-    bound = (EXACT if hidden.dtype == mx.float32 else ROUNDED) if on_cpu() else ROUNDED_ON_GPU
+    bound = ROUNDED_ON_GPU
+    if rounds_every_layout_alike():
+        bound = EXACT if hidden.dtype == mx.float32 else ROUNDED
 
     def why_not(compact: CompactRows) -> str:
         try:

@@ -23,7 +23,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.models.attention_parts import LOG2_E
-from mlx_parallm.models.cpu_kernels import exp2_minus
+from mlx_parallm.models.ops import exp2_minus
 
 CHUNK = 64  # tokens between two states that are kept
 SCAN_CHUNK = 32

@@ -11,9 +11,9 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.models.layouts.layout import TokenBatch
 from mlx_parallm.models.logprobs import token_logprobs_and_entropy
+from mlx_parallm.system.device.traits import fails_on_wide_products
 
 WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 16 MiB of float32
 HEAD_PIECE = 1 << 20  # logits of one piece of the head where it is not …
@@ -134,7 +134,7 @@ def cut_wide_heads(model: nn.Module) -> int:
     (ml-explore/mlx#1363). Values and gradients stay the same. A CPU has no such fault, and copies
     the pieces, which a GPU reads where they lie: there nothing is changed.
     """
-    if on_cpu():
+    if not fails_on_wide_products():
         return 0
     modules = [
         module

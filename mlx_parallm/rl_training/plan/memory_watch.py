@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
 from mlx_parallm.rl_training.plan.preflight import (
     PROCESS_BYTES,
@@ -19,6 +18,7 @@ from mlx_parallm.rl_training.plan.preflight import (
     PlannedRun,
     in_words,
 )
+from mlx_parallm.system.device.traits import arrays_are_in_the_process
 from mlx_parallm.system.footprint import others_holding
 from mlx_parallm.system.hardware import memory_present
 from mlx_parallm.system.log import get_logger
@@ -44,7 +44,8 @@ class MemoryWatch:
         self._trained = False
         # A program, or a notebook, may hold more than a process of the daemon's: torch, the model
         # of an earlier run.
-        self._others = max(0, measured_bytes([]) - PROCESS_BYTES) if on_cpu() else 0
+        together = arrays_are_in_the_process()
+        self._others = max(0, measured_bytes([]) - PROCESS_BYTES) if together else 0
 
     @classmethod
     def checked(cls, run: PlannedRun, *, processes: int = 1) -> "MemoryWatch":
@@ -109,13 +110,13 @@ class MemoryWatch:
 def needed_bytes(estimate: MemoryEstimate) -> int:
     """Return the bytes that must fit into `hardware.memory_present`: a GPU's memory holds MLX's
     arrays only."""
-    return estimate.total if on_cpu() else estimate.of_mlx
+    return estimate.total if arrays_are_in_the_process() else estimate.of_mlx
 
 
 def measured_bytes(lines: Sequence[Mapping[str, Any]]) -> int:
     """The same, measured: the peak so far of this process (resident), or of MLX's arrays in
     steps with these lines."""
-    if on_cpu():
+    if arrays_are_in_the_process():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
     return max([mx.get_peak_memory(), *(int(line["memory_gb"] * 1e9) for line in lines)])

@@ -14,7 +14,6 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.engine.cache.batch import can_lie_by_tokens
 from mlx_parallm.engine.cache.kv_format import KVFormat
-from mlx_parallm.models.cpu_kernels import UNPACKED_EXPERTS, on_cpu
 from mlx_parallm.models.evaluations import BlockSize
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.experts.wide import widen_experts
@@ -29,12 +28,13 @@ from mlx_parallm.models.lora import (
     trainer_lora_layers,
 )
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
+from mlx_parallm.models.ops import UNPACKED_EXPERTS
 from mlx_parallm.models.quantize import quantizable
 from mlx_parallm.models.scoring.card import RewardModelCard, find_reward_model
 from mlx_parallm.models.scoring.value_head import VALUE_HEAD_FILE
 from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
 from mlx_parallm.rl_training.step.states_8bit import SMALLEST
-from mlx_parallm.system.hardware import is_cpu
+from mlx_parallm.system.device.traits import half_precision_is_slow, unpacks_weights
 from mlx_parallm.types import NARROW_IDS
 
 FLOAT, HALF = 4, 2
@@ -208,8 +208,8 @@ class ModelShape:
 
 
 def _unpacked_experts(model: nn.Module) -> int:
-    """Numbers of the three largest projections of quantised experts, which a CPU unpacks."""
-    if not on_cpu():
+    """Numbers of the three largest projections of quantised experts, which are unpacked."""
+    if not unpacks_weights():
         return 0
     stacks = [
         module
@@ -288,7 +288,7 @@ def _dtypes(dtype_name: str, model_config: Mapping[str, Any]) -> tuple[mx.Dtype,
     stored = str(dtype).removeprefix("mlx.core.")
     if dtype_name != "auto":
         return DTYPES[dtype_name], stored
-    return (mx.float32 if is_cpu() else dtype), stored
+    return (mx.float32 if half_precision_is_slow() else dtype), stored
 
 
 def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quantize: bool) -> None:

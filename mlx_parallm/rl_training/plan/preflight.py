@@ -24,14 +24,15 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_class, worth_a_segment
 from mlx_parallm.engine.cache.size_classes import SLACK
-from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
 from mlx_parallm.models.evaluations import EVAL_SHARE, Evaluations
 from mlx_parallm.models.layouts.tree_rows import BLOCK
+from mlx_parallm.models.ops import UNPACKED
 from mlx_parallm.models.scoring.head import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.rl_training.plan.model_shape import FLOAT, NARROW, LoadOptions, ModelShape
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
 from mlx_parallm.rl_training.step.optimizer import QUANTISED, state_bytes
+from mlx_parallm.system.device.traits import unpacks_weights, writes_attention_scores
 from mlx_parallm.system.hardware import GIB, memory_present, prefix_cache_bytes
 
 PROCESS_BYTES = 240 * 2**20
@@ -413,8 +414,8 @@ class PlannedRun:
             self.shape.kv_heads * self.shape.head_dim,
         )
         scores = self.shape.heads * span
-        # models/cpu_kernels.py: what ends waits for fewer operations
-        unpacks = self.shape.quantized and on_cpu()
+        # models/cpu/unpacking.py: what ends waits for fewer operations
+        unpacks = self.shape.quantized and unpacks_weights()
         in_mlp = 13 * d + (10 if unpacks else 15) * ffn + 4 * heads + 6 * kv + scores
         in_attention = 12 * d + 7 * ffn + 11 * heads + 8 * kv + 3.4 * scores
         # of a block that waits for its backward pass
@@ -494,7 +495,7 @@ class PlannedRun:
         eye, longest, width = self.shape.eye, self.longest, self.shape.activation
         if eye is None or not longest.image:
             return 0
-        forward = eye.forward_bytes(longest.image, width, scores=on_cpu())
+        forward = eye.forward_bytes(longest.image, width, scores=writes_attention_scores())
         if of == "passes":
             return max(forward, eye.backward_bytes(longest.image, width))
         training = self.config.rl_training
@@ -562,7 +563,7 @@ class PlannedRun:
             case = (
                 held + shared
             ) * token + held * token // self.shape.layers  # one layer twice: it grows
-            if bits is not None and on_cpu():  # one layer unpacked: kv_format.Packed
+            if bits is not None and unpacks_weights():  # one layer unpacked: kv_format.Packed
                 case += (
                     (held + shared)
                     * self.shape.kv_token

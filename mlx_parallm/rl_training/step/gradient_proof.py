@@ -9,8 +9,9 @@ import numpy as np
 
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.layouts.layout import TokenBatch
-from mlx_parallm.models.sums import has_signal, may_lose_results
+from mlx_parallm.models.sums import has_signal
 from mlx_parallm.system.device.faults import wrong_numbers
+from mlx_parallm.system.device.traits import may_lose_results
 
 Result = tuple[mx.array, tuple[Any, ...], list[mx.array]]
 """What `BlockwiseModel.loss_and_gradients` returns; the last two of the further arrays are the

@@ -25,21 +25,15 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.config.training import AdaLoraConfig
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.models.cpu_kernels import fused
+from mlx_parallm.models.ops import fused
 from mlx_parallm.models.parameters import ParameterSlots, scalar, to_host
 from mlx_parallm.models.scoring.value_head import is_value_head
-from mlx_parallm.models.sums import (
-    NEW_ZEROS,
-    evaluated,
-    has_signal,
-    may_lose_results,
-    total,
-    zeros_of,
-)
+from mlx_parallm.models.sums import NEW_ZEROS, evaluated, has_signal, total, zeros_of
 from mlx_parallm.rl_training.step import states_8bit
 from mlx_parallm.rl_training.step.adaptive_ranks import AdaptiveRanks
 from mlx_parallm.rl_training.step.states_8bit import AdamW8bit, Lion8bit
 from mlx_parallm.system.device.faults import wrong_numbers
+from mlx_parallm.system.device.traits import may_lose_results
 
 MEASURED_ELEMENTS = 1 << 20
 """The most weights that `Movement` is measured on: all of a small adapter, an even sample of

@@ -32,7 +32,6 @@ from mlx_parallm.models.adapters.fake_quantized import rounded_layers, use_fake_
 from mlx_parallm.models.adapters.linear import AdapterDropout, dense_weight, merged_rows
 from mlx_parallm.models.adapters.rope_length import record_rope_length
 from mlx_parallm.models.attention import route_attention
-from mlx_parallm.models.cpu_kernels import use_fast_swiglu
 from mlx_parallm.models.experts.routing import replays_experts, watched_experts
 from mlx_parallm.models.images.encoder import ImageEncoder, of_part, text_alone
 from mlx_parallm.models.lora import (
@@ -46,6 +45,7 @@ from mlx_parallm.models.lora import (
     trainer_lora_layers,
 )
 from mlx_parallm.models.mlx_lm_api import save_config, save_model
+from mlx_parallm.models.ops import use_fast_swiglu
 from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.models.scoring.value_head import (
     VALUE_HEAD_FILE,

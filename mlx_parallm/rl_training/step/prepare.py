@@ -39,7 +39,7 @@ from mlx.utils import tree_flatten
 from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.models.blockwise import Objective
-from mlx_parallm.models.cpu_kernels import as_data
+from mlx_parallm.models.ops import as_data
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import Measure, MicroBatch
 from mlx_parallm.rl_training.step.teaching import LOGPROBS, Lesson, Teaching, teacher_numbers

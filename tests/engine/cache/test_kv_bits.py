@@ -181,7 +181,7 @@ def test_attention_equals_float64_over_the_unpacked_bits(small, bits, group, wid
 )
 def test_the_product_of_other_devices_gives_the_same(small, bits, dtype, error, monkeypatch):
     """On a GPU it is MLX's product with quantised factors, which the CPU has too."""
-    monkeypatch.setattr("mlx_parallm.engine.cache.kv_format.on_cpu", lambda: False)
+    monkeypatch.setattr("mlx_parallm.system.device.traits.on_cpu", lambda: False)
     texts = Texts(KVFormat(bits, 64), dtype, 64)
     texts.add([30, 12])
     texts.add([40], count=3, shared=33)

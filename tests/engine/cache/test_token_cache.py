@@ -29,8 +29,9 @@ from mlx_parallm.engine.cache.sharing import (
 from mlx_parallm.engine.cache.size_classes import Pool
 from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models import cpu_attention, cpu_kernels
 from mlx_parallm.models.attention_parts import LOG2_E, attend_partly, finish, merge
+from mlx_parallm.models.cpu import attention, kernels
+from mlx_parallm.system.device import traits
 from tests.engine.helpers import (
     VOCAB,
     naive_greedy,
@@ -77,11 +78,9 @@ def test_large_scores_and_long_parts_are_exact(repeats):
 @pytest.mark.not_gpu_like(reason="MLX's own exp is that of its CPU")
 def test_powers_of_two():
     x = mx.linspace(-40, 0, 4001)[None]
-    found, wanted = cpu_kernels.exp2_minus(x, mx.array([[0.0]])), np.exp2(np.array(x, np.float64))
+    found, wanted = kernels.exp2_minus(x, mx.array([[0.0]])), np.exp2(np.array(x, np.float64))
     np.testing.assert_allclose(np.array(found), wanted, rtol=3e-7)
-    edges = cpu_kernels.exp2_minus(mx.array([[float("nan"), -1e30, -3.0, 0.0]]), mx.array([[0.0]]))[
-        0
-    ]
+    edges = kernels.exp2_minus(mx.array([[float("nan"), -1e30, -3.0, 0.0]]), mx.array([[0.0]]))[0]
     assert (
         np.isnan(edges[0].item()) and edges[1].item() < 1e-30 and edges[2:].tolist() == [0.125, 1.0]
     )
@@ -167,11 +166,11 @@ class Twins:
         )
 
 
-@pytest.mark.parametrize("fewest", [cpu_attention.FEWEST_POSITIONS, 1], ids=["MLX's", "compiled"])
+@pytest.mark.parametrize("fewest", [attention.FEWEST_POSITIONS, 1], ids=["MLX's", "compiled"])
 def test_a_mix_of_groups_turns_and_lengths_equals_the_rectangle(small, fewest, monkeypatch):
     """Groups, prompts that part from each other in the middle, turns that go on, aborts, and a
     publish under way."""
-    monkeypatch.setattr(cpu_attention, "FEWEST_POSITIONS", fewest)
+    monkeypatch.setattr(attention, "FEWEST_POSITIONS", fewest)
     calls = count_calls(monkeypatch)
     twins = Twins(max_rows=24, prefill_chunk=48)
     generator = random.Random(1)
@@ -217,9 +216,7 @@ def test_a_mix_of_groups_turns_and_lengths_equals_the_rectangle(small, fewest, m
     }
     assert twins.seen >= ways | {"some classes", "of different lengths"}
     assert (
-        bool(calls)
-        == ("compiled" in twins.seen)
-        == (fewest == 1 and cpu_attention.has_fast_products())
+        bool(calls) == ("compiled" in twins.seen) == (fewest == 1 and attention.has_fast_products())
     )
 
 
@@ -247,7 +244,7 @@ def test_many_rows_of_float32_are_computed_by_what_is_compiled(dtype, monkeypatc
         arrays = [mx.random.normal((16, heads, 1, 16)).astype(dtype) for heads in (2, 2, 4)]
         cache.layers[0].update_and_fetch(*arrays[:2])
         assert cache.layers[0].attend(arrays[2], 0.25).dtype == dtype
-    wanted = dtype == mx.float32 and cpu_attention.has_fast_products()
+    wanted = dtype == mx.float32 and attention.has_fast_products()
     # before the first write the type is not known
     assert seen == [False, wanted] and len(calls) == wanted
 
@@ -581,16 +578,16 @@ def test_the_check_at_load_reads_a_segment_and_quantised_keys(monkeypatch):
         choose_cache(qwen3_model(head_dim=64), "qwen3", 2, 64, kv_bits=8)
 
 
-@pytest.mark.skipif(not cpu_kernels.on_cpu(), reason="on a GPU all heads are one product")
+@pytest.mark.skipif(not traits.on_cpu(), reason="on a GPU all heads are one product")
 def test_a_shared_prompts_heads_go_by_what_stays_in_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, heads = qwen3_model(), list[int]()
     whole = _step_over_segments(model, AS_COMPUTED)
-    attend = cpu_attention.attend_partly
-    monkeypatch.setattr(cpu_attention, "BLOCK", 1)
+    attend = attention.attend_partly
+    monkeypatch.setattr(attention, "BLOCK", 1)
     monkeypatch.setattr(
-        cpu_attention, "attend_partly", lambda x, *rest: (heads.append(len(x)), attend(x, *rest))[1]
+        attention, "attend_partly", lambda x, *rest: (heads.append(len(x)), attend(x, *rest))[1]
     )
     np.testing.assert_allclose(_step_over_segments(model, AS_COMPUTED), whole, atol=1e-5)
     assert set(heads) == {1}

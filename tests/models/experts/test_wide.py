@@ -8,10 +8,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.models.experts.routing import prepare_routing, why_not_routed
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.mlx_lm_api import SwitchLinear
+from mlx_parallm.system.device.traits import on_cpu
 from tests.tiny_models import EXPERTS, QWEN3, save_checkpoint
 
 IDS = mx.array([[5, 9, 2, 7, 1]])

@@ -22,7 +22,7 @@ from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from mlx_parallm.models import loading
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.plan import dry_run, memory_watch, model_shape
+from mlx_parallm.rl_training.plan import dry_run, memory_watch
 from mlx_parallm.rl_training.plan.dry_run import (
     OTHER_FILES,
     DryRun,
@@ -47,6 +47,7 @@ from mlx_parallm.rl_training.plan.preflight import (
     PlannedRun,
     in_words,
 )
+from mlx_parallm.system.device import traits
 from mlx_parallm.system.hardware import GIB
 from mlx_parallm.system.terminal import duration
 from mlx_parallm.types import Rollout, RolloutGroup, Trajectory, Turn
@@ -451,7 +452,7 @@ def test_one_number_of_a_dry_run_is_called_at_most() -> None:
 def test_weights_that_become_float32_are_named(
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool, settings: dict[str, str], words: str | None
 ) -> None:
-    monkeypatch.setattr(model_shape, "is_cpu", lambda: on_cpu)
+    monkeypatch.setattr(traits, "is_cpu", lambda: on_cpu)
     narrow = QWEN3_06B | {"torch_dtype": "bfloat16"}
     shape = PlannedRun.of(parse_config({"model": settings}), narrow).shape
     note = float32_note(shape)
@@ -473,5 +474,5 @@ def test_weights_that_become_float32_are_named(
 
 def test_a_checkpoint_keeps_its_dtype_but_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for on_cpu, dtype in ((True, mx.float32), (False, None)):
-        monkeypatch.setattr(loading, "is_cpu", lambda on_cpu=on_cpu: on_cpu)
+        monkeypatch.setattr(traits, "is_cpu", lambda on_cpu=on_cpu: on_cpu)
         assert loading._dtype("auto") is dtype and loading._dtype("bfloat16") is mx.bfloat16

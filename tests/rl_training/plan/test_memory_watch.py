@@ -16,13 +16,13 @@ from structlog.testing import capture_logs
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
-from mlx_parallm.rl_training.plan import memory_watch, model_shape, preflight
+from mlx_parallm.rl_training.plan import memory_watch
 from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch, measured_bytes, needed_bytes
 from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import padded_length
+from mlx_parallm.system.device import traits
 from mlx_parallm.system.hardware import GIB
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.types import Rollout, RolloutGroup
@@ -158,8 +158,7 @@ def batch(prompt: int, completion: int, *, rows: bool = False) -> TrainBatch:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There MLX's arrays count, which a test can make up, and not the process."""
-    for module in (memory_watch, model_shape, preflight):
-        monkeypatch.setattr(module, "on_cpu", lambda: False)
+    monkeypatch.setattr(traits, "on_cpu", lambda: False)
 
 
 def watched(*peaks: float, prompt: int = 64, completion: int = 128) -> MemoryWatch:
@@ -204,7 +203,7 @@ def test_a_run_without_a_step_has_nothing_to_tell() -> None:
     assert out.getvalue() == "" and watch.health() is None
 
 
-@pytest.mark.skipif(not on_cpu(), reason="on a GPU its own memory counts")
+@pytest.mark.skipif(not traits.on_cpu(), reason="on a GPU its own memory counts")
 def test_on_a_cpu_the_whole_process_counts() -> None:
     resident = psutil.Process().memory_info().rss
     assert 0.9 * resident <= measured_bytes([]) <= psutil.virtual_memory().total
@@ -214,7 +213,7 @@ def test_what_a_program_held_before_the_run_is_not_its_own(monkeypatch: pytest.M
     """Torch, or the model of a notebook's earlier cell: "the preflight predicted too little"."""
     before = memory_watch.PROCESS_BYTES + 20 * GIB
     sizes = iter([before, before + 2**20])
-    monkeypatch.setattr(memory_watch, "on_cpu", lambda: True)
+    monkeypatch.setattr(traits, "on_cpu", lambda: True)
     monkeypatch.setattr(memory_watch, "measured_bytes", lambda lines: next(sizes))
     out, watch = io.StringIO(), watched(1.0)
     assert watch.health() is None

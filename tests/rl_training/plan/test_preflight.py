@@ -14,7 +14,6 @@ from mlx.utils import tree_flatten
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import AdapterError
-from mlx_parallm.models import evaluations
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.layouts.tree_rows import TreeAttention, merge_rows
@@ -22,11 +21,12 @@ from mlx_parallm.models.loading import load_model, read_config, resolve_model_pa
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.options import make_algorithm, training_options
-from mlx_parallm.rl_training.plan import model_shape, preflight
+from mlx_parallm.rl_training.plan import preflight
 from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
-from mlx_parallm.system.hardware import GIB, on_cpu
+from mlx_parallm.system.device import traits
+from mlx_parallm.system.hardware import GIB
 from tests.models.test_reward_model import make_config, save
 from tests.tiny_models import QWEN3 as TINY_QWEN3
 from tests.tiny_models import VOCAB_SIZE, lora_config, save_checkpoint
@@ -61,9 +61,8 @@ MAC_24GB = 24e9 * 2 / 3
 
 
 def compute_on_cpu(monkeypatch: pytest.MonkeyPatch, on_cpu: Callable[[], bool]) -> None:
-    for module in (model_shape, preflight, evaluations):
-        monkeypatch.setattr(module, "on_cpu", on_cpu)
-    monkeypatch.setattr(model_shape, "is_cpu", on_cpu)
+    monkeypatch.setattr(traits, "on_cpu", on_cpu)
+    monkeypatch.setattr(traits, "is_cpu", on_cpu)
 
 
 def small(**training: Any) -> Config:
@@ -255,7 +254,7 @@ def test_keys_and_values_of_32_rows(layout: str, prompt: int, own: int, shared: 
         assert shape.held_token(4) == token and shape.held_token(8) == token + 28 * 2 * 8 * 128 // 2
         bits = config.model_copy(update={"server": config.server.model_copy(update={"kv_bits": 4})})
         found = PlannedRun(bits, shape, Lengths(prompt, 1000)).memory.parts["keys and values"]
-        a_layer_unpacked = on_cpu() * (rows * own + shared) * shape.kv_token // 28
+        a_layer_unpacked = traits.on_cpu() * (rows * own + shared) * shape.kv_token // 28
         rest = chunk * shape.kv_token + rows * own * token // 28 + a_layer_unpacked
         assert found == (rows * own + shared) * token + rest
 

@@ -13,8 +13,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.models import blockwise, cpu_kernels
+from mlx_parallm.models import blockwise
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
+from mlx_parallm.models.cpu import kernels, unpacking
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
@@ -48,7 +49,7 @@ def with_4_bit_base(model: nn.Module) -> nn.Module:
 
 def with_an_unpacked_base(model: nn.Module) -> nn.Module:
     model = with_4_bit_base(model)
-    assert cpu_kernels.use_unpacking(model)
+    assert unpacking.use_unpacking(model)
     return model
 
 
@@ -202,7 +203,7 @@ EACH_ONCE_AND_ALL = [
 @pytest.mark.slow  # g++ makes the loops
 @pytest.mark.long
 @pytest.mark.skipif(
-    not cpu_kernels.available(),
+    not kernels.available(),
     reason="without MLX on the CPU and a C++ compiler nothing is fused",
 )
 @pytest.mark.parametrize(("blocks", "pieces", "prepare"), EACH_ONCE_AND_ALL)
@@ -215,7 +216,7 @@ def test_fused_gradients_are_those_of_the_operations_one_by_one(
     """Twice, with other numbers: nothing of the first call is a constant of the second."""
     made: list[Callable[..., Any]] = []
     parts = BlockwiseModel(prepare(make_model()), blocks_per_eval=blocks)
-    plain = cpu_kernels.fused
+    plain = kernels.fused
 
     def counting(function: Callable[..., Any], size: int) -> Callable[..., Any]:
         found = plain(function, size)
@@ -227,10 +228,10 @@ def test_fused_gradients_are_those_of_the_operations_one_by_one(
     chunks = [slice(0, 19)] if pieces == 1 else [slice(0, 7), slice(7, 19)]
     monkeypatch.setattr(parts, "_chunks", lambda _: chunks)
     for tokens in (batch(), other):
-        monkeypatch.setattr(cpu_kernels, "FEWEST_TO_FUSE", 1 << 18)
+        monkeypatch.setattr(kernels, "FEWEST_TO_FUSE", 1 << 18)
         value, _, gradients = parts.loss_and_gradients(tokens, objective, fuse=True)
         known = len(made)
-        monkeypatch.setattr(cpu_kernels, "FEWEST_TO_FUSE", 0)
+        monkeypatch.setattr(kernels, "FEWEST_TO_FUSE", 0)
         fused_value, (logprobs,), fused = parts.loss_and_gradients(tokens, objective, fuse=True)
         assert (len(made) > known) != (prepare is with_an_unpacked_base), (
             "all weights would be unpacked at once"

@@ -15,7 +15,7 @@ from mlx_parallm.models.layouts.tree_rows import TreeRows
 from mlx_parallm.rl_training.step import trainer as trainer_base
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import SHORT_ROW, MiniBatch, collate, parts_packed, used
-from mlx_parallm.system.hardware import gpu_like
+from mlx_parallm.system.device.traits import gpu_like
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.making import make_config, make_trainer, perturb_adapter
 from tests.rl_training.rollouts import make_batch, make_rollout, random_groups

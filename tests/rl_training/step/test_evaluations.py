@@ -17,6 +17,7 @@ from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.step.collate import MicroBatchBudget
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.system.device import traits
 from tests.rl_training.making import make_config, perturb_adapter
 from tests.rl_training.rollouts import make_batch, random_groups
 from tests.rl_training.step.test_blockwise import batch, objective, with_full_weights, with_lora
@@ -42,13 +43,13 @@ KEPT, WORK = SIZE.kept(64), SIZE.work(64)
 def test_each_bound_holds(
     changes: dict[str, int], on_cpu: bool, nodes: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluations, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(traits, "on_cpu", lambda: on_cpu)
     limits = Evaluations(**{"size": SIZE, "most_bytes": PLENTY} | changes)
     assert limits.blocks(8, tokens=100, span=64, nodes=nodes) == wanted == limits.used
 
 
 def test_a_cpu_bounds_the_work_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluations, "on_cpu", lambda: True)
+    monkeypatch.setattr(traits, "on_cpu", lambda: True)
     limits = Evaluations(SIZE, most_bytes=PLENTY << 10)
     per_block = int(evaluations.CPU_WORK / WORK)
     assert [limits.blocks(8, per_block // each, 64) for each in (1, 3, 5, 100)] == [1, 1, 5, 8]
@@ -121,7 +122,7 @@ def test_a_small_step_is_a_few_evaluations(
 ) -> None:
     """As a GPU is asked, with memory enough: 22 to 33 of them with one block each, 8 to 10 with all
     together."""
-    monkeypatch.setattr(evaluations, "on_cpu", lambda: False)
+    monkeypatch.setattr(traits, "on_cpu", lambda: False)
     counted = [0]
     evaluate = mx.eval
 

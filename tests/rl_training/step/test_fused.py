@@ -11,7 +11,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.models import blockwise, cpu_kernels
+from mlx_parallm.models import blockwise
+from mlx_parallm.models.cpu import kernels
 from mlx_parallm.rl_training.step import optimizer
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from tests.rl_training.making import (
@@ -26,7 +27,7 @@ from tests.rl_training.rollouts import make_batch, random_groups
 pytestmark = [
     pytest.mark.slow,  # g++ makes the loops
     pytest.mark.skipif(
-        not cpu_kernels.available(),
+        not kernels.available(),
         reason="without MLX on the CPU and a C++ compiler nothing is fused",
     ),
 ]
@@ -50,7 +51,7 @@ def numbered(step: int) -> TrainBatch:
 
 def counted(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of what the module has compiled."""
-    plain, sizes = cpu_kernels.fused, list[int]()
+    plain, sizes = kernels.fused, list[int]()
 
     def fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
         found = plain(function, size)
@@ -90,7 +91,7 @@ def test_steps_with_other_numbers_take_the_same_loops(
         for trainer, fewest in zip(trainers, (1 << 18, 0), strict=True):
             if config.kl_beta:
                 trainer.change({"kl_beta": config.kl_beta * step})
-            monkeypatch.setattr(cpu_kernels, "FEWEST_TO_FUSE", fewest)
+            monkeypatch.setattr(kernels, "FEWEST_TO_FUSE", fewest)
             clipped = trainer.train_step(numbered(step)).metrics["grad_norm"] > config.max_grad_norm
         assert clipped, "by another factor at each step"
         assert_same_training(*map(weights, trainers))

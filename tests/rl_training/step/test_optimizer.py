@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.models import cpu_kernels
+from mlx_parallm.models.cpu import kernels
 from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.step import optimizer as optimizer_module
 from mlx_parallm.rl_training.step.optimizer import (
@@ -49,7 +49,7 @@ def trained(config: Any, steps: list[Arrays], **policy: Any) -> tuple[Any, Polic
 # slow: g++ makes the loops
 @pytest.mark.parametrize("fewest", [1 << 30, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_update_that_fails_changes_nothing(fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "FEWEST_TO_FUSE", fewest)
+    monkeypatch.setattr(kernels, "FEWEST_TO_FUSE", fewest)
     config = make_config()
     steps = random_steps(make_policy(config))
     _, optimizer = trained(config, steps[:2])

@@ -24,8 +24,9 @@ from mlx_parallm.models.attention_parts import (
     join,
     merge,
 )
-from mlx_parallm.models.cpu_kernels import available, exp2_minus, on_cpu, row_maxima
+from mlx_parallm.models.cpu.kernels import available, exp2_minus, row_maxima
 from mlx_parallm.system.blas import blas_status
+from mlx_parallm.system.device.traits import on_cpu
 
 Mask = mx.array | str | None  # a string: "causal"
 Triple = tuple[mx.array, mx.array, mx.array]

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from mlx_parallm.models import attention as routing
-from mlx_parallm.models import cpu_attention, cpu_kernels
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.attention_parts import NOTHING, attend_partly
+from mlx_parallm.models.cpu import attention, kernels
 from mlx_parallm.models.mlx_lm_api import make_prompt_cache, mlx_lm_attention
 from mlx_parallm.system.blas import BlasStatus
 from tests.rl_training.making import make_config, make_trainer
 from tests.tiny_models import QWEN3, make_model
 
 pytestmark = pytest.mark.skipif(
-    not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler"
+    not kernels.available(), reason="needs MLX on the CPU and a C++ compiler"
 )
 
 CASES = {  # B, heads, H, L, T, mask
@@ -62,15 +62,13 @@ def in_float64(
     return np.einsum("bhlt,bhtd->bhld", weights / weights.sum(axis=-1, keepdims=True), v)
 
 
-@pytest.mark.parametrize(
-    "block", [cpu_attention.BLOCK, 1 << 14, 1], ids=["large", "small", "least"]
-)
+@pytest.mark.parametrize("block", [attention.BLOCK, 1 << 14, 1], ids=["large", "small", "least"])
 def test_it_is_softmax_attention(
     case: tuple[list[mx.array], mx.array | str | None], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_attention, "BLOCK", block)
+    monkeypatch.setattr(attention, "BLOCK", block)
     arrays, mask = case
-    found = np.array(cpu_attention.attention(*arrays, 0.3, mask))
+    found = np.array(attention.attention(*arrays, 0.3, mask))
     np.testing.assert_allclose(found, in_float64(*arrays, mask), atol=5e-6)
 
 
@@ -82,15 +80,15 @@ def test_a_query_a_row_is_softmax_attention(of: str | None) -> None:
     shape = {"each row": (5, 1, 1, 90), "all rows": (1, 1, 1, 90), None: (0,)}[of]
     seen = None if of is None else (mx.random.uniform(shape=shape) > 0.5) | (mx.arange(90) == 7)
     bias = None if seen is None else mx.where(seen, 0.0, NOTHING)
-    found = np.array(cpu_attention.attention_of_rows(queries, keys, values, 0.3, bias))
+    found = np.array(attention.attention_of_rows(queries, keys, values, 0.3, bias))
     np.testing.assert_allclose(found, in_float64(queries, keys, values, seen), atol=5e-6)
 
 
-@pytest.mark.parametrize("block", [cpu_attention.BLOCK, 1 << 14], ids=["large", "small"])
+@pytest.mark.parametrize("block", [attention.BLOCK, 1 << 14], ids=["large", "small"])
 def test_its_gradient_is_that_of_mlx(
     case: tuple[list[mx.array], mx.array | str | None], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_attention, "BLOCK", block)
+    monkeypatch.setattr(attention, "BLOCK", block)
     arrays, mask = case
 
     def mlx_own(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
@@ -100,7 +98,7 @@ def test_its_gradient_is_that_of_mlx(
         slope = mx.random.normal(mlx_own(*arrays).shape, key=mx.random.key(2))
         return mx.vjp(function, arrays, [slope])[1]
 
-    in_blocks = slopes(lambda q, k, v: cpu_attention.attention(q, k, v, 0.3, mask))
+    in_blocks = slopes(lambda q, k, v: attention.attention(q, k, v, 0.3, mask))
     for found, expected in zip(in_blocks, slopes(mlx_own), strict=True):
         np.testing.assert_allclose(found, expected, atol=5e-6 * float(mx.abs(expected).max()))
 
@@ -112,10 +110,10 @@ def test_neither_way_holds_the_scores_of_all_heads() -> None:
     gc.collect()  # what other tests left would be freed in the midst
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(cpu_attention.attention(*arrays, 0.3, "causal"))
+    mx.eval(attention.attention(*arrays, 0.3, "causal"))
     forward = mx.get_peak_memory() - before
     _, slopes = mx.vjp(
-        lambda q, k, v: cpu_attention.attention(q, k, v, 0.3, "causal"), arrays, [arrays[0]]
+        lambda q, k, v: attention.attention(q, k, v, 0.3, "causal"), arrays, [arrays[0]]
     )
     mx.reset_peak_memory()
     mx.eval(slopes)
@@ -127,15 +125,15 @@ def test_it_takes_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     many, one, few = (mx.zeros((1, 4, count, 8)) for count in (70, 1, 4))
     seen = mx.ones((1, 1, 70, 70), mx.bool_)
     for mask in (None, "causal", seen, seen[0, 0]):
-        assert cpu_attention.takes(many, many, many, mask)
-    assert not cpu_attention.takes(many, many, many, seen.astype(mx.float32))  # added to scores
-    assert not cpu_attention.takes(many, many, many, mx.ones((1, 4, 70, 70), mx.bool_))  # by heads
+        assert attention.takes(many, many, many, mask)
+    assert not attention.takes(many, many, many, seen.astype(mx.float32))  # added to scores
+    assert not attention.takes(many, many, many, mx.ones((1, 4, 70, 70), mx.bool_))  # by heads
     for queries in (one, few, many.astype(mx.bfloat16)):
-        assert not cpu_attention.takes(queries, many, many, None)
-    assert cpu_attention.takes_rows(32, 100) and cpu_attention.takes_rows(1, 4000)
-    assert not cpu_attention.takes_rows(2, 100)
-    monkeypatch.setattr(cpu_attention, "blas_status", lambda: BlasStatus("late"))
-    assert not cpu_attention.takes(many, many, many, None) and not cpu_attention.takes_rows(32, 100)
+        assert not attention.takes(queries, many, many, None)
+    assert attention.takes_rows(32, 100) and attention.takes_rows(1, 4000)
+    assert not attention.takes_rows(2, 100)
+    monkeypatch.setattr(attention, "blas_status", lambda: BlasStatus("late"))
+    assert not attention.takes(many, many, many, None) and not attention.takes_rows(32, 100)
 
 
 def test_what_is_not_seen_weighs_nothing_and_a_query_that_sees_nothing_gets_zeros() -> None:
@@ -143,9 +141,9 @@ def test_what_is_not_seen_weighs_nothing_and_a_query_that_sees_nothing_gets_zero
     seen = mx.tri(80, 80, -1, dtype=mx.bool_)  # the first query sees nothing
     # which nobody sees
     arrays[2] = mx.concatenate([arrays[2][:, :, :-1], mx.full((1, 2, 1, 8), 1e35)], axis=2)
-    found = cpu_attention.attention(*arrays, 0.3, seen)
+    found = attention.attention(*arrays, 0.3, seen)
     _, slopes = mx.vjp(
-        lambda q, k, v: cpu_attention.attention(q, k, v, 0.3, seen),
+        lambda q, k, v: attention.attention(q, k, v, 0.3, seen),
         arrays,
         [mx.ones((1, 2, 80, 8))],
     )
@@ -167,7 +165,7 @@ def test_a_models_prefill_goes_there_and_its_decode_does_not(
 
     def counting(*arguments: object) -> mx.array:
         counts.append(1)
-        return cpu_attention.attention(*arguments)  # type: ignore[arg-type]  # whatever it was called with
+        return attention.attention(*arguments)  # type: ignore[arg-type]  # whatever it was called with
 
     monkeypatch.setattr(routing, "attention", counting)
     found = [model(tokens, cache=caches), model(tokens[:, :1], cache=caches)]
@@ -200,15 +198,15 @@ def test_heads_one_after_the_other_are_all_heads_at_once(
     arrays = [mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate(shapes)]
     mask = mx.arange(positions) < mx.array([70, 3, 1, 69, 0, 12])[:, None] if masked else None
     wanted = attend_partly(*arrays, mask, 0.5)
-    monkeypatch.setattr(cpu_attention, "BLOCK", heads * rows * positions)
+    monkeypatch.setattr(attention, "BLOCK", heads * rows * positions)
     tiles: list[int] = []
 
     def counting(queries: mx.array, *others: Any) -> Any:
         tiles.append(len(queries))
         return attend_partly(queries, *others)
 
-    monkeypatch.setattr(cpu_attention, "attend_partly", counting)
-    found = cpu_attention.attend_by_heads(*arrays, mask, 0.5)
+    monkeypatch.setattr(attention, "attend_partly", counting)
+    found = attention.attend_by_heads(*arrays, mask, 0.5)
     assert tiles == {1: [1] * 5, 2: [2, 2, 1], 5: [5]}[heads]
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

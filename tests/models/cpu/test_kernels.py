@@ -17,28 +17,28 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.models import cpu_kernels
+from mlx_parallm.models.cpu import kernels, unpacking
+from mlx_parallm.models.cpu.layers import FastMLP, use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.lora import linear_layers
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
+from mlx_parallm.system.device import traits
 from tests.tiny_models import QWEN3, make_model
 
-needs_cpu = pytest.mark.skipif(not cpu_kernels.on_cpu(), reason="MLX computes on a GPU")
+needs_cpu = pytest.mark.skipif(not traits.on_cpu(), reason="MLX computes on a GPU")
 needs_compiler = pytest.mark.skipif(
-    not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler"
+    not kernels.available(), reason="needs MLX on the CPU and a C++ compiler"
 )
 
 
 @pytest.mark.parametrize(
     ("power", "exact", "lowest", "fused", "error"),
     [
+        pytest.param(kernels.exp_minus, np.exp, -87.0, True, 1.3e-7, marks=needs_compiler, id="e"),
         pytest.param(
-            cpu_kernels.exp_minus, np.exp, -87.0, True, 1.3e-7, marks=needs_compiler, id="e"
+            kernels.exp2_minus, np.exp2, -100.0, True, 1.3e-7, marks=needs_compiler, id="2"
         ),
-        pytest.param(
-            cpu_kernels.exp2_minus, np.exp2, -100.0, True, 1.3e-7, marks=needs_compiler, id="2"
-        ),
-        pytest.param(cpu_kernels.exp_minus, np.exp, -87.0, False, 5e-6, id="e, MLX's own"),
-        pytest.param(cpu_kernels.exp2_minus, np.exp2, -100.0, False, 6e-6, id="2, MLX's own"),
+        pytest.param(kernels.exp_minus, np.exp, -87.0, False, 5e-6, id="e, MLX's own"),
+        pytest.param(kernels.exp2_minus, np.exp2, -100.0, False, 6e-6, id="2, MLX's own"),
     ],
 )
 def test_powers_are_as_right_as_their_docstrings_say(
@@ -49,7 +49,7 @@ def test_powers_are_as_right_as_their_docstrings_say(
     fused: bool,
     error: float,
 ) -> None:
-    monkeypatch.setattr(cpu_kernels, "available", lambda: fused)
+    monkeypatch.setattr(kernels, "available", lambda: fused)
     whole = -np.arange(0.0, -lowest)  # and what lies beside them, where another power of two begins
     edges = np.concatenate(
         [whole, whole * np.log(2), np.nextafter(whole, 1), np.nextafter(whole * np.log(2), -200)]
@@ -80,7 +80,7 @@ def test_each_is_one_loop(name: str, tmp_path: Path) -> None:
     arrays = [mx.zeros((64,)) for _ in range(count)]
     if name == "_times_power":
         arrays[2] = mx.zeros((64,), mx.int32)
-    found = cpu_kernels._fused(getattr(cpu_kernels, name), 64)(*arrays)
+    found = kernels._fused(getattr(kernels, name), 64)(*arrays)
     mx.export_to_dot(str(tmp_path / "graph.dot"), *(found if isinstance(found, tuple) else [found]))
     labels = re.findall(r'label ?= ?"([^"]+)"', (tmp_path / "graph.dot").read_text())
     assert len([label for label in labels if "Compiled" in label]) == 1, labels
@@ -92,8 +92,8 @@ def test_threads_that_share_sizes_get_the_functions_that_they_ask_for(
 ) -> None:
     """MLX finds a trace by an address: one that outlived its function would be taken for that of
     another."""
-    monkeypatch.setattr(cpu_kernels, "TRACES", 4)
-    monkeypatch.setattr(cpu_kernels, "_traces", cpu_kernels._Traces())
+    monkeypatch.setattr(kernels, "TRACES", 4)
+    monkeypatch.setattr(kernels, "_traces", kernels._Traces())
     turns, wrong = [threading.Semaphore(1), threading.Semaphore(0)], list[str]()
 
     def compute(own: int) -> None:
@@ -102,7 +102,7 @@ def test_threads_that_share_sizes_get_the_functions_that_they_ask_for(
             x = mx.array(
                 -np.random.default_rng(call // 2).random(1 + call * 7 % 11).astype(np.float32) * 20
             )
-            power, exact = [(cpu_kernels.exp_minus, np.exp), (cpu_kernels.exp2_minus, np.exp2)][
+            power, exact = [(kernels.exp_minus, np.exp), (kernels.exp2_minus, np.exp2)][
                 call // 3 % 2
             ]
             # Every fourth is a part of something larger that is compiled, as in a training step.
@@ -131,7 +131,7 @@ def test_a_compiler_that_fails_is_as_none(tmp_path: Path) -> None:
     (tmp_path / "g++").write_text('#!/bin/sh\ntest "$1" = --version\n')
     (tmp_path / "g++").chmod(0o755)
     program = (
-        "import mlx.core as mx; from mlx_parallm.models import cpu_kernels as c; assert not"
+        "import mlx.core as mx; from mlx_parallm.models.cpu import kernels as c; assert not"
         " c.available();"
     )
     program += "print(c.exp_minus(mx.array([0.0]), mx.array([0.0])).item())"
@@ -146,15 +146,15 @@ def test_a_compiler_that_fails_is_as_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(3, 5), (2, 3, 30_001), (1, 70_000), (70_000, 1)])
 def test_row_maxima(shape: tuple[int, ...], tmp_path: Path) -> None:
     x = mx.random.normal(shape, key=mx.random.key(1))
-    mx.export_to_dot(str(tmp_path / "graph.dot"), cpu_kernels.row_maxima(x))
+    mx.export_to_dot(str(tmp_path / "graph.dot"), kernels.row_maxima(x))
     by_halves = "Maximum" in (tmp_path / "graph.dot").read_text()
-    assert by_halves == (cpu_kernels.on_cpu() and shape[-1] > 5), (
+    assert by_halves == (traits.on_cpu() and shape[-1] > 5), (
         "few numbers, or short rows, are one reduction"
     )
     x[..., 0, -1] = -float("inf")
-    assert mx.array_equal(cpu_kernels.row_maxima(x), x.max(axis=-1, keepdims=True))
+    assert mx.array_equal(kernels.row_maxima(x), x.max(axis=-1, keepdims=True))
     x[..., 0, shape[-1] // 2] = float("nan")
-    assert mx.isnan(cpu_kernels.row_maxima(x)).sum().item() == (shape[0] if len(shape) == 3 else 1)
+    assert mx.isnan(kernels.row_maxima(x)).sum().item() == (shape[0] if len(shape) == 3 else 1)
 
 
 def test_swiglu_and_its_gradient_are_right_to_1e_6() -> None:
@@ -166,7 +166,7 @@ def test_swiglu_and_its_gradient_are_right_to_1e_6() -> None:
     )
     x = np.array(gate, dtype=np.float64)
     share = 1 / (1 + np.exp(-x))
-    (value,), (by_gate, by_up) = mx.vjp(cpu_kernels.swiglu, [gate, up], [slope])
+    (value,), (by_gate, by_up) = mx.vjp(kernels.swiglu, [gate, up], [slope])
     for found, exact in (
         (value, 1.5 * x * share),
         (by_gate, -0.5 * 1.5 * share * (1 + x * (1 - share))),
@@ -175,14 +175,14 @@ def test_swiglu_and_its_gradient_are_right_to_1e_6() -> None:
         assert (
             np.abs(np.array(found, dtype=np.float64) - exact) / np.maximum(np.abs(x), 1)
         ).max() < 1e-6
-    assert np.isnan(cpu_kernels.swiglu(mx.array([float("nan")]), mx.array([1.0])).item())
+    assert np.isnan(kernels.swiglu(mx.array([float("nan")]), mx.array([1.0])).item())
 
 
 def test_the_gradient_of_swiglu_does_not_keep_the_steps_of_the_sigmoid() -> None:
     gate = mx.random.normal((256, 1024), key=mx.random.key(0))
     mx.eval(gate)
     before = mx.get_active_memory()
-    _, slopes = mx.vjp(cpu_kernels.swiglu, [gate, gate], [gate])
+    _, slopes = mx.vjp(kernels.swiglu, [gate, gate], [gate])
     mx.reset_peak_memory()
     mx.eval(slopes)
     assert mx.get_peak_memory() - before < 16 * gate.nbytes  # 43 where MLX differentiates it
@@ -193,11 +193,11 @@ def test_a_swiglu_model_is_served_by_the_fast_one() -> None:
     plain = make_model(QWEN3)
     model = copy.deepcopy(plain)
     tokens, projection = mx.arange(24)[None], model.layers[0].mlp.up_proj
-    assert cpu_kernels.use_fast_swiglu(model) == QWEN3["num_hidden_layers"]
+    assert use_fast_swiglu(model) == QWEN3["num_hidden_layers"]
     assert set(linear_layers(model)) == set(linear_layers(plain))
     # the arrays stay shared with whoever holds them
     assert model.layers[0].mlp.up_proj is projection
-    assert type(plain.layers[0].mlp) is not cpu_kernels.FastMLP
+    assert type(plain.layers[0].mlp) is not FastMLP
     assert mx.abs(model(tokens) - plain(tokens)).max() < 1e-5
 
 
@@ -205,7 +205,7 @@ def test_a_swiglu_model_is_served_by_the_fast_one() -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_fast_rope_turns_each_row_at_its_position_as_mlx_does(scale: float) -> None:
     block = Block(nn.RoPE(32, base=1e6, scale=scale))
-    assert cpu_kernels.use_fast_rope(block) == 1
+    assert use_fast_rope(block) == 1
     fast, plain = block.mlp, nn.RoPE(32, base=1e6, scale=scale)
     offsets = mx.array([0, 7, 4000], dtype=mx.int32)
     for heads in (2, 4):  # the second asks for the angles of the first
@@ -227,9 +227,9 @@ def test_fast_rope_turns_each_row_at_its_position_as_mlx_does(scale: float) -> N
 
 @needs_compiler
 def test_rope_of_pairs_or_of_a_part_is_mlx_own() -> None:
-    assert cpu_kernels.use_fast_rope(Block(nn.RoPE(32, traditional=True))) == 0
+    assert use_fast_rope(Block(nn.RoPE(32, traditional=True))) == 0
     block = Block(nn.RoPE(16))
-    cpu_kernels.use_fast_rope(block)
+    use_fast_rope(block)
     x, offsets = (
         mx.random.normal((2, 2, 1, 32), key=mx.random.key(0)),
         mx.array([3, 5], dtype=mx.int32),
@@ -269,15 +269,15 @@ class Block(nn.Module):
 @pytest.mark.parametrize("formula", [OtherMLP, ClampedMLP])
 def test_another_formula_is_left_alone(formula: type[OtherMLP]) -> None:
     block = Block(formula())
-    assert cpu_kernels.use_fast_swiglu(block) == 0
+    assert use_fast_swiglu(block) == 0
     assert type(block.mlp) is formula
 
 
 def test_without_a_compiler_mlx_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "available", lambda: False)
-    assert cpu_kernels.use_fast_swiglu(make_model(QWEN3)) == 0
-    assert cpu_kernels.use_fast_rope(make_model(QWEN3)) == 0
-    assert cpu_kernels.exp_minus(mx.array([0.5]), mx.array([1.0])).item() == pytest.approx(
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    assert use_fast_swiglu(make_model(QWEN3)) == 0
+    assert use_fast_rope(make_model(QWEN3)) == 0
+    assert kernels.exp_minus(mx.array([0.5]), mx.array([1.0])).item() == pytest.approx(
         np.exp(-0.5), rel=1e-6
     )
 
@@ -295,7 +295,7 @@ def layers(
     linear.set_dtype(dtype)
     theirs = nn.QuantizedLinear.from_linear(linear, group_size, bits)
     ours = copy.deepcopy(theirs)
-    assert cpu_kernels.use_unpacking(nn.Sequential(ours)) == 1
+    assert unpacking.use_unpacking(nn.Sequential(ours)) == 1
     scales, biases = theirs.scales.astype(mx.float32), theirs.biases.astype(mx.float32)
     weights = mx.dequantize(theirs.weight, scales, biases, group_size, bits)
     return theirs, ours, np.array(weights, np.float64)
@@ -319,7 +319,7 @@ def test_like_mlx_with_a_bias_and_in_slices(monkeypatch: pytest.MonkeyPatch) -> 
     theirs, ours, _ = layers(bias=True)
     x = mx.random.normal((40, 256))
     np.testing.assert_allclose(ours(x), theirs(x), atol=1e-5)
-    monkeypatch.setattr(cpu_kernels, "UNPACKED", 256 * 40)  # 96 outputs in three slices
+    monkeypatch.setattr(unpacking, "UNPACKED", 256 * 40)  # 96 outputs in three slices
     (y,), (gradient,) = mx.vjp(ours, [x], [mx.ones((40, 96))])
     (expected,), (slope,) = mx.vjp(theirs, [x], [mx.ones((40, 96))])
     np.testing.assert_allclose(y, expected, atol=1e-5)
@@ -329,7 +329,7 @@ def test_like_mlx_with_a_bias_and_in_slices(monkeypatch: pytest.MonkeyPatch) -> 
 @needs_cpu
 def test_few_rows_are_mlx_own_to_the_bit() -> None:
     theirs, ours, _ = layers()
-    x = mx.random.normal((1, cpu_kernels.FEWEST_ROWS - 1, 256))
+    x = mx.random.normal((1, unpacking.FEWEST_ROWS - 1, 256))
     assert mx.array_equal(ours(x), theirs(x))
 
 
@@ -353,8 +353,8 @@ def test_experts_and_their_gradients_are_those_of_the_weights(
     mx.random.seed(bits)
     theirs = QuantizedSwitchLinear(128, 24, 6, bias=bias, bits=bits)
     ours = copy.deepcopy(theirs)
-    assert cpu_kernels.use_unpacking(nn.Sequential(ours)) == 1
-    assert type(ours) is cpu_kernels.UnpackingSwitchLinear and cpu_kernels.unpacks(ours)
+    assert unpacking.use_unpacking(nn.Sequential(ours)) == 1
+    assert type(ours) is unpacking.UnpackingSwitchLinear and unpacking.unpacks(ours)
     indices = mx.random.randint(0, 6, (5, 4, 2))
     x = mx.random.normal((5, 4, 1, 1, 128))  # every token has two experts
     if ordered:
@@ -400,12 +400,12 @@ def test_few_products_of_experts_and_large_ones_are_mlx_own(
 ) -> None:
     theirs = QuantizedSwitchLinear(128, 24, 6, bias=False)
     ours = copy.deepcopy(theirs)
-    cpu_kernels.use_unpacking(nn.Sequential(ours))
+    unpacking.use_unpacking(nn.Sequential(ours))
     x, few, many = mx.random.normal((5, 1, 128)), mx.arange(5), mx.repeat(mx.arange(5), 8)
     assert mx.array_equal(ours(x, few), theirs(x, few))
     rows = mx.repeat(x, 8, axis=0)
     assert ours(rows.astype(mx.bfloat16), many).dtype == mx.bfloat16
-    monkeypatch.setattr(cpu_kernels, "UNPACKED_EXPERTS", 6 * 24 * 128 - 1)
+    monkeypatch.setattr(unpacking, "UNPACKED_EXPERTS", 6 * 24 * 128 - 1)
     assert mx.array_equal(ours(rows, many), theirs(rows, many))
 
 
@@ -413,7 +413,7 @@ def test_few_products_of_experts_and_large_ones_are_mlx_own(
 def test_a_tied_head() -> None:
     embedding = nn.QuantizedEmbedding(96, 256)
     ours = copy.deepcopy(embedding)
-    assert cpu_kernels.use_unpacking(nn.Sequential(ours)) == 1
+    assert unpacking.use_unpacking(nn.Sequential(ours)) == 1
     x = mx.random.normal((40, 256))
     np.testing.assert_allclose(ours.as_linear(x), embedding.as_linear(x), atol=1e-4)
     tokens = mx.array([[3, 95]])
@@ -423,10 +423,10 @@ def test_a_tied_head() -> None:
 @needs_cpu
 def test_other_formats_stay_and_names_and_checks_hold() -> None:
     four_bits = nn.QuantizedLinear(64, 64, mode="mxfp4")
-    assert cpu_kernels.use_unpacking(nn.Sequential(four_bits)) == 0
+    assert unpacking.use_unpacking(nn.Sequential(four_bits)) == 0
     model = nn.Sequential(nn.QuantizedLinear(64, 64), nn.Linear(64, 64))
     names = [name for name, _ in nn.utils.tree_flatten(model.parameters())]
-    assert cpu_kernels.use_unpacking(model) == 1 and cpu_kernels.use_unpacking(model) == 0
+    assert unpacking.use_unpacking(model) == 1 and unpacking.use_unpacking(model) == 0
     assert [name for name, _ in nn.utils.tree_flatten(model.parameters())] == names
     assert len(linear_layers(model)) == 2 and isinstance(model.layers[0], nn.QuantizedLinear)
     assert "lora" not in names and not nn.utils.tree_flatten(
@@ -439,7 +439,7 @@ def test_no_unpacked_weights_wait_for_the_backward_pass() -> None:
     """24 layers of 512 × 512: 1 MiB each when unpacked. Plainly differentiated all of them are
     there at once."""
     model = nn.Sequential(*[nn.QuantizedLinear(512, 512, bias=False) for _ in range(24)])
-    cpu_kernels.use_unpacking(model)
+    unpacking.use_unpacking(model)
     x = mx.random.normal((16, 512))
     mx.eval(model.parameters(), x)
 

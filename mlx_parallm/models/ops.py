@@ -1,0 +1,27 @@
+"""The one door to operations whose fastest way depends on the device.
+
+Who calls them need not know the device. On a CPU they go to `models/cpu/`, where a trial or the
+sizes show that its way is the faster one; everywhere else they are MLX's own. Attention has its
+door in `attention.py`, sums over many numbers in `sums.py`.
+
+    exp_minus, exp2_minus, row_maxima   over logits and attention's scores
+    fused, as_data                      many operations in one loop, for one call
+    use_fast_swiglu, use_fast_rope      layers of a model, changed in place
+    use_unpacking, unpacks              quantised layers, changed in place
+    product_of_unpacked                 a product with quantised keys or values
+    UNPACKED, UNPACKED_EXPERTS          how many weights are unpacked at a time, for a memory plan
+"""
+
+from mlx_parallm.models.cpu.kernels import as_data as as_data
+from mlx_parallm.models.cpu.kernels import exp2_minus as exp2_minus
+from mlx_parallm.models.cpu.kernels import exp_minus as exp_minus
+from mlx_parallm.models.cpu.kernels import fused as fused
+from mlx_parallm.models.cpu.kernels import row_maxima as row_maxima
+from mlx_parallm.models.cpu.layers import plain_rope as plain_rope
+from mlx_parallm.models.cpu.layers import use_fast_rope as use_fast_rope
+from mlx_parallm.models.cpu.layers import use_fast_swiglu as use_fast_swiglu
+from mlx_parallm.models.cpu.unpacking import UNPACKED as UNPACKED
+from mlx_parallm.models.cpu.unpacking import UNPACKED_EXPERTS as UNPACKED_EXPERTS
+from mlx_parallm.models.cpu.unpacking import product_of_unpacked as product_of_unpacked
+from mlx_parallm.models.cpu.unpacking import unpacks as unpacks
+from mlx_parallm.models.cpu.unpacking import use_unpacking as use_unpacking
