@@ -33,7 +33,7 @@ from mlx_parallm.config.load import load_config
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import DeviceFaultError
 from mlx_parallm.models.threads import in_mlx_thread
-from mlx_parallm.system.hardware import DEVICE_VARIABLE, GPU_LIKE
+from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.system.terminal import Console
 from scripts.soak.faulty_evaluations import TEXTS, Plan, environment, fired_of, inject

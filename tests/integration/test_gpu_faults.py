@@ -11,7 +11,7 @@ from mlx_parallm.config.load import load_config
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import DeviceFaultError
 from mlx_parallm.models.threads import in_mlx_thread
-from mlx_parallm.system.hardware import DEVICE_VARIABLE, GPU_LIKE
+from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from scripts.soak.faulty_evaluations import TEXTS, Plan, inject
 from scripts.soak.gpu_faults import ZEROS, zeros_once
 from scripts.soak.resume_bits import Run, differences

@@ -6,7 +6,7 @@ import pytest
 from mlx_parallm.errors import DeviceFaultError
 from mlx_parallm.models.sums import evaluated, has_signal
 from mlx_parallm.rl_training.step.optimizer import OptimizerOptions, make_groups
-from mlx_parallm.system.hardware import DEVICE_VARIABLE, GPU_LIKE
+from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.weights import WeightsProof
 
 
