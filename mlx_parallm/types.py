@@ -104,6 +104,11 @@ class SamplingParams:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
+    def is_constrained(self) -> bool:
+        """True when a grammar or a list says which tokens may come next."""
+        return bool(self.allowed_token_ids) or self.structure is not None
+
+    @property
     def reshapes_distribution(self) -> bool:
         """True when sampling is not from plain softmax(logits / temperature)."""
         return (
@@ -113,9 +118,8 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
             or bool(self.logit_bias)
-            or bool(self.allowed_token_ids)
             or bool(self.bad_words)
-            or self.structure is not None
+            or self.is_constrained
         )
 
 
@@ -169,6 +173,7 @@ class CompletionDelta:
     error: str | None = None
     error_code: str | None = None  # as Completion's
     processed_logprobs: tuple[float, ...] | None = None  # as Completion's
+    forced: tuple[int, ...] | None = None  # as Completion's
     routed_experts: "RoutedExperts | None" = None  # as Completion's, of these tokens
     prompt_experts: "tuple[PromptExperts, ...]" = ()  # as Completion's, in each choice's first
     cached_tokens: int = 0  # in choice 0's first: tokens of the prompt that the prefix cache held
@@ -308,6 +313,9 @@ class Completion:
     # of the prompt's tokens before its last one, where they are recorded too
     prompt_experts: tuple[PromptExperts, ...] = ()
     cached_tokens: int = 0  # tokens of the prompt that the prefix cache held
+    # [T], where a grammar or `allowed_token_ids` was on: 1 where it left no choice: this one
+    # token, or the end
+    forced: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +431,8 @@ class Rollout:
     scores: Mapping[str, float]  # named parts; "reward" is the number that is trained on
     stop_reason: str | None = None  # "stop", "length", …
     processed_logprobs: tuple[float, ...] | None = None
+    # [T], 1 where a grammar left no choice: sampled, but nothing to learn; None: no grammar was on
+    forced: tuple[int, ...] | None = None
     error: str | None = None
     # learn nothing from this one (the environment's word); its score counts in the group
     zero_advantage: bool = False
@@ -454,6 +464,7 @@ class Rollout:
             "processed_logprobs": None
             if self.processed_logprobs is None
             else list(self.processed_logprobs),
+            "forced": None if self.forced is None else list(self.forced),
             "error": self.error,
             "zero_advantage": self.zero_advantage,
             "earlier": [segment.to_json() for segment in self.earlier],
@@ -498,6 +509,16 @@ class Rollout:
     def turns(self) -> tuple[int, ...]:
         """The number of sampled tokens of each turn of this sequence."""
         return self.turn_lengths or sampled_runs(self.mask)
+
+    @property
+    def trained_mask(self) -> tuple[int, ...]:
+        """The mask [T] of the tokens to learn from: sampled, and not forced by a grammar."""
+        if self.forced is None:
+            return self.mask
+        return tuple(
+            int(sampled and not forced)
+            for sampled, forced in zip(self.mask, self.forced, strict=True)
+        )
 
     @property
     def sampled_tokens(self) -> int:

@@ -597,6 +597,7 @@ class Engine:
                 else None,
                 matcher=self.grammars.matcher_of(params, stop_ids),
                 processed_logprobs=[] if params.reshapes_distribution else None,
+                forced=[] if params.is_constrained else None,
                 top_logprobs=[] if params.logprobs else None,
             )
             for index in range(params.n)
@@ -651,6 +652,8 @@ class Engine:
             sequence.edits.add_output(sampled.token)
         if sequence.processed_logprobs is not None and sampled.processed_logprob is not None:
             sequence.processed_logprobs.append(sampled.processed_logprob)
+        if sequence.forced is not None and sequence.matcher is not None:
+            sequence.forced.append(int(sequence.matcher.forces))
         if sequence.top_logprobs is not None:
             sequence.top_logprobs.append(sampled.top_logprobs or ())
         sequence.experts += sampled.experts

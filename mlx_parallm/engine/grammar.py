@@ -24,7 +24,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -86,16 +86,17 @@ class Matcher:
         ends: token ids that end the choice; `eos`: those of them that end the grammar's text.
     """
 
-    __slots__ = ("_eos", "_going_on", "_min_tokens", "_slow", "_state", "_taken")
+    __slots__ = ("_eos", "_going_on", "_min_tokens", "_slow", "_state", "_taken", "forces")
     error_code = GRAMMAR_CODE
 
     def __init__(
-        self, state: LLMatcher, min_tokens: int, ends: Iterable[int], eos: Collection[int] = ()
+        self, state: LLMatcher, min_tokens: int, ends: Iterable[int], eos: Set[int] = frozenset()
     ) -> None:
         self._state, self._eos = state, eos
         self._min_tokens = min_tokens
         self._taken = 0
         self._slow = False
+        self.forces = False  # the last `allowed` left no choice
         self._going_on: np.ndarray | None = None
         if min_tokens:
             going_on = np.ones(8 * len(state.compute_bitmask()), bool)
@@ -118,10 +119,11 @@ class Matcher:
         started = time.thread_time()
         bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
         self._slow = time.thread_time() - started > SLOW_MASK_S
-        if self._going_on is None or self._taken >= self._min_tokens:
-            return bits
-        longer = bits & self._going_on
-        return longer if longer.any() else bits
+        if self._going_on is not None and self._taken < self._min_tokens:
+            longer = bits & self._going_on
+            bits = longer if longer.any() else bits
+        self.forces = _no_choice(bits, self._eos)
+        return bits
 
 
 class OnlyTokens:
@@ -132,13 +134,14 @@ class OnlyTokens:
         ids: the tokens; `width`: how many tokens a mask speaks of.
     """
 
-    __slots__ = ("_bits", "_matcher")
+    __slots__ = ("_bits", "_matcher", "forces")
 
     def __init__(self, ids: Iterable[int], width: int, matcher: Matcher | None) -> None:
         allowed = np.zeros(-(-width // 32) * 32, bool)
         allowed[list(ids)] = True
         self._bits = np.packbits(allowed, bitorder="little")
         self._matcher = matcher
+        self.forces = _no_choice(self._bits, frozenset())  # as a Matcher's
 
     @property
     def error_code(self) -> str:
@@ -157,7 +160,18 @@ class OnlyTokens:
             return self._bits
         grammar = self._matcher.allowed()
         both = grammar & self._bits
-        return both if both.any() else grammar
+        bits = both if both.any() else grammar
+        self.forces = self._matcher.forces or _no_choice(bits, frozenset())
+        return bits
+
+
+def _no_choice(bits: np.ndarray, ends: Set[int]) -> bool:
+    """Whether one bit of [n] uint8 is set, or none but those of `ends`, which all mean the end."""
+    [places] = bits.nonzero()
+    if len(places) > max(len(ends), 1):
+        return False
+    tokens = [8 * int(p) + i for p in places for i in range(8) if bits[p] >> i & 1]
+    return len(tokens) == 1 or (bool(tokens) and ends >= set(tokens))
 
 
 def allowed_tokens(matchers: Sequence[Matcher | OnlyTokens], vocab_size: int) -> np.ndarray:

@@ -7,7 +7,7 @@ of a request).
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.errors import ParallmError
@@ -39,6 +39,7 @@ class Failed:
 
 
 Event = StreamDelta | Finished | Failed
+_T = TypeVar("_T")
 
 STEP_PARTS = {
     "schedule": "choosing its rows and prompts, making room for them, moving rows",
@@ -185,24 +186,28 @@ class LiveRequests:
     def _emit_delta(self, live: LiveRequest, sequence: Sequence) -> None:
         since = sequence.emitted
         sequence.emitted = len(sequence.tokens)
-        top, processed = sequence.top_logprobs, sequence.processed_logprobs
         delta = CompletionDelta(
             index=sequence.index,
             text=sequence.text.take(),
             token_ids=tuple(sequence.tokens[since:]),
             logprobs=tuple(sequence.logprobs[since:]),
-            top_logprobs=None if top is None else tuple(top[since:]),
+            top_logprobs=_behind(sequence.top_logprobs, since),
             policy_versions=tuple(sequence.versions[since:]),
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
             error_code=sequence.error_code,
-            processed_logprobs=None if processed is None else tuple(processed[since:]),
+            processed_logprobs=_behind(sequence.processed_logprobs, since),
+            forced=_behind(sequence.forced, since),
             routed_experts=sequence.experts_since(since),
             prompt_experts=() if since else sequence.prompt_experts(),
             cached_tokens=0 if since or sequence.index else sequence.cached_prompt_tokens,
         )
         self._events.append(StreamDelta(live.request.request_id, delta))
+
+
+def _behind(column: list[_T] | None, since: int) -> tuple[_T, ...] | None:
+    return None if column is None else tuple(column[since:])
 
 
 @contextmanager

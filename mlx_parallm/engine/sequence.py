@@ -82,6 +82,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] | None = None
+    forced: list[int] | None = None  # 1 where the matcher left no choice
     top_logprobs: list[tuple[TopLogprob, ...]] | None = None
     versions: list[int] = field(default_factory=list)
     # (layers, experts a token, experts) where they are recorded, and the ids so far
@@ -146,6 +147,7 @@ class Sequence:
             processed_logprobs=None
             if self.processed_logprobs is None
             else tuple(self.processed_logprobs),
+            forced=None if self.forced is None else tuple(self.forced),
             top_logprobs=None if self.top_logprobs is None else tuple(self.top_logprobs),
             policy_versions=tuple(self.versions),
             finish_reason=self.finish_reason,

@@ -25,6 +25,8 @@ class SequenceRecorder:
         self._logprobs: list[float] = []
         self._processed: list[float] = []
         self._reshaped = False  # some turn was sampled from a reshaped distribution
+        self._forced: list[int] = []
+        self._constrained = False  # a grammar was on in some turn
         self._scored = True  # every sampled token has a log-probability
         self._versions: list[int] = []
         self._turns: list[int] = []  # sampled tokens of each
@@ -51,6 +53,7 @@ class SequenceRecorder:
         self._mask += [0] * len(token_ids)
         self._logprobs += [0.0] * len(token_ids)
         self._processed += [0.0] * len(token_ids)
+        self._forced += [0] * len(token_ids)
         self._versions += [UNKNOWN_VERSION] * len(token_ids)
 
     def add_sampled(self, completion: Completion) -> None:
@@ -67,6 +70,8 @@ class SequenceRecorder:
         self._logprobs += completion.logprobs
         self._reshaped |= completion.processed_logprobs is not None
         self._processed += completion.processed_logprobs or completion.logprobs
+        self._constrained |= completion.forced is not None
+        self._forced += completion.forced or (0,) * len(completion.token_ids)
         self._versions += completion.policy_versions
         self._turns.append(len(completion.token_ids))
         if completion.token_ids:
@@ -89,6 +94,7 @@ class SequenceRecorder:
             scores={},
             images=self.images,
             processed_logprobs=tuple(self._processed) if self._reshaped and self._scored else None,
+            forced=tuple(self._forced) if self._constrained else None,
             stop_reason=stop_reason,
             error=error,
             routed_experts=joined_experts(self._experts),

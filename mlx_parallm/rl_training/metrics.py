@@ -59,6 +59,7 @@ KEYS = (
     "out_of_room_fraction",
     "eos_fraction",
     "completion_tokens_mean",
+    "forced_fraction",
     "rollout_entropy",
     "never_done_fraction",
     "never_done_turns",
@@ -120,7 +121,8 @@ report it.
 process.
 `never_done_fraction`: share of the sequences of several turns that no environment ended;
 `never_done_turns`: their mean number.
-`rollout_entropy`: mean of -logprobs of the sampled tokens that have one, also in steps with nothing
+`forced_fraction`: share of the sampled tokens that a grammar forced; nothing is learned from them.
+`rollout_entropy`: mean of -logprobs of the tokens to learn from that have one, also in steps with nothing
 to train on.
 With teachers (docs/distillation.md): `teacher_kl`, `teacher_spread`: mean and deviation of log π -
 log π_teacher over the tokens that a teacher scored; `teacher_agreement`: share of the sampled

@@ -156,6 +156,8 @@ def _check_lengths(rollout: Rollout, max_token_length: int) -> None:
         columns["logprobs"] = rollout.logprobs
     if rollout.processed_logprobs is not None:
         columns["processed logprobs"] = rollout.processed_logprobs
+    if rollout.forced is not None:
+        columns["forced tokens"] = rollout.forced
     for name, column in columns.items():
         if len(column) != length:
             raise RolloutRejectedError(f"{len(column)} {name} for {length} tokens")
@@ -185,6 +187,8 @@ def _check_tokens(rollout: Rollout, vocab_size: int) -> None:
             )
     if set(rollout.mask) - {0, 1}:
         raise RolloutRejectedError("the mask holds values other than 0 and 1")
+    if set(rollout.forced or ()) - {0, 1}:
+        raise RolloutRejectedError("the forced tokens hold values other than 0 and 1")
     if 1 not in rollout.mask:
         raise RolloutRejectedError(
             "no token was sampled by the policy: there is nothing to train on"

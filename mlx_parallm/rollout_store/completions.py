@@ -219,6 +219,10 @@ def rollout_of(request: Request, parts: Choice) -> Rollout:
     if request.params.reshapes_distribution:
         processed = tuple(chain.from_iterable(part.processed_logprobs or () for part in parts))
         processed = (0.0,) * len(prompt) + processed
+    forced: tuple[int, ...] | None = None
+    if request.params.is_constrained:
+        forced = tuple(chain.from_iterable(part.forced or () for part in parts))
+        forced = (0,) * len(prompt) + forced
     read_under = next((part.prompt_version for part in parts if isinstance(part, Completion)), -1)
     return Rollout(
         tokens=prompt + sampled,
@@ -230,6 +234,7 @@ def rollout_of(request: Request, parts: Choice) -> Rollout:
         scores={},
         stop_reason=parts[-1].finish_reason,
         processed_logprobs=processed,
+        forced=forced,
         routed_experts=joined_experts([part.routed_experts for part in parts if part.token_ids]),
         prompt_experts=next((part.prompt_experts for part in parts if part.prompt_experts), ()),
     )

@@ -4,7 +4,7 @@ nothing is rounded.
 `store.py` is the only user. Layout before zlib: 4 bytes header length (little-endian) · header
 (JSON) · columns. The header holds everything that is not per token, and for each column its `array`
 type code and length. Columns come in a fixed order: for each rollout tokens, mask, logprobs (when
-there are any), policy_versions, processed_logprobs and routed experts (when there are any), then
+there are any), policy_versions, processed_logprobs, forced and routed experts (when there are any), then
 the same of its earlier segments; then the advantages, row by row. Before all of them: the experts
 of prompts, each distinct stretch once in a group. Log-probabilities are float32
 values in Python floats: a column whose values survive float32 is stored in 4 bytes a token, any
@@ -135,6 +135,8 @@ def _rollout_header(rollout: Rollout, of_prompts: Mapping[RoutedExperts, int]) -
         "zero_advantage": rollout.zero_advantage,
         "processed": rollout.processed_logprobs is not None,
     }
+    if rollout.forced is not None:
+        header["forced"] = True
     if rollout.logprobs is None:
         header["logprobs"] = False
     if (experts := rollout.routed_experts) is not None:
@@ -164,6 +166,7 @@ def _rollout(
         logprobs=columns.next() if entry.get("logprobs", True) else None,
         policy_versions=columns.next(),
         processed_logprobs=columns.next() if entry["processed"] else None,
+        forced=columns.next() if entry.get("forced") else None,
         routed_experts=_experts(entry["routed_experts"], columns)
         if "routed_experts" in entry
         else None,
@@ -218,6 +221,8 @@ class _ColumnWriter:
         self.integers(segment.policy_versions)
         if segment.processed_logprobs is not None:
             self.floats(segment.processed_logprobs)
+        if segment.forced is not None:
+            self.integers(segment.forced)
         if segment.routed_experts is not None:
             self.bytes(segment.routed_experts.ids)
 

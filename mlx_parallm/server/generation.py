@@ -449,6 +449,7 @@ def _delta_of(completion: Completion, output: RequestOutput) -> CompletionDelta:
         error=completion.error,
         error_code=completion.error_code,
         processed_logprobs=completion.processed_logprobs,
+        forced=completion.forced,
         routed_experts=completion.routed_experts,
         cached_tokens=completion.cached_tokens if completion.index == 0 else 0,
         rejected_tokens=output.rejected_tokens if completion.index == 0 else 0,

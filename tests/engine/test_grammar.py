@@ -200,7 +200,33 @@ def test_processed_logprobs_are_those_under_the_mask(
         masked = (logits[t, token] - mx.logsumexp(mx.where(allowed, logits[t], -mx.inf))).item()
         assert completion.logprobs[t] == pytest.approx(plain, abs=1e-3)
         assert completion.processed_logprobs[t] == pytest.approx(masked, abs=1e-3)
+        assert completion.forced is not None
+        possible = set(np.flatnonzero(np.array(allowed)).tolist())
+        no_choice = len(possible) == 1 or possible <= tiny_tokenizer.eos_token_ids
+        assert completion.forced[t] == no_choice
         assert matcher.advance(token) is None
+
+
+def test_a_token_is_forced_where_no_other_may_come(served: Served) -> None:
+    """Under a grammar, a list of tokens, both, and neither; bits are counted, not the model's
+    chances."""
+    [completion] = sample(served, choice("abc", "abd"), 1)
+    assert completion.forced is not None and len(completion.forced) == len(completion.token_ids)
+    assert completion.forced[-1] == 1  # the end
+    assert 0 in completion.forced  # c or d
+    a, eos = completion.token_ids[0], completion.token_ids[-1]
+    [only] = run(served.engine, [request("one", PROMPT, allowed_token_ids=(a,), max_tokens=3)])[
+        "one"
+    ].completions
+    assert only.forced == (1, 1, 1)
+    [two] = run(served.engine, [request("two", PROMPT, allowed_token_ids=(a, eos), max_tokens=3)])[
+        "two"
+    ].completions
+    assert two.forced == (0,) * len(two.token_ids)
+    [free] = run(served.engine, [request("free", PROMPT, top_k=1, max_tokens=3)])[
+        "free"
+    ].completions
+    assert free.forced is None  # chosen: the model's likeliest
 
 
 def test_min_tokens_waits_unless_only_the_end_is_left(served: Served) -> None:

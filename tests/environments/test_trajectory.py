@@ -37,22 +37,26 @@ def test_no_field_of_a_completion_is_lost():
     completion = replace(
         finished(0, "x", [7, 2], version=3),
         processed_logprobs=(-0.1, -0.2),
+        forced=(0, 1),
         routed_experts=experts,
         prompt_experts=(read,),
         finish_reason="length",
     )
     recorder = SequenceRecorder([5, 6])
     recorder.add_sampled(completion)
-    request = Request("r", (5, 6), SamplingParams(temperature=0.7, top_p=0.9))
+    only = (7, 2)
+    params = SamplingParams(temperature=0.7, top_p=0.9, allowed_token_ids=only)
+    request = Request("r", (5, 6), params)
     rollouts = [
         recorder.rollout(temperature=0.7, stop_reason="length"),
         rollout_of(request, [completion]),
     ]
     assert rollouts[0] == rollouts[1]
     shared = {f.name for f in fields(Completion)} & {f.name for f in fields(Rollout)}
-    assert shared >= {"processed_logprobs", "routed_experts", "prompt_experts"}
+    assert shared >= {"processed_logprobs", "forced", "routed_experts", "prompt_experts"}
     assert [name for name in shared - {"error"} if not getattr(rollouts[0], name)] == []
     assert rollouts[0].processed_logprobs == (0.0, 0.0, -0.1, -0.2)
+    assert (rollouts[0].forced, rollouts[0].trained_mask) == ((0, 0, 0, 1), (0, 0, 1, 0))
 
 
 def test_a_turn_that_was_not_reshaped_has_its_own_log_probabilities():

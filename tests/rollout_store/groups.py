@@ -71,6 +71,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         | draw(st.dictionaries(st.text(max_size=4), score, max_size=2)),
         stop_reason=draw(st.none() | st.sampled_from(("stop", "length"))),
         processed_logprobs=draw(st.none() | st.just(column(finite))),
+        forced=draw(st.none() | st.just(column(st.sampled_from((0, 1))))),
         error=draw(st.none() | st.text(max_size=5)),
         zero_advantage=draw(st.booleans()),
         extra=draw(st.dictionaries(st.text(max_size=4), json_values, max_size=2)),

@@ -176,6 +176,7 @@ def test_processed_logprobs_are_shown(server: RunningServer) -> None:
     # nothing else was left to draw from
     assert choice["processed_logprobs"][0] == pytest.approx(0, abs=1e-6)
     assert choice["logprobs"]["token_logprobs"][0] < -0.01
+    assert choice["forced_tokens"] == [1] * len(choice["processed_logprobs"])
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -169,4 +169,4 @@ def spread(
 def sampled_tokens(rollout: Rollout) -> np.ndarray:
     """Return the mask [T] of trained tokens. The first token of a sequence has nothing before
     it."""
-    return np.array((0, *rollout.mask[1:]), bool)
+    return np.array((0, *rollout.trained_mask[1:]), bool)

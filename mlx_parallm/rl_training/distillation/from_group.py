@@ -86,7 +86,8 @@ class GroupTeacher:
         return [self._one(answer, keep) for answer in answers if isinstance(answer, ScoredAnswer)]
 
     def _one(self, answer: "ScoredAnswer", keep: int | None) -> Scored:
-        places = [place for place, sampled in enumerate(answer.rollout.mask) if sampled and place]
+        trained = answer.rollout.trained_mask
+        places = [place for place, chosen in enumerate(trained) if chosen and place]
         logprobs = np.full(len(places), np.nan, np.float32)
         agrees = np.full(len(places), np.nan, np.float32)
         ids = np.zeros((len(places), keep or 0), np.int32)

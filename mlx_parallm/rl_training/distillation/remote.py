@@ -258,7 +258,8 @@ class RemoteTeacher:
                 if self._config.api == "vllm"
                 else self._of_echo(choice, tokens)
             )
-        places = [place for place, sampled in enumerate(answer.rollout.mask) if sampled and place]
+        trained = answer.rollout.trained_mask
+        places = [place for place, chosen in enumerate(trained) if chosen and place]
         return self._scored([rows[place] for place in places], keep)
 
     def _choice(self, reply: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -63,11 +63,13 @@ class Teacher(Protocol):
 def behind(answer: Answer, prompt: Sequence[int], start: int) -> Answer:
     """The answer's tokens from place `start` on behind another prompt, with the same mask."""
     rollout = answer.rollout
+    forced = rollout.forced
     tokens = (*prompt, *rollout.tokens[start:])
     moved = replace(
         rollout,
         tokens=tokens,
         mask=(0,) * len(prompt) + rollout.mask[start:],
+        forced=None if forced is None else (0,) * len(prompt) + forced[start:],
         logprobs=None,
         processed_logprobs=None,
         policy_versions=(-1,) * len(tokens),

@@ -156,7 +156,7 @@ def rows_of(
         if (place := places.get(id(sequence.rollout))) is None:
             continue
         mask = np.array(sequence.rollout.mask, bool)
-        trained = mask.copy()
+        trained = np.array(sequence.rollout.trained_mask, bool)
         trained[:1] = False  # the first token has nothing before it
         columns = []
         for name in COLUMNS:

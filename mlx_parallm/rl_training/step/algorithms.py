@@ -329,7 +329,7 @@ def kto_of_rollouts(batch: TrainBatch, score: Score, *, measures_kl: bool) -> di
 
     A prompt with another's completion is cut where it is longer than the longest sequence: memory
     and the model's context are for those."""
-    rollouts = [sequence.rollout for sequence in batch.sequences if any(sequence.rollout.mask)]
+    rollouts = [sequence.rollout for sequence in batch.sequences if sequence.trained]
     following = [*rollouts[1:], *rollouts[:1]]
     kl = 0.0
     if measures_kl and rollouts:
@@ -348,7 +348,7 @@ def _mismatched(rollout: Rollout, other: Rollout, *, longest: int) -> Rollout:
     """The first tokens of the prompt of one with the completion of another (arXiv:2402.01306,
     §3.3)."""
     prompt, completion = rollout.mask.index(1), other.mask.index(1)
-    mask = (*(0,) * prompt, *other.mask[completion:])[:longest]
+    mask = (*(0,) * prompt, *other.trained_mask[completion:])[:longest]
     return Rollout(
         (*rollout.tokens[:prompt], *other.tokens[completion:])[:longest],
         mask,

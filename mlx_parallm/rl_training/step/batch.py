@@ -44,7 +44,7 @@ class TrainSequence:
     @cached_property
     def trained(self) -> int:
         """How many tokens are trained on. The first one has nothing before it."""
-        return sum(self.rollout.mask[1:]) * self.targets_each
+        return sum(self.rollout.trained_mask[1:]) * self.targets_each
 
     @property
     def targets_each(self) -> int:
@@ -91,7 +91,9 @@ class BatchStatistics:
     never_done_turns: float | None = None  # mean turns of these
     eos_fraction: float | None = None  # of the sequences that say how they ended
     completion_tokens_mean: float = 0.0
-    # mean of -logprobs over the sampled tokens that have one, in nats
+    # share of the sampled tokens that a grammar forced: nothing is learned from them
+    forced_fraction: float = 0.0
+    # mean of -logprobs over the tokens to learn from that have one, in nats
     rollout_entropy: float | None = None
     staleness: float = 0.0  # mean over the groups that are trained on, in steps
     staleness_max: int = 0
@@ -183,6 +185,7 @@ class StatisticsCollector:
         self._by_environment: dict[str, _Environment] = defaultdict(_Environment)
         self._parts: dict[str, list[float]] = defaultdict(list)
         self._lengths: list[int] = []
+        self._forced = 0  # tokens
         self._surprise, self._surprising = 0.0, 0  # sum of -logprobs, and over how many tokens
         self._ends: list[str | None] = []
         self._stds: list[float] = []  # of the rewards of each group
@@ -282,8 +285,10 @@ class StatisticsCollector:
         self._lengths += [rollout.sampled_tokens for rollout in group.rollouts]
         for segment in (segment for rollout in group.rollouts for segment in rollout.segments):
             if segment.logprobs is not None:
-                self._surprise -= math.fsum(segment.logprobs)  # 0 where not sampled
-                self._surprising += sum(segment.mask)
+                mask = segment.trained_mask
+                self._surprise -= math.fsum(compress(segment.logprobs, mask))
+                self._surprising += sum(mask)
+            self._forced += sum(segment.forced or ())
         self._ends += [rollout.stop_reason for rollout in group.rollouts]
         if len(rewards) > 1:
             self._stds.append(_sample_deviation(rewards))
@@ -337,6 +342,7 @@ class StatisticsCollector:
             else None,
             eos_fraction=endings.count("stop") / len(endings) if endings else None,
             completion_tokens_mean=sum(self._lengths) / count,
+            forced_fraction=self._forced / max(sum(self._lengths), 1),
             rollout_entropy=self._surprise / self._surprising if self._surprising else None,
             staleness=sum(self._staleness) / max(len(self._staleness), 1),
             staleness_max=max(self._staleness, default=0),

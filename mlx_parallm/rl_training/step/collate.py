@@ -15,7 +15,7 @@ one evaluation would take too long.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,6 +30,7 @@ from mlx_parallm.models.layouts.padding import padded_length
 from mlx_parallm.models.layouts.tree_rows import merge_rows, shared_length
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import Rollout
 
 PAYS_BELOW = 0.9
 """Share of the tokens that is left to compute. Above it, sharing prompts or packing rows costs
@@ -166,7 +167,8 @@ def collate(
     parts = _by_length(sequences, examples, token_budget)
     cut: Cut = [(part, None) for part in parts]
     if rows and all(
-        1 in sequences[row].rollout.mask[1:] and sequences[row].targets_each == 1 for row in rows
+        1 in sequences[row].rollout.trained_mask[1:] and sequences[row].targets_each == 1
+        for row in rows
     ):
         shapes = [(len(part), _width(sequences, part)) for part in parts]
         fewest = PAYS_BELOW * _tokens(shapes)
@@ -212,7 +214,7 @@ def _micro_batch(
     for i, row in enumerate(rows):
         rollout = sequences[row].rollout
         tokens[i, : len(rollout.tokens)] = rollout.tokens
-        mask[i, : len(rollout.tokens) - 1] = rollout.mask[1:]
+        mask[i, : len(rollout.tokens) - 1] = rollout.trained_mask[1:]
     positions = np.flatnonzero(mask).astype(np.int32)
     each = np.array([sequences[row].targets_each for row in rows])
     if each.max() > 1:
@@ -252,8 +254,10 @@ def _experts(sequences: Sequence[TrainSequence], rows: Sequence[int]) -> np.ndar
         if experts is None:
             parts.append(np.full((sequence.trained, first.layers, first.each), UNFORCED, kind))
         else:
-            # the first token of a sequence is never trained on
-            parts.append(experts.array()[len(experts) - sequence.trained :].astype(kind))
+            sampled = np.array(sequence.rollout.mask, bool)
+            trained = np.array((0, *sequence.rollout.trained_mask[1:]), bool)[sampled]
+            recorded_last = experts.array()[len(experts) - len(trained) :]
+            parts.append(recorded_last[trained].astype(kind))
     return np.concatenate(parts)
 
 
@@ -264,18 +268,27 @@ def _prompt_experts(
     that predict a trained one or are behind the last of these; None: there are none."""
     places, parts = [], []
     for i, row in enumerate(rows):
-        for part in sequences[row].rollout.prompt_experts:
-            columns = np.arange(part.start, part.stop)
+        for columns, ids in _recorded(sequences[row].rollout):
             last = int(np.flatnonzero(mask[i])[-1])
             chosen = columns < last
             chosen[chosen] = ~mask[i, columns[chosen]]
             places.append(columns[chosen] + i * mask.shape[1])
-            parts.append(part.experts.array()[chosen])
+            parts.append(ids[chosen])
     if not sum(map(len, places)) or any(sequences[row].targets_each > 1 for row in rows):
         return None
     kind = np.int32 if any(part.dtype.itemsize > 1 for part in parts) else np.int16
-    ids = np.concatenate([part.astype(kind) for part in parts])
-    return np.concatenate(places).astype(np.int32), ids
+    return np.concatenate(places).astype(np.int32), np.concatenate(
+        [part.astype(kind) for part in parts]
+    )
+
+
+def _recorded(rollout: Rollout) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield places [n] and experts [n, layers, k] of tokens that may predict no trained one: of
+    prompts, and of sampled tokens of which some are forced."""
+    for part in rollout.prompt_experts:
+        yield np.arange(part.start, part.stop), part.experts.array()
+    if rollout.forced is not None and rollout.routed_experts is not None:
+        yield np.flatnonzero(rollout.mask) - 1, rollout.routed_experts.array()
 
 
 def prompt_coverage(sequences: Sequence[TrainSequence]) -> tuple[int, int]:
@@ -284,11 +297,11 @@ def prompt_coverage(sequences: Sequence[TrainSequence]) -> tuple[int, int]:
     places = recorded = 0
     for sequence in sequences:
         if sequence.trained:
-            mask = np.array(sequence.rollout.mask[1:], bool)
+            mask = np.array(sequence.rollout.trained_mask[1:], bool)
             free = ~mask[: np.flatnonzero(mask)[-1]]
             places += int(free.sum())
-            for part in sequence.rollout.prompt_experts:
-                recorded += int(free[part.start : part.stop].sum())
+            for columns, _ in _recorded(sequence.rollout):
+                recorded += int(free[columns[columns < len(free)]].sum())
     return places, recorded
 
 
@@ -477,8 +490,8 @@ def parts_packed(
 
 
 def used(sequence: TrainSequence) -> int:
-    """Tokens that go into the model: those before the last sampled one."""
-    mask = sequence.rollout.mask
+    """Tokens that go into the model: those before the last trained one."""
+    mask = sequence.rollout.trained_mask
     return len(mask) - 1 - mask[::-1].index(1)
 
 

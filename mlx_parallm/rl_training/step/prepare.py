@@ -343,7 +343,7 @@ def _column(values: Sequence[Sequence[float]], sequences: Sequence[TrainSequence
     """Lists [T] a sequence, empty ones read as 0 → the column of their trained tokens."""
     parts = []
     for row, sequence in zip(values, sequences, strict=True):
-        chosen = np.array(sequence.rollout.mask[1:], bool)
+        chosen = np.array(sequence.rollout.trained_mask[1:], bool)
         parts.append(
             np.array(row[1:], np.float32)[chosen] if row else np.zeros(chosen.sum(), np.float32)
         )

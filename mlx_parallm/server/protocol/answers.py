@@ -49,9 +49,15 @@ def openai_head(
 
 
 def processed_logprobs(part: Completion | CompletionDelta) -> dict[str, Any]:
-    """The field of that name, where sampling reshaped the distribution."""
-    values = part.processed_logprobs
-    return {} if values is None else {"processed_logprobs": [finite(logprob) for logprob in values]}
+    """The field of that name, where sampling reshaped the distribution, and `forced_tokens`, where
+    a grammar was on."""
+    values, forced = part.processed_logprobs, part.forced
+    fields: dict[str, Any] = {}
+    if values is not None:
+        fields["processed_logprobs"] = [finite(logprob) for logprob in values]
+    if forced is not None:
+        fields["forced_tokens"] = list(forced)
+    return fields
 
 
 def usage(

@@ -17,7 +17,14 @@ CANCELLED, FAILED, IN_PROGRESS = "cancelled", "failed", "in_progress"
 # by the chat's finish reason; of all others COMPLETED
 _STATUSES = {"length": INCOMPLETE, "abort": CANCELLED}
 # Of the chat's answer or choice:
-_KEPT = ("policy_version", "weight_versions", "stop_reason", "processed_logprobs", "schema_error")
+_KEPT = (
+    "policy_version",
+    "weight_versions",
+    "stop_reason",
+    "processed_logprobs",
+    "forced_tokens",
+    "schema_error",
+)
 _FINAL = {COMPLETED: "response.completed", FAILED: "response.failed"}
 
 

@@ -156,6 +156,7 @@ def _tokens_of(
         completion=tuple(ids),
         logprobs=tuple(numbers),
         processed_logprobs=None,
+        forced=None,
         versions=spans or ((-1, 0, len(ids)),),
         prompt_version=-1,
         temperature=temperature or 1.0,

@@ -210,7 +210,7 @@ def redact_trace(trace: Trace, finder: Redactor | None) -> tuple[Trace, list[Red
     if not redactor.hits:
         return trace, []
     for step in cleaned["steps"]:
-        for name in (*TOKEN_FIELDS, "processed_logprobs"):
+        for name in (*TOKEN_FIELDS, "processed_logprobs", "forced"):
             (step.get("metrics") or {}).pop(name, None)
             ((step.get("metrics") or {}).get("extra") or {}).pop(name, None)
     result = parse_trace(cleaned)

@@ -51,6 +51,7 @@ class SampledTokens:
     completion: tuple[int, ...]
     logprobs: tuple[float, ...]
     processed_logprobs: tuple[float, ...] | None
+    forced: tuple[int, ...] | None
     versions: tuple[tuple[int, int, int], ...]
     prompt_version: int
     temperature: float
@@ -249,6 +250,7 @@ class SessionRecorder:
             sampled.policy,
             sampled.processed_logprobs,
             sampled.prompt_version,
+            sampled.forced,
         )
 
     def _next_key(self, live: _LiveSession, chain: str, message: Mapping[str, Any]) -> str:

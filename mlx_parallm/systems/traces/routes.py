@@ -224,11 +224,15 @@ def _sampled(request: Request, parts: Choice, policy: bool) -> SampledTokens:
         processed = tuple(
             finite(value) for part in parts for value in part.processed_logprobs or ()
         )
+    forced: tuple[int, ...] | None = None
+    if request.params.is_constrained:
+        forced = tuple(chain.from_iterable(part.forced or () for part in parts))
     return SampledTokens(
         prompt=request.prompt_token_ids,
         completion=tuple(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=tuple(finite(value) for part in parts for value in part.logprobs),
         processed_logprobs=processed,
+        forced=forced,
         versions=tuple((span.version, span.start, span.end) for span in weight_spans(versions)),
         prompt_version=next(
             (part.prompt_version for part in parts if isinstance(part, Completion)), -1

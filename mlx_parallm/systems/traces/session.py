@@ -75,8 +75,11 @@ class TurnTokens:
     # [T], where sampling reshaped the distribution
     processed_logprobs: tuple[float, ...] | None = None
     prompt_version: int = -1
+    # [T], where a grammar was on: 1 where it left no choice
+    forced: tuple[int, ...] | None = None
 
     def to_json(self) -> Json:
+        optional = {"processed_logprobs": self.processed_logprobs, "forced": self.forced}
         return {
             "shared": self.shared,
             "prompt": list(self.prompt),
@@ -86,11 +89,7 @@ class TurnTokens:
             "temperature": self.temperature,
             "policy": self.policy,
             "prompt_version": self.prompt_version,
-        } | (
-            {}
-            if self.processed_logprobs is None
-            else {"processed_logprobs": list(self.processed_logprobs)}
-        )
+        } | {name: list(column) for name, column in optional.items() if column is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +409,8 @@ def _segment(part: Sequence[SessionTurn], session: Session, claimed: set[str]) -
     logprobs: list[float] = []
     processed: list[float] = []
     versions: list[int] = []
+    forced: list[int] = []
+    constrained = any(turn.tokens is not None and turn.tokens.forced is not None for turn in part)
     reshaped = any(
         turn.tokens is not None and turn.tokens.processed_logprobs is not None for turn in part
     )
@@ -425,6 +426,7 @@ def _segment(part: Sequence[SessionTurn], session: Session, claimed: set[str]) -
         mask += [0] * len(prompt)
         logprobs += [0.0] * len(prompt)
         processed += [0.0] * len(prompt)
+        forced += [0] * len(prompt)
         versions += [sampled.prompt_version] * len(prompt)
         learn = turn.id not in claimed
         tokens += sampled.completion
@@ -435,6 +437,7 @@ def _segment(part: Sequence[SessionTurn], session: Session, claimed: set[str]) -
             if learn
             else [0.0] * len(sampled.completion)
         )
+        forced += sampled.forced if learn and sampled.forced else [0] * len(sampled.completion)
         versions += chain.from_iterable(
             [version] * (end - start) for version, start, end in sampled.versions
         )
@@ -448,6 +451,7 @@ def _segment(part: Sequence[SessionTurn], session: Session, claimed: set[str]) -
         scores={},
         stop_reason="length" if last.finish_reason == "length" else "stop",
         processed_logprobs=tuple(processed) if reshaped else None,
+        forced=tuple(forced) if constrained else None,
     )
 
 
@@ -475,6 +479,8 @@ def _step_fields(turn: SessionTurn, session: Session, *, copied: bool) -> Json:
         }
         if tokens.processed_logprobs is not None:
             extra["processed_logprobs"] = list(tokens.processed_logprobs)
+        if tokens.forced is not None:
+            extra["forced"] = list(tokens.forced)
     return step | {"metrics": metrics | {"extra": extra}, "llm_call_count": 1}
 
 

@@ -3,6 +3,7 @@ groups were all alike."""
 
 import dataclasses
 import math
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -96,6 +97,10 @@ def test_the_entropy_of_the_rollouts_is_their_mean_surprise():
         "a", "test", (make_rollout((5,), logprob=-0.6), make_rollout((5, 6, 7), logprob=-0.2))
     )
     assert collected(group).rollout_entropy == pytest.approx((0.6 + 3 * 0.2) / 4)
+    forced = replace(group.rollouts[1], forced=(0, 0, 0, 1, 0, 1))
+    held = collected(replace(group, rollouts=(group.rollouts[0], forced)))
+    assert held.rollout_entropy == pytest.approx((0.6 + 0.2) / 2)
+    assert (held.forced_fraction, held.completion_tokens_mean) == (0.5, 2.0)
 
 
 def test_groups_with_one_answer_are_counted():

@@ -18,9 +18,16 @@ from mlx_parallm.rl_training.step.collate import (
     padded_length,
 )
 from mlx_parallm.system.log import configure_logging
-from mlx_parallm.types import Rollout
-from tests.rl_training.making import assert_same_training, make_config, make_trainer, weights
+from mlx_parallm.types import PromptExperts, Rollout, RoutedExperts
+from tests.rl_training.making import (
+    assert_same_training,
+    make_config,
+    make_trainer,
+    perturb_adapter,
+    weights,
+)
 from tests.rl_training.rollouts import make_batch, make_rollout, random_groups
+from tests.rl_training.step.test_ranks import with_experts
 
 
 def test_alignment_of_one_sequence() -> None:
@@ -251,3 +258,75 @@ def test_training_is_the_same_however_it_is_cut(monkeypatch: pytest.MonkeyPatch)
     assert max(sizes[:1]) > 16
     assert max(sizes[1:]) <= 16
     assert_same_training(weights(whole), weights(limited))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"algorithm": "grpo"},
+        {"algorithm": "ppo"},
+        {"algorithm": "gspo", "sampler_correction": "tis"},
+        {"algorithm": "grpo", "kl_in": "reward", "kl_beta": 0.1, "loss_aggregation": "sequence"},
+        {"algorithm": "grpo", "router_replay": "on", "router_replay_prompts": True},
+    ],
+    ids=lambda values: "-".join(map(str, values.values())),
+)
+def test_what_a_grammar_forced_is_read_and_not_learned_from(values: dict[str, Any]) -> None:
+    """A step on rollouts with forced tokens equals one on the same rollouts whose mask leaves
+    these out; of one that was forced wholly nothing is left."""
+    rng = np.random.default_rng(3)
+    architecture = "qwen3_moe" if "router_replay" in values else "qwen3"
+    groups = []
+    for group in random_groups(4, seed=5):
+        rollouts = [
+            with_experts(each) if "router_replay" in values else each for each in group.rollouts
+        ]
+        forced = [rng.random(len(each.mask)) < 0.4 for each in rollouts]
+        forced[0][:] = True
+        rollouts = [
+            replace(each, forced=tuple((np.array(each.mask) * held).tolist()))
+            for each, held in zip(rollouts, forced, strict=True)
+        ]
+        groups.append(replace(group, rollouts=tuple(rollouts)))
+    batch = make_batch(groups)
+    left_out = [
+        replace(sequence, rollout=left_out_of(sequence.rollout)) for sequence in batch.sequences
+    ]
+    steps = []
+    for given in (batch, replace(batch, sequences=tuple(left_out))):
+        trainer = make_trainer(make_config(batch_size=16, **values), architecture=architecture)
+        perturb_adapter(trainer.policy)
+        trainer.optimizer.reload()
+        steps.append((trainer.train_step(given), weights(trainer)))
+    (a, trained), (b, expected) = steps
+    assert (
+        a.metrics["tokens"]
+        == sum(s.trained for s in left_out)
+        < sum(sum(s.rollout.mask) for s in batch.sequences)
+    )
+    assert a.metrics["loss"] == pytest.approx(b.metrics["loss"], rel=1e-5)
+    assert_same_training(trained, expected)
+
+
+def left_out_of(rollout: Rollout) -> Rollout:
+    """The rollout as one whose forced tokens stood in its prompt."""
+    mask = np.array(rollout.trained_mask, bool)
+    recorded, parts = rollout.routed_experts, rollout.prompt_experts
+    if recorded is not None:
+        sampled = np.array(rollout.mask, bool)
+        ids = recorded.array()
+        parts += tuple(
+            PromptExperts(int(place) - 1, RoutedExperts.of(ids[[number]]))
+            for number, place in enumerate(np.flatnonzero(sampled))
+            if not mask[place]
+        )
+        recorded = RoutedExperts.of(ids[mask[sampled]]) if mask.any() else None
+    logprobs = np.where(mask, rollout.logprobs, 0.0)
+    return replace(
+        rollout,
+        mask=tuple(mask.astype(int).tolist()),
+        logprobs=tuple(logprobs.tolist()),
+        forced=None,
+        routed_experts=recorded,
+        prompt_experts=parts,
+    )
