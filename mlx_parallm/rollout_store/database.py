@@ -130,8 +130,11 @@ class Database:
     def forget(self, group_ids: Iterable[str]) -> None:
         """Removes groups and their rows, as if they had never come: a deterministic run makes
         them again."""
+        ids = [(group_id,) for group_id in group_ids]
+        sequence = "(SELECT sequence FROM groups WHERE group_id = ?)"
         with self.transaction() as connection:
-            delete_groups(connection, group_ids)
+            connection.executemany(f"DELETE FROM payloads WHERE sequence = {sequence}", ids)
+            connection.executemany("DELETE FROM groups WHERE group_id = ?", ids)
 
     def size_bytes(self, *, used: bool = False) -> int:
         """Bytes of the file without its write-ahead log; `used`: without its free pages too."""
@@ -225,16 +228,6 @@ class Database:
 
 def _has_tables(connection: sqlite3.Connection) -> bool:
     return bool(connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall())
-
-
-def delete_groups(connection: sqlite3.Connection, group_ids: Iterable[str]) -> None:
-    """Remove groups and their rows, in a transaction of the caller."""
-    ids, sequence_query = (
-        [(group_id,) for group_id in group_ids],
-        "(SELECT sequence FROM groups WHERE group_id = ?)",
-    )
-    connection.executemany(f"DELETE FROM payloads WHERE sequence = {sequence_query}", ids)
-    connection.executemany("DELETE FROM groups WHERE group_id = ?", ids)
 
 
 def reading_uri(path: Path) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 from mlx_parallm.errors import RolloutRejectedError, StoreError
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
-from mlx_parallm.rollout_store.database import Database, delete_groups
+from mlx_parallm.rollout_store.database import Database
 from mlx_parallm.rollout_store.payload import decode_group, encode_group, encode_reject
 from mlx_parallm.system.files import shortage
 from mlx_parallm.system.log import get_logger
@@ -216,31 +216,6 @@ class RolloutStore:
             return
         for arrival, is_new in zip(arrivals, new, strict=True):
             arrival.is_new = is_new
-
-    def replace(
-        self,
-        gone: Collection[str],
-        groups: Sequence[RolloutGroup],
-        *,
-        source: str,
-        taken_by: int | None = None,
-    ) -> None:
-        """Puts groups in the place of others, in one commit: as `forget`, `add_all` and `take` do
-        it one by one.
-
-        `taken_by`: the step that has trained on the new ones; None = they wait. Raises StoreError:
-        nothing changed.
-        """
-        arrivals = [_Arrival(group, source) for group in groups]
-        if arrivals:
-            self._check_room()
-        with self._transaction() as connection:
-            delete_groups(connection, gone)
-            for arrival in arrivals:
-                _insert(connection, arrival)
-            if taken_by is not None:
-                for group in groups:
-                    _mark(connection, group.group_id, "taken", taken_by, None)
 
     def _check_room(self) -> None:
         if fault := shortage(self.path.parent, self.min_free_bytes):

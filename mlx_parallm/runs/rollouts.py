@@ -101,6 +101,11 @@ class Answers:
                 f"{run.path}: {run.config.rl_training.algorithm} learns from rows of a file: there"
                 " are no rollouts"
             )
+        if run.config is not None and run.client_trainer is not None:
+            raise StoreError(
+                f"{run.path}: its client samples and sends gradients' data, neither groups nor"
+                " rewards: there are no rollouts"
+            )
         self.run, self._store = run, run.open_rollouts()
         self._texts = _Texts(run)
         # of the last group
@@ -119,10 +124,6 @@ class Answers:
         if not self._texts.readable:
             notes.append(
                 "no text is shown: the tokenizer of the run's model is not on this machine"
-            )
-        if self._trained_by_clients:
-            notes.append(
-                "rewards are inferred: an answer's advantage less the lowest one of its group"
             )
         if self._fault:
             notes.append(f"advantages are not known: {self._fault}")
@@ -322,8 +323,6 @@ class Answers:
             and not self._fault
             and not keeps
         )
-        if self._trained_by_clients:
-            return "sampled; no step has trained on it yet"
         if self._left_over:
             why = "left over: the run made its last step without it"
             return f"{why}, and nothing could be learned from it (no variance)" if constant else why
@@ -337,11 +336,6 @@ class Answers:
             if constant
             else waits
         )
-
-    @property
-    def _trained_by_clients(self) -> bool:
-        """Whether the advantages of a group come with the step that trains on it."""
-        return self.run.config is not None and self.run.client_trainer is not None
 
     @property
     def _left_over(self) -> bool:
@@ -395,8 +389,6 @@ class Answers:
         """Return one for each answer; None: there is nothing to learn from the group, or it was
         dropped."""
         if record.group is None or record.state not in ("waiting", "taken"):
-            return None
-        if self._trained_by_clients and record.group.advantages is None:
             return None
         if self._advantages_of[0] != record.group_id:
             try:

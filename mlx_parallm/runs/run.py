@@ -180,8 +180,8 @@ class Run:
 
     @property
     def client_trainer(self) -> Leaf | None:
-        """The leaf whose clients decide what is sampled and when a step is made; the rewards of
-        such a run are inferred."""
+        """The leaf whose clients decide what is sampled and when a step is made; such a run has
+        neither groups nor rewards."""
         return client_trainer(self._sections)
 
     @property

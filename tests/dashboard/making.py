@@ -2,7 +2,6 @@
 servers of them."""
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -108,33 +107,14 @@ def make_run(
 
 
 def make_clients_run(path: Path, name: str) -> Path:
-    """As one that a client trains over HTTP: advantages and no rewards. Step 1 took `at-1`;
-    `at-2` waits for a step."""
+    """As one that a client trains over HTTP: one step, neither groups nor rewards."""
     run = path / name
     run.mkdir(parents=True)
     (run / "config.toml").write_text(
         '[model]\nbase_path = "builtin:tiny"\n[tinker]\nenabled = true\n'
     )
-    right, wrong = answer("Sum: 1+2", "3", reward=1.0), answer("Sum: 1+2", HOSTILE)
-    rows = tuple(
-        tuple(sign * 0.5 * own for own in each.mask) for sign, each in ((1, right), (-1, wrong))
-    )
-    same = tuple(answer("Spell", "abc", reward=0.0) for _ in range(2))
-    unknown = answer("Sum: 2+2", "4", reward=math.nan, version=1)
-    store = RolloutStore(run / "rollouts.sqlite")
-    store.add(RolloutGroup("at-1", "tinker", (right, wrong), advantages=rows), source="tinker")
-    store.add(RolloutGroup("same-1", "tinker", same, advantages=(0.0, 0.0)), source="tinker")
-    store.take(["at-1", "same-1"], 1)
-    store.add(RolloutGroup("at-2", "tinker", (unknown,)), source="tinker")
-    store.close()
-    line = {
-        "step": 1,
-        "judged_by": "inferred_reward",
-        "inferred_reward": 0.5,
-        "groups": 2,
-        "sequences": 4,
-    }
-    MetricsFile(run / METRICS_FILE).append(complete(line | {"loss": -0.25, "tokens": 80}))
+    line = {"step": 1, "judged_by": "loss", "groups": 0, "sequences": 4, "loss": -0.25}
+    MetricsFile(run / METRICS_FILE).append(complete(line | {"tokens": 80}))
     return run
 
 

@@ -136,8 +136,8 @@ def test_the_page_opens_while_the_model_loads(run: Path, tiny_tokenizer: Any) ->
 
 
 def test_runs_that_clients_train_come_and_go(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """The newest is the first; each keeps its id. Rewards are inferred, so no group is called
-    right or wrong."""
+    """The newest is the first; each keeps its id. They are judged by their loss, and have no
+    groups."""
     runs = [make_clients_run(tmp_path, "first")]
     added = routes.dashboard(lambda: list(runs), Redactor())
     with (
@@ -160,25 +160,10 @@ def test_runs_that_clients_train_come_and_go(tmp_path: Path, tiny_tokenizer: Any
         )
         (shown, _) = get("runs")["runs"]
         assert (shown["total_steps"], shown["algorithm"], shown["live"]) == (None, "tinker", False)
-        assert (
-            shown["inferred_rewards"]
-            and shown["judged_by"] == "inferred reward"
-            and shown["name"] == "second"
-        )
-        assert "rewards are inferred" in get("groups", run=1)["notes"][0]
-        groups = {
-            group["group_id"]: group for group in get("groups", run=1, order="best")["groups"]
-        }
-        kinds = {name: (group["kind"], group["reward_mean"]) for name, group in groups.items()}
-        assert kinds == {"at-1": ("mixed", 0.5), "same-1": ("same", 0), "at-2": ("unknown", None)}
-        assert list(groups)[-1] == "at-2"
-        right, wrong = groups["at-1"]["answers"]
-        assert (right["reward"], right["advantage"], wrong["advantage"]) == (1, 0.5, -0.5)
-        (waiting,) = get("group", run=1, id="at-2")["rollouts"]
-        assert (waiting["reward"], waiting["advantage"], waiting["version"]) == (None, None, 1)
-        assert get("health", run=1)["notes"] == [] and get("metrics", run=1)["columns"][
-            "headline"
-        ] == [0.5]
+        assert (shown["judged_by"], shown["name"]) == ("loss", "second")
+        assert "neither groups nor rewards" in get("groups", run=1)["error"]["message"]
+        assert get("health", run=1)["notes"] == []
+        assert get("metrics", run=1)["columns"]["headline"] == [-0.25]
         runs.clear()
         assert listed() == [] and get("compare")["settings"] == {}
 

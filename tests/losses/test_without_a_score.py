@@ -13,7 +13,6 @@ import pytest
 from mlx_parallm.config.environment import Method
 from mlx_parallm.faces.atropos.wire import from_scored_data
 from mlx_parallm.faces.library.algorithms import TrainingMetrics
-from mlx_parallm.faces.tinker.groups import inferred_rewards
 from mlx_parallm.losses.advantages import (
     KINDS,
     PLAIN,
@@ -118,7 +117,7 @@ def test_every_number_that_is_reported_is_that_of_a_group_without_it() -> None:
             (np.mean(present), np.std(present))
         )
         values = [math.nan if isinstance(r, str) or r is None else r for r in rewards]
-        for function in (average_ranks, standardize, inferred_rewards):
+        for function in (average_ranks, standardize):
             result = function(values)
             np.testing.assert_array_equal([result[n] for n in places], function(present))
         points = [(value, -value) for value in values]

@@ -44,6 +44,7 @@ def tinker_part(config: "Config") -> "TinkerPart | None":
     from mlx_parallm.faces.tinker.part import TinkerPart
     from mlx_parallm.faces.tinker.recorder import RecorderOptions
     from mlx_parallm.rl_training.options import training_options
+    from mlx_parallm.system.files import GB
 
     def with_training(values: Mapping[str, Any]) -> "Config":
         training = config.rl_training.model_copy(update=dict(values))
@@ -53,8 +54,8 @@ def tinker_part(config: "Config") -> "TinkerPart | None":
         return training_options(with_training(values).rl_training)
 
     recorded = RecorderOptions(
-        config.rollouts,
-        config.logging.tokens_gb,
+        config.rollouts.min_free_gb,
+        round(config.logging.tokens_gb * GB / 16),
         lambda name, values: with_training(values).saved_as(name),
     )
     return TinkerPart(section, config.server, options_of, recorded)

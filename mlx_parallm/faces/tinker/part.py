@@ -12,8 +12,7 @@ the model is loaded.
                     it
     samplers.py     the weights that samples are drawn with · checkpoints.py: tinker:// names and
                     their directories
-    run_log.py      staleness, the gap between sampler and learner · recorder.py, groups.py: the
-                    files of a run
+    run_log.py      staleness, the gap between sampler and learner · recorder.py: the files of a run
     wire.py         protobuf messages (wire.proto) and tensors · wire_counts.py: how many of them ·
                     bodies.py: JSON bodies
 """
@@ -75,7 +74,7 @@ class TinkerPart:
         assert self._learner is not None, "loaded() comes first"
         names, tokenizer = base_names(self._server.served_model_names, self._learner.base)
         tinker = self._config
-        checkpoints = Checkpoints(tinker.directory, min_free_gb=self._recorded.rollouts.min_free_gb)
+        checkpoints = Checkpoints(tinker.directory, min_free_gb=self._recorded.min_free_gb)
         samplers = SamplerWeights(
             weights,
             linear_shapes(self._learner.base.model),
@@ -100,7 +99,7 @@ class TinkerPart:
         self._service = service
 
     def close(self) -> None:
-        """End the learner after the request that it works on; then what it did is written."""
+        """End the learner after the request that it works on, then the runs' files."""
         if self._learner is not None:
             self._learner.close()
         if self._recorder is not None:

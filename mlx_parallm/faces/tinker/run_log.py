@@ -11,8 +11,7 @@ forward_backward can answer
                                sampled at temperature 1: the same number computed twice
     ratio:mean, clip_fraction:mean, trained_tokens:sum, tokens:sum
 
-and each optimizer step has a line of `metrics.jsonl` in the run's directory, which recorder.py
-writes.
+and each optimizer step is a line of `metrics.jsonl` in the run's directory (recorder.py).
 """
 
 import math
@@ -24,14 +23,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mlx_parallm.faces.tinker.data import TARGETS, DatumBatch
-from mlx_parallm.faces.tinker.groups import SampleRecord
 from mlx_parallm.faces.tinker.learner import Applied, Output
-from mlx_parallm.faces.tinker.recorder import RecordedRun, Stepped, TrainedRequest
+from mlx_parallm.faces.tinker.recorder import RecordedRun
 from mlx_parallm.faces.tinker.wire import Datum, ForwardBackward
 
 REMEMBERED_BYTES = 64 << 20  # of samples
 RECORD_BYTES = 400  # of a sample, beside 4 a token
-KEPT_BYTES = 64 << 20  # of a step's requests; the groups of later ones are not shown
 LINE_KEYS = {  # of an answer's metrics: what a line of metrics.jsonl calls them
     "trained_tokens:sum": "trained_tokens",
     "ratio:mean": "ratio_mean",
@@ -60,6 +57,18 @@ _REDUCED: dict[str, Callable[[Sequence[tuple[float, float]]], float]] = {
 }
 
 
+@dataclass(frozen=True)
+class SampleRecord:
+    """A sample as it was drawn: by which weights, and its tokens' log-probabilities [T] float32."""
+
+    run: str
+    step: int
+    temperature: float
+    logprobs: np.ndarray
+    stopped: bool = True
+    generation: int = 0  # of the weights: how often a checkpoint was loaded before
+
+
 class SampleRecords:
     """The newest samples by sequence id. Written by the server's thread, read by the learner's."""
 
@@ -85,8 +94,7 @@ class _Since:
     loss: float = 0.0
     datums: int = 0
     tokens: int = 0
-    kept: list[TrainedRequest] = field(default_factory=list)
-    kept_bytes: int = 0
+    samples: dict[str, SampleRecord] = field(default_factory=dict)  # that were trained on
     times: list[tuple[float, float]] = field(default_factory=list)  # of each request: begin and end
     # of each request, and its tokens
     numbers: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
@@ -126,13 +134,11 @@ class TinkerRunLog:
             since.times.append((began, time.time()))
             for name, value in metrics.items():
                 since.numbers.setdefault(name, []).append((value, metrics["trained_tokens:sum"]))
-            since.kept_bytes += request.size
-            if since.kept_bytes <= KEPT_BYTES:
-                since.kept.append(TrainedRequest(request.loss, batch, output))
+            since.samples |= self._known_samples(batch, records)
         return metrics
 
     def applied(self, applied: Applied, learning_rate: float, began: float) -> dict[str, float]:
-        """The metrics of an optimizer step's answer; has the step's line and its groups written.
+        """The metrics of an optimizer step's answer; writes the step's line.
 
         Lines are numbered upwards, also where a client has gone back to an earlier checkpoint.
         """
@@ -160,11 +166,8 @@ class TinkerRunLog:
             if numbers := since.numbers.get(name):
                 _, _, reduction = name.partition(":")  # as chunks of a call are put together
                 values[key] = _REDUCED[reduction](numbers)
-        times, size = (*since.times, (began, now)), min(since.kept_bytes, KEPT_BYTES)
-        kept, generation = tuple(since.kept), self.generation
-        self.recorded.stepped(
-            Stepped(self._step, applied.step - 1, values, kept, times, size, generation)
-        )
+        values |= _lengths(list(since.samples.values()))
+        self.recorded.stepped(self._step, values, (*since.times, (began, now)))
         return {"grad_norm:mean": applied.grad_norm, "step:max": float(applied.step)}
 
     def loaded(self, path: str) -> None:
@@ -197,6 +200,16 @@ class TinkerRunLog:
                 metrics["clip_fraction:mean"] = float(((ratio < low) | (ratio > high)).mean())
         return metrics
 
+    def _known_samples(self, batch: DatumBatch, records: SampleRecords) -> dict[str, SampleRecord]:
+        """Return this run's samples that the datums name, by sequence id."""
+        names = {span.sequence_id for datum in batch.data for span in datum.spans}
+        found = {name: records.find(name) for name in names if name}
+        return {
+            name: record
+            for name, record in found.items()
+            if record is not None and record.run == self._run
+        }
+
     def _of_samples(
         self, batch: DatumBatch, output: Output, step: int, records: SampleRecords
     ) -> dict[str, float]:
@@ -219,6 +232,22 @@ class TinkerRunLog:
                     f"{name}:max": float(values.max()),
                 }
         return metrics
+
+
+def _lengths(samples: Sequence[SampleRecord]) -> dict[str, float]:
+    """Return how long the samples are, how they ended, and their tokens' mean -log-probability."""
+    if not samples:
+        return {}
+    ended = sum(sample.stopped for sample in samples) / len(samples)
+    logprobs = np.concatenate([sample.logprobs for sample in samples])
+    numbers = {
+        "completion_tokens_mean": len(logprobs) / len(samples),
+        "eos_fraction": ended,
+        "truncated_fraction": 1 - ended,
+    }
+    if len(logprobs):
+        numbers["rollout_entropy"] = float(-logprobs.mean(dtype=np.float64))
+    return numbers
 
 
 def _sampled(

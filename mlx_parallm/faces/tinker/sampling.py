@@ -17,10 +17,9 @@ import numpy as np
 from mlx_parallm.engine.validation import alternatives
 from mlx_parallm.errors import ParallmError, RefusedError, RequestError
 from mlx_parallm.faces.tinker.bodies import FuturesTarget, SampleBody, SamplingParamsBody
-from mlx_parallm.faces.tinker.groups import DrawnAnswer, SampleRecord
 from mlx_parallm.faces.tinker.pace import Pace
 from mlx_parallm.faces.tinker.promises import Promise, PromiseResult, failure, protobuf_result
-from mlx_parallm.faces.tinker.recorder import Drawn
+from mlx_parallm.faces.tinker.run_log import SampleRecord
 from mlx_parallm.faces.tinker.service import TinkerService
 from mlx_parallm.faces.tinker.sessions import Completions, Sampler
 from mlx_parallm.faces.tinker.wire import DrawnSample, write_samples
@@ -195,22 +194,14 @@ class Sampling:
         temperature: float,
         began: float,
     ) -> None:
-        """Remember the samples, and let those of a model that is still trained be shown."""
-        prompt, drawn = output.prompt_token_ids, list[DrawnAnswer]()
+        """Remember the samples and, of a model that is still trained, when they were drawn."""
         step, generation = weights
         for name, completion in zip(names, output.completions, strict=True):
-            tokens, logprobs, stopped = (
-                completion.token_ids,
-                completion.logprobs,
-                completion.finish_reason == "stop",
-            )
-            record = SampleRecord(run, step, temperature, _array(logprobs), stopped, generation)
+            logprobs, stopped = _array(completion.logprobs), completion.finish_reason == "stop"
+            record = SampleRecord(run, step, temperature, logprobs, stopped, generation)
             self._service.records.add(name, record)
-            drawn.append(
-                DrawnAnswer(name, prompt, tokens, logprobs, temperature, step, stopped, generation)
-            )
         if (model := self._service.models.get(run)) is not None:
-            model.log.recorded.drawn(Drawn(tuple(drawn), began, time.time()))
+            model.log.recorded.sampled(began, time.time())
 
 
 def _load(service: TinkerService, sampler: Sampler) -> None:

@@ -298,7 +298,7 @@ class TinkerService:
 
         def work() -> PromiseResult:
             run, learned = create()
-            recorded = self.recorder.begin(run, learned, self.records.find)
+            recorded = self.recorder.begin(run, learned)
             made = TrainedModel(run, learned, TinkerRunLog(recorded, run.run_id, learned.step))
             loop.call_soon_threadsafe(self._add, made)
             return json_result(answer | {"model_id": run.run_id})

@@ -14,10 +14,9 @@ GroupState = Literal["waiting", "taken", "dropped", "quarantined"]
 
 class RunSummary(TypedDict):
     """`id`: by which routes are asked about the run. `feedback`: it learns from chats, and
-    /v1/feedback/review lists them. `inferred_rewards`: rewards are known from advantages alone
-    (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards takes its answers'
-    rewards. What follows `steps` is None where the run's configuration cannot
-    be read."""
+    /v1/feedback/review lists them. `live`: this process trains it. `rewards`: /v1/rewards takes
+    its answers' rewards. What follows `steps` is None where the run's configuration cannot be
+    read."""
 
     id: int
     name: str
@@ -31,7 +30,6 @@ class RunSummary(TypedDict):
     model: str | None
     algorithm: str | None
     judged_by: str
-    inferred_rewards: bool
     environments: list[str]
 
 

@@ -205,7 +205,6 @@ class RunView:
         self.evaluations = EvaluationsView(run, redactor)
         self._reset((-1, -1))
         self._answers: Answers | None = None
-        self._inferred: bool | None = None  # until the configuration is there
         # how often it was judged, of which words, when it may be again, the answer
         self._health: tuple[int, dict[str, str], float, dict[str, Any]] = (0, {}, 0.0, {})
 
@@ -271,7 +270,6 @@ class RunView:
                 if config is None
                 else config.rl_training.algorithm,
                 "judged_by": headline(last)[0] if last else "reward",
-                "inferred_rewards": self._rewards_are_inferred(),
                 "environments": list(last.get("environments") or {}),
             }
         )
@@ -401,9 +399,8 @@ class RunView:
             rows, older = _until(answers.rows(wanted), limit, fits)
             notes = answers.notes
         most = min(LISTED_CHARACTERS, MOST_CHARACTERS // max(1, len(rows)))
-        inferred = self._rewards_are_inferred()
         groups = [
-            _listed(list(rows_of_group), most, inferred)
+            _listed(list(rows_of_group), most)
             for _, rows_of_group in groupby(rows, key=lambda row: row["group_id"])
         ]
         if search.order in ("best", "worst"):
@@ -428,7 +425,7 @@ class RunView:
             )
         rewards = [rollout["reward"] for rollout in rollouts]
         group["thumbnails"] = thumbnails(name for each in rollouts for name in each["images"])
-        return self._shown(group | _rewards(rewards, inferred=self._rewards_are_inferred()))
+        return self._shown(group | _rewards(rewards))
 
     def tokens(self, group_id: str, number: int, segment: int, first: int) -> dict[str, Any]:
         """Return at most MOST_TOKENS tokens of one answer with what is known of each; lists have
@@ -489,12 +486,6 @@ class RunView:
             except StoreError as error:
                 raise RequestError(str(error)) from error
         return self._answers
-
-    def _rewards_are_inferred(self) -> bool:
-        """Whether the run has no rewards but those that its clients' advantages tell."""
-        if self._inferred is None and (run := self._run.fresh()).config is not None:
-            self._inferred = run.client_trainer is not None
-        return bool(self._inferred)
 
     def _shown(self, value: Any) -> Any:
         return sendable(self._redactor.value(value))
@@ -582,18 +573,18 @@ OF_AN_ANSWER = (
 )
 
 
-def _listed(rows: list[dict[str, Any]], most: int, inferred: bool) -> dict[str, Any]:
+def _listed(rows: list[dict[str, Any]], most: int) -> dict[str, Any]:
     answers = [{key: row[key] for key in OF_AN_ANSWER} for row in rows]
     for answer in answers:
         answer["completion"] = cut(answer["completion"], most)
     group = {key: rows[0][key] for key in OF_A_GROUP} | {"prompt": cut(rows[0]["prompt"], most)}
-    return group | _rewards(rows[0]["rewards"], inferred=inferred) | {"answers": answers}
+    return group | _rewards(rows[0]["rewards"]) | {"answers": answers}
 
 
-def _rewards(rewards: Sequence[float | None], *, inferred: bool) -> dict[str, Any]:
+def _rewards(rewards: Sequence[float | None]) -> dict[str, Any]:
     """`kind`: "right" where none is below 1, "wrong" where none is above 0 (as the metrics count
-    them; not where they are `inferred`), "same" where all are equal, else "mixed"; "unknown"
-    where no reward is known. Answers without a score count nowhere."""
+    them), "same" where all are equal, else "mixed"; "unknown" where no reward is known. Answers
+    without a score count nowhere."""
     if not rewards:
         return {"reward_mean": None, "kind": "lost"}
     values = [reward for reward in rewards if reward is not None]
@@ -601,7 +592,7 @@ def _rewards(rewards: Sequence[float | None], *, inferred: bool) -> dict[str, An
         return {"reward_mean": None, "kind": "unknown"}
     low, high = min(values), max(values)
     kind = "same" if low == high else "mixed"
-    if not inferred and (low >= 1 or high <= 0):
+    if low >= 1 or high <= 0:
         kind = "right" if low >= 1 else "wrong"
     return {"reward_mean": math.fsum(values) / len(values), "kind": kind}
 

@@ -726,10 +726,9 @@ export interface components {
         };
         /**
          * @description `id`: by which routes are asked about the run. `feedback`: it learns from chats, and
-         *     /v1/feedback/review lists them. `inferred_rewards`: rewards are known from advantages alone
-         *     (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards takes its answers'
-         *     rewards. What follows `steps` is None where the run's configuration cannot
-         *     be read.
+         *     /v1/feedback/review lists them. `live`: this process trains it. `rewards`: /v1/rewards takes
+         *     its answers' rewards. What follows `steps` is None where the run's configuration cannot be
+         *     read.
          */
         RunSummary: {
             id: number;
@@ -745,7 +744,6 @@ export interface components {
             model: string | null;
             algorithm: string | null;
             judged_by: string;
-            inferred_rewards: boolean;
             environments: string[];
         };
         /**

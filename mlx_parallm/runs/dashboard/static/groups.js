@@ -153,7 +153,7 @@ export function Search({ run, info, query, go }) {
 
 const BY = { worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, number: (a, b) => a.number - b.number };
 
-export function Group({ run, info, words, id, query, go }) {
+export function Group({ run, words, id, query, go }) {
   const answer = useData("group", { run, id }, words?.rollouts), group = answer.data;
   const order = query.order ?? "best";
   const [at, setAt] = useState(-1);
@@ -174,14 +174,13 @@ export function Group({ run, info, words, id, query, go }) {
     <header class="prompt-of">
       <${Thumbnails} of=${group.thumbnails} />
       <${Text} text=${rollouts[0]?.prompt ?? ""} className="text large" />
-      <p class="facts">${rollouts.length > 0 && html`<${Strip} answers=${rollouts} low=${low} high=${high} />`} <span>mean ${info?.inferred_rewards ? "inferred " : ""}reward <b>${short(group.reward_mean)}</b></span>
+      <p class="facts">${rollouts.length > 0 && html`<${Strip} answers=${rollouts} low=${low} high=${high} />`} <span>mean reward <b>${short(group.reward_mean)}</b></span>
         <${Kind} group=${group} /> <span class="quiet">${group.environment} · ${group.why}</span></p>
       ${Object.keys(group.metadata ?? {}).length > 0 && html`<details class="quiet"><summary>what the environment knows</summary><${Text} text=${JSON.stringify(group.metadata, null, 1)} /></details>`}
     </header>
-    ${info?.inferred_rewards && html`<p class="quiet">The large number is the inferred reward: the answer's advantage less the lowest one of its group. The client sends no rewards.</p>`}
     <div class="filters"><${Choice} label="order of the answers" value=${order} values=${{ best: "best first", worst: "worst first", number: "as they came" }}
       set=${(order) => go(writePlace("group", [id], { ...query, order }), true)} /></div>
-    <div class="answers">${rollouts.map((rollout) => html`<article class="answer" tabindex="0" key=${rollout.number} aria-label=${`answer ${rollout.number}, ${info?.inferred_rewards ? "inferred " : ""}reward ${short(rollout.reward)}`}>
+    <div class="answers">${rollouts.map((rollout) => html`<article class="answer" tabindex="0" key=${rollout.number} aria-label=${`answer ${rollout.number}, reward ${short(rollout.reward)}`}>
       <header><b class=${`reward ${rollout.reward === high && high > low ? "high" : rollout.reward === low && high > low ? "low" : ""}`}>${short(rollout.reward)}</b>
         <span class="quiet">advantage <b>${advantage(rollout.advantage)}</b></span>
         <a class="tokens-link" href=${writePlace("tokens", [group.group_id, rollout.number])}>tokens</a></header>
