@@ -39,7 +39,7 @@ class RecorderOptions:
         saved: (name of a run, its own keys of [rl_training]) → its configuration as TOML.
     """
 
-    min_free_gb: float
+    min_free_gb: float | None
     spans_bytes: int
     saved: Callable[[str, Mapping[str, Any]], str]
 

@@ -203,10 +203,9 @@ class TinkerRunLog:
     def _known_samples(self, batch: DatumBatch, records: SampleRecords) -> dict[str, SampleRecord]:
         """Return this run's samples that the datums name, by sequence id."""
         names = {span.sequence_id for datum in batch.data for span in datum.spans}
-        found = {name: records.find(name) for name in names if name}
         return {
             name: record
-            for name, record in found.items()
+            for name, record in ((name, records.find(name)) for name in names if name)
             if record is not None and record.run == self._run
         }
 
