@@ -652,16 +652,14 @@ class Engine:
             sequence.edits.add_output(sampled.token)
         if sequence.processed_logprobs is not None and sampled.processed_logprob is not None:
             sequence.processed_logprobs.append(sampled.processed_logprob)
-        if sequence.forced is not None and sequence.matcher is not None:
-            sequence.forced.append(int(sequence.matcher.forces))
         if sequence.top_logprobs is not None:
             sequence.top_logprobs.append(sampled.top_logprobs or ())
         sequence.experts += sampled.experts
         self.counters.generation_tokens += 1
         with own_failure(sequence):
             self._decide(sequence, sampled.token)
-        if sequence.matcher is not None and (broken := sequence.matcher.advance(sampled.token)):
-            sequence.finish("error", error=broken, code=sequence.matcher.error_code)
+        if sequence.matcher is not None:
+            sequence.advance_matcher(sampled.token)
         if sequence.finished:
             self._live.retire(sequence)
         else:

@@ -123,6 +123,14 @@ class Sequence:
         measurement."""
         return self.error is None and self.params.prompt_logprobs is None
 
+    def advance_matcher(self, token: int) -> None:
+        """Take a sampled token in its grammar, and note whether it was the only one; end where the
+        grammar leads nowhere."""
+        assert self.matcher is not None and self.forced is not None
+        self.forced.append(int(self.matcher.forces))
+        if broken := self.matcher.advance(token):
+            self.finish("error", error=broken, code=self.matcher.error_code)
+
     def finish(
         self,
         reason: FinishReason,

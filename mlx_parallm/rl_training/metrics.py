@@ -122,8 +122,8 @@ process.
 `never_done_fraction`: share of the sequences of several turns that no environment ended;
 `never_done_turns`: their mean number.
 `forced_fraction`: share of the sampled tokens that a grammar forced; nothing is learned from them.
-`rollout_entropy`: mean of -logprobs of the tokens to learn from that have one, also in steps with nothing
-to train on.
+`rollout_entropy`: mean of -logprobs of the tokens to learn from that have one, also in steps with
+nothing to train on.
 With teachers (docs/distillation.md): `teacher_kl`, `teacher_spread`: mean and deviation of log π -
 log π_teacher over the tokens that a teacher scored; `teacher_agreement`: share of the sampled
 tokens that are the teacher's best; `teacher_reward_r`: `step.teaching.teacher_numbers`;

@@ -4,11 +4,11 @@ nothing is rounded.
 `store.py` is the only user. Layout before zlib: 4 bytes header length (little-endian) · header
 (JSON) · columns. The header holds everything that is not per token, and for each column its `array`
 type code and length. Columns come in a fixed order: for each rollout tokens, mask, logprobs (when
-there are any), policy_versions, processed_logprobs, forced and routed experts (when there are any), then
-the same of its earlier segments; then the advantages, row by row. Before all of them: the experts
-of prompts, each distinct stretch once in a group. Log-probabilities are float32
-values in Python floats: a column whose values survive float32 is stored in 4 bytes a token, any
-other in 8. All platforms of MLX are little-endian.
+there are any), policy_versions, processed_logprobs, forced and routed experts (when there are any),
+then the same of its earlier segments; then the advantages, row by row. Before all of them: the
+experts of prompts, each distinct stretch once in a group. Log-probabilities are float32 values in
+Python floats: a column whose values survive float32 is stored in 4 bytes a token, any other in 8.
+All platforms of MLX are little-endian.
 """
 
 import dataclasses
