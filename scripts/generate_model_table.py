@@ -32,6 +32,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
+MARK = (
+    "<!-- generated from here on by scripts/generate_model_table.py and"
+    " scripts/parity/document.py -->\n"
+)
 TIME_LIMIT_S = 150
 LARGEST = 40_000_000  # parameters: more means that a size was not made small
 SIZES_FILE = Path(__file__).with_name("model_table_sizes.json")
@@ -59,7 +63,8 @@ def main() -> None:
         for name, row in findings.items():
             print(name, json.dumps(row), flush=True)
         return
-    PAGE.write_text(render(findings, aliases()), encoding="utf-8")
+    head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
+    PAGE.write_text(f"{head}{MARK}\n{render(findings, aliases())}", encoding="utf-8")
     print(f"wrote {PAGE}: {len(findings)} architectures")
 
 
@@ -360,7 +365,7 @@ def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) ->
         return [f"* **{word}** ({counts[word]}): {meaning}" for word, meaning in words.items()]
 
     lines = [
-        "# Which models can be served and trained",
+        "## Every architecture",
         "",
         (
             f"Every architecture of mlx-lm {version('mlx-lm')}, tried by"
@@ -371,7 +376,7 @@ def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) ->
             " edit. `model_type`"
         ),
         (
-            "stands in a model's config.json. A configuration that mlx-lm cannot build is refused"
+            "is the name in a model's config.json. A configuration that mlx-lm cannot build is refused"
             " before the weights are"
         ),
         "downloaded.",
@@ -386,7 +391,7 @@ def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) ->
             "**turns**: how rows with a common beginning, such as the"
             " turns of an episode, are trained"
         ),
-        "([benchmarks/memory.md](benchmarks/memory.md#turns-of-an-episode-once-the-tree-of-tokens))",
+        "([benchmarks/training.md](benchmarks/training.md#turns-of-an-episode-once-the-tree-of-tokens))",
         "",
         *bullets(1, TURNS),
         "",

@@ -39,7 +39,7 @@ ALGORITHMS_PAGE = "docs/algorithms.md"
 COMMANDS_PAGE = "docs/stability.md"
 CONFIG_PAGE = "docs/config.md"
 INPUTS_PAGE = "docs/extending.md"
-PARTS_PAGE = "docs/reward_parts.md"
+PARTS_PAGE = "docs/rewards.md"
 METHODS = ("get", "post", "put", "patch", "delete", "head")
 
 
@@ -205,8 +205,8 @@ def missing_of_algorithms() -> Iterator[str]:
                 yield f"algorithm {name!r}: say when to use it, under 'When to use which' of {ALGORITHMS_PAGE}"
         elif name not in ALGORITHMS:
             yield f"algorithm {name!r}: add it to PRESETS of config/algorithm.py or ALGORITHMS of step/algorithms.py"
-        elif not re.search(rf"^\|.*\b{name}\b", text("docs/training_on_data.md"), re.MULTILINE):
-            yield f"algorithm {name!r}: add a row to the tables of docs/training_on_data.md"
+        elif not re.search(rf"^\|.*\b{name}\b", text("docs/your_data.md"), re.MULTILINE):
+            yield f"algorithm {name!r}: add a row to the tables of docs/your_data.md#training-on-data"
 
 
 def test_algorithms() -> None:

@@ -311,7 +311,7 @@ class Rounding:
 
 
 # Half precision: eight units in the last place of a logit between 16 and 32, one on average
-# (docs/off_policy.md).
+# (docs/algorithms.md#before-a-step-learns).
 ROUNDING = {
     mx.float32: Rounding(1e-4, 5e-5, exact=True),
     mx.float16: Rounding(2**-3, 2**-6),

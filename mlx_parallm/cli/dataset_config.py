@@ -78,7 +78,7 @@ chat_template_kwargs = {{ enable_thinking = false }}  # thinking needs thousands
 
 RATES = {"sft": 2.0, "dpo": 0.04, "kto": 0.01}
 """Of the learning rate that GRPO would take. DPO and KTO on a model's own answers:
-docs/benchmarks/traces.md."""
+docs/benchmarks/systems.md#traces."""
 ROWS_BODY = """
 [rl_training]
 algorithm = "{algorithm}"
@@ -246,7 +246,7 @@ def learning_rate_for(hidden_size: int) -> float:
     Measured at 576 (SmolLM2 135M, docs/benchmarks/real_model.md): 4.7e-4 learns instructions in 80
     steps, 9.5e-5 hardly moves. A 0.6B model (1024) gets 2e-4, a 4B model (2560) 5e-5, ten times
     what full weights usually take there (https://thinkingmachines.ai/blog/lora). The shipped tiny
-    model (128) gets 1e-3; a search found 9e-4 (docs/benchmarks/quickstart.md).
+    model (128) gets 1e-3; a search found 9e-4 (docs/benchmarks/learning.md#quickstart-tasks).
     """
     return min(1e-3, 2e-4 * float(1024 / hidden_size) ** 1.5)
 

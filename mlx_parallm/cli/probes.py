@@ -3,7 +3,7 @@
 Each `Probe` computes an operation, and its gradient where training needs it, for some numbers of
 rows and some types, and what it should have been. Wrong kernels have answered without an error:
 for one number of rows, one direction of a quantised product, one size that is no multiple of 64
-(docs/mac.md names the reports). `results` tries all of them in a few seconds.
+(docs/operations.md#a-mac names the reports). `results` tries all of them in a few seconds.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -51,7 +51,7 @@ def train(parser: ArgumentParser) -> Run:
         metavar="N",
         help=(
             "train with N processes on this machine, each with an engine of its own"
-            " (docs/distributed.md)"
+            " (docs/operations.md#several-processes)"
         ),
     )
     parser.add_argument(
@@ -263,7 +263,7 @@ def _add_dataset_flags(parser: ArgumentParser) -> None:
     group.add_argument(
         "--algorithm",
         metavar="A",
-        help="dpo, sft, …: learn from the rows (docs/training_on_data.md)",
+        help="dpo, sft, …: learn from the rows (docs/your_data.md#training-on-data)",
     )
     group.add_argument(
         "--write-config",

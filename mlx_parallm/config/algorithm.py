@@ -241,7 +241,7 @@ class PrepareConfig(Section):
     """"mis", "icepop": smaller weights are dropped; default: 1 / cap, 0.5 with "icepop"."""
     router_replay: Literal["off", "on", "auto"] = "auto"
     """Mixtures of experts: the trainer sends each sampled token to the experts that the engine took
-    (R3); "auto": where the two may differ (docs/router_replay.md)."""
+    (R3); "auto": where the two may differ (docs/algorithms.md#mixtures-of-experts)."""
     router_replay_prompts: bool = False
     """router_replay: the tokens of prompts, and those between turns, too; the engine records their
     experts in prefill."""

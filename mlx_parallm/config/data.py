@@ -78,7 +78,7 @@ NOT_OF_PREFERENCES = (
 class DataConfig(Section):
     path: str | None = None
     """JSONL file of rows, or "hf:owner/name", needed by dpo, orpo, simpo, cpo, kto, sft,
-    reward_model (docs/training_on_data.md)."""
+    reward_model (docs/your_data.md#training-on-data)."""
     subset: str | None = None
     """The hub data set's subset, where it has several."""
     split: str = "train"
@@ -149,8 +149,8 @@ class PreferenceConfig(Section):
     beta: float | None = Field(None, gt=0)
     """Scale of the implied reward; default 0.1, with simpo 2.0. orpo: weight of the odds ratio."""
     loss_type: DPOLossName | tuple[DPOLossName, ...] = "sigmoid"
-    """dpo: the loss of a pair, or several that are added up (docs/training_on_data.md). ipo
-    averages log-probabilities over tokens (TRL), ipo_sum adds them (the paper)."""
+    """dpo: the loss of a pair, or several that are added up (docs/your_data.md#training-on-data).
+    ipo averages log-probabilities over tokens (TRL), ipo_sum adds them (the paper)."""
     loss_weights: tuple[float, ...] = ()
     """dpo: the weight of each of several losses; default: 1 each."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)

@@ -47,7 +47,7 @@ class ServerConfig(Section):
     """Memory that macOS may not page out: "off"; "weights", as much as they take; or a share of
     what Metal recommends, above 0 and up to 1. Wired memory was in each report of a panic of the
     macOS kernel under two streams of work; without it a model close to the machine's memory may
-    become slow (docs/mac.md). Elsewhere it does nothing."""
+    become slow (docs/operations.md#a-mac). Elsewhere it does nothing."""
     memory_pause: float = Field(0.85, gt=0, le=1)
     """Share of the memory at which caches are given back and, where that is not enough, new
     requests wait. What counts is the process's footprint (macOS), its resident memory (Linux),
@@ -62,14 +62,14 @@ class ServerConfig(Section):
     longest."""
     kv_bits: Literal[8, 4] | None = None
     """Hold keys and values in 8 or 4 bits instead of the model's dtype, by tokens: less memory,
-    other answers (docs/benchmarks/kv.md says how far). The head dimension has to be divisible by
-    32. Training needs rl_training.sampler_correction = "tis" or "mis" then. Default: as they
-    were computed."""
+    other answers (docs/benchmarks/serving.md#long-and-shared-texts says how far). The head
+    dimension has to be divisible by 32. Training needs rl_training.sampler_correction = "tis" or
+    "mis" then. Default: as they were computed."""
     enable_return_routed_experts: bool = False
     """Mixtures of experts: record to which experts each sampled token went, and return them:
     always by /inference/v1/generate, as vLLM does, and by /generate where a request has
-    `return_routed_experts` (docs/router_replay.md). A training with router_replay records them
-    anyway."""
+    `return_routed_experts` (docs/algorithms.md#mixtures-of-experts). A training with router_replay
+    records them anyway."""
     record_prompt_experts: bool = False
     """enable_return_routed_experts: the prompt's tokens too, as they were computed in prefill. A
     training with router_replay_prompts records them anyway."""
@@ -134,8 +134,8 @@ class ServerConfig(Section):
     first, 0 = none are kept."""
     reward_model: str | None = None
     """Reward model that /v1/score asks: the run that trained it, or a checkpoint
-    (docs/reward_models.md). It takes the memory of its base once more, unless that is the served
-    one."""
+    (docs/rewards.md#reward-models). It takes the memory of its base once more, unless that is the
+    served one."""
     drain_timeout_s: float = Field(5.0, ge=0)
     """How long shutdown waits for running requests before it aborts them."""
 

@@ -84,7 +84,8 @@ class LoraConfig(Section):
     none, where `vision.train` lets the part that sees learn alone."""
     routed_experts: bool = False
     """Mixtures of experts: give each routed expert of the target modules an A and a B of its own.
-    The adapter is as many times larger as there are experts (docs/parameters.md)."""
+    The adapter is as many times larger as there are experts
+    (docs/algorithms.md#what-is-trained)."""
     quantize_base: bool = False
     """Quantise the frozen base to 4 bits on load (QLoRA)."""
     use_rslora: bool = False
@@ -268,7 +269,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     """Peak learning rate."""
     optimizer: Literal["adamw", "muon", "lion", "adafactor", "adamw_8bit", "lion_8bit"] = "adamw"
     """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest; "_8bit":
-    its state takes a quarter of the memory (docs/parameters.md)."""
+    its state takes a quarter of the memory (docs/algorithms.md#what-is-trained)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after warm-up, to `lr_final` one step after total_steps, so that the last step still
     learns."""
@@ -297,7 +298,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     """Tokens of one micro-batch, padding included."""
     packing: bool = True
     """Let short sequences share a row, unseen by each other, where it saves padding
-    (docs/training_on_data.md)."""
+    (docs/your_data.md#training-on-data)."""
     blocks_per_eval: int | None = Field(None, ge=0)
     """Transformer blocks evaluated together in training; 1 = checkpoint every block, 0 = the
     whole graph at once; default: as many as memory, `max_eval_ms` and, on a CPU, the requests
@@ -362,7 +363,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     rank_timeout_s: float = Field(600.0, gt=0)
     """Longest time that a rank waits for the others in a sum over all of them; then the run ends in
     words, and on_rank_lost = "continue" starts all ranks again. MLX's ring has stood still
-    (docs/mac.md)."""
+    (docs/operations.md#a-mac)."""
     seed: int = 0
     """Seed of everything random."""
     preference: PreferenceConfig = PreferenceConfig()

@@ -120,7 +120,10 @@ def join() -> Ranks:
         return ALONE
     collectives = MLXThread("collectives")
     if launched_with_jaccl():
-        log.warning("JACCL is experimental: it has crashed at its start and in sums (docs/mac.md)")
+        log.warning(
+            "JACCL is experimental: it has crashed at its start and in sums"
+            " (docs/operations.md#a-mac)"
+        )
     try:
         with _nothing_else_runs():
             log.info("waiting for the other ranks", rank=rank, gives_up_after_s=JOIN_S)

@@ -129,7 +129,7 @@ def _unknown(kind: str, kinds: Sequence[str]) -> ConfigError:
         return ConfigError(
             f"environments: {kind!r} is no kind: such an environment runs in a process of its own"
             " and comes over HTTP"
-            " (docs/verifiers.md)"
+            " (docs/environments.md#verifiers)"
         )
     return ConfigError(
         f"environments: unknown kind {kind!r}{did_you_mean(kind, kinds) or '.'} There are:"

@@ -17,7 +17,7 @@ checkpointing), and gives the same gradients.
 The logits are a model's largest array: [scored tokens, vocabulary]. Where they would be large the
 head goes in pieces: once, where neither the head is trained nor the loss looks at the entropy
 (`scores_and_directions`), else a second time for the gradient (`BlockwiseModel._learn_rows_twice`);
-docs/benchmarks/memory.md has memory and times.
+docs/benchmarks/training.md#memory has memory and times.
 
 A check at start finds the architectures that do more between their blocks than passing the hidden
 state on; those are differentiated as one graph. It computes two blocks of each kind: what it

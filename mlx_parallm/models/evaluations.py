@@ -26,7 +26,7 @@ from mlx_parallm.system.hardware import memory_present
 
 EVAL_SHARE = 8  # of the memory: what the blocks of one evaluation may keep
 CPU_WORK = 4e9  # floating-point operations of one evaluation
-CPU_FEWEST = 4  # blocks: larger arrays cost what fewer of them save (docs/benchmarks/memory.md)
+CPU_FEWEST = 4  # blocks: larger arrays cost more (docs/benchmarks/training.md#memory)
 MOST_NODES = 40_000
 BACKWARD = 3  # nodes of forward, forward again and backward, in nodes of a forward pass
 FLOAT = 4
@@ -64,7 +64,7 @@ class BlockSize:
 
     def kept(self, span: int) -> float:
         """Numbers that one token of a row of `span` keeps in a block that waits for its backward
-        pass (docs/benchmarks/dry_run.md)."""
+        pass (docs/benchmarks/training.md#dry-run)."""
         heads, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         wide = 4.2 * self.hidden + 5 * self.intermediate + 3.2 * heads + 2.5 * kv
         return wide + 1.3 * self.heads * span

@@ -346,8 +346,8 @@ EXACT, ROUNDED = 1e-3, 0.02
 `distance`)."""
 ROUNDED_ON_GPU = 0.05
 """The same for two layouts of rows on a GPU, in any type: 0.004 to 0.006 in float32, whose
-products are TF32 there, and 0.03 in bfloat16 (an H100, docs/benchmarks/cuda.md). Wrong graphs
-are at 0.1."""
+products are TF32 there, and 0.03 in bfloat16 (an H100, docs/benchmarks/machines.md#cuda). Wrong
+graphs are at 0.1."""
 
 _ARGUMENTS = (
     mx.array,

@@ -4,7 +4,7 @@ No MLX.
 Every entry of `PARTS` is a factory: its keywords are the part's options, and it returns a reward
 function with TRL's signature (`functions.py`). Scores are 0 to 1 unless the docstring says
 otherwise; None: the part does not apply. `threshold` makes a soft part binary.
-`docs/reward_parts.md` lists them all, and the reward computer "svrl".
+`docs/rewards.md#built-in-parts` lists them all, and the reward computer "svrl".
 """
 
 import json

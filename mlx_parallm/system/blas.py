@@ -69,7 +69,7 @@ def share_blas_between(threads: int, cores: int) -> int | None:
 
     The BLAS' own threads spin while they wait for work. With an engine and a trainer on two cores,
     two BLAS threads took 1.13 to 1.19 times the wall time and 1.8 times the CPU time of one
-    (docs/benchmarks/quickstart.md). Whoever sets MKL_NUM_THREADS, OMP_NUM_THREADS or
+    (docs/benchmarks/learning.md#quickstart-tasks). Whoever sets MKL_NUM_THREADS, OMP_NUM_THREADS or
     OPENBLAS_NUM_THREADS decides instead.
     """
     status = blas_status()

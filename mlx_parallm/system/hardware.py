@@ -154,7 +154,7 @@ def wire_memory(model_bytes: int, wired: float | str = "off") -> str | None:
 
     Args:
         wired: "off", "weights" (as much as they take), or a share of what Metal recommends. Panics
-            of the macOS kernel were reported with any (docs/mac.md).
+            of the macOS kernel were reported with any (docs/operations.md#a-mac).
 
     Return advice for a model that takes more than `WIRED_SHARE` of that memory, else None.
     """

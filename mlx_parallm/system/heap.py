@@ -4,7 +4,7 @@ Imports no MLX.
 MLX's CPU backend allocates every array with malloc. glibc returns free memory at the end of its
 heap to the kernel, and then each page of the next array costs a page fault: elementwise operations
 on arrays of 3 to 32 MiB took three to six times as long, training steps 1.1 to 1.2 times
-(docs/benchmarks/rl_step.md). On macOS and CUDA MLX keeps buffers itself.
+(docs/benchmarks/training.md#a-grpo-step). On macOS and CUDA MLX keeps buffers itself.
 """
 
 import ctypes

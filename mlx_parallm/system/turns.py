@@ -4,8 +4,9 @@ Both submit work at any time. While the other one has work, the one with the low
 after each piece (a decode step, an evaluation of a few blocks) for the time that the piece took. So
 the other one has the device alone about half of the time, no rest is longer than the last piece,
 and nothing can hang. With "balanced" the trainer, whose pieces are longer, rests half as long
-(docs/benchmarks/sharing.md). With "chat" it does so too, and while the engine answers a chat
-(engine/chat_lane.py) it rests until that has ended, at most `REST` times as long as the piece took.
+(docs/benchmarks/serving.md#serving-while-training). With "chat" it does so too, and while the
+engine answers a chat (engine/chat_lane.py) it rests until that has ended, at most `REST` times as
+long as the piece took.
 
 They also share the device's faults: one of either ends both. And a supervisor hears of each piece.
 """

@@ -1,7 +1,7 @@
 """Attention of several queries on a CPU, in blocks (models/cpu/attention.py) against MLX's own, in
 turns.
 
-.venv/bin/python -m scripts.bench.attention           # both tables of docs/benchmarks/kv.md, about
+.venv/bin/python -m scripts.bench.attention           # both tables of docs/benchmarks/serving.md#long-and-shared-texts, about
                                                       2 minutes
 .venv/bin/python -m scripts.bench.attention --small   # without the longest texts, half a minute
 """

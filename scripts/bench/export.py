@@ -1,4 +1,4 @@
-"""Compare an exported model in a real llama.cpp with the model here (docs/benchmarks/export.md).
+"""Compare an exported model in a real llama.cpp with the model here (docs/benchmarks/serving.md#export).
 
     .venv/bin/python -m scripts.bench.export models              every architecture, random weights: largest difference
     .venv/bin/python -m scripts.bench.export trained [--steps N]  builtin:tiny trained, exported, and asked problems

@@ -1,4 +1,4 @@
-"""Measure what long and shared texts cost beside short ones: the tables of docs/benchmarks/kv.md.
+"""Measure what long and shared texts cost beside short ones: the tables of docs/benchmarks/serving.md#long-and-shared-texts.
 
     .venv/bin/python -m scripts.bench.kv engine      # step times and bytes of the engine alone, about 3 minutes
     .venv/bin/python -m scripts.bench.kv layouts     # short prompts by tokens and in the rectangle, in turns

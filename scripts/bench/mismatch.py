@@ -5,7 +5,7 @@
 A real engine decodes 16 ragged prompts together under a random adapter, at temperature 0.8; the
 trainer scores what was sampled, block by block and packed, as in a training step. Nats a token.
 `rl_training.sampler_correction` = "auto" goes by the largest mean of a format
-(`MEASURED_MISMATCH`); the table is in docs/off_policy.md.
+(`MEASURED_MISMATCH`); the table is in docs/algorithms.md#before-a-step-learns.
 
 tiny is the shipped, trained model. The others are random; their logits are scaled so that the
 sampled tokens' mean log-probability is about that of a trained model: on flat distributions

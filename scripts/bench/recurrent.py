@@ -7,7 +7,7 @@ turns in one process.
     .venv/bin/python -m scripts.bench.recurrent prefilled    # tokens computed by turns, a group, 64 requests
     .venv/bin/python -m scripts.bench.recurrent mixed    # 16 short rows beside one of 3,700 tokens, and without it
 
-Prints the tables of docs/benchmarks/recurrent.md. An idle machine, please: times are the least of
+Prints the tables of docs/benchmarks/training.md#recurrent-layers. An idle machine, please: times are the least of
 several.
 """
 

@@ -9,7 +9,7 @@ of one length whose every token is trained on, the same file. mlx_lm.lora gets t
 cores and reports its own tokens a second (training only); ours are the tokens over `time_train_s`
 of the metrics lines, with an idle server beside it. The first ten steps are not counted. "ours,
 checkpointed" evaluates block by block, which is the default: less memory, and room for requests.
-"ours, 2 ranks" are two processes over the loopback (docs/distributed.md), each with half of the
+"ours, 2 ranks" are two processes over the loopback (docs/operations.md#several-processes), each with half of the
 BLAS
 threads: on one machine that shows what ranks cost, not what they bring. In a round every contender
 runs once; a ratio is taken within a round.

@@ -4,7 +4,7 @@ memory of an update.
     .venv/bin/python -m scripts.bench.states_8bit steps    # some seconds
     .venv/bin/python -m scripts.bench.states_8bit updates  # some seconds
 
-Whole runs are the studies `states_8bit` and `states_8bit_rows`. Tables: docs/benchmarks/states_8bit.md.
+Whole runs are the studies `states_8bit` and `states_8bit_rows`. Tables: docs/benchmarks/learning.md#optimizer-states.
 """
 
 import argparse

@@ -89,9 +89,12 @@ def explanation() -> list[str]:
 
 
 def with_column(page: str) -> str:
-    """Return the page with the column written anew."""
+    """Return the table of architectures, or a page that ends with it, with the column written
+    anew."""
     lines = []
-    for line in page.splitlines():
+    start = page.rfind("\n| model_type |")
+    head, table = page[: start + 1], page[start + 1 :]
+    for line in table.splitlines():
         cells = [part.strip() for part in line.split("|")[1:-1]]
         if line.startswith("| model_type |"):
             cells = [c for c in cells if c != COLUMN]
@@ -107,7 +110,7 @@ def with_column(page: str) -> str:
             lines.append(line)
             continue
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return head + "\n".join(lines) + "\n"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Every method of the tinker SDK's clients that docs/tinker.md lists, once, against a server that
+"""Every method of the tinker SDK's clients that docs/library.md#tinkers-api lists, once, against a server that
 runs.
 
     build/tinker/bin/python scripts/tinker/client_methods.py URL MODEL

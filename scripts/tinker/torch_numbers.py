@@ -109,7 +109,7 @@ def logprobs(model, tokens, targets):
 
 
 def torch_loss(name, config, lp, inputs, mask, weights):
-    """Written from the formulas of docs/tinker.md."""
+    """Written from the formulas of docs/library.md#tinkers-api."""
     if name == "cross_entropy":
         return -(lp * torch.tensor(weights)).sum()
     q, a = torch.tensor(inputs["logprobs"]), torch.tensor(inputs["advantages"])

@@ -4,6 +4,8 @@
 `docs_commands.py` is what the commands of a block meet there. A block in an HTML comment is one
 like the others: what a page takes for granted (a configuration, a run) can stand there.
 
+The blocks of a page are one session; a comment `<!-- session: NAME -->` begins another one.
+
 A block's kind is its language. Further words of the fence (```jsonl rows.jsonl) or a first comment
 line (`# score.py`) save it under that name in the page's directory; the word `check` marks code
 that is looked at and not run.
@@ -42,6 +44,7 @@ SCRIPTS = {command.script: command.name for command in table.COMMANDS if command
 SEPARATORS = re.compile(r"[|;&]|\$\(")
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<info>[^`]*)$")
+SESSION = re.compile(r"<!-- session: (\w+) -->$")
 NAME_COMMENT = re.compile(r"#\s*(?P<name>[\w./-]+\.(?:py|toml|ini|yaml|yml|sh|conf|service))\s*$")
 FILE_NAME = re.compile(r"[\w./-]+\.\w+")
 
@@ -52,6 +55,7 @@ class Block:
     line: int  # of the opening fence, 1-based
     info: tuple[str, ...]
     text: str
+    session: str = ""  # a page's first one has the page's name
 
     @property
     def language(self) -> str:
@@ -93,9 +97,11 @@ def blocks(page: Path, text: str | None = None) -> list[Block]:
     """Every fenced block of a page, in order. Raises AssertionError: a fence that does not end."""
     lines = (page.read_text(encoding="utf-8") if text is None else text).splitlines()
     found: list[Block] = []
-    opened, start = None, 0
+    opened, start, session = None, 0, page.stem
     for number, line in enumerate(lines):
         fence = FENCE.match(line)
+        if opened is None and (begun := SESSION.match(line)):
+            session = begun[1]
         if opened is None:
             opened, start = fence, number
         elif fence and fence["ticks"].startswith(opened["ticks"]) and not fence["info"].strip():
@@ -104,7 +110,8 @@ def blocks(page: Path, text: str | None = None) -> list[Block]:
                 row[min(indent, len(row) - len(row.lstrip(" "))) :]
                 for row in lines[start + 1 : number]
             )
-            found.append(Block(page, start + 1, tuple(opened["info"].split()), body + "\n"))
+            info = tuple(opened["info"].split())
+            found.append(Block(page, start + 1, info, body + "\n", session))
             opened = None
     assert opened is None, f"{page}:{start + 1}: this fence does not end"
     return found

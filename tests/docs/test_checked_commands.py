@@ -2,7 +2,7 @@
 
     scripts/test -m long tests/docs/test_checked_commands.py
 
-Each page is a session as in `test_docs_code.py`, in a clone's place: an empty directory with links to
+Sessions as in `test_docs_code.py`, in a clone's place: an empty directory with links to
 what a clone has, and with what the pages take for granted, a run that has ended and configurations
 of their names. What needs a download, another program or hours is named in NOT_HERE, with the
 reason; of the programs under scripts/bench only the flags are looked at, in every run of the tests.
@@ -18,25 +18,25 @@ import pytest
 
 from tests.docs import docs_commands
 from tests.docs.docs_blocks import ROOT, SHELLS, Block
-from tests.docs.test_docs_code import ALL, Page, shims  # noqa: F401  a fixture
+from tests.docs.test_docs_code import ALL, Page, Place, of, place_of, shims  # noqa: F401  a fixture
 from tests.integration.processes import BIN
 
 CHECKED = [block for block in ALL if block.language in SHELLS and not block.is_run]
 NOT_HERE = {
-    "atropos.md": "installs another program",
-    "clients.md": "asks for Claude Code",
-    "first_model.md": "a download",
-    "hybrid.md": "minutes; tests/orchestrator has shorter ones",
-    "pipeline.md": "needs traces of an agent; tests/pipeline makes them",
-    "prompt_policy.md": "two servers",
-    "real_model.md": "a download; `make real-model`",
-    "rewards_by_id.md": "an id that the reader has",
-    "tiny_model.md": "half an hour",
-    "tiny_vision_model.md": "half an hour",
-    "tools.md": "installs another program",
-    "traces.md": "logs of the reader's own, and a server that nothing ends",
-    "typescript.md": "npm; scripts/test_typescript",
-    "verifiers.md": "installs another program",
+    "atropos": "installs another program",
+    "clients": "asks for Claude Code",
+    "first_model": "a download",
+    "hybrid": "minutes; tests/orchestrator has shorter ones",
+    "pipeline": "needs traces of an agent; tests/pipeline makes them",
+    "prompt_policy": "two servers",
+    "real_model": "a download; `make real-model`",
+    "rewards_by_id": "an id that the reader has",
+    "tiny_model": "half an hour",
+    "tiny_vision_model": "half an hour",
+    "tools": "installs another program",
+    "traces": "logs of the reader's own, and a server that nothing ends",
+    "typescript": "npm; scripts/test_typescript",
+    "verifiers": "installs another program",
 }
 # lines of other blocks that need an address, another program or a file that the reader has
 NOT_THESE = re.compile(
@@ -81,11 +81,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-PAGES = sorted(
+SESSIONS = sorted(
     {
-        block.page
+        place_of(block)
         for block in CHECKED
-        if block.page.name not in NOT_HERE and "bench" not in str(block)
+        if block.session not in NOT_HERE and "bench" not in str(block)
     }
 )
 
@@ -93,18 +93,18 @@ PAGES = sorted(
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_checked_blocks_run(page: Path, clone: Path, tmp_path: Path, shims: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("session", SESSIONS, ids=lambda place: place[1])
+def test_checked_blocks_run(session: Place, clone: Path, tmp_path: Path, shims: Path) -> None:  # noqa: F811
     place = tmp_path / "clone"
     shutil.copytree(clone, place, symlinks=True)
-    if page.name == "operations.md":  # which starts this run itself
+    if session[1] == "operations":  # which starts this run itself
         shutil.rmtree(place / "checkpoints" / RUNS[0])
     for name in ("examples", "scripts", "train_configs"):
         (place / name).symlink_to(ROOT / name)
-    blocks = [here(block) if block in CHECKED else block for block in ALL if block.page == page]
-    session = Page(blocks, place, shims)
-    session.run(blocks[-1].line)
-    faults = [session.results[block.line].result() for block in blocks if block.is_run]
+    blocks = [here(block) if block in CHECKED else block for block in of(session)]
+    page = Page(blocks, place, shims)
+    page.run(blocks[-1].line)
+    faults = [page.results[block.line].result() for block in blocks if block.is_run]
     assert not [fault for fault in faults if fault]
 
 
@@ -124,4 +124,4 @@ def test_flags_of_the_benchmarks_exist() -> None:
 
 
 def test_what_is_not_run_is_there() -> None:
-    assert set(NOT_HERE) <= {block.page.name for block in CHECKED}
+    assert set(NOT_HERE) <= {block.session for block in CHECKED}

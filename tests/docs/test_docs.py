@@ -1,49 +1,56 @@
 """What the documentation points at is there."""
 
+import functools
 import re
 from pathlib import Path
 
-import pytest
+from tests.pages import section
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("mlx_parallm", "scripts", "train_configs", "docs", "tests")
-TEXTS = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+FOLDERS = ("mlx_parallm", "scripts", "train_configs", "docs", "tests", "examples", "clients")
+TEXTS = sorted(ROOT.glob("*.md"))
 TEXTS += [
-    p
+    path
     for folder in FOLDERS
-    for p in sorted((ROOT / folder).rglob("*"))
-    if p.suffix in (".py", ".md", ".toml")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".md", ".toml", ".mjs") and "node_modules" not in path.parts
 ]
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_page_that_is_mentioned_exists(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    mentioned = set(re.findall(r"\bdocs/[\w/]+\.md\b", text))
-    assert not [page for page in mentioned if not (ROOT / page).is_file()]
-    linked = set(re.findall(r"\]\(([\w./-]+\.md)\)", text))
-    assert not [link for link in linked if not (path.parent / link).is_file()]
-
-
-@pytest.mark.parametrize(
-    "path", [p for p in TEXTS if p.suffix == ".md"], ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_every_section_that_is_linked_exists(path: Path) -> None:
-    links = re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", path.read_text(encoding="utf-8"))
-    wrong = [
-        (page, anchor)
-        for page, anchor in links
-        if anchor not in _anchors(path.parent / page if page else path)
-    ]
+def test_every_page_and_section_that_is_named_exists() -> None:
+    """Links between pages, and the pages that code, messages and configurations
+    name."""
+    wrong = []
+    for path in TEXTS:
+        text = path.read_text(encoding="utf-8")
+        named = {
+            (ROOT / page, anchor)
+            for page, anchor in re.findall(r"\b(docs/[\w/]+\.md)(?:#([\w-]+))?", text)
+        }
+        if path.suffix == ".md":
+            named |= {
+                ((path.parent / page).resolve() if page else path, anchor)
+                for page, anchor in re.findall(r"\]\(([\w./-]+\.md)?(?:#([\w-]+))?\)", text)
+            }
+        wrong += [
+            f"{path.relative_to(ROOT)}: {page.name}#{anchor}"
+            for page, anchor in named
+            if not page.is_file() or (anchor and anchor not in _anchors(page))
+        ]
     assert not wrong
 
 
+@functools.cache
 def _anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {
-        re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
-    }
+    """Return them as GitHub makes them of headings; a heading twice on a page has none.
+    Those of `<a id="…">` too."""
+    text = re.sub(r"(?ms)^( *)(`{3,}).*?^\1\2$", "", page.read_text(encoding="utf-8"))
+    anchors = [
+        re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    ]
+    anchors += re.findall(r'<a id="([\w-]+)"', text)
+    return {anchor for anchor in anchors if anchors.count(anchor) == 1}
 
 
 def test_the_tree_in_the_architecture_is_the_package() -> None:
@@ -76,6 +83,6 @@ def test_the_keys_of_the_dashboard_are_those_of_its_tabs() -> None:
     """A key's number is the place of a tab: the page names them in the tabs' order."""
     code = (ROOT / "mlx_parallm/runs/dashboard/static/app.js").read_text(encoding="utf-8")
     tabs = re.findall(r'\["([A-Z][\w-]*)", "\w+"', code.split("const tabs = ")[1].split(";")[0])
-    page = (ROOT / "docs" / "dashboard.md").read_text(encoding="utf-8")
+    page = section("watching.md", "The dashboard")
     [row] = re.findall(r"\| `1` to `9` \| .*?: (.*?);", page)
     assert row.split(", ") == [tab.lower() for tab in tabs]

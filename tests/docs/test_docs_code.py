@@ -2,11 +2,11 @@
 it can be.
 
 Each test's name says which: `docs/serving.md:12-bash-run`, `…-checked`, `…-text`. The blocks of a
-page are one
-session: they run in their order, in one temporary directory, with files saved by earlier ones and
-with the page's own server. What is changed before they run: ports 8000 and 8765, hub ids of models
-(the tiny model takes their place), the number and size of training steps (`docs_commands.py`).
-`docs_blocks.py` finds and looks at them.
+page, up to a comment `<!-- session: NAME -->`, are one session: they run in their order, in one
+temporary directory, with files saved by earlier ones and with a server of their own. What is
+changed before they run: ports 8000 and 8765, hub ids of models (the tiny model takes their place),
+the number and size of training steps (`docs_commands.py`). `docs_blocks.py` finds and looks at
+them.
 """
 
 import contextlib
@@ -44,16 +44,8 @@ from tests.integration.processes import free_port
 from tests.signals_reset import default_signals
 
 ALL = [block for page in pages() for block in blocks(page)]
-LONG_PAGES = {
-    *(
-        "evaluation.md",
-        "first_model.md",
-        "library.md",
-        "loading.md",
-        "parameters.md",
-        "trl.md",
-        "your_environment.md",
-    ),
+LONG_SESSIONS = {
+    *("evaluation", "first_model", "library", "loading", "parameters", "trl", "your_environment")
 }
 """Several trainings each, of what tests/integration, tests/library, tests/trl and
 tests/environments train as well."""
@@ -66,8 +58,12 @@ MODEL_ID = re.compile(
 RUN_DIRECTORY = re.compile(r"checkpoints/(?:<[\w-]+>|\w+-YYYY\w+-\w+)")
 
 
+Place = tuple[Path, str]
+"""A page, and one of its sessions."""
+
+
 class Page:
-    """One page's session: its blocks, a directory, a port, and what became of each block."""
+    """One session of a page: its blocks, a directory, a port, and the result of each block."""
 
     def __init__(self, blocks: list[Block], directory: Path, shims: Path) -> None:
         self.blocks = blocks
@@ -194,33 +190,37 @@ def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shims: Path
-) -> Iterator[dict[Path, Session]]:
-    """The sessions of all pages with a block that was selected, two at a time, the longest
+) -> Iterator[dict[Place, Session]]:
+    """All sessions with a block that was selected, two at a time, the longest
     first."""
     chosen = [
         item
         for item in request.session.items
         if getattr(item, "originalname", "") == "test_block_runs"
     ]
-    last: Counter[Path] = Counter()
+    last: Counter[Place] = Counter()
     for block in (
         item.callspec.params["block"] for item in chosen if isinstance(item, pytest.Function)
     ):
-        last[block.page] = max(last[block.page], block.line)
-    pages_ = {path: Page(of(path), tmp_path_factory.mktemp(path.stem), shims) for path in last}
-    sessions: dict[Path, Session] = {}
+        last[place_of(block)] = max(last[place_of(block)], block.line)
+    pages_ = {place: Page(of(place), tmp_path_factory.mktemp(place[1]), shims) for place in last}
+    sessions: dict[Place, Session] = {}
     with ThreadPoolExecutor(PAGES_AT_ONCE) as pool:
-        for path in sorted(last, key=lambda path: -sum(block.is_run for block in of(path))):
-            sessions[path] = pages_[path], pool.submit(pages_[path].run, last[path])
+        for place in sorted(last, key=lambda place: -sum(block.is_run for block in of(place))):
+            sessions[place] = pages_[place], pool.submit(pages_[place].run, last[place])
         yield sessions
 
 
-def of(page: Path) -> list[Block]:
-    return [block for block in ALL if block.page == page]
+def place_of(block: Block) -> Place:
+    return block.page, block.session
+
+
+def of(place: Place) -> list[Block]:
+    return [block for block in ALL if place_of(block) == place]
 
 
 def _runnable(block: Block) -> Any:
-    return pytest.param(block, marks=pytest.mark.long) if block.page.name in LONG_PAGES else block
+    return pytest.param(block, marks=pytest.mark.long) if block.session in LONG_SESSIONS else block
 
 
 @pytest.mark.parametrize("block", ALL, ids=str)
@@ -230,14 +230,14 @@ def test_block_is_well_formed(block: Block) -> None:
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.language == "toml"], ids=str)
 def test_toml_is_a_configuration(block: Block, tmp_path: Path, shims: Path) -> None:
-    Page(of(block.page), tmp_path, shims).parse_toml_to(block)
+    Page(of(place_of(block)), tmp_path, shims).parse_toml_to(block)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", [_runnable(block) for block in ALL if block.is_run], ids=str)
-def test_block_runs(block: Block, running: dict[Path, Session]) -> None:
-    page, session = running[block.page]
+def test_block_runs(block: Block, running: dict[Place, Session]) -> None:
+    page, session = running[place_of(block)]
     wait([page.results[block.line], session], return_when=FIRST_COMPLETED)
     if not page.results[block.line].done():
         session.result()  # raises what ended the session before this block
@@ -318,7 +318,7 @@ def test_a_right_command_is_not_called_wrong() -> None:
 
 def test_blocks_are_found_and_named() -> None:
     text = "* item\n\n  ```python\n  # score.py\n  def f():\n      pass\n  ```\n\n"
-    text += "````text\n```bash\n````\n```jsonl a.jsonl\n{}\n```\n"
+    text += "````text\n```bash\n````\n<!-- session: y -->\n```jsonl a.jsonl\n{}\n```\n"
     first, second, third = blocks(ROOT / "docs" / "x.md", text)
     assert (first.line, first.saved_as, first.text) == (
         3,
@@ -327,6 +327,7 @@ def test_blocks_are_found_and_named() -> None:
     )
     assert (second.text, second.is_run) == ("```bash\n", False)
     assert third.saved_as == "a.jsonl"
+    assert (second.session, third.session) == ("x", "y")
 
 
 @pytest.mark.parametrize("text", ["false | true", "exit 3"])

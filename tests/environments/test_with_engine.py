@@ -103,7 +103,7 @@ def test_stop_frees_the_engine(tiny_engine, tiny_tokenizer):
 
 
 def test_heldout_accuracy_of_the_shipped_model(tiny_engine, tiny_tokenizer):
-    """It half-knows its tasks (docs/tiny_model.md): some answers right, some wrong, and the same
+    """It half-knows its tasks (docs/models.md#the-tiny-model): some answers right, some wrong, and the same
     ones again."""
 
     def run():

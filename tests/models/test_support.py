@@ -1,7 +1,6 @@
 """What config.json alone shows: what is refused before any weight is there."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,9 +13,10 @@ from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.models.support import check_config, layer_without_gradient
 from scripts.generate_model_table import model_types, small_model
 from scripts.parity.document import with_column
+from tests.pages import section
 from tests.tiny_models import EXPERTS, LLAMA3_ROPE, QWEN3, lora_config, make_model
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+TABLE = section("models.md", "Every architecture")
 
 LARGE = {  # 235 B parameters
     **QWEN3,
@@ -127,17 +127,13 @@ def test_a_layer_without_a_gradient_is_named() -> None:
 
 
 def test_the_table_lists_what_is_installed() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert PAGE.read_text() == with_column(PAGE.read_text()), "python -m scripts.parity.document"
+    rows = re.findall(r"^\| `([^`]+)` \|", TABLE, re.MULTILINE)
+    assert with_column(TABLE) == TABLE, "python -m scripts.parity.document"
     assert rows == model_types(), "run .venv/bin/python -m scripts.generate_model_table"
 
 
 def test_the_table_says_what_the_check_says() -> None:
-    cells = [
-        line.split(" | ")
-        for line in PAGE.read_text(encoding="utf-8").splitlines()
-        if line.startswith("| `")
-    ]
+    cells = [line.split(" | ") for line in TABLE.splitlines() if line.startswith("| `")]
     rows = {
         cell[0].strip("| `"): [text.partition(":")[0].strip() for text in [cell[2], *cell[4:7]]]
         for cell in cells

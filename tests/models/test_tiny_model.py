@@ -10,9 +10,10 @@ import pytest
 
 import mlx_parallm
 from mlx_parallm.environments.kinds.tasks import TASKS, make_problem
+from tests.pages import section
 
 ASSETS = Path(mlx_parallm.__file__).parent / "models" / "tiny"
-DOCUMENT = Path(__file__).parents[2] / "docs" / "tiny_model.md"
+DOCUMENT = section("models.md", "The tiny model")
 
 NASTY = [
     "",
@@ -52,7 +53,7 @@ def test_it_is_small_enough_to_ship():
 
 
 def test_the_documented_checksum_is_that_of_the_file():
-    documented = re.findall(r"\b[0-9a-f]{64}\b", DOCUMENT.read_text())
+    documented = re.findall(r"\b[0-9a-f]{64}\b", DOCUMENT)
     assert documented == [hashlib.sha256((ASSETS / "model.safetensors").read_bytes()).hexdigest()]
 
 

@@ -1,4 +1,4 @@
-"""Rewards with numbers worked by hand from the table of docs/hybrid.md."""
+"""Rewards with numbers worked by hand from the table of docs/systems.md#hybrid."""
 
 import math
 from dataclasses import dataclass, field

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +13,7 @@ from mlx_parallm.rewards.part_tools import to_binary
 from mlx_parallm.rewards.parts import PARTS, WEIGHTS
 from mlx_parallm.system import patterns
 from mlx_parallm.types import Rollout, Trajectory
+from tests.pages import section
 
 needs_math = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is an extra"
@@ -47,9 +47,8 @@ def test_every_part_has_a_weight():
 
 
 def test_the_page_tells_every_weight():
-    page = (Path(__file__).parents[2] / "docs" / "reward_parts.md").read_text(encoding="utf-8")
-    parts = page.split("## The parts")[1].split("\n## ")[0]
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", parts, re.MULTILINE))
+    page = section("rewards.md", "The parts")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", page, re.MULTILINE))
     assert {name: float(weight) for name, weight in rows.items()} == dict(WEIGHTS)
 
 

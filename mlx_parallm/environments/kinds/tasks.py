@@ -5,7 +5,7 @@ A problem is a pure function of (task, index, seed, split), the same on every ma
 version. The problems of a task are divided by a hash of their key into nine tenths for training and
 one tenth held out, so the two splits never share a problem, whatever the seed.
 `mlx_parallm/models/tiny` was pretrained on the training split only (`scripts/build_tiny_model.py`,
-`docs/tiny_model.md`).
+`docs/models.md#the-tiny-model`).
 """
 
 import hashlib

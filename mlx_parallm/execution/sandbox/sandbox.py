@@ -187,7 +187,7 @@ def _way_with(require: frozenset[str]) -> tuple[str, frozenset[str]]:
     raise ConfigError(
         f"the sandbox has no protection of {missing} on this machine ({reasons}); to run without"
         " it, remove it from"
-        f" require = {json.dumps(PROTECTIONS)} (docs/reward_parts.md)"
+        f" require = {json.dumps(PROTECTIONS)} (docs/rewards.md#built-in-parts)"
     )
 
 

@@ -2,8 +2,8 @@
 the store.
 
 `routes.py` turns requests into calls of `AtroposQueue`, which is made over the run's
-`RolloutStore`; the trainer of the same process learns from that. docs/atropos.md lists the
-differences from atroposlib's server, all on purpose.
+`RolloutStore`; the trainer of the same process learns from that. docs/environments.md#atropos lists
+the differences from atroposlib's server, all on purpose.
 
 `queue_size` tells an environment when to pause: waiting groups of all sources, counted in *its own*
 group size, because it stops generating when `queue_size * group_size >= max_batches_offpolicy *

@@ -2,8 +2,8 @@
 `BaseEnv`.
 
 `create_atropos_router` gives the daemon the router; `AtroposQueue` (queue.py) does the work. Paths,
-bodies and replies are atroposlib 0.4.0's; docs/atropos.md lists the differences. Errors have
-FastAPI's shape ({"detail": …}), as there, not OpenAI's as on the other routes.
+bodies and replies are atroposlib 0.4.0's; docs/environments.md#atropos lists the differences.
+Errors have FastAPI's shape ({"detail": …}), as there, not OpenAI's as on the other routes.
 
 Handlers are plain functions: FastAPI runs them in its thread pool, because each touches the
 database.

@@ -9,8 +9,8 @@ from mlx_parallm.config.environment import Section
 
 class TinkerConfig(Section):
     enabled: bool = False
-    """Answer Tinker's API below /api/v1 (docs/tinker.md); `mlx_parallm serve --tinker` sets it.
-    Not with `train`."""
+    """Answer Tinker's API below /api/v1 (docs/library.md#tinkers-api); `mlx_parallm serve --tinker`
+    sets it. Not with `train`."""
     directory: Path = Path("checkpoints/tinker")
     """Runs of the models that clients train: a directory each, with checkpoints and metrics."""
     max_models: int = Field(16, ge=1)

@@ -18,7 +18,7 @@ LEAF = Leaf(
     section="mlx_parallm.faces.tinker.config:TinkerConfig",
     part="mlx_parallm.faces.tinker.leaf:tinker_part",
     clients_train="enabled",
-    serve_help="answer Tinker's training API too (docs/tinker.md)",
+    serve_help="answer Tinker's training API too (docs/library.md#tinkers-api)",
 )
 
 PACKAGES = ("google.protobuf", "zstandard")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 ALGORITHM = "a configuration of `mlx_parallm train` has it (docs/algorithms.md)"
-ROWS = "a configuration of `mlx_parallm train` has it (docs/training_on_data.md)"
+ROWS = "a configuration of `mlx_parallm train` has it (docs/your_data.md#training-on-data)"
 SETTINGS = "pass the path to the trainer, and a LoraConfig as peft_config"
 DATA = "the trainers read rows of text and of messages as they are (docs/trl.md)"
 CALLBACK = "write one with the methods of docs/trl.md"

@@ -33,7 +33,7 @@ NOT_ATTRIBUTES: Mapping[str, str] = {
     ),
     "hyperparameter_search": "call train with other arguments and another output_dir",
     "vllm_generation": "the engine of this process samples",
-    "deepspeed": "several machines train by mlx.launch (docs/distributed.md)",
+    "deepspeed": "several machines train by mlx.launch (docs/operations.md#several-processes)",
 }
 """Attributes that there are not → what is so instead."""
 

@@ -69,7 +69,9 @@ SPEED_ONLY = (
 effect."""
 
 HUB = "nothing is uploaded: train, then `mlx_parallm merge --push-to-hub OWNER/NAME`"
-ONE_PROCESS = "several machines train by mlx.launch, not by these (docs/distributed.md)"
+ONE_PROCESS = (
+    "several machines train by mlx.launch, not by these (docs/operations.md#several-processes)"
+)
 COMPUTED_BY_MLX = (
     "MLX computes here; a step's memory follows from gradient_checkpointing and"
     " rl_training.token_budget"

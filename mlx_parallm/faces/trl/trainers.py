@@ -419,9 +419,9 @@ class KTOTrainer(TRLTrainer):
 
 
 class RewardTrainer(TRLTrainer):
-    """A Bradley–Terry reward model (docs/reward_models.md). Rows: `chosen`, `rejected`, perhaps
-    `prompt` and `margin`. What `save_model` writes is one too: `TrainedRewardModel.load` and
-    `builtin:reward_model` read it."""
+    """A Bradley–Terry reward model (docs/rewards.md#reward-models). Rows: `chosen`, `rejected`,
+    perhaps `prompt` and `margin`. What `save_model` writes is one too: `TrainedRewardModel.load`
+    and `builtin:reward_model` read it."""
 
     config_class = RewardConfig
 

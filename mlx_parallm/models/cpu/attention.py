@@ -6,7 +6,7 @@ computes exp one at a time. Here a block of scores stays in the core's cache (of
 tokens it is larger: texts are not cut), exp is `exp2_minus`, and under a causal mask what a block
 does not see is not computed. The gradient computes a block's weights again from its log-sum-exp:
 FlashAttention's (Dao et al. 2022, arXiv 2205.14135, algorithm 4), in blocks of queries and heads.
-Figures: docs/benchmarks/kv.md.
+Figures: docs/benchmarks/serving.md#long-and-shared-texts.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Products with quantised weights on a CPU: several rows unpack the weights for the moment.
 
 MLX's CPU product with quantised weights works row by row; from a few rows on, unpacking the weights
-once and a BLAS product is faster (55 times for 512 rows, docs/benchmarks/memory.md). Plain
+once and a BLAS product is faster (55 times for 512 rows, docs/benchmarks/training.md#memory). Plain
 differentiation would keep the unpacked weights until the backward pass: float32 of the whole model.
 So the gradient is written out and unpacks them again. Experts (`SwitchLinear`) are unpacked all at
 once, one projection at a time, where there are more products than experts.

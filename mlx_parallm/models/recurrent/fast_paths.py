@@ -6,8 +6,8 @@
 
 An operation is taken if it is one: its graph is a few operations, where MLX without a kernel for
 this device or these sizes makes a loop over tokens, which takes six times the memory of our chunks
-on a CPU (docs/benchmarks/recurrent.md). And if its values and gradients are within `NEAR` of ours.
-Platforms have no say. What is wrong is named in the log, once.
+on a CPU (docs/benchmarks/training.md#recurrent-layers). And if its values and gradients are within
+`NEAR` of ours. Platforms have no say. What is wrong is named in the log, once.
 """
 
 from collections.abc import Callable, Sequence

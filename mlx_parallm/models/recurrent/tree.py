@@ -27,8 +27,9 @@ from mlx_parallm.models.recurrent.chunks import delta_terms, selective_scan
 
 CHUNKS, OVERHEAD = (16, 32, 64), 64
 """Lengths of chunks to choose from, and what a chunk costs beside its tokens, in tokens: its
-state, which the gradient needs. The time depends little on the length (docs/benchmarks/memory.md),
-and with 64 in place of 32 a step of episodes takes 0.77 of the memory."""
+state, which the gradient needs. The time depends little on the length
+(docs/benchmarks/training.md#memory), and with 64 in place of 32 a step of episodes takes 0.77 of
+the memory."""
 SCAN_CHUNKS, SCAN_OVERHEAD = (32, 64, 128, 256), 25
 """The same of a selective scan, whose levels are many operations each."""
 

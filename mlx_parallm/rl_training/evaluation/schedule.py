@@ -1,5 +1,5 @@
 """[evaluation]: held-out problems answered by the engine while training goes on. See
-docs/evaluation.md.
+docs/watching.md#evaluation.
 
     Evaluations     the schedule: when one is due, of which version, and where its result goes
     FallGuard       back to the best weights, when the score falls

@@ -1,5 +1,5 @@
-"""The display of a run: a live panel on a terminal (docs/panel.md), else one log line for each
-step.
+"""The display of a run: a live panel on a terminal (docs/watching.md#the-panel), else one log line
+for each step.
 
 Beside a panel the same lines go to run.log alone. It subscribes to the run's events. A display
 never ends a run: an error inside it turns it into the plain one. It installs no signal handler and

@@ -9,7 +9,7 @@ from mlx_parallm.rl_training.monitor.evidence import FEWEST_STEPS, Evidence, Sig
 
 ENTROPY_LOST = 0.1
 """Of the entropy of the load, whose highest is 1. A pretrained router that is not trained keeps it
-to a hundredth from step to step (docs/router_replay.md)."""
+to a hundredth from step to step (docs/algorithms.md#mixtures-of-experts)."""
 UNUSED_MORE = 0.15
 """Share of the experts: so many more than in the first steps get no token. Fewer tokens reach fewer
 experts too, so steps are compared with the first ones of the same run."""

@@ -10,7 +10,7 @@ with which it fits.
 
 The counts of intermediate arrays below were measured with MLX 0.32.4 (`mx.get_peak_memory` around
 one micro-batch, some sixty shapes of Qwen3 with an adapter, hidden 256 to 5,120, 1 to 8 layers):
-see docs/benchmarks/dry_run.md.
+see docs/benchmarks/training.md#dry-run.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""The interface of a trainer to the processes that train with it (docs/distributed.md), for one
-process alone.
+"""The interface of a trainer to the processes that train with it
+(docs/operations.md#several-processes), for one process alone.
 
 Every rank runs the same `Trainer.train_step` on the same batch from the same state. Only the
 micro-batches are spread; their numbers are exchanged and their gradients added, so each rank

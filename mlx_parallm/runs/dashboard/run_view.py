@@ -95,7 +95,7 @@ percent of one core."""
 READ_BYTES = 1 << 20
 MOST_MARKS = 100
 MOST_SPANS, MOST_TIMELINE_STEPS = 3000, 64
-CHATS_FILE = "feedback.sqlite"  # of a run that learns from use (docs/feedback.md)
+CHATS_FILE = "feedback.sqlite"  # of a run that learns from use (docs/traces.md#learning-from-use)
 MARK_KEY = "rolled_back_to"
 WATCHED = ("metrics", "evaluations", "rollouts", "marks", "spans")
 """Parts of a run whose changes the page is told of."""

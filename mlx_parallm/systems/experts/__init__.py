@@ -1,5 +1,5 @@
 """Small recurrent policies ("experts") for control: GRU and LSTM, learned by recurrent PPO.
-docs/experts.md.
+docs/systems.md#experts.
 
 expert.py     the network: `ExpertConfig`, `GRUExpert`, `LSTMExpert`; a `losses.ppo.Policy`
 registry.py   experts by name, and the ready-made ones

@@ -341,7 +341,7 @@ def _orthogonal(rows: int, columns: int, gain: float = 1.0) -> mx.array:
     """Return a random matrix [rows, columns] with orthonormal rows, or columns if they are fewer,
     times `gain`.
 
-    Saxe et al. 2013, arXiv:1312.6120. It decides how often a run succeeds: docs/experts.md.
+    Saxe et al. 2013, arXiv:1312.6120. It decides how often a run succeeds: docs/systems.md#experts.
     """
     q, r = mx.linalg.qr(mx.random.normal((max(rows, columns), min(rows, columns))), stream=mx.cpu)
     q = gain * q * mx.sign(mx.diag(r))

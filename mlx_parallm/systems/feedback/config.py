@@ -69,7 +69,7 @@ def check_run(config: "CoreConfig") -> None:
 
 class FeedbackConfig(Section):
     enabled: bool = False
-    """Learn from chats over /v1 of those who agree to it (docs/feedback.md)."""
+    """Learn from chats over /v1 of those who agree to it (docs/traces.md#learning-from-use)."""
     opt_in: tuple[Literal["header", "key"], ...] = ("header", "key")
     """How people agree: by the header X-Feedback: learn, or by a key of `keys_file`."""
     keys_file: Path | None = None

@@ -1,5 +1,5 @@
 """The hybrid system: a language model plans, small recurrent experts act, tools tell the truth.
-docs/hybrid.md.
+docs/systems.md#hybrid.
 
 orchestrator.py   `Orchestrator`: one episode; an action in, a `StepResult` out
 reward.py         `RewardConfig`, what a step and an end are worth

@@ -71,7 +71,7 @@ class HybridEnv:
         return self._outcome(self.orchestrator.step(action))
 
     def step_from_text(self, text: str) -> Step:
-        """Carry out the first action of a text (docs/hybrid.md has the grammar)."""
+        """Carry out the first action of a text (docs/systems.md#hybrid has the grammar)."""
         return self._outcome(self.orchestrator.step_text(text))
 
     def _outcome(self, result: Any) -> Step:

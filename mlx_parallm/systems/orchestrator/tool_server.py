@@ -48,7 +48,7 @@ def physics_simulate(angle: float, velocity: float, wind: float = 0.0) -> dict[s
         )
     theta = math.radians(angle)
     seconds = 2 * velocity * math.sin(theta) / GRAVITY
-    # The wind adds half of its speed over the flight: docs/hybrid.md; the same as
+    # The wind adds half of its speed over the flight: docs/systems.md#hybrid; the same as
     # experts.tasks.flight.
     distance = velocity * math.cos(theta) * seconds + 0.5 * wind * seconds
     return {"distance": distance, "time": seconds}

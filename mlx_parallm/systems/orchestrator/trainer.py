@@ -5,7 +5,7 @@ the original plan.
     reward_fn=right) trainer.train(["What is 17 * 23?", "What is 8 * 9?"], num_iterations=100)
     trainer.close()
 
-With tools and experts in the episodes it is `kind = "hybrid"` that trains (docs/hybrid.md).
+With tools and experts in the episodes it is `kind = "hybrid"` that trains (docs/systems.md#hybrid).
 """
 
 from collections.abc import Callable, Iterable

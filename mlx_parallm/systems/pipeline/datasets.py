@@ -60,7 +60,8 @@ class BaseReward(ABC):
 
 
 class BuiltInReward(BaseReward):
-    """A built-in part. `options`: its keywords (docs/reward_parts.md). Raises ConfigError."""
+    """A built-in part. `options`: its keywords (docs/rewards.md#built-in-parts). Raises
+    ConfigError."""
 
     part: ClassVar[str] = ""
 

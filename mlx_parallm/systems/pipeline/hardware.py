@@ -186,7 +186,7 @@ def detect_hardware(profile: Profile = AUTO_DETECT) -> HardwareConfig:
     if profile == GPU_ENABLED and backend == "cpu":
         raise ConfigError(
             "GPU_ENABLED: MLX computes on the CPU here"
-            " (docs/parameters.md); use AUTO_DETECT or CPU_ONLY"
+            " (docs/algorithms.md#what-is-trained); use AUTO_DETECT or CPU_ONLY"
         )
     memory = machine.memory_bytes if backend == "cpu" else memory_present()[1]
     return _fitting(

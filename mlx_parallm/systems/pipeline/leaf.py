@@ -13,7 +13,7 @@ LEAF = Leaf(
             "mlx_parallm_pipeline",
             (
                 "A second call goes on where the first one stopped, and does only what has"
-                " changed. docs/pipeline.md."
+                " changed. docs/traces.md#pipeline."
             ),
             ends_in_order=True,
         ),

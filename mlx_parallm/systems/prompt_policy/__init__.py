@@ -1,5 +1,5 @@
 """A policy that learns which rewriting helps which prompt, and its HTTP service.
-docs/prompt_policy.md.
+docs/systems.md#the-prompt-policy.
 
 networks.py ppo.py     the two networks; PPO, checkpoints
 experience.py store.py experiences, on the disk; how much is known about a prompt

@@ -13,7 +13,7 @@ LEAF = Leaf(
             "Serve a policy that learns which rewriting helps which prompt.",
             "mlx_parallm.systems.prompt_policy.command:prompt_policy",
             "mlx_parallm_prompt_policy",
-            "Without --server: a demonstration. docs/prompt_policy.md.",
+            "Without --server: a demonstration. docs/systems.md#the-prompt-policy.",
             ends_in_order=True,
         ),
     ),

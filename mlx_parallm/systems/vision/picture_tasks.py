@@ -5,7 +5,7 @@ A problem is a pure function of (task, index, seed, split), and its picture is d
 pixel, so it is the same on every machine. A hash of what is to be seen divides the problems of a
 task into nine tenths for training and one tenth held out; of `number` the held-out tenth are
 numbers that no training picture shows. `builtin:tiny-vision` was pretrained on the training split
-(`scripts/build_tiny_vision_model.py`, docs/tiny_vision_model.md).
+(`scripts/build_tiny_vision_model.py`, docs/models.md#the-tiny-model-that-sees).
 """
 
 import hashlib

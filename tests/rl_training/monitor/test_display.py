@@ -22,6 +22,7 @@ from mlx_parallm.rl_training.monitor import display as display_module
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay, curl_line, trained_tokens_per_s
 from mlx_parallm.rl_training.monitor.drawing import sparkline
 from mlx_parallm.system.log import RunLog, configure_logging
+from tests.pages import section
 from tests.signals_reset import default_signals
 
 pytestmark = pytest.mark.usefixtures("informative_logs")
@@ -121,7 +122,7 @@ def labels(text):
 
 
 def test_every_line_of_the_panel_is_on_its_page():
-    page = (Path(__file__).parents[3] / "docs" / "panel.md").read_text(encoding="utf-8")
+    page = section("watching.md", "The panel")
     display, console = on_a_terminal(width=80)
     display.start(dataclasses.replace(INFO, checkpoint_every=10, evaluate_every=10))
     each = {"reward_mean": 0.5, "groups": 4}
@@ -132,7 +133,7 @@ def test_every_line_of_the_panel_is_on_its_page():
     rows = set(
         re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)))
     )
-    assert drawn <= rows, "say in docs/panel.md what these lines are"
+    assert drawn <= rows, "say in docs/watching.md#the-panel what these lines are"
     assert labels(page.split("```")[1]) == drawn, (
         "the panel on the page has other lines: show a new one"
     )

@@ -174,7 +174,7 @@ def test_masks_of_a_tree_are_counted() -> None:
 
 
 def test_a_pair_computes_its_prompt_once() -> None:
-    """A prompt of 163 tokens and answers of 130 (as in docs/benchmarks/dry_run.md): 163 + 2 ·
+    """A prompt of 163 tokens and answers of 130 (as in docs/benchmarks/training.md#dry-run): 163 + 2 ·
     129 of 2 · 292 tokens."""
     config = parse_config(
         {"rl_training": {"algorithm": "dpo", "batch_size": 8}, "data": {"path": "pairs.jsonl"}}

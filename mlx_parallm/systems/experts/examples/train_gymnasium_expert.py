@@ -3,7 +3,7 @@
     python -m mlx_parallm.systems.experts.examples.train_gymnasium_expert --env CartPole-v1
 
 Writes CHECKPOINT_DIR/best.safetensors and CHECKPOINT_DIR/latest, from which `--resume` goes on.
-docs/experts.md has the settings for CartPole-v1 and Pendulum-v1.
+docs/systems.md#experts has the settings for CartPole-v1 and Pendulum-v1.
 """
 
 from dataclasses import fields

@@ -7,7 +7,7 @@ pairs.
 `--create-sample-data` writes the pairs first, half of them sums and half of them shots at a target.
 Training is `mlx_parallm train --algorithm dpo` on a LoRA adapter: this script prints that command,
 with all its flags, and becomes it. Held-out accuracy, checkpoints and `--resume` are as in
-docs/training_on_data.md.
+docs/your_data.md#training-on-data.
 """
 
 import argparse
