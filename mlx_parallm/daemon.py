@@ -54,8 +54,8 @@ from mlx_parallm.errors import (
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.rope_length import check_rope_length
+from mlx_parallm.models.image_support import image_support, with_images
 from mlx_parallm.models.images.encoder import ImageSupport
-from mlx_parallm.models.images.support import image_support, with_images
 from mlx_parallm.models.loading import (
     LoadedModel,
     check_model,
@@ -71,8 +71,8 @@ from mlx_parallm.models.scoring.reward_model import RewardScorer
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.commands import RunCommands
+from mlx_parallm.rl_training.dry_run import DryRun
 from mlx_parallm.rl_training.monitor.trackers import check_installed
-from mlx_parallm.rl_training.plan.dry_run import DryRun
 from mlx_parallm.rl_training.run.prepare import PreparedRun
 from mlx_parallm.rl_training.sources import InProcessEnvironments, RewardsById, RolloutSource
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks

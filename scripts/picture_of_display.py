@@ -11,8 +11,8 @@ from rich.console import Console
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.rl_training.events import CheckpointSaved, RunInfo
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.system.log import configure_logging
 
 

@@ -9,13 +9,13 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
 from mlx_parallm.config.leaves import leaves
-from tests.source_trees import ROOT, Source, sources
+from tests.source_trees import ROOT, Source, report, sources
 
 # Imports go one way: a unit may import units of lower layers, and itself. A unit is a module or
 # folder of the root, or one of a group (faces, systems, runs, deploy) where named here:
@@ -27,9 +27,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("losses", "rewards", "models"),
     ("weights", "rollout_store"),
+    ("run_files",),
     ("environments", "engine"),
     ("server",),
-    ("faces.inference",),
+    ("inference",),
     ("rl_training",),
     ("faces.library",),
     ("faces.primitives",),
@@ -86,16 +87,15 @@ MLX_FREE = (
     "engine.sequence",
     "execution",
     "rewards",
-    "rl_training.evaluation.best_checkpoint",
     "rl_training.evaluation.comparison",
     "rl_training.evaluation.evaluate",
-    "rl_training.evaluation.log",
     "rl_training.evaluation.pass_at_k_and_intervals",
     "rollout_store",
+    "run_files",
     "server",
     "system",
-    "faces.inference.openai",
-    "faces.inference.types",
+    "inference.openai",
+    "inference.types",
     "faces.primitives.__init__",
     "faces.tinker.config",
     "faces.tinker.leaf",
@@ -302,6 +302,47 @@ def test_imports_go_one_way() -> None:
     assert not [violation for violation in found if violation]
 
 
+def mutual_imports(imports: dict[str, Iterable[str]]) -> dict[tuple[str, str], list[str]]:
+    """Return the neighbours that import each other, at every level of the package, and by what.
+
+    Args:
+        imports: module → every dotted name that it imports; both from "mlx_parallm" on.
+    """
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for module, names in imports.items():
+        here = module.removesuffix(".__init__").split(".")
+        for name in names:
+            there = name.split(".")
+            same = [one == other for one, other in zip(here, there, strict=False)]
+            depth = (*same, False).index(False)
+            if 0 < depth < min(len(here), len(there)):
+                arrow = ".".join(here[: depth + 1]), ".".join(there[: depth + 1])
+                arrows.setdefault(arrow, []).append(f"{module} imports {name}")
+    return {
+        (one, other): by + arrows[other, one]
+        for (one, other), by in arrows.items()
+        if one < other and (other, one) in arrows
+    }
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """Neither do a module and the folder beside it. What both need lies in a third place."""
+    found = mutual_imports({f"mlx_parallm.{s.module}": s.imports for s in sources("mlx_parallm")})
+    report(line for by in found.values() for line in by)
+
+
+def test_the_rule_on_mutual_imports_itself() -> None:
+    imports = {
+        "mlx_parallm.a.x": ["mlx_parallm.b.y.Name", "mlx_parallm.a.z", "json"],
+        "mlx_parallm.b.__init__": ["mlx_parallm.a.z.Other"],
+        "mlx_parallm.b.y": ["mlx_parallm.__version__", "mlx_parallm.b"],
+        "mlx_parallm.c": ["mlx_parallm.a.x"],
+    }
+    assert list(mutual_imports(imports)) == [("mlx_parallm.a", "mlx_parallm.b")]
+    inside = {"mlx_parallm.p.a": ["mlx_parallm.p.b.N"], "mlx_parallm.p.b": ["mlx_parallm.p.a.M"]}
+    assert list(mutual_imports(inside)) == [("mlx_parallm.p.a", "mlx_parallm.p.b")]
+
+
 def leaf_names(source: Source) -> Iterator[str]:
     """Yield each import of a leaf in a core module, each string that holds the path of one, each
     section of a leaf that is an attribute (`config.traces`) or a string ("traces",
@@ -432,7 +473,7 @@ BUILT_PATTERNS = {
     "mlx_parallm/system/secret_forms.py": "of the table's own forms",
     "mlx_parallm/systems/prompt_policy/mutations.py": "of the word lists beside it",
     "mlx_parallm/systems/prompt_policy/classifier.py": "of the word lists beside it",
-    "mlx_parallm/rl_training/monitor/samples.py": "of words, escaped",
+    "mlx_parallm/rl_training/monitor/readable.py": "of words, escaped",
     "mlx_parallm/system/patterns.py": "the way itself",
     "mlx_parallm/system/device/faults.py": "of the table's own texts",
     "mlx_parallm/models/adapters/peft.py": "of the names of PEFT's files",

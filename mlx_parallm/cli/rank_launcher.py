@@ -40,7 +40,7 @@ from mlx_parallm.cli.supervisor import (
 )
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.errors import EXIT_AGAIN, ConfigError, RankLostError
-from mlx_parallm.rl_training.run_directory import newest_checkpoint
+from mlx_parallm.run_files.directory import newest_checkpoint
 from mlx_parallm.system.hardware import detect, launched_rank
 from mlx_parallm.system.log import RunLog, get_logger
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals

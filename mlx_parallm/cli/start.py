@@ -76,7 +76,7 @@ def train(parser: ArgumentParser) -> Run:
             return _write_config(args)
         config = _training_config(args)
         require_mlx()
-        from mlx_parallm.rl_training.run_directory import directory_of
+        from mlx_parallm.run_files.directory import directory_of
 
         resume = args.resume or config.rl_training.resume
         config = _named(config, args.config or args.data, resume)
@@ -286,7 +286,7 @@ def _training_config(args: Namespace) -> "Config":
                 "--config is required, or --model with --data and --reward"
                 " (a run directory given to --resume brings its own configuration)"
             )
-        from mlx_parallm.rl_training.run_directory import saved_config
+        from mlx_parallm.run_files.directory import saved_config
 
         return load(str(saved_config(Path(args.resume).expanduser())), args.set + base, saved=True)
     return load(source, args.set + base)
@@ -294,7 +294,7 @@ def _training_config(args: Namespace) -> "Config":
 
 def _named(config: "Config", source: str | None, resume: str | None) -> "Config":
     """Return the configuration with a name of the run, where it has none."""
-    from mlx_parallm.rl_training.run_directory import name_after
+    from mlx_parallm.run_files.directory import name_after
 
     if config.rl_training.run_name is not None or source is None:
         return config
@@ -306,7 +306,7 @@ def _as_it_began(config: "Config", args: Namespace) -> "Config":
     """Return the configuration with which the run that `--resume auto` finds was started. Some
     values depend on the model's size, which is a guess until the model has been downloaded:
     computed again they could differ."""
-    from mlx_parallm.rl_training.run_directory import CONFIG_FILE, directory_of
+    from mlx_parallm.run_files.directory import CONFIG_FILE, directory_of
 
     training = _named(config, args.data, "auto").rl_training
     saved = directory_of(training.checkpoint_dir, training.run_name, "auto") / CONFIG_FILE

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.errors import EXIT_AGAIN, ConfigError
-from mlx_parallm.rl_training.run_directory import newest_checkpoint
+from mlx_parallm.run_files.directory import newest_checkpoint
 from mlx_parallm.system.device.heartbeat import (
     ENGINE,
     EVERY_S,

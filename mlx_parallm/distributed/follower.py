@@ -28,11 +28,11 @@ from mlx_parallm.models.scoring.reward_model import load_shared_scorers
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.publish.weight_updater import publish
 from mlx_parallm.rl_training.run.running import END_S
 from mlx_parallm.rl_training.run.serving import PolicyServer, open_serving
 from mlx_parallm.rl_training.sources import POLICY, policy_inference
 from mlx_parallm.rl_training.step.ranks import Ranks, RankTask
-from mlx_parallm.rl_training.weight_updater import publish
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.signals import EndLimit
 from mlx_parallm.weights import SharedWeights

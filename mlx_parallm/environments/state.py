@@ -35,7 +35,7 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 class Inference(Protocol):
-    """The part of `mlx_parallm.faces.inference.module.InferenceModule` that an environment uses."""
+    """The part of `mlx_parallm.inference.module.InferenceModule` that an environment uses."""
 
     def generate(self, prompts: Sequence[Prompt]) -> Sequence[str]: ...
 

@@ -37,8 +37,19 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.models.evaluations import Evaluations, graph_nodes
-from mlx_parallm.models.experts.forcing import routing_of
 from mlx_parallm.models.experts.routing import ForwardRouting, counted, current, routed
+from mlx_parallm.models.heads.language_head import (
+    TRAINED_HEAD,
+    UNPACKED_HEAD,
+    Scores,
+    cut_wide_heads,
+    head_rows,
+    scores_and_directions,
+    scores_in_pieces,
+    split_pieces,
+    token_scores,
+)
+from mlx_parallm.models.heads.value_head import is_value_head, value_head_of
 from mlx_parallm.models.images.embedding import FeatureGradient, own_slots
 from mlx_parallm.models.layer_stack import (
     ROUNDED,
@@ -53,6 +64,7 @@ from mlx_parallm.models.layer_stack import (
     outputs_in,
     resolved,
 )
+from mlx_parallm.models.layouts.forced_experts import routing_of
 from mlx_parallm.models.layouts.layout import (
     CompactRows,
     Layout,
@@ -66,18 +78,6 @@ from mlx_parallm.models.layouts.layout import (
 )
 from mlx_parallm.models.ops import fused, unpacks
 from mlx_parallm.models.parameters import ParameterSlots
-from mlx_parallm.models.scoring.head import (
-    TRAINED_HEAD,
-    UNPACKED_HEAD,
-    Scores,
-    cut_wide_heads,
-    head_rows,
-    scores_and_directions,
-    scores_in_pieces,
-    split_pieces,
-    token_scores,
-)
-from mlx_parallm.models.scoring.value_head import is_value_head, value_head_of
 from mlx_parallm.models.sums import check_signal, has_signal
 from mlx_parallm.system.device.traits import compiles_gradients, may_lose_results
 

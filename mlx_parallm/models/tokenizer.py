@@ -20,10 +20,10 @@ from mlx_parallm.execution.prompt_images import (
     without_sources,
 )
 from mlx_parallm.execution.taught_tools import with_taught_tools, with_written_calls
-from mlx_parallm.models.chat_template import render_template, variables_of, with_arguments
 from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
-from mlx_parallm.models.shown_parts import ShownParts, Tools, with_one_system
-from mlx_parallm.models.token_text import Detokenizer, TextReader, TokenPieces
+from mlx_parallm.models.text.chat_template import render_template, variables_of, with_arguments
+from mlx_parallm.models.text.shown_parts import ShownParts, Tools, with_one_system
+from mlx_parallm.models.text.token_text import Detokenizer, TextReader, TokenPieces
 from mlx_parallm.types import PromptImage
 
 CONTEXT = 4096

@@ -32,24 +32,23 @@ from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.parameters import to_host
-from mlx_parallm.rl_training.checkpoints.checksums import (
-    CHECKSUMS_FILE,
-    damaged_files,
+from mlx_parallm.rl_training.step.optimizer import HostCopy, PolicyOptimizer
+from mlx_parallm.rl_training.step.policy import TrainedPolicy, read_tensors
+from mlx_parallm.run_files.best_checkpoint import Judge, score
+from mlx_parallm.run_files.checksums import (
+    check_files,
     write_checksums,
 )
-from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
-from mlx_parallm.rl_training.evaluation.best_checkpoint import Judge, score
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
-from mlx_parallm.rl_training.run_directory import (
+from mlx_parallm.run_files.directory import (
     BEST,
     FINAL,
     LATEST,
-    checkpoint_at,
     checkpoints,
     moment,
 )
-from mlx_parallm.rl_training.step.optimizer import HostCopy, PolicyOptimizer
-from mlx_parallm.rl_training.step.policy import TrainedPolicy, read_tensors
+from mlx_parallm.run_files.directory import find_checkpoint as find_checkpoint  # promised here
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.run_files.trainer_state import STATE_FILE, TrainerState
 from mlx_parallm.system.files import free_bytes, in_gb, point, remove_leftovers, write_directory
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -340,57 +339,6 @@ class Checkpointer:
             )
 
 
-def check_files(checkpoint: Path) -> None:
-    """Compare the files with their checksums, where there are any: older versions wrote none.
-
-    Raises CheckpointError: a file is missing or damaged.
-    """
-    damaged = damaged_files(checkpoint)
-    if damaged:
-        others = ", ".join(
-            path.name for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name
-        )
-        raise CheckpointError(
-            f"{checkpoint}: damaged: {', '.join(damaged)}: the checksum is another than when it"
-            " was written. Resume"
-            f" from another checkpoint (there: {others or 'none'}); if you changed it yourself,"
-            f" remove {CHECKSUMS_FILE}"
-        )
-
-
-def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Path | None:
-    """The checkpoint that `--resume text` means; its parent is the run directory.
-
-    A run directory (its `latest`), one of its steps (step_5000 is step_005000), the specification's
-    `checkpoints/latest` and `checkpoints/step_5000/` (of run `run_name`, else of the run that saved
-    last), or "auto": `latest` of `run_name`, or None for a fresh start. Raises CheckpointError:
-    nothing there, with what there is.
-    """
-    if text == "auto":
-        return checkpoint_at(checkpoint_dir / run_name) if run_name else None
-    requested = Path(text).expanduser()
-    candidates = [requested, requested.with_name(_padded(requested.name))]
-    runs = [checkpoint_dir / run_name] if run_name else []
-    if requested.parent.resolve() == checkpoint_dir.resolve() or len(requested.parts) == 1:
-        newest_run = (checkpoint_dir / LATEST).resolve().parent
-        candidates += [
-            run / name
-            for run in [*runs, newest_run]
-            for name in (requested.name, _padded(requested.name))
-        ]
-        candidates += [checkpoint_dir / requested.name]
-    for candidate in candidates:
-        if checkpoint := checkpoint_at(candidate):
-            return checkpoint
-    there = requested if requested.is_dir() else checkpoint_dir
-    names = (
-        ", ".join(sorted(path.name for path in there.iterdir()))
-        if there.is_dir()
-        else "it does not exist"
-    )
-    raise CheckpointError(f"--resume {text}: no checkpoint there ({there}: {names or 'empty'})")
-
-
 def _set_aside(later: list[Path], *, keep: Path) -> None:
     """Renames the newest of `later` and removes the others, and what was set aside before but
     for `keep`."""
@@ -401,11 +349,6 @@ def _set_aside(later: list[Path], *, keep: Path) -> None:
     for path in (*earlier, *others):
         shutil.rmtree(path, ignore_errors=True)
     newest.rename(newest.with_name(SUPERSEDED + newest.name))
-
-
-def _padded(name: str) -> str:
-    number = name.removeprefix("step_")
-    return f"step_{int(number):06d}" if number != name and number.isdecimal() else name
 
 
 def _link_all(source: Path, directory: Path) -> None:

@@ -28,10 +28,9 @@ from mlx_parallm.errors import (
     RefusedError,
     RequestError,
 )
-from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.run_files.directory import MARKS_FILE
+from mlx_parallm.run_files.metrics import MetricsFile
 from mlx_parallm.system.log import get_logger
-
-MARKS_FILE = "marks.jsonl"
 
 log = get_logger("train")
 
@@ -241,36 +240,3 @@ class RunCommands:
             each.result.set_exception(
                 RefusedError("the training has ended before it was done", 409)
             )
-
-
-def restored_settings(
-    now: Mapping[str, float], changes: Sequence[Mapping[str, Any]]
-) -> dict[str, float]:
-    """Return the values that a resumed run goes on with, of keys whose value now is the one before
-    a change: a configuration that says something else than both was changed on purpose.
-
-    Args:
-        now: `changeable` of [rl_training].
-        changes: `TrainerState.changes`.
-    """
-    values = dict(now)
-    for change in changes:
-        for key, (before, after) in change["settings"].items():
-            if values.get(key) == before:
-                values[key] = after
-    return {key: value for key, value in values.items() if value != now[key]}
-
-
-def overridden_settings(
-    now: Mapping[str, float], changes: Sequence[Mapping[str, Any]]
-) -> dict[str, list[float]]:
-    """Return {key: [value of the run, value now]} of what a resume changes on purpose.
-    It is a change of its own, so that a later resume from the file that the run began with keeps
-    it, too. A kl_beta of 0 is not: the file always says whether a run has a reference."""
-    newest = {key: new for change in changes for key, (_, new) in change["settings"].items()}
-    resumed = {**now, **restored_settings(now, changes)}
-    return {
-        key: [new, resumed[key]]
-        for key, new in newest.items()
-        if resumed[key] != new and resumed[key] > 0 < new
-    }

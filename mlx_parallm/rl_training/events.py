@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from mlx_parallm.rl_training.monitor.samples import Sample
 from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.run_files.samples import Sample
 from mlx_parallm.system.log import get_logger
 
 if TYPE_CHECKING:  # they import MLX, which the readers of a finished run do without

@@ -21,7 +21,6 @@ from mlx_parallm.models.loading import LoadedModel, load_tokenizer
 from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.options import TrainingOptions
-from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import GroupStore, Minimum, RolloutBuffer
 from mlx_parallm.rl_training.step.algorithms import Algorithm, shaping_of
 from mlx_parallm.rl_training.step.images import StepImages
@@ -29,6 +28,7 @@ from mlx_parallm.rl_training.step.policy import PolicyOptions, TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.step.teaching import TeacherOptions, TeacherSignal
 from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.types import RolloutGroup
 
 

@@ -27,7 +27,6 @@ from mlx_parallm.environments.base import Learner
 from mlx_parallm.errors import CheckpointError, ParallmError
 from mlx_parallm.models.sums import raise_stored_faults
 from mlx_parallm.rl_training.checkpoint import Checkpointer
-from mlx_parallm.rl_training.checkpoints.trainer_state import StepInProgress, TrainerState
 from mlx_parallm.rl_training.events import (
     BatchReady,
     CheckpointSaved,
@@ -37,13 +36,14 @@ from mlx_parallm.rl_training.events import (
     StepFinished,
     Waiting,
 )
-from mlx_parallm.rl_training.metrics import MetricsFile, complete
 from mlx_parallm.rl_training.publish.rollback import Rollbacks
-from mlx_parallm.rl_training.publish.versions import VersionSteps
+from mlx_parallm.rl_training.publish.weight_updater import WeightUpdater
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
-from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.run_files.metrics import MetricsFile, complete
+from mlx_parallm.run_files.trainer_state import StepInProgress, TrainerState
+from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.system.device.faults import DeviceFaults
 from mlx_parallm.system.footprint import process_bytes
 from mlx_parallm.system.log import words_of

@@ -42,9 +42,9 @@ from mlx_parallm.losses.advantages import (
 )
 from mlx_parallm.rl_training.monitor.evidence import Arrivals
 from mlx_parallm.rl_training.monitor.health import find_waiting
-from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.step.batch import StatisticsCollector, TrainBatch, TrainSequence
 from mlx_parallm.rollout_store.checks import OTHER_MODEL, TOO_LARGE, is_too_large
+from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Rollout, RolloutGroup
 

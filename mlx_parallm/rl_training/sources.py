@@ -26,13 +26,13 @@ from mlx_parallm.environments.runner import MakePlayer
 from mlx_parallm.environments.schedule import group_id
 from mlx_parallm.errors import EnvironmentFailedError
 from mlx_parallm.execution.prompt_images import ImageReader
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.rollout_buffer import Minimum
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.rollout_store.completions import KeptCompletions
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.trainer_state import TrainerState
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import RolloutGroup
 from mlx_parallm.weights import SharedWeights

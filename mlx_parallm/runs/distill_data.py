@@ -32,8 +32,8 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.execution.prompt_images import image_refs
-from mlx_parallm.faces.inference.module import InferenceModule
-from mlx_parallm.faces.inference.types import GenerateOptions
+from mlx_parallm.inference.module import InferenceModule
+from mlx_parallm.inference.types import GenerateOptions
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.runs.eval import endpoint_model

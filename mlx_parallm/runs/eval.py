@@ -39,8 +39,8 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.execution.tool_calls import ParsedCalls, parse_tool_calls, with_instructions
-from mlx_parallm.faces.inference.module import InferenceModule
-from mlx_parallm.faces.inference.openai import OpenAIBackend
+from mlx_parallm.inference.module import InferenceModule
+from mlx_parallm.inference.openai import OpenAIBackend
 from mlx_parallm.rl_training.evaluation import comparison
 from mlx_parallm.rl_training.evaluation.evaluate import (
     Evaluation,
@@ -51,8 +51,8 @@ from mlx_parallm.rl_training.evaluation.evaluate import (
     overall_score,
 )
 from mlx_parallm.rl_training.evaluation.examiner import no_rules, own_examiners
-from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, Shown, write_page
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE
+from mlx_parallm.run_files.directory import CONFIG_FILE
+from mlx_parallm.run_files.samples import SAMPLES_FILE, SAMPLES_PAGE, Shown, write_page
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.types import Completion

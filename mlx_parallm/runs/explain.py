@@ -25,7 +25,6 @@ from mlx_parallm.errors import StoreError
 from mlx_parallm.losses.advantages import group_advantages, token_advantages
 from mlx_parallm.rl_training.evaluation.comparison import compare
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import difference
-from mlx_parallm.rl_training.metrics import of_rows
 from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.monitor.drawing import began_and_now, sparkline
 from mlx_parallm.rl_training.monitor.evidence import WINDOW, Arrivals, Evidence, reward_limit
@@ -35,6 +34,7 @@ from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
 from mlx_parallm.rl_training.step.batch import StatisticsCollector
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
+from mlx_parallm.run_files.metrics import of_rows
 from mlx_parallm.runs.run import Metrics, Run
 from mlx_parallm.system.log import CONFIGURED, PAUSED, RESUMED
 from mlx_parallm.system.terminal import Console, beginning_of

@@ -24,19 +24,19 @@ from rich.text import Text
 from mlx_parallm.config.evaluation import PREFIX
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
-from mlx_parallm.models.images.support import image_support, with_images
+from mlx_parallm.models.image_support import image_support, with_images
 from mlx_parallm.models.loading import LoadedModel, check_model, load_model
-from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, find_checkpoint, restore_random_state
-from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
+from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, restore_random_state
 from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_trainer
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
+from mlx_parallm.rl_training.initial_adapter import initial_adapter
 from mlx_parallm.rl_training.options import make_algorithm, training_options
-from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.run_directory import FINAL, RunDirectory
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.directory import FINAL, RunDirectory, find_checkpoint
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile, complete
+from mlx_parallm.run_files.trainer_state import TrainerState
+from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.runs.run import Run, open_run
 from mlx_parallm.system.files import write_directory
 from mlx_parallm.system.terminal import Console

@@ -23,7 +23,7 @@ from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.errors import ConfigError, ModelError, StoreError
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, by_segment, token_advantages
-from mlx_parallm.rl_training.monitor.samples import Readable, without_template
+from mlx_parallm.rl_training.monitor.readable import Readable, without_template
 from mlx_parallm.rollout_store.store import GroupRecord
 from mlx_parallm.runs.run import Run
 from mlx_parallm.types import BETWEEN, UNSCORED, Rollout, RolloutGroup

@@ -23,24 +23,24 @@ import tomli
 from mlx_parallm.config.leaves import Leaf, client_trainer
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError, StoreError
-from mlx_parallm.rl_training.commands import MARKS_FILE
-from mlx_parallm.rl_training.evaluation.log import EVALUATIONS_FILE, EvaluationLog
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
-from mlx_parallm.rl_training.monitor.spans import SPANS_FILE, lines_of_steps
-from mlx_parallm.rl_training.monitor.tokens import TOKENS_FILE, read_tokens
-from mlx_parallm.rl_training.run_directory import (
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.directory import (
     BEST,
     CONFIG_FILE,
     FINAL,
     LATEST,
     LOCK_FILE,
+    MARKS_FILE,
     STORE_FILE,
     RunDirectory,
     checkpoint_at,
     checkpoints,
     find_run,
 )
-from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.evaluations import EVALUATIONS_FILE, EvaluationLog
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.run_files.spans import SPANS_FILE, lines_of_steps
+from mlx_parallm.run_files.tokens import TOKENS_FILE, read_tokens
 from mlx_parallm.system.log import RUN_LOG_FILE
 
 FILES = {

@@ -11,9 +11,9 @@ from typing import Any
 from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.adapters.settings import check_adalora, check_peft
 from mlx_parallm.models.formats import numbers_in, safetensors_header
-from mlx_parallm.rl_training.checkpoints.checksums import damaged_files
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.run_directory import moment
+from mlx_parallm.run_files.checksums import damaged_files
+from mlx_parallm.run_files.directory import moment
+from mlx_parallm.run_files.trainer_state import TrainerState
 from mlx_parallm.runs.run import Run
 
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -25,7 +25,7 @@ from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
-from mlx_parallm.server.responses.store import ResponseStore
+from mlx_parallm.server.stored_responses import ResponseStore
 from mlx_parallm.types import Request
 
 MOST_ALTERNATIVES_AT_ONCE = 2 * MOST_ALTERNATIVES  # of all answers that are being made

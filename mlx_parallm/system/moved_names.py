@@ -14,9 +14,9 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
 MOVED = {
-    "mlx_parallm.inference": "mlx_parallm.faces.inference",
     "mlx_parallm.primitives": "mlx_parallm.faces.primitives",
     "mlx_parallm.rl_training.atropos_client": "mlx_parallm.faces.atropos.client",
+    "mlx_parallm.rl_training.weight_updater": "mlx_parallm.rl_training.publish.weight_updater",
     "mlx_parallm.tools": "mlx_parallm.deploy",
     "mlx_parallm.trl": "mlx_parallm.faces.trl",
 }

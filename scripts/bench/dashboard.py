@@ -28,7 +28,7 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.server.thread import bind_socket
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

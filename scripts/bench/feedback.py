@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.systems.traces import Label, Trace
 from mlx_parallm.systems.traces.reading import write_lines
 from mlx_parallm.systems.traces.schema import new_trace

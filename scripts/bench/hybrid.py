@@ -40,7 +40,7 @@ import tomli_w
 from mlx_parallm.errors import ToolFailedError
 from mlx_parallm.execution.action_grammar import parse_actions
 from mlx_parallm.execution.tool_client import MCPServer, ToolClient
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.systems.experts import ExpertRegistry, load_expert
 from mlx_parallm.systems.experts.examples.train_physics_expert import hit_rates
 from mlx_parallm.systems.orchestrator import Orchestrator, OrchestratorConfig

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.rewards.parts import final_answer_is_right
 from mlx_parallm.types import Trajectory
 from scripts.bench.svrl_environment import BUDGET, TASKS, HeldOutProducts, Products

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.rl_training.metrics import TIMES
+from mlx_parallm.run_files.metrics import TIMES
 from mlx_parallm.system.files import TEMPORARY
 
 MOMENTS = ("in a step", "in a checkpoint", "anywhere")

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.runs.dashboard.command import make_app
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.types import RolloutGroup

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.rl_training.commands import RunCommands
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.runs.dashboard import run_view
 from mlx_parallm.runs.dashboard.command import make_app
 from mlx_parallm.runs.dashboard.routes import added_router, dashboard

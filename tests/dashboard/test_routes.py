@@ -15,7 +15,7 @@ import pytest
 from mlx_parallm import cli
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.rl_training.commands import RunCommands
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.runs.dashboard import routes
 from mlx_parallm.system.redaction import Redactor
 from tests.dashboard.making import make_clients_run, make_run, metrics_line, served

@@ -16,12 +16,12 @@ import pytest
 from mlx_parallm.environments.row_images import stored
 from mlx_parallm.errors import CheckpointError, RequestError
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
-from mlx_parallm.rl_training.monitor.samples import choose_samples
-from mlx_parallm.rl_training.monitor.tokens import TokenLog
+from mlx_parallm.rl_training.monitor.recording import TokenLog
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.prepare import StepTokens
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.run_files.samples import choose_samples
 from mlx_parallm.runs.dashboard import run_view
 from mlx_parallm.runs.dashboard.run_view import MOST_NUMBERS, MOST_TOKENS, RunView, Search, sendable
 from mlx_parallm.runs.explain import as_text, explain

@@ -5,7 +5,7 @@ import re
 
 import mlx_parallm
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.rl_training.metrics import KEYS
+from mlx_parallm.run_files.metrics import KEYS
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.context import ServerDeps, ServerState
 from tests.docs.docs_blocks import ROOT, blocks

@@ -18,7 +18,7 @@ from mlx_parallm.cli.table import main
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.gguf.from_gguf import convert_gguf
 from mlx_parallm.models.gguf.packed import bits_of, pack
 from mlx_parallm.models.loading import load_model

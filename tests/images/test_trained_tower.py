@@ -29,10 +29,10 @@ from mlx_parallm.models.lora import prepare_for_serving
 from mlx_parallm.models.mlx_lm_api import save_model
 from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.publish.weight_updater import publish
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.rl_training.weight_updater import publish
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.types import PromptImage, Request, Rollout, SamplingParams
 from mlx_parallm.weights import SharedWeights

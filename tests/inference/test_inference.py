@@ -26,9 +26,9 @@ from mlx_parallm.errors import (
     ModelError,
     RequestError,
 )
-from mlx_parallm.faces.inference import engine as inference_engine
-from mlx_parallm.faces.inference import module as module_of_inference
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference import engine as inference_engine
+from mlx_parallm.inference import module as module_of_inference
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import linear_layers, linear_shape, save_adapter
 from tests.conftest import TinyEngine

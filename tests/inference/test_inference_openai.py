@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import EndpointError, RequestError
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from tests.conftest import TinyEngine
 from tests.scripted_http import scripted_http
 from tests.server.scripted_answers import HERMES_TEMPLATE, ScriptedEngine, tokenizer_with

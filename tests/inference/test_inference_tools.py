@@ -11,7 +11,7 @@ import pytest
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.episode import CURRENT, Episode, EpisodePolicy
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.types import Completion
 from tests.conftest import TinyEngine
 from tests.server.scripted_answers import HERMES_TEMPLATE, ScriptedEngine, tokenizer_with

@@ -13,8 +13,8 @@ from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.scoring import Scorer
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.state import BaseEnvironment, State
-from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.library.backprop import BackpropModule
+from mlx_parallm.inference.module import InferenceModule
 from tests.inference.test_inference import CONFIG, adapter
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
 from scripts.soak.resume_bits import Run, differences, kill_once, without_times
 
 STEPS = 3

@@ -17,7 +17,6 @@ from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.errors import CheckpointError, ConfigError, RolloutRejectedError
-from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.library.algorithms import (
     ALGORITHM_FILE,
     ALGORITHMS,
@@ -30,10 +29,11 @@ from mlx_parallm.faces.library.algorithms import (
     load_algorithm_from_checkpoint,
 )
 from mlx_parallm.faces.library.backprop import BackpropModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.lora import load_adapter
-from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE
-from mlx_parallm.rl_training.run_directory import RunDirectory
+from mlx_parallm.run_files.directory import RunDirectory
+from mlx_parallm.run_files.trainer_state import STATE_FILE
 from mlx_parallm.runs.explain import explain
 from mlx_parallm.runs.run import open_run
 from mlx_parallm.runs.show_checkpoint import describe

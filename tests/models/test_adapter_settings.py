@@ -26,7 +26,7 @@ from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import AdapterError, ConfigError, RefusedError
 from mlx_parallm.models.adapters.settings import APPLIED, HARMLESS, NAMES, REFUSED, check_trained
 from mlx_parallm.models.lora import check_adapter, linear_shapes, load_adapter
-from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
+from mlx_parallm.rl_training.initial_adapter import initial_adapter
 from mlx_parallm.runs.show_checkpoint import describe
 from mlx_parallm.weights import SharedWeights
 from tests.tiny_models import TINY_ASSETS, make_model

@@ -13,6 +13,7 @@ import pytest
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import AdapterError, ConfigError, ModelError, RequestError
+from mlx_parallm.models.heads.value_head import VALUE_HEAD_FILE, value_head_of
 from mlx_parallm.models.loading import LoadedModel, load_model
 from mlx_parallm.models.scoring.card import (
     CARD_FILE,
@@ -21,7 +22,6 @@ from mlx_parallm.models.scoring.card import (
     find_reward_model,
 )
 from mlx_parallm.models.scoring.reward_model import RewardScorer, TrainedRewardModel
-from mlx_parallm.models.scoring.value_head import VALUE_HEAD_FILE, value_head_of
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import encode_all

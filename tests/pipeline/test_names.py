@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.systems.pipeline import (
     BaseReward,
     CodeExecutionReward,

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
+from mlx_parallm.models.heads.value_head import VALUE_HEAD_FILE
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.scoring.card import find_reward_model
 from mlx_parallm.models.scoring.reward_model import (
@@ -20,7 +21,6 @@ from mlx_parallm.models.scoring.reward_model import (
     load_shared_scorers,
     shared_scorer,
 )
-from mlx_parallm.models.scoring.value_head import VALUE_HEAD_FILE
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import RewardFunctions

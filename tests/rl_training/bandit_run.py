@@ -11,7 +11,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.rl_training.checkpoint import find_checkpoint
 from mlx_parallm.rl_training.events import (
     CheckpointSaved,
     RunEvents,
@@ -22,10 +21,11 @@ from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.publish.rollback import RollbackService
-from mlx_parallm.rl_training.publish.versions import VersionNumbers
 from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.directory import find_checkpoint
+from mlx_parallm.run_files.versions import VersionNumbers
 from mlx_parallm.types import RolloutGroup
 from mlx_parallm.weights import PublishReport, SharedWeights
 from tests.rl_training.making import make_config, make_policy

@@ -9,13 +9,10 @@ import pytest
 
 from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.errors import CheckpointError, RefusedError, RequestError
-from mlx_parallm.rl_training.commands import (
-    MARKS_FILE,
-    RunCommands,
-    overridden_settings,
-    restored_settings,
-)
-from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.rl_training.commands import RunCommands
+from mlx_parallm.run_files.directory import MARKS_FILE
+from mlx_parallm.run_files.metrics import MetricsFile
+from mlx_parallm.run_files.resume import overridden_settings, restored_settings
 
 
 class Loop:

@@ -15,10 +15,10 @@ from structlog.testing import capture_logs
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.events import Waiting
 from mlx_parallm.rl_training.loop import RunControl
-from mlx_parallm.rl_training.metrics import KEYS, TIMES
+from mlx_parallm.rl_training.publish.weight_updater import UpdaterState
 from mlx_parallm.rl_training.step.ranks import HasArrays, Ranks
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.rl_training.weight_updater import UpdaterState
+from mlx_parallm.run_files.metrics import KEYS, TIMES
 from mlx_parallm.system.log import configure_logging
 from tests.rl_training.bandit_run import Run, running
 from tests.rl_training.making import assert_same_training, weights

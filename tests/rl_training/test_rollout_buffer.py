@@ -12,7 +12,6 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.faces.library.algorithms import CollectedGroups
 from mlx_parallm.losses.advantages import PLAIN, Shaping, group_advantages, token_advantages
 from mlx_parallm.rl_training.options import make_algorithm, training_options
-from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import (
     NO_VARIANCE,
     TOO_OLD,
@@ -24,6 +23,7 @@ from mlx_parallm.rl_training.step.algorithms import shaping_of
 from mlx_parallm.rl_training.step.batch import TrainBatch, quantile
 from mlx_parallm.rollout_store.checks import OTHER_MODEL, TOO_LARGE
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.making import make_config
 from tests.rl_training.rollouts import make_group, make_rollout

@@ -15,7 +15,7 @@ from mlx_parallm.config.data import DataConfig
 from mlx_parallm.environments.rows import DataRow
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_calls import parse_tool_calls
-from mlx_parallm.faces.inference.types import CalledAnswer
+from mlx_parallm.inference.types import CalledAnswer
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.runs.distill_data import (
     Answer,

@@ -21,8 +21,8 @@ from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import ToolClient
-from mlx_parallm.faces.inference.module import InferenceModule
-from mlx_parallm.faces.inference.openai import OpenAIBackend
+from mlx_parallm.inference.module import InferenceModule
+from mlx_parallm.inference.openai import OpenAIBackend
 from mlx_parallm.rl_training.evaluation.evaluate import draw_problems, evaluate
 from mlx_parallm.runs.eval import EndpointPolicy, _examiners, _trained_on, compare
 

@@ -13,10 +13,10 @@ import pytest
 from mlx_parallm import cli
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import NEVER_DONE
-from mlx_parallm.rl_training.metrics import METRICS_FILE, complete
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD
-from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.directory import STORE_FILE, RunDirectory
+from mlx_parallm.run_files.metrics import METRICS_FILE, complete
 from mlx_parallm.runs.explain import Explanation, explain
 from mlx_parallm.runs.run import open_run
 from tests.rl_training.rollouts import make_group

@@ -11,8 +11,8 @@ import pytest
 from mlx_parallm import cli as cli_tools
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.errors import CheckpointError, ConfigError
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.runs.replay import replay
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.rollouts import make_rollout

@@ -11,10 +11,10 @@ import pytest
 
 from mlx_parallm import cli
 from mlx_parallm.rl_training.checkpoint import Checkpointer
-from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.run_files.metrics import MetricsFile
 from mlx_parallm.runs.show_checkpoint import as_text, describe
-from tests.rl_training.checkpoints.test_checkpoint import in_progress, state_at
 from tests.rl_training.making import make_config, make_trainer
+from tests.rl_training.test_checkpoint import in_progress, state_at
 from tests.runs.commands import call
 
 METRICS = {"step": 12, "reward_mean": 0.25, "loss": -0.5, "kl": None, "grad_norm": 1.5}

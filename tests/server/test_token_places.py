@@ -18,7 +18,7 @@ import pytest
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.lora import prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.weights import SharedWeights

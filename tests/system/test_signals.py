@@ -126,7 +126,7 @@ def test_what_the_command_line_loads_before_it_blocks_signals_starts_no_threads(
     checkpoint."""
     program = (
         "import sys, mlx_parallm.cli.start, mlx_parallm.cli.supervisor,"
-        " mlx_parallm.rl_training.run_directory\n"
+        " mlx_parallm.run_files.directory\n"
         "assert not {'numpy', 'mlx.core'} & set(sys.modules), 'loaded before"
         " block_shutdown_signals'"
     )

@@ -16,8 +16,8 @@ from mlx_parallm.faces.tinker.learner import Applied, Output
 from mlx_parallm.faces.tinker.run_log import SampleRecords, TinkerRunLog
 from mlx_parallm.faces.tinker.wire import read_forward_backward
 from mlx_parallm.rl_training import events
-from mlx_parallm.rl_training.metrics import KEYS, METRICS_FILE, MetricsFile
-from mlx_parallm.rl_training.run_directory import RunDirectory
+from mlx_parallm.run_files.directory import RunDirectory
+from mlx_parallm.run_files.metrics import KEYS, METRICS_FILE, MetricsFile
 from mlx_parallm.runs.explain import explain
 from mlx_parallm.runs.rollouts import Answers
 from mlx_parallm.runs.run import open_run

@@ -15,8 +15,8 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.environments.row_images import stored, with_data_urls, with_stored_images
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.faces.atropos.wire import from_scored_data
-from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.library.backprop import BackpropModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.rl_training.group_fit import LogprobMismatchCheck
 from tests.images.checkpoints import save_smolvlm
 from tests.vision.drawn import data_url

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.load import Config
-from mlx_parallm.models.images.support import image_support, tower_sizes, with_images
+from mlx_parallm.models.image_support import image_support, tower_sizes, with_images
 from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.rl_training.factory import build_policy, step_images
 from mlx_parallm.rl_training.options import make_algorithm, training_options

@@ -30,7 +30,7 @@ from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
 from mlx_parallm.models.published.mend import load_hf_model
 from mlx_parallm.models.published.rope import fixed_ropes
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.run_directory import FINAL, checkpoint_at
+from mlx_parallm.run_files.directory import FINAL, checkpoint_at
 from mlx_parallm.runs.run import open_run
 from mlx_parallm.system.hardware import empty_buffer_cache
 

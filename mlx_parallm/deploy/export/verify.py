@@ -29,7 +29,7 @@ from mlx_parallm.deploy.export.reference import (
 )
 from mlx_parallm.deploy.export.texts import CHATS, texts
 from mlx_parallm.errors import RequestError
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.tokenizer import Tokenizer
 
 PROMPTS = 16

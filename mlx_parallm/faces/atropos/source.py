@@ -7,9 +7,9 @@ from mlx_parallm.faces.atropos.api import AtroposClient, TrainerRegistration
 from mlx_parallm.faces.atropos.client import AtroposPoller
 from mlx_parallm.faces.atropos.queue import AtroposQueue, AtroposSettings
 from mlx_parallm.faces.atropos.routes import create_atropos_router
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.rollout_buffer import Minimum
 from mlx_parallm.rl_training.sources import EMBEDDED, RolloutSource, Served, SourceContext
+from mlx_parallm.run_files.trainer_state import TrainerState
 
 NO_END = 2**31 - 1
 """The last step that HTTP environments are told. They count the batches that they have filled

@@ -42,18 +42,18 @@ from mlx_parallm.errors import (
     RolloutRejectedError,
 )
 from mlx_parallm.execution.user_code import name_of, reference_to
-from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.library.backprop import BackpropModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rewards.base import scored
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.options import training_options
-from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
-from mlx_parallm.rl_training.run_directory import RunDirectory, checkpoint_at
+from mlx_parallm.run_files.directory import RunDirectory, checkpoint_at
+from mlx_parallm.run_files.trainer_state import TrainerState
+from mlx_parallm.run_files.versions import VersionNumbers, VersionSteps
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.types import UNSCORED, Rollout, RolloutGroup, Trajectory
 
@@ -93,7 +93,7 @@ class TrainingMetrics:
     length_mean: float
     length_std: float
     seconds: float
-    # the line of metrics.jsonl (rl_training/metrics.py), with all other metrics
+    # the line of metrics.jsonl (run_files/metrics.py), with all other metrics
     line: Mapping[str, Any]
 
     @property

@@ -25,7 +25,6 @@ from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import name_of, reference_to
-from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.library.losses import (
     Loss,
     Played,
@@ -34,6 +33,7 @@ from mlx_parallm.faces.library.losses import (
     segments_of,
     spread,
 )
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.losses.advantages import group_advantages, whiten
 from mlx_parallm.losses.kl import token_kl
 from mlx_parallm.losses.policy_gradient import policy_loss

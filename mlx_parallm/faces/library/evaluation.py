@@ -17,8 +17,8 @@ from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from mlx_parallm.execution.user_code import name_of, reference_to
-from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.library.algorithms import ComputesRewards
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.rl_training.evaluation.evaluate import Evaluation, draw_problems
 from mlx_parallm.rl_training.evaluation.evaluate import evaluate as evaluate_problems

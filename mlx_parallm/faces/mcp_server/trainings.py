@@ -28,7 +28,7 @@ import psutil
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.errors import CheckpointError, ConfigError
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.processes import of_no_family
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mlx_parallm.environments.registry import create_environment
     from mlx_parallm.environments.state import BaseEnvironment, State
     from mlx_parallm.execution.tool_calls import ToolCall
-    from mlx_parallm.faces.inference.module import InferenceModule
-    from mlx_parallm.faces.inference.types import GenerationResult
     from mlx_parallm.faces.library.algorithms import (
         GRPOAlgorithm,
         PPOAlgorithm,
@@ -32,6 +30,8 @@ if TYPE_CHECKING:
     )
     from mlx_parallm.faces.library.backprop import BackpropModule
     from mlx_parallm.faces.library.evaluation import evaluate
+    from mlx_parallm.inference.module import InferenceModule
+    from mlx_parallm.inference.types import GenerationResult
     from mlx_parallm.rewards.computers import (
         ParetoRewardComputer,
         WeightedRewardComputer,
@@ -90,8 +90,8 @@ __getattr__, __dir__ = lazy_names(
         "environments.kinds.simple_text": "SimpleTextEnvironment",
         "environments.state": "BaseEnvironment State",
         "environments.kinds.svrl": "SVRLEnvironment",
-        "faces.inference.module": "InferenceModule",
-        "faces.inference.types": "GenerationResult",
+        "inference.module": "InferenceModule",
+        "inference.types": "GenerationResult",
         "types": "Trajectory",
         "rewards.computers": "ParetoRewardComputer WeightedRewardComputer create_reward_computer",
         "rewards.methods": "RewardComputer",

@@ -4,7 +4,7 @@ episodes of it at once."""
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.state import text_of
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 comes with the package."""
 
 from mlx_parallm.execution.tool_calls import parse_tool_calls
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 
 
 def add(a: int, b: int) -> int:

@@ -18,10 +18,11 @@ from mlx_parallm.errors import ParallmError
 from mlx_parallm.faces.tinker.checkpoints import Checkpoints, TinkerRun
 from mlx_parallm.faces.tinker.learner import LearnedModel
 from mlx_parallm.rl_training.events import RunEvents, SpanEnded, StepFinished
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
-from mlx_parallm.rl_training.monitor.spans import SpanLog
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE, RunDirectory
+from mlx_parallm.rl_training.monitor.recording import record_spans
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
+from mlx_parallm.run_files.directory import CONFIG_FILE, RunDirectory
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile, complete
+from mlx_parallm.run_files.spans import SpanLog
 from mlx_parallm.system.log import get_logger
 
 MOST_SHOWN = 26  # runs
@@ -84,7 +85,7 @@ class RecordedRun:
         self._spans = SpanLog(directory, most_bytes=spans_bytes)
         self._metrics = MetricsFile(directory / METRICS_FILE)
         self._events = RunEvents()
-        self._spans.subscribe(self._events)
+        record_spans(self._events, self._spans)
         self._events.subscribe(StepFinished, self._write_line)  # last: it shows the step
         self.held: RunDirectory | None = None
         try:

@@ -16,7 +16,6 @@ from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.execution.user_code import user_code
 from mlx_parallm.faces.trl.config import TrainerConfig
 from mlx_parallm.faces.trl.mapping import EVALUATED_AS, UpdateSchedule
-from mlx_parallm.rl_training.evaluation.log import flat
 from mlx_parallm.rl_training.events import (
     CheckpointSaved,
     EvaluationFinished,
@@ -25,7 +24,8 @@ from mlx_parallm.rl_training.events import (
     RunStarted,
     StepFinished,
 )
-from mlx_parallm.rl_training.metrics import KEYS, of_rows
+from mlx_parallm.run_files.evaluations import flat
+from mlx_parallm.run_files.metrics import KEYS, of_rows
 
 LOGGED: Mapping[str, str] = {
     "loss": "loss",

@@ -20,15 +20,15 @@ from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.models.adapters.adalora import PARAMETERS, save_adalora
 from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.adapters.rope_length import record_rope_length
+from mlx_parallm.models.heads.value_head import VALUE_HEAD_FILE
 from mlx_parallm.models.loading import evaluate_module, load_model
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.scoring.card import CARD_FILE
-from mlx_parallm.models.scoring.value_head import VALUE_HEAD_FILE
-from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE
-from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.factory import build_policy
+from mlx_parallm.rl_training.initial_adapter import initial_adapter
 from mlx_parallm.rl_training.step.algorithms import Algorithm
 from mlx_parallm.rl_training.step.policy import REFERENCE_FILE, PolicyOptions
+from mlx_parallm.run_files.checksums import CHECKSUMS_FILE
 from mlx_parallm.system.files import write_directory
 
 ROUTER = "router_aux_loss_coef"

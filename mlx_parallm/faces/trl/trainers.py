@@ -53,11 +53,12 @@ from mlx_parallm.faces.trl.rows import DataRows, read_rows, with_completions
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.threads import MLXThread, in_mlx_thread
 from mlx_parallm.rewards.functions import is_reward_reference
-from mlx_parallm.rl_training.checkpoints.resume import placed
 from mlx_parallm.rl_training.data.source import Fit
 from mlx_parallm.rl_training.options import make_algorithm, training_options
 from mlx_parallm.rl_training.run.start import StartedRun
-from mlx_parallm.rl_training.run_directory import (
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
+from mlx_parallm.rl_training.train import TrainingRun
+from mlx_parallm.run_files.directory import (
     BEST,
     CONFIG_FILE,
     FINAL,
@@ -65,8 +66,7 @@ from mlx_parallm.rl_training.run_directory import (
     USED_BY,
     RunDirectory,
 )
-from mlx_parallm.rl_training.step.policy import TrainedPolicy
-from mlx_parallm.rl_training.train import TrainingRun
+from mlx_parallm.run_files.resume import placed
 from mlx_parallm.system.blas import share_blas_between
 from mlx_parallm.system.hardware import usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging

@@ -27,6 +27,12 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.models.adapters.linear import DoRALinear, LoRALinear
 from mlx_parallm.models.blockwise import BlockwiseModel
+from mlx_parallm.models.heads.value_head import (
+    VALUE_HEAD,
+    VALUE_HEAD_FILE,
+    attach_value_head,
+    value_head_of,
+)
 from mlx_parallm.models.layouts.layout import TokenBatch, padded_length
 from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
 from mlx_parallm.models.lora import (
@@ -43,12 +49,6 @@ from mlx_parallm.models.scoring.card import (
     find_reward_model,
 )
 from mlx_parallm.models.scoring.conversation import Conversation, conversation_tokens
-from mlx_parallm.models.scoring.value_head import (
-    VALUE_HEAD,
-    VALUE_HEAD_FILE,
-    attach_value_head,
-    value_head_of,
-)
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.files import sampled_digest

@@ -21,9 +21,9 @@ from mlx_parallm.rl_training.checkpoint import CheckpointVersions
 from mlx_parallm.rl_training.distillation.scoring import Answer, Scored, forward
 from mlx_parallm.rl_training.distillation.tokenizers import check_tokenizers
 from mlx_parallm.rl_training.factory import TeacherContext, step_images
-from mlx_parallm.rl_training.run_directory import FINAL, LATEST
 from mlx_parallm.rl_training.step.collate import MicroBatch, MicroBatchBudget, MiniBatch, collate
 from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.run_files.directory import FINAL, LATEST
 from mlx_parallm.system.files import local_path
 
 Weights = Callable[[], AbstractContextManager[None]]

@@ -10,8 +10,7 @@ prompts get one answer.
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import FEWEST
@@ -47,13 +46,6 @@ def one_answer(texts: Sequence[str]) -> tuple[str, int] | None:
         return None
     [(text, count)] = Counter(" ".join(text.split()) for text in texts).most_common(1)
     return (text, count) if count >= ONE_ANSWER * len(texts) else None
-
-
-def has_collapsed(line: Mapping[str, Any]) -> bool:
-    """Whether an evaluation (a line of evaluations.jsonl) says nothing of its weights: its reward
-    was its own teacher, and nearly all prompts got one answer."""
-    parts = line["environments"].values()
-    return any(part.get("own_examiner") and part.get("one_answer") for part in parts)
 
 
 def text_agreement(text: str, reference: str) -> float:

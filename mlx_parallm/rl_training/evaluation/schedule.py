@@ -26,10 +26,9 @@ from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.errors import CheckpointError, RefusedError
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rewards.functions import TrainingProgress
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.evaluation.evaluate import (
     ABSOLUTE,
     Evaluation,
@@ -38,11 +37,12 @@ from mlx_parallm.rl_training.evaluation.evaluate import (
     evaluate,
     overall_score,
 )
-from mlx_parallm.rl_training.evaluation.examiner import has_collapsed, own_examiners
-from mlx_parallm.rl_training.evaluation.log import EvaluationLog, flat
+from mlx_parallm.rl_training.evaluation.examiner import own_examiners
 from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents, SpanEnded, Waiting
-from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.run_directory import checkpoints, moment
+from mlx_parallm.run_files.directory import checkpoints, moment
+from mlx_parallm.run_files.evaluations import EvaluationLog, flat, has_collapsed
+from mlx_parallm.run_files.trainer_state import TrainerState
+from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.types import PolicyClient

@@ -23,7 +23,6 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from mlx_parallm.rl_training.evaluation.log import sentence
 from mlx_parallm.rl_training.events import (
     CheckpointSaved,
     EvaluationFinished,
@@ -36,7 +35,6 @@ from mlx_parallm.rl_training.events import (
     StepFinished,
     Waiting,
 )
-from mlx_parallm.rl_training.metrics import of_rows
 from mlx_parallm.rl_training.monitor.drawing import (
     CURVE_WIDTH,
     began_and_now,
@@ -45,13 +43,10 @@ from mlx_parallm.rl_training.monitor.drawing import (
 )
 from mlx_parallm.rl_training.monitor.evidence import WINDOW
 from mlx_parallm.rl_training.monitor.health import HEALTHY, sentences
-from mlx_parallm.rl_training.monitor.samples import (
-    Readable,
-    Sample,
-    merged,
-    samples_table,
-    shortened,
-)
+from mlx_parallm.rl_training.monitor.readable import Readable, samples_table, shortened
+from mlx_parallm.run_files.evaluations import sentence
+from mlx_parallm.run_files.metrics import of_rows
+from mlx_parallm.run_files.samples import Sample, merged
 from mlx_parallm.system.log import FILE_ONLY, get_logger, words_of
 from mlx_parallm.system.terminal import Console
 

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from mlx_parallm.config.training import LoggingConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
-from mlx_parallm.rl_training.monitor.samples import Sample, number_of
+from mlx_parallm.run_files.samples import Sample, number_of
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.packages import require

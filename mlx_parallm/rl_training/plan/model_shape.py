@@ -17,7 +17,8 @@ from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.models.evaluations import BlockSize
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.experts.wide import widen_experts
-from mlx_parallm.models.images.support import ImageHook, tower_sizes
+from mlx_parallm.models.heads.value_head import VALUE_HEAD_FILE
+from mlx_parallm.models.image_support import ImageHook, tower_sizes
 from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import (
@@ -31,7 +32,6 @@ from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
 from mlx_parallm.models.ops import UNPACKED_EXPERTS
 from mlx_parallm.models.quantize import quantizable
 from mlx_parallm.models.scoring.card import RewardModelCard, find_reward_model
-from mlx_parallm.models.scoring.value_head import VALUE_HEAD_FILE
 from mlx_parallm.models.support import DTYPES, blueprint, stored_dtype
 from mlx_parallm.rl_training.step.states_8bit import SMALLEST
 from mlx_parallm.system.device.traits import half_precision_is_slow, unpacks_weights

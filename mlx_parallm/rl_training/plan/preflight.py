@@ -25,9 +25,9 @@ from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_class, worth_a_segment
 from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.models.evaluations import EVAL_SHARE, Evaluations
+from mlx_parallm.models.heads.language_head import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.models.layouts.tree_rows import BLOCK
 from mlx_parallm.models.ops import UNPACKED
-from mlx_parallm.models.scoring.head import TRAINED_HEAD, UNPACKED_HEAD, head_rows
 from mlx_parallm.rl_training.plan.model_shape import FLOAT, NARROW, LoadOptions, ModelShape
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length

@@ -14,9 +14,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.types import Rollout
 
 MEASURED_TOKENS = 1024

@@ -19,12 +19,13 @@ import mlx.core as mx
 import structlog
 
 from mlx_parallm.errors import ParallmError, RefusedError
-from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, CheckpointVersions, check_files
-from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
+from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, CheckpointVersions
 from mlx_parallm.rl_training.publish.guard import TrainingState
+from mlx_parallm.rl_training.publish.weight_updater import WeightUpdater
 from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.run_files.checksums import check_files
+from mlx_parallm.run_files.trainer_state import STATE_FILE, TrainerState
 
 log = structlog.get_logger(__name__)
 

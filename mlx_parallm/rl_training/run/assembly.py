@@ -14,16 +14,16 @@ import mlx.core as mx
 
 from mlx_parallm.environments.base import Learner
 from mlx_parallm.rl_training.checkpoint import Checkpointer, ConsumedGroups
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.evaluation.best_checkpoint import Judge
 from mlx_parallm.rl_training.events import RunEvents
 from mlx_parallm.rl_training.loop import Batches, Parts, Source
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.options import TrainingOptions
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
-from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
+from mlx_parallm.rl_training.publish.weight_updater import WeightUpdater
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.run_files.best_checkpoint import Judge
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.run_files.trainer_state import TrainerState
+from mlx_parallm.run_files.versions import VersionNumbers, VersionSteps
 from mlx_parallm.weights import SharedWeights
 
 

@@ -12,7 +12,6 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.rewards.functions import TrainingProgress
-from mlx_parallm.rl_training.checkpoints.resume import what_to_resume
 from mlx_parallm.rl_training.data.source import DataSource, Fit
 from mlx_parallm.rl_training.evaluation.schedule import evaluation_sources
 from mlx_parallm.rl_training.events import RunEvents
@@ -22,6 +21,7 @@ from mlx_parallm.rl_training.options import check_kv_bits, make_algorithm
 from mlx_parallm.rl_training.run.serving import PolicyServer
 from mlx_parallm.rl_training.sources import SourceKind
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
+from mlx_parallm.run_files.resume import what_to_resume
 from mlx_parallm.system.log import RunLog
 from mlx_parallm.system.signals import EndLimit
 from mlx_parallm.system.terminal import Console

@@ -5,13 +5,13 @@ from typing import Any
 from mlx_parallm.config.data import REWARD_MODEL
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.row_images import example_content
+from mlx_parallm.rl_training.data.heldout_rows import in_words
 from mlx_parallm.rl_training.evaluation.comparison import BEFORE, compare
-from mlx_parallm.rl_training.evaluation.heldout_rows import in_words
 from mlx_parallm.rl_training.events import Outcome, RunInfo
-from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.monitor import report
-from mlx_parallm.rl_training.monitor.samples import SAMPLES_PAGE
 from mlx_parallm.rl_training.run.start import StartedRun
+from mlx_parallm.run_files.metrics import MetricsFile
+from mlx_parallm.run_files.samples import SAMPLES_PAGE
 from mlx_parallm.system.log import FILE_ONLY, get_logger
 
 log = get_logger("train")

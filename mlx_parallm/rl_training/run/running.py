@@ -12,12 +12,12 @@ from mlx_parallm.errors import EXIT_AGAIN, DeviceFaultError, MemoryShortError
 from mlx_parallm.rl_training.evaluation.schedule import FallGuard
 from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents, RunFinished, RunStarted
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.run.report import print_run_report, run_info
 from mlx_parallm.rl_training.run.start import StartedRun
 from mlx_parallm.rl_training.run.watchers import watch
-from mlx_parallm.rl_training.run_directory import newest_checkpoint
+from mlx_parallm.run_files.directory import newest_checkpoint
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.system.device.heartbeat import PAUSED, supervised
 from mlx_parallm.system.log import get_logger
 

@@ -18,27 +18,19 @@ from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.scoring.card import CARD_FILE, RewardModelCard
 from mlx_parallm.models.scoring.reward_model import load_shared_scorers
 from mlx_parallm.rl_training.checkpoint import CheckpointVersions
-from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, note_base
-from mlx_parallm.rl_training.checkpoints.trainer_state import RecordedChange, TrainerState
-from mlx_parallm.rl_training.commands import (
-    RunCommands,
-    overridden_settings,
-    restored_settings,
-)
+from mlx_parallm.rl_training.commands import RunCommands
+from mlx_parallm.rl_training.data.heldout_rows import HeldOut
 from mlx_parallm.rl_training.data.source import DataSource
-from mlx_parallm.rl_training.evaluation.best_checkpoint import best_by
-from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut
-from mlx_parallm.rl_training.evaluation.log import EvaluationLog
 from mlx_parallm.rl_training.evaluation.schedule import EvaluationOptions, Evaluations
 from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_trainer
 from mlx_parallm.rl_training.group_fit import LogprobMismatchCheck
+from mlx_parallm.rl_training.initial_adapter import initial_adapter
 from mlx_parallm.rl_training.loop import Batches, Parts
-from mlx_parallm.rl_training.monitor.spans import SpanLog
 from mlx_parallm.rl_training.options import TrainingOptions, training_options
 from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.plan.preflight import PlannedRun, room_for_evaluations
 from mlx_parallm.rl_training.publish.rollback import RollbackService
-from mlx_parallm.rl_training.publish.versions import VersionNumbers
+from mlx_parallm.rl_training.publish.weight_updater import drained
 from mlx_parallm.rl_training.run.assembly import (
     PublishedWeights,
     RunFiles,
@@ -47,11 +39,16 @@ from mlx_parallm.rl_training.run.assembly import (
 )
 from mlx_parallm.rl_training.run.prepare import PreparedRun
 from mlx_parallm.rl_training.run.serving import open_serving
-from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory
 from mlx_parallm.rl_training.sources import POLICY, SourceContext, Sources
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.rl_training.weight_updater import drained
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.best_checkpoint import best_by
+from mlx_parallm.run_files.directory import STORE_FILE, DiskUse, RunDirectory
+from mlx_parallm.run_files.evaluations import EvaluationLog
+from mlx_parallm.run_files.resume import note_base, overridden_settings, restored_settings
+from mlx_parallm.run_files.spans import SpanLog
+from mlx_parallm.run_files.trainer_state import RecordedChange, TrainerState
+from mlx_parallm.run_files.versions import VersionNumbers
 from mlx_parallm.system.files import GB, reserve_bytes
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.weights import SharedWeights

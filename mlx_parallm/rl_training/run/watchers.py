@@ -3,8 +3,9 @@ subscribes to its `RunEvents`; a new one is a line of `watch`."""
 
 from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.evaluation.heldout_rows import describe
+from mlx_parallm.rl_training.data.heldout_rows import describe
 from mlx_parallm.rl_training.events import (
+    CheckpointSaved,
     Noted,
     RolledBack,
     SamplesWritten,
@@ -12,10 +13,11 @@ from mlx_parallm.rl_training.events import (
     WeightsPublished,
 )
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
-from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SampleLog, without_template
-from mlx_parallm.rl_training.monitor.tokens import TokenLog
+from mlx_parallm.rl_training.monitor.readable import without_template
+from mlx_parallm.rl_training.monitor.recording import TokenLog, record_spans
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers
 from mlx_parallm.rl_training.run.start import StartedRun
+from mlx_parallm.run_files.samples import SAMPLES_FILE, SampleLog
 from mlx_parallm.system.files import GB
 
 
@@ -36,11 +38,11 @@ def watch(started: StartedRun) -> None:
     token_log = TokenLog(opened.path, step=started.first_step, most_bytes=most_bytes)
     closing.callback(token_log.close)
     token_log.subscribe(events)
-    opened.spans.subscribe(events)
+    record_spans(events, opened.spans)
     closing.callback(opened.spans.flush)
     _subscribe_samples(started, tokenizer)
     _subscribe_trackers(started)
-    opened.disk.subscribe(events)
+    events.subscribe(CheckpointSaved, lambda event: opened.disk.prune())
 
 
 def _subscribe_display(started: StartedRun, tokenizer: Tokenizer) -> None:
@@ -81,7 +83,7 @@ def _subscribe_samples(started: StartedRun, tokenizer: Tokenizer) -> None:
     )
 
     def write(event: StepFinished) -> None:
-        if samples := sample_log.write(event.batch):
+        if samples := sample_log.write(event.batch.step, event.batch.groups):
             events.emit(SamplesWritten(event.batch.step, samples))
 
     events.subscribe(StepFinished, write)

@@ -57,10 +57,10 @@ from mlx_parallm.losses.preference import (
     simpo_loss,
 )
 from mlx_parallm.losses.types import LossInputs, LossOutputs
-from mlx_parallm.rl_training.metrics import KEYS
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch
 from mlx_parallm.rl_training.step.teaching import Teaching
+from mlx_parallm.run_files.metrics import KEYS
 from mlx_parallm.types import Rollout
 
 STOP_FACTOR = 1.5  # of the target KL, as in Spinning Up and Stable-Baselines3

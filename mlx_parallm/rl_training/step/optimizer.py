@@ -25,9 +25,9 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.config.training import AdaLoraConfig
 from mlx_parallm.errors import CheckpointError
+from mlx_parallm.models.heads.value_head import is_value_head
 from mlx_parallm.models.ops import fused
 from mlx_parallm.models.parameters import ParameterSlots, scalar, to_host
-from mlx_parallm.models.scoring.value_head import is_value_head
 from mlx_parallm.models.sums import NEW_ZEROS, evaluated, has_signal, total, zeros_of
 from mlx_parallm.rl_training.step import states_8bit
 from mlx_parallm.rl_training.step.adaptive_ranks import AdaptiveRanks

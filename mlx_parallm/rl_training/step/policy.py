@@ -33,6 +33,12 @@ from mlx_parallm.models.adapters.linear import AdapterDropout, dense_weight, mer
 from mlx_parallm.models.adapters.rope_length import record_rope_length
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.experts.routing import replays_experts, watched_experts
+from mlx_parallm.models.heads.value_head import (
+    VALUE_HEAD_FILE,
+    attach_value_head,
+    is_value_head,
+    without_value_head,
+)
 from mlx_parallm.models.images.encoder import ImageEncoder, of_part, text_alone
 from mlx_parallm.models.lora import (
     adapt_layers,
@@ -47,12 +53,6 @@ from mlx_parallm.models.lora import (
 from mlx_parallm.models.mlx_lm_api import save_config, save_model
 from mlx_parallm.models.ops import use_fast_swiglu
 from mlx_parallm.models.parameters import ParameterSlots
-from mlx_parallm.models.scoring.value_head import (
-    VALUE_HEAD_FILE,
-    attach_value_head,
-    is_value_head,
-    without_value_head,
-)
 from mlx_parallm.models.support import stored_dtype
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.weights import parameter_slots

@@ -9,9 +9,8 @@ from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.errors import error_body, status_of
 from mlx_parallm.server.protocol.to_chat import ChatFields
 from mlx_parallm.server.responses.body import SEALED_REASONING, ResponsesBody, ToolNames
-from mlx_parallm.server.responses.items import Item
 from mlx_parallm.server.responses.output import COMPLETED, INCOMPLETE, Event, OutputItems
-from mlx_parallm.server.responses.store import ClientResponses, StoredItem
+from mlx_parallm.server.stored_responses import ClientResponses, Item, StoredItem
 
 CANCELLED, FAILED, IN_PROGRESS = "cancelled", "failed", "in_progress"
 # by the chat's finish reason; of all others COMPLETED

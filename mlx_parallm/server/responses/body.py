@@ -18,7 +18,8 @@ from mlx_parallm.server.protocol.fields import (
 )
 from mlx_parallm.server.protocol.openai import LONGEST_WORD, MAX_MESSAGES, MAX_TOOLS, ChatBody
 from mlx_parallm.server.protocol.to_chat import chat_body, refuse_choices, shared_fields
-from mlx_parallm.server.responses.items import Item, chat_messages, flat_name
+from mlx_parallm.server.responses.items import chat_messages, flat_name
+from mlx_parallm.server.stored_responses import Item
 
 LOGPROBS, SEALED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 Include = Literal[

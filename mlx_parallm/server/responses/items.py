@@ -12,7 +12,6 @@ from typing import Any
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.chat_messages import CUSTOM_ARGUMENT, content_text, is_image, parts_of
 
-Item = dict[str, Any]
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _ROLES = ("user", "assistant", "system", "developer")

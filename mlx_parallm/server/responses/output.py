@@ -14,7 +14,7 @@ from typing import Any
 from mlx_parallm.execution.chat_messages import CUSTOM_ARGUMENT
 from mlx_parallm.server.responses.body import ToolNames
 from mlx_parallm.server.responses.items import sealed_reasoning
-from mlx_parallm.server.responses.store import new_item_id
+from mlx_parallm.server.stored_responses import new_item_id
 
 Event = dict[str, Any]
 COMPLETED, INCOMPLETE = "completed", "incomplete"

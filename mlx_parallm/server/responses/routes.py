@@ -18,9 +18,8 @@ from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.protocol.to_chat import renamed
 from mlx_parallm.server.responses.answer import CANCELLED, ResponseForm
 from mlx_parallm.server.responses.body import IN_CHAT, ResponsesBody, ToolNames
-from mlx_parallm.server.responses.items import Item
-from mlx_parallm.server.responses.store import ClientResponses, StoredItem
 from mlx_parallm.server.sse import AnswerResponse
+from mlx_parallm.server.stored_responses import ClientResponses, Item, StoredItem
 
 router = json_router("openai")
 _CONFLICT: dict[int | str, dict[str, Any]] = {

@@ -21,7 +21,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from mlx_parallm.config.data import ONLINE_KTO
 from mlx_parallm.errors import ConfigError, RolloutRejectedError, StoreError
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.sources import (
     POLICY,
     RolloutSource,
@@ -31,6 +30,7 @@ from mlx_parallm.rl_training.sources import (
 )
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.rollout_store.payload import decode_group
+from mlx_parallm.run_files.trainer_state import TrainerState
 from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.context import ServerDeps
 from mlx_parallm.server.metrics import PREFIX

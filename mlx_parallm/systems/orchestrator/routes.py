@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from mlx_parallm.errors import EngineUnavailableError, RequestError
-from mlx_parallm.faces.inference.types import MAX_NEW_TOKENS
+from mlx_parallm.inference.types import MAX_NEW_TOKENS
 from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.protocol.fields import ListOf
 from mlx_parallm.server.protocol.openai import MAX_MESSAGES

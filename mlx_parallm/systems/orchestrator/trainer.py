@@ -15,9 +15,9 @@ from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.faces.inference.module import InferenceModule
 from mlx_parallm.faces.library.algorithms import GRPOAlgorithm, TrainingMetrics
 from mlx_parallm.faces.library.backprop import BackpropModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.rewards.computers import WeightedRewardComputer
 
 

@@ -39,9 +39,9 @@ from mlx_parallm.rewards.learned import LearnedReward
 from mlx_parallm.rewards.parts import WEIGHTS as BUILT_IN_WEIGHTS
 from mlx_parallm.rl_training.evaluation.examiner import LEARNED_EXAMINERS
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import FEWEST
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.trackers import check_installed
-from mlx_parallm.rl_training.run_directory import BEST, FINAL
+from mlx_parallm.run_files.directory import BEST, FINAL
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.runs.eval import RESULTS_FILE
 from mlx_parallm.system.files import write_atomically, write_directory
 from mlx_parallm.system.packages import require

@@ -18,7 +18,7 @@ from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import (
     Difference,
     difference,
 )
-from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE
+from mlx_parallm.run_files.samples import SAMPLES_FILE
 from mlx_parallm.systems.pipeline.references import COLUMN, References, agrees
 from mlx_parallm.systems.pipeline.work import Json
 from mlx_parallm.types import BETWEEN

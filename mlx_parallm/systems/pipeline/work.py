@@ -24,7 +24,7 @@ import psutil
 
 from mlx_parallm import __version__
 from mlx_parallm.errors import CheckpointError, ParallmError
-from mlx_parallm.rl_training.run_directory import LOCK_FILE, RunDirectory
+from mlx_parallm.run_files.directory import LOCK_FILE, RunDirectory
 from mlx_parallm.system.files import sha256_of, write_atomically
 from mlx_parallm.system.log import get_logger
 

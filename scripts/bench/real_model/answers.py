@@ -22,7 +22,7 @@ from mlx_parallm.config.server import ModelConfig, ServerConfig
 from mlx_parallm.deploy.export import llama_server
 from mlx_parallm.deploy.export.llama_server import CONTEXT, LlamaServer
 from mlx_parallm.deploy.export.reference import log_softmax
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.loading import load_tokenizer
 from mlx_parallm.models.tokenizer import Tokenizer
 from scripts.bench.real_model.serving import float32_file

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.faces.inference.module import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.types import Rollout, Trajectory
 from scripts.bench.studies.upcycling import upcycle

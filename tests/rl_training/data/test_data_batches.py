@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mlx_parallm.rl_training.data.batches import DataBatches, mismatched
+from mlx_parallm.rl_training.data.heldout_rows import area_under_curve, in_words
 from mlx_parallm.rl_training.data.tokens import Encoded, Unit
-from mlx_parallm.rl_training.evaluation.heldout_rows import area_under_curve, in_words
 
 
 def unit(number: int, *, prompt: int = 2, completion: int = 3, label: bool = True) -> Unit:

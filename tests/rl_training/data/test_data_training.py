@@ -13,19 +13,19 @@ import pytest
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.losses.types import LossInputs, LossOutputs
-from mlx_parallm.rl_training.checkpoint import find_checkpoint
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches
+from mlx_parallm.rl_training.data.heldout_rows import HeldOut
 from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.data.tokens import Encoded, Unit
-from mlx_parallm.rl_training.evaluation.heldout_rows import HeldOut
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
-from mlx_parallm.rl_training.metrics import TIMES
 from mlx_parallm.rl_training.options import make_algorithm, training_options
-from mlx_parallm.rl_training.publish.versions import VersionNumbers
 from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.directory import find_checkpoint
+from mlx_parallm.run_files.metrics import TIMES
+from mlx_parallm.run_files.trainer_state import TrainerState
+from mlx_parallm.run_files.versions import VersionNumbers
 from mlx_parallm.weights import SharedWeights
 from tests.rl_training.data.test_data_tokens import Characters
 from tests.rl_training.making import make_policy, perturb_adapter

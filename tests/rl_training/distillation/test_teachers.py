@@ -25,13 +25,13 @@ from mlx_parallm.rl_training.distillation.signal import Teachers
 from mlx_parallm.rl_training.distillation.tokenizers import MANY, TextIds, compare, texts
 from mlx_parallm.rl_training.factory import TeacherContext, build_buffer, build_trainer
 from mlx_parallm.rl_training.options import make_algorithm, training_options
-from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, RolloutBuffer
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import collate
 from mlx_parallm.rl_training.step.teaching import IDS, LOGPROBS, TARGETS
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.types import RolloutGroup
 from scripts.bench.tree import episodes
 from tests.models.recurrent.test_layout import model_of

@@ -16,20 +16,20 @@ from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoint import Checkpointer
-from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
 from mlx_parallm.rl_training.evaluation import schedule as evaluation_module
-from mlx_parallm.rl_training.evaluation.best_checkpoint import best_by
-from mlx_parallm.rl_training.evaluation.log import EvaluationLog, flat, sentence
 from mlx_parallm.rl_training.evaluation.schedule import (
     EvaluationOptions,
     Evaluations,
     evaluation_sources,
 )
 from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents
-from mlx_parallm.rl_training.metrics import MetricsFile
-from mlx_parallm.rl_training.publish.versions import VersionSteps
+from mlx_parallm.run_files.best_checkpoint import best_by
+from mlx_parallm.run_files.evaluations import EvaluationLog, flat, sentence
+from mlx_parallm.run_files.metrics import MetricsFile
+from mlx_parallm.run_files.trainer_state import STATE_FILE, TrainerState
+from mlx_parallm.run_files.versions import VersionSteps
 from tests.environments.scripted_client import ScriptedClient
-from tests.rl_training.checkpoints.test_checkpoint import NoStore, state_at, trained
+from tests.rl_training.test_checkpoint import NoStore, state_at, trained
 
 LATER_S = 10.0
 FIRST_VERSION = 10  # of the weights before training; step n publishes FIRST_VERSION + n

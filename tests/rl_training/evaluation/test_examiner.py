@@ -14,9 +14,9 @@ from mlx_parallm.rl_training.evaluation.evaluate import (
     Evaluation,
 )
 from mlx_parallm.rl_training.evaluation.examiner import one_answer, own_examiners, text_agreement
-from mlx_parallm.rl_training.evaluation.log import EvaluationLog
 from mlx_parallm.rl_training.monitor.evidence import Evidence
 from mlx_parallm.rl_training.monitor.part_signs import unlike_the_labels
+from mlx_parallm.run_files.evaluations import EvaluationLog
 from mlx_parallm.runs.explain import held_out, two_curves
 
 PROMPTS = 12

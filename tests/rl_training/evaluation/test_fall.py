@@ -8,9 +8,9 @@ import pytest
 
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.errors import CheckpointError, ConfigError, RefusedError
-from mlx_parallm.rl_training.evaluation.log import EvaluationLog
 from mlx_parallm.rl_training.evaluation.schedule import FallGuard
 from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents, Warned
+from mlx_parallm.run_files.evaluations import EvaluationLog
 from tests.integration.in_process import train_here
 from tests.integration.processes import metrics, write_config
 

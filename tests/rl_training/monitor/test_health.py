@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mlx_parallm.rl_training.metrics import KEYS
 from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 from mlx_parallm.rl_training.monitor.evidence import WINDOW
 from mlx_parallm.rl_training.monitor.health import HEALTHY, PAGE, RULES, diagnose, find
+from mlx_parallm.run_files.metrics import KEYS
 from tests.rl_training.monitor.test_display import INFO
 
 ROOT = Path(__file__).parents[3]

@@ -17,7 +17,6 @@ from structlog.testing import capture_logs
 from mlx_parallm.config.training import LoggingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.rl_training.monitor import trackers as module
-from mlx_parallm.rl_training.monitor.samples import Sample
 from mlx_parallm.rl_training.monitor.trackers import (
     MAKERS,
     TrackedRun,
@@ -25,6 +24,7 @@ from mlx_parallm.rl_training.monitor.trackers import (
     check_installed,
     flat,
 )
+from mlx_parallm.run_files.samples import Sample
 from mlx_parallm.system.log import configure_logging
 
 LINE = {

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.models.scoring.value_head import is_value_head
+from mlx_parallm.models.heads.value_head import is_value_head
 from mlx_parallm.rl_training.loop import RunControl
 from mlx_parallm.rl_training.monitor.health import find
 from mlx_parallm.rl_training.publish.guard import NOT_FINITE, PublishGuard, Verdict, kl_from_served

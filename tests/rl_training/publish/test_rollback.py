@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import CheckpointError, RefusedError
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.loop import RunControl
 from mlx_parallm.rl_training.publish.rollback import RollbackTarget
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.trainer_state import TrainerState
 from tests.rl_training.bandit_run import Run, running
 from tests.rl_training.making import weights
 from tests.rl_training.rollouts import make_group

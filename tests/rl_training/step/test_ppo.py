@@ -12,15 +12,15 @@ from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.losses.advantages import raw_rewards
 from mlx_parallm.rl_training.checkpoint import Checkpointer
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.monitor.health import find
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.trainer import Trainer
-from tests.rl_training.checkpoints.test_checkpoint import NoStore
+from mlx_parallm.run_files.metrics import MetricsFile
+from mlx_parallm.run_files.trainer_state import TrainerState
 from tests.rl_training.making import assert_same_training, make_config, make_trainer, weights
 from tests.rl_training.rollouts import make_batch, random_groups
 from tests.rl_training.scoring import on_policy
+from tests.rl_training.test_checkpoint import NoStore
 
 HEAD = ("value_head.weight", "value_head.bias")
 

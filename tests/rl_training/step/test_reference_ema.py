@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.step.policy import REFERENCE_FILE
-from tests.rl_training.checkpoints.test_checkpoint import NoStore, make_checkpointer, state_at
+from mlx_parallm.run_files.metrics import MetricsFile
 from tests.rl_training.making import make_config, make_policy, make_trainer
 from tests.rl_training.rollouts import make_batch, random_groups
+from tests.rl_training.test_checkpoint import NoStore, make_checkpointer, state_at
 
 EMA = {"reference": "ema", "reference_decay": 0.75, "kl_beta": 0.1}
 

@@ -10,12 +10,12 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
-from mlx_parallm.models.layouts.layout import share_prompts
-from mlx_parallm.models.scoring.value_head import (
+from mlx_parallm.models.heads.value_head import (
     attach_value_head,
     value_head_of,
     without_value_head,
 )
+from mlx_parallm.models.layouts.layout import share_prompts
 from tests.rl_training.step.test_blockwise import Glued, residual, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model
 

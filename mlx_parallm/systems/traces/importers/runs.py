@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.rl_training.monitor.samples import without_template
+from mlx_parallm.rl_training.monitor.readable import without_template
 from mlx_parallm.runs.run import FILES, Run
 from mlx_parallm.system.files import regular_files
 from mlx_parallm.systems.traces.importers.chats import atif

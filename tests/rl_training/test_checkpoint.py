@@ -22,21 +22,17 @@ from structlog.testing import capture_logs
 from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.lora import find_adapter_file, load_adapter
 from mlx_parallm.rl_training import checkpoint as checkpoint_module
-from mlx_parallm.rl_training.checkpoint import (
-    OPTIMIZER_FILE,
-    Checkpointer,
-    CheckpointVersions,
-    find_checkpoint,
-)
-from mlx_parallm.rl_training.checkpoints.trainer_state import (
+from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, Checkpointer, CheckpointVersions
+from mlx_parallm.rl_training.step.prepare import StepPosition
+from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.run_files.directory import find_checkpoint
+from mlx_parallm.run_files.metrics import MetricsFile
+from mlx_parallm.run_files.trainer_state import (
     STATE_FILE,
     StepInProgress,
     TrainerState,
 )
-from mlx_parallm.rl_training.metrics import MetricsFile
-from mlx_parallm.rl_training.publish.versions import VersionNumbers
-from mlx_parallm.rl_training.step.prepare import StepPosition
-from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.run_files.versions import VersionNumbers
 from mlx_parallm.system import files
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
@@ -51,7 +47,7 @@ from tests.rl_training.rollouts import make_batch, random_groups
 from tests.rl_training.scoring import assert_same_metrics
 from tests.tiny_models import make_model
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class NoStore:
@@ -499,7 +495,7 @@ def test_a_failed_save_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.Monke
 SAVE = """
 import sys
 from pathlib import Path
-from tests.rl_training.checkpoints.test_checkpoint import make_checkpointer, state_at, trained
+from tests.rl_training.test_checkpoint import make_checkpointer, state_at, trained
 {prepare}
 checkpointer = make_checkpointer(Path(sys.argv[1]), trained(steps=1))
 {act}

@@ -10,9 +10,9 @@ from structlog.testing import capture_logs
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
-from mlx_parallm.rl_training.monitor.spans import SpanLog
-from mlx_parallm.rl_training.run_directory import DiskUse, RunDirectory
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.directory import DiskUse, RunDirectory
+from mlx_parallm.run_files.spans import SpanLog
 from mlx_parallm.system import files
 from mlx_parallm.system.log import configure_logging
 from tests.rollout_store.groups import make_group

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.rl_training.events import StepFinished
-from mlx_parallm.rl_training.monitor.spans import MOST_PARTS, SPANS_FILE, SpanLog, merged
+from mlx_parallm.rl_training.monitor.recording import record_spans
+from mlx_parallm.run_files.spans import MOST_PARTS, SPANS_FILE, SpanLog, merged
 from tests.rl_training.bandit_run import running
 
 
@@ -24,7 +25,7 @@ def test_overlapping_times_become_few_parts() -> None:
 def test_a_run_leaves_its_lanes(tmp_path: Path) -> None:
     with running(tmp_path / "run", total_steps=3) as run:
         log = SpanLog(tmp_path)
-        log.subscribe(run.stream)
+        record_spans(run.stream, log)
         log.add("rl.sample", (5.0, 6.0))
         log.add("rl.sample", (5.5, 7.0))
         run.loop.run()
@@ -48,7 +49,7 @@ def test_a_run_leaves_its_lanes(tmp_path: Path) -> None:
 
     resumed = SpanLog(tmp_path, step=1)
     with running(tmp_path / "other", total_steps=1) as run:
-        resumed.subscribe(run.stream)
+        record_spans(run.stream, resumed)
         run.loop.run()
     steps = {json.loads(text)["step"] for text in (tmp_path / SPANS_FILE).read_text().splitlines()}
     assert steps == {1}, "what came after the checkpoint is made again"
@@ -57,7 +58,7 @@ def test_a_run_leaves_its_lanes(tmp_path: Path) -> None:
         file.write('{"name": "rl.tr\n{"name": "rl.train", "step": 1, "begin": 1, "end": 2}\n')
     after = SpanLog(tmp_path, step=1)
     with running(tmp_path / "third", total_steps=1) as run:
-        after.subscribe(run.stream)
+        record_spans(run.stream, after)
         run.loop.run()
     assert {
         json.loads(text)["step"] for text in (tmp_path / SPANS_FILE).read_text().splitlines()
@@ -73,7 +74,7 @@ def test_a_long_run_keeps_its_newest_spans(tmp_path: Path) -> None:
     log, path = SpanLog(tmp_path, most_bytes=4_000), tmp_path / SPANS_FILE
     with running(tmp_path / "run", total_steps=40) as run:
         sizes = list[int]()
-        log.subscribe(run.stream)
+        record_spans(run.stream, log)
         run.stream.subscribe(StepFinished, lambda event: sizes.append(path.stat().st_size))
         run.loop.run()
     log.flush()

@@ -4,25 +4,19 @@ MLX.
 A row is one segment of one answer. Its columns are little-endian float32 [T], NaN where a token was
 not trained on and where a number was not computed; the names are those of
 `verifiers/v1/graph.py:MessageNode` (0.4.0). Nothing needs this
-file: a failure here costs one warning (`RunEvents.emit`) and never the run.
+file: a failure here costs one warning and never the run.
 """
 
 import sqlite3
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mlx_parallm.errors import StoreError
-from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
-from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rollout_store.database import pragma, reading_uri
-
-if TYPE_CHECKING:  # it imports MLX
-    from mlx_parallm.rl_training.step.prepare import StepTokens
 
 TOKENS_FILE = "tokens.sqlite"
 COLUMNS = (
@@ -49,8 +43,8 @@ EMPTY_BYTES = 8 * PAGE
 """Of a file without rows, and a little more."""
 
 
-class TokenLog:
-    """Writes the tokens of a step after its samples, on the trainer's thread: a few milliseconds.
+class TokenFile:
+    """Writes the tokens of a step, on the trainer's thread: a few milliseconds.
 
     Args:
         step: the one that a resumed run continues from; rows of later steps are removed.
@@ -60,32 +54,15 @@ class TokenLog:
     def __init__(self, run: Path, *, step: int = 0, most_bytes: int = sys.maxsize) -> None:
         self._path, self._step, self._most = run / TOKENS_FILE, step, most_bytes
         self._connection: sqlite3.Connection | None = None
-        self._batch: TrainBatch | None = None
-        self._tokens: StepTokens | None = None
-
-    def subscribe(self, events: RunEvents) -> None:
-        """Call it before the samples subscribe: it keeps the step that they are taken from."""
-        events.subscribe(StepFinished, self._keep)
-        events.subscribe(
-            SamplesWritten,
-            lambda event: self._write_shown({sample.group_id for sample in event.samples}),
-        )
 
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
 
-    def _keep(self, event: StepFinished) -> None:
-        self._batch, self._tokens = event.batch, event.tokens
-
-    def _write_shown(self, group_ids: Collection[str]) -> None:
-        if self._batch is not None and self._tokens is not None:
-            self.write(self._batch, self._tokens, group_ids)
-
-    def write(self, batch: TrainBatch, tokens: "StepTokens", group_ids: Collection[str]) -> None:
-        """Write these groups of a step. Raises sqlite3.Error, StoreError: nothing is written."""
+    def write(self, rows: Sequence[tuple[object, ...]]) -> None:
+        """Write the rows of a step: (group, number, segment, step, mask, *COLUMNS). Raises
+        sqlite3.Error, StoreError: nothing is written."""
         connection = self._open() if self._connection is None else self._connection
-        rows = rows_of(batch, tokens, group_ids)
         marks = ", ".join("?" * (5 + len(COLUMNS)))
         self._make_room(connection, sum(map(_bytes_of, rows)))
         connection.execute("BEGIN")
@@ -137,35 +114,6 @@ def _bytes_of(row: Sequence[object]) -> int:
     """The bytes of a row in the file, at most: whole pages of its columns, one for what leads to
     them."""
     return (sum(len(part) for part in row if isinstance(part, bytes)) // PAGE + 2) * PAGE
-
-
-def rows_of(
-    batch: TrainBatch, tokens: "StepTokens", group_ids: Collection[str]
-) -> list[tuple[object, ...]]:
-    """Return a row for each segment of these groups that was trained on."""
-    places = {
-        id(segment): (group.group_id, number, place)
-        for group in batch.groups
-        if group.group_id in group_ids
-        for number, rollout in enumerate(group.rollouts)
-        for place, segment in enumerate(rollout.segments)
-    }
-    ends = np.cumsum([sequence.trained for sequence in batch.sequences])
-    rows: list[tuple[object, ...]] = []
-    for sequence, end in zip(batch.sequences, ends, strict=True):
-        if (place := places.get(id(sequence.rollout))) is None:
-            continue
-        mask = np.array(sequence.rollout.mask, bool)
-        trained = np.array(sequence.rollout.trained_mask, bool)
-        trained[:1] = False  # the first token has nothing before it
-        columns = []
-        for name in COLUMNS:
-            column = np.full(len(mask), np.nan, "<f4")
-            if name in tokens.columns:
-                column[trained] = tokens.columns[name][end - sequence.trained : end]
-            columns.append(column.tobytes())
-        rows.append((*place, batch.step, mask.astype(np.uint8).tobytes(), *columns))
-    return rows
 
 
 def read_tokens(run: Path, group_id: str, number: int, segment: int) -> Mapping[str, np.ndarray]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_parallm.errors import RefusedError, RequestError
-from mlx_parallm.server.responses.items import Item
 
+Item = dict[str, Any]
 _PREFIXES = {
     "message": "msg",
     "reasoning": "rs",

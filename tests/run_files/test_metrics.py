@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.rl_training.metrics import KEYS, MetricsFile, complete
+from mlx_parallm.run_files.metrics import KEYS, MetricsFile, complete
 
 
 def test_a_line_has_every_key_and_only_json() -> None:

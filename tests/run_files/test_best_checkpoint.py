@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.evaluation.best_checkpoint import score
-from mlx_parallm.rl_training.evaluation.heldout_rows import SCORE
-from mlx_parallm.rl_training.metrics import MetricsFile
-from tests.rl_training.checkpoints.test_checkpoint import NoStore, in_progress, state_at, trained
+from mlx_parallm.rl_training.checkpoint import Checkpointer
+from mlx_parallm.rl_training.data.heldout_rows import SCORE
+from mlx_parallm.run_files.best_checkpoint import score
+from mlx_parallm.run_files.directory import find_checkpoint
+from mlx_parallm.run_files.metrics import MetricsFile
+from mlx_parallm.run_files.trainer_state import TrainerState
+from tests.rl_training.test_checkpoint import NoStore, in_progress, state_at, trained
 
 BEST_AT = 20
 

@@ -7,7 +7,7 @@ one: `rl.sample`, `rl.reward`, `rl.train`, `rl.sync`; ours are `rl.wait`, `rl.ch
 in which any group was sampled, or scored. One further line of each step, `{"name": "versions",
 "step", "tokens"}`, has how many of its tokens each policy version sampled.
 
-Nothing needs this file: a failure here costs one warning (`RunEvents.emit`) and never the run.
+Nothing needs this file: a failure here costs one warning and never the run.
 """
 
 import json
@@ -15,16 +15,16 @@ import os
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.rl_training.events import RunEvents, SpanEnded, StepFinished
-from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.run_files.metrics import MetricsFile
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import Rollout
 
 SPANS_FILE = "spans.jsonl"
 NAMES = {
@@ -60,29 +60,26 @@ class SpanLog:
         self._overlapping: defaultdict[str, list[Times]] = defaultdict(list)
         self._lines: list[str] = []
 
-    def subscribe(self, events: RunEvents) -> None:
-        events.subscribe(SpanEnded, self._keep)
-        events.subscribe(StepFinished, self._write)
-
     def add(self, name: str, times: Times) -> None:
         """Take the time of one group: `name` is rl.sample or rl.reward."""
         with self._lock:
             self._overlapping[name].append(times)
 
-    def _keep(self, event: SpanEnded) -> None:
-        self._lines.append(_line(NAMES[event.name], event.step, (event.began, event.ended)))
+    def ended(self, name: str, step: int, times: Times) -> None:
+        """Take the time of a part of a step: `name` is a key of NAMES."""
+        self._lines.append(_line(NAMES[name], step, times))
 
-    def _write(self, event: StepFinished) -> None:
-        step = event.batch.step
+    def finish(self, step: int, rollouts: Iterable[Rollout]) -> None:
+        """Write the spans of a step that was trained on these rollouts."""
         with self._lock:
             groups, self._overlapping = self._overlapping, defaultdict(list)
         self._lines += [
             _line(name, step, times) for name in groups for times in merged(groups[name])
         ]
         sampled = Counter[int]()
-        for sequence in event.batch.sequences:
-            if sequence.rollout.policy_versions is not None:
-                sampled.update(compress(sequence.rollout.policy_versions, sequence.rollout.mask))
+        for rollout in rollouts:
+            if rollout.policy_versions is not None:
+                sampled.update(compress(rollout.policy_versions, rollout.mask))
         if sampled:
             self._lines.append(
                 json.dumps({"name": "versions", "step": step, "tokens": dict(sampled)}) + "\n"

@@ -31,8 +31,8 @@ from mlx_parallm.rl_training.publish.guard import (
     Verdict,
     digest,
 )
-from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.run_files.versions import VersionNumbers, VersionSteps
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Rollout
 from mlx_parallm.weights import PublishReport, SharedWeights

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
-from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE
-from mlx_parallm.rl_training.events import CheckpointSaved, RunEvents
-from mlx_parallm.rl_training.metrics import METRICS_FILE
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.metrics import METRICS_FILE
+from mlx_parallm.run_files.trainer_state import STATE_FILE
 from mlx_parallm.system.files import GB, shortage, sync, write_atomically
 from mlx_parallm.system.log import CONFIGURED, get_logger
 
@@ -21,6 +20,7 @@ log = get_logger("train")
 
 CONFIG_FILE = "config.toml"
 STORE_FILE = "rollouts.sqlite"
+MARKS_FILE = "marks.jsonl"  # what people ordered while the run went on
 LOCK_FILE = ".lock"
 # the newest checkpoint; the one at total_steps; the best so far
 LATEST, FINAL, BEST = "latest", "final", "best"
@@ -65,6 +65,44 @@ def checkpoint_at(path: Path) -> Path | None:
             f" one before: --resume {complete[-1]}"
         )
     return complete[-1].resolve() if complete else None
+
+
+def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Path | None:
+    """The checkpoint that `--resume text` means; its parent is the run directory.
+
+    A run directory (its `latest`), one of its steps (step_5000 is step_005000), the specification's
+    `checkpoints/latest` and `checkpoints/step_5000/` (of run `run_name`, else of the run that saved
+    last), or "auto": `latest` of `run_name`, or None for a fresh start. Raises CheckpointError:
+    nothing there, with what there is.
+    """
+    if text == "auto":
+        return checkpoint_at(checkpoint_dir / run_name) if run_name else None
+    requested = Path(text).expanduser()
+    candidates = [requested, requested.with_name(_padded(requested.name))]
+    runs = [checkpoint_dir / run_name] if run_name else []
+    if requested.parent.resolve() == checkpoint_dir.resolve() or len(requested.parts) == 1:
+        newest_run = (checkpoint_dir / LATEST).resolve().parent
+        candidates += [
+            run / name
+            for run in [*runs, newest_run]
+            for name in (requested.name, _padded(requested.name))
+        ]
+        candidates += [checkpoint_dir / requested.name]
+    for candidate in candidates:
+        if checkpoint := checkpoint_at(candidate):
+            return checkpoint
+    there = requested if requested.is_dir() else checkpoint_dir
+    names = (
+        ", ".join(sorted(path.name for path in there.iterdir()))
+        if there.is_dir()
+        else "it does not exist"
+    )
+    raise CheckpointError(f"--resume {text}: no checkpoint there ({there}: {names or 'empty'})")
+
+
+def _padded(name: str) -> str:
+    number = name.removeprefix("step_")
+    return f"step_{int(number):06d}" if number != name and number.isdecimal() else name
 
 
 def find_run(path: Path) -> Path:
@@ -253,9 +291,6 @@ class DiskUse:
         self._directory, run = directory, directory.path
         self._run, self._store, self._config, self._keep = run, store, config, keep
         self._warned = False
-
-    def subscribe(self, events: RunEvents) -> None:
-        events.subscribe(CheckpointSaved, lambda event: self.prune())
 
     def check(self) -> None:
         """Raises CheckpointError when less than the reserve is free, or the directory was

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from mlx_parallm.errors import CheckpointError
+from mlx_parallm.run_files.directory import checkpoints
 from mlx_parallm.system.files import inside, sha256_of
 
 CHECKSUMS_FILE = "SHA256SUMS"  # as `sha256sum -c` reads it
@@ -32,3 +33,21 @@ def damaged_files(checkpoint: Path) -> list[str] | None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{sums}: the checkpoint cannot be checked: {error}") from error
     return damaged if expected else [CHECKSUMS_FILE]
+
+
+def check_files(checkpoint: Path) -> None:
+    """Compare the files with their checksums, where there are any: older versions wrote none.
+
+    Raises CheckpointError: a file is missing or damaged.
+    """
+    damaged = damaged_files(checkpoint)
+    if damaged:
+        others = ", ".join(
+            path.name for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name
+        )
+        raise CheckpointError(
+            f"{checkpoint}: damaged: {', '.join(damaged)}: the checksum is another than when it"
+            " was written. Resume"
+            f" from another checkpoint (there: {others or 'none'}); if you changed it yourself,"
+            f" remove {CHECKSUMS_FILE}"
+        )

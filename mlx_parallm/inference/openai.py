@@ -23,7 +23,7 @@ from mlx_parallm.execution.tool_calls import (
     openai_tools,
     parse_tool_calls,
 )
-from mlx_parallm.faces.inference.types import (
+from mlx_parallm.inference.types import (
     MAX_NEW_TOKENS,
     CalledAnswer,
     Generation,

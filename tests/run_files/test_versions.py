@@ -1,8 +1,8 @@
 """The version table and the numbers: nothing of a timeline that was left counts as fresh, no
 number is used twice."""
 
-from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.versions import VersionNumbers, VersionSteps
 
 
 def five_steps() -> VersionSteps:

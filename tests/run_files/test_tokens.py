@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
-from mlx_parallm.rl_training.monitor.samples import choose_samples
-from mlx_parallm.rl_training.monitor.tokens import TOKENS_FILE, TokenLog, read_tokens
+from mlx_parallm.rl_training.monitor.recording import TokenLog
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.prepare import StepTokens
+from mlx_parallm.run_files.samples import choose_samples
+from mlx_parallm.run_files.tokens import TOKENS_FILE, read_tokens
 from mlx_parallm.system import log as logs
 from mlx_parallm.types import Rollout, RolloutGroup
 

@@ -1,11 +1,9 @@
 """Samples of the policy for people to read: first, best and worst completion of a step. No MLX.
 
 `samples.jsonl` in the run directory has one line for each; `samples.html` shows the last steps in a
-browser, one file without scripts, everything escaped. The terminal shows a table, and trackers get
-the same.
+browser, one file without scripts, everything escaped. The terminal and trackers show the same.
 """
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,23 +13,17 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.table import Table
-from rich.text import Text
-
-from mlx_parallm.errors import CheckpointError, RequestError
-from mlx_parallm.rl_training.metrics import MetricsFile
-from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.errors import CheckpointError
+from mlx_parallm.run_files.metrics import MetricsFile
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.system.terminal import beginning_of, end_of
-from mlx_parallm.types import BETWEEN, ChatTokenizer, Rollout, RolloutGroup
+from mlx_parallm.types import BETWEEN, Rollout, RolloutGroup
 
 log = get_logger("train")
 
 SAMPLES_FILE = "samples.jsonl"
 SAMPLES_PAGE = "samples.html"
 STEPS_ON_PAGE = 50
-SHOWN_CHARACTERS = 300  # in the terminal: of the end of a prompt, of the beginning of a completion
 # keys that older lines lack
 OLD_DEFAULTS: dict[str, Any] = {"version": None, "scores": {}, "turns": 1}
 LONGEST_TEXT = 8_000  # characters of a prompt or a completion on the page; samples.jsonl has all
@@ -49,10 +41,8 @@ pre { margin: 0; padding: .5rem; background: #f5f7f9; white-space: pre-wrap; ove
   article, h2 { border-color: #2c3640 } small { color: #93a3b3 } }
 """
 
-TURN = "\x00turn\x00"  # where a turn begins; a model may write a NUL
 Decode = Callable[[Sequence[Sequence[int]]], Sequence[str]]
 """The parts of one sequence → the text of each in its place."""
-Readable = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +120,12 @@ class SampleLog:
             self._file.path.replace(self._file.path.with_suffix(".damaged"))
             return []
 
-    def write(self, batch: TrainBatch) -> list[Sample]:
+    def write(self, step: int, groups: Sequence[RolloutGroup]) -> list[Sample]:
         """Write and return the samples of this step; empty where none are due. Raises
         CheckpointError: a full disk."""
-        if not self._every or batch.step % self._every:
+        if not self._every or step % self._every:
             return []
-        samples = choose_samples(batch.step, batch.groups, self._decode)
+        samples = choose_samples(step, groups, self._decode)
         for sample in samples:
             self._file.append(sample.to_json())
         if samples:
@@ -184,79 +174,8 @@ def merged(samples: Sequence[Sample]) -> list[tuple[str, Sample]]:
     return [(", ".join(which), sample) for which, sample in by_answer.values()]
 
 
-def samples_table(samples: Sequence[Sample], readable: Readable = str) -> Table:
-    """Return the samples as a table for a terminal."""
-    table = Table(title=f"samples of step {samples[0].step}", title_justify="left")
-    table.add_column("")
-    table.add_column("reward", justify="right")
-    for name in ("prompt", "completion"):
-        table.add_column(name, overflow="fold")
-    for which, sample in merged(samples):
-        words = (which, number_of(sample.reward), *shortened(sample, readable))
-        table.add_row(*(Text(word) for word in words))
-    return table
-
-
 def number_of(reward: float | None) -> str:
     return "–" if reward is None else f"{reward:.3g}"
-
-
-def shortened(sample: Sample, readable: Readable = str) -> tuple[str, str]:
-    """Return the end of the prompt (the question) and the beginning of the completion, each on
-    one short line."""
-    prompt, completion = readable(sample.prompt), readable(sample.completion)
-    return end_of(prompt, SHOWN_CHARACTERS), beginning_of(completion, SHOWN_CHARACTERS)
-
-
-def without_template(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Readable:
-    """Return a function that makes messages of what the chat template made of them: "user: Hi
-    assistant: Hello".
-
-    One message alone comes without its role. Special tokens that are left are removed.
-    """
-    marks = {mark: f"{TURN}{role}: " for mark, role in _marks(tokenizer, template_kwargs).items()}
-    gone = {tokenizer.token_text(token): "" for token in tokenizer.special_ids} if marks else {}
-    words = {text: new for text, new in (gone | marks).items() if text}
-    pattern = (
-        re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
-        if words
-        else None
-    )
-
-    def readable(text: str) -> str:
-        if pattern is None:
-            return text
-        plain = pattern.sub(lambda match: words[match[0]], text)
-        plain = re.sub(rf"\s*{TURN}assistant: \s*(?=⟧|$)", "", plain)  # the turn that follows
-        if plain.count(TURN) == 1:
-            plain = re.sub(rf"^{TURN}\w+: ", "", plain)
-        return plain.replace(f"⟦{TURN}", "⟦").replace(TURN, " ").strip()
-
-    return readable
-
-
-def _marks(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text that the template writes before a message, with the message's role; empty
-    without a template."""
-    marks: dict[str, str] = {}
-    ends = [tokenizer.token_text(token) for token in tokenizer.eos_token_ids]
-    for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
-        words = [f"MESSAGE-{number}-OF-THE-TEMPLATE" for number in range(len(roles))]
-        messages = [
-            {"role": role, "content": word} for role, word in zip(roles, words, strict=True)
-        ]
-        try:
-            text = tokenizer.render_chat_text(messages, template_kwargs=template_kwargs)
-        except RequestError:
-            continue
-        between = re.split("|".join(words), text)
-        if len(between) != len(roles) + 1:  # a template that leaves one out
-            continue
-        for mark, role in zip(between, (*roles, "assistant"), strict=True):
-            marks[mark] = role
-            for end in ends:  # where the policy has sampled it, it is no part of what follows
-                marks[mark.removeprefix(end)] = role
-    return {mark: role for mark, role in marks.items() if mark.strip()}
 
 
 def _sample(

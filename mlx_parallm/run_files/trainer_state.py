@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from mlx_parallm.config.training import CHANGEABLE
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
+from mlx_parallm.run_files.versions import VersionNumbers, VersionSteps
 
 STATE_FILE = "trainer_state.json"
 SCHEMA_VERSION = 1

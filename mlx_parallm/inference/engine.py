@@ -27,7 +27,7 @@ from mlx_parallm.execution.tool_calls import (
     parse_tool_calls,
     prompt_with_tools,
 )
-from mlx_parallm.faces.inference.types import (
+from mlx_parallm.inference.types import (
     MAX_NEW_TOKENS,
     CalledAnswer,
     Generation,

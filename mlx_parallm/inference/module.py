@@ -42,9 +42,9 @@ from mlx_parallm.execution.tool_calls import (
     prompt_with_tools,
     tool_definition,
 )
-from mlx_parallm.faces.inference.engine import EngineBackend
-from mlx_parallm.faces.inference.openai import OpenAIBackend
-from mlx_parallm.faces.inference.types import (
+from mlx_parallm.inference.engine import EngineBackend
+from mlx_parallm.inference.openai import OpenAIBackend
+from mlx_parallm.inference.types import (
     CalledAnswer,
     GenerateOptions,
     Generation,
@@ -57,8 +57,8 @@ from mlx_parallm.faces.inference.types import (
 )
 from mlx_parallm.models.adapters.rope_length import check_rope_length
 from mlx_parallm.models.experts.routing import watched_experts
+from mlx_parallm.models.image_support import image_support, with_images
 from mlx_parallm.models.images.encoder import ImageParts
-from mlx_parallm.models.images.support import image_support, with_images
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model, load_tokenizer
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.mlx_lm_api import TokenizerWrapper

@@ -12,17 +12,17 @@ from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
-from mlx_parallm.rl_training.checkpoints.resume import (
+from mlx_parallm.rl_training.initial_adapter import initial_adapter
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.directory import checkpoint_at
+from mlx_parallm.run_files.resume import (
     MAY_CHANGE,
     check_resume,
-    initial_adapter,
     note_base,
     refuse_redacted,
     what_to_resume,
 )
-from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
-from mlx_parallm.rl_training.run_directory import checkpoint_at
-from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.run_files.trainer_state import STATE_FILE, TrainerState
 from mlx_parallm.system.log import configure_logging
 from tests.tiny_models import lora_config, make_model
 
@@ -141,7 +141,7 @@ def test_a_secret_has_to_be_given_again(tmp_path: Path) -> None:
 
 
 def test_the_documentation_lists_the_same_keys() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     for key in MAY_CHANGE:
         assert f"`{key.removeprefix('rl_training.')}`" in page or f"`{key}`" in page, key
 

@@ -1,29 +1,22 @@
-"""Where a run starts from: what `--resume` means, which keys of the configuration may differ from
-the saved ones, and which adapter `model.lora_path` gives it.
+"""What `--resume` means: which checkpoint a run goes on from, and which keys of the configuration
+may differ from the saved ones. No MLX.
 
 The model, the adapter's shape, the problems and how a step is divided may not change on a resume:
 the checkpoint, the rollouts that wait, or a comparison of the metrics before and after depend on
 them. docs/operations.md has the list.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config.algorithm import SETTINGS
 from mlx_parallm.config.load import Config, load_config
-from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.config.training import LoraConfig
-from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
-from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.adapters.rope_length import check_rope_length
-from mlx_parallm.models.lora import find_adapter_file, load_adapter
-from mlx_parallm.rl_training.checkpoint import find_checkpoint
-from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
-from mlx_parallm.rl_training.commands import restored_settings
-from mlx_parallm.rl_training.publish.versions import Notes
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, LATEST, STORE_FILE
+from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.run_files.directory import CONFIG_FILE, LATEST, STORE_FILE, find_checkpoint
+from mlx_parallm.run_files.trainer_state import STATE_FILE, TrainerState
+from mlx_parallm.run_files.versions import Notes
 from mlx_parallm.system.files import sampled_digest
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.redaction import REDACTED
@@ -92,59 +85,6 @@ def note_base(notes: Notes, model: Path) -> None:
             "the base model has changed since the run began: what it learned may not fit it",
             path=str(model),
         )
-
-
-def initial_adapter(
-    model: ModelConfig, lora: LoraConfig, checkpoint_dir: Path
-) -> dict[str, LoraPair] | None:
-    """`model.lora_path`. One that is not there yet, but would be made by training, starts anew
-    with a warning."""
-    path = model.lora_path
-    if path is None:
-        return None
-    if not lora.enabled:
-        raise ConfigError(
-            "model.lora_path is set, but rl_training.lora.enabled = false trains all weights"
-        )
-    try:
-        file = find_adapter_file(path)
-    except AdapterError:
-        requested = Path(path).expanduser()
-        if requested.exists() or checkpoint_dir.resolve() not in requested.resolve().parents:
-            raise
-        log.warning(
-            "model.lora_path does not exist yet: training starts with a new adapter", path=path
-        )
-        return None
-    link = Path(path).expanduser().parent
-    named = link.name in (LATEST, FINAL) and link.parent.resolve() == checkpoint_dir.resolve()
-    if named and (other := _other_run(file, model.base_path, lora)) is not None:
-        log.warning(
-            "model.lora_path is of another run's model: training starts with a new adapter",
-            run=str(other),
-        )
-        return None
-    run = file.resolve().parent.parent.name if named else ""
-    log.info(
-        "training goes on from an adapter (model.lora_path); leave it out for a new one",
-        file=str(file),
-        **({"of_run": run} if run else {}),
-    )
-    adapter = load_adapter(file)
-    check_rope_length(adapter.config, adapter.path, model.rope_length)
-    return dict(adapter.layers)
-
-
-def _other_run(file: Path, base: str, lora: LoraConfig) -> Path | None:
-    """Return the run that `checkpoints/latest` or `final` means now, if it trained another base
-    or other layers. `file`: of its adapter."""
-    run = file.resolve().parent.parent
-    try:
-        saved = load_config(run / CONFIG_FILE, saved=True)
-    except ConfigError:
-        return None
-    same = saved.model.base_path == base and saved.rl_training.lora == lora
-    return None if same else run
 
 
 MAY_CHANGE = (
@@ -311,3 +251,36 @@ def _moved(before: Any, now: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return "not set" if value is None else str(value)
+
+
+def restored_settings(
+    now: Mapping[str, float], changes: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """Return the values that a resumed run goes on with, of keys whose value now is the one before
+    a change: a configuration that says something else than both was changed on purpose.
+
+    Args:
+        now: `changeable` of [rl_training].
+        changes: `TrainerState.changes`.
+    """
+    values = dict(now)
+    for change in changes:
+        for key, (before, after) in change["settings"].items():
+            if values.get(key) == before:
+                values[key] = after
+    return {key: value for key, value in values.items() if value != now[key]}
+
+
+def overridden_settings(
+    now: Mapping[str, float], changes: Sequence[Mapping[str, Any]]
+) -> dict[str, list[float]]:
+    """Return {key: [value of the run, value now]} of what a resume changes on purpose.
+    It is a change of its own, so that a later resume from the file that the run began with keeps
+    it, too. A kl_beta of 0 is not: the file always says whether a run has a reference."""
+    newest = {key: new for change in changes for key, (_, new) in change["settings"].items()}
+    resumed = {**now, **restored_settings(now, changes)}
+    return {
+        key: [new, resumed[key]]
+        for key, new in newest.items()
+        if resumed[key] != new and resumed[key] > 0 < new
+    }

@@ -11,8 +11,7 @@ from typing_extensions import TypedDict
 
 from mlx_parallm.config.evaluation import PREFIX
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.rl_training.evaluation.examiner import has_collapsed
-from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.run_files.metrics import MetricsFile
 
 EVALUATIONS_FILE = "evaluations.jsonl"
 
@@ -131,6 +130,13 @@ class EvaluationLog:
     def awaited(self, step: int) -> bool:
         """Whether the checkpoint of that step may yet turn out to be the best."""
         return step == self.running
+
+
+def has_collapsed(line: Mapping[str, Any]) -> bool:
+    """Whether an evaluation (a line of evaluations.jsonl) says nothing of its weights: its reward
+    was its own teacher, and nearly all prompts got one answer."""
+    parts = line["environments"].values()
+    return any(part.get("own_examiner") and part.get("one_answer") for part in parts)
 
 
 def flat(line: Line) -> dict[str, float | None]:

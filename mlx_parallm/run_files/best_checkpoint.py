@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mlx_parallm.config.evaluation import PREFIX, EvaluationConfig
-from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.run_files.metrics import MetricsFile
 
 SCORED_STEPS = 10
 HELDOUT = "heldout_score"  # of metrics.jsonl (heldout_rows.py)
@@ -17,7 +17,7 @@ HELDOUT = "heldout_score"  # of metrics.jsonl (heldout_rows.py)
 
 class Judge(Protocol):
     """Says which checkpoint is the best, where its own score does not:
-    `evaluation.log.EvaluationLog`."""
+    `run_files.evaluations.EvaluationLog`."""
 
     @property
     def decides(self) -> bool: ...

@@ -12,24 +12,26 @@ from structlog.testing import capture_logs
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 from mlx_parallm.rl_training.events import RunInfo
-from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.monitor import samples as samples_module
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
-from mlx_parallm.rl_training.monitor.samples import (
-    LONGEST_TEXT,
-    SAMPLES_PAGE,
+from mlx_parallm.rl_training.monitor.readable import (
     SHOWN_CHARACTERS,
-    SampleLog,
-    choose_samples,
-    merged,
     samples_table,
     shortened,
     without_template,
 )
+from mlx_parallm.run_files.metrics import MetricsFile
+from mlx_parallm.run_files.samples import (
+    LONGEST_TEXT,
+    SAMPLES_PAGE,
+    SampleLog,
+    choose_samples,
+    merged,
+)
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.types import RolloutGroup
 from tests.environments.templates import QWEN3
-from tests.rl_training.rollouts import make_batch, make_group, make_rollout
+from tests.rl_training.rollouts import make_group, make_rollout
 
 
 def letters(parts: Sequence[Sequence[int]]) -> list[str]:
@@ -66,16 +68,14 @@ def test_what_the_environment_said_is_marked() -> None:
 def test_every_n_steps_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     log = SampleLog(path, letters, every=2)
-    written = [
-        log.write(make_batch([make_group("g", [0.0, 1.0])], step=step)) for step in range(1, 7)
-    ]
+    written = [log.write(step, [make_group("g", [0.0, 1.0])]) for step in range(1, 7)]
     assert [len(samples) for samples in written] == [0, 3, 0, 3, 0, 3]
     assert [line["which"] for line in MetricsFile(path).read()][:3] == ["first", "best", "worst"]
     SampleLog(path, letters, every=2, step=3)
     assert [line["step"] for line in MetricsFile(path).read()] == [2, 2, 2], (
         "later ones than the resumed step go"
     )
-    SampleLog(tmp_path / "none", letters, every=0).write(make_batch([make_group("g", [0.0, 1.0])]))
+    SampleLog(tmp_path / "none", letters, every=0).write(1, [make_group("g", [0.0, 1.0])])
     assert not (tmp_path / "none").exists()
 
 
@@ -129,7 +129,7 @@ def test_the_page_shows_the_newest_step_first_and_a_bounded_number(
     monkeypatch.setattr(samples_module, "STEPS_ON_PAGE", 5)
     log = SampleLog(tmp_path / "samples.jsonl", letters, every=1)
     for step in range(1, 8):
-        log.write(make_batch([group(f"g{step}", [0.5, 0.2])], step=step))
+        log.write(step, [group(f"g{step}", [0.5, 0.2])])
     page = page_of(tmp_path)
     assert (
         page.index("<h2>step 7</h2>")
@@ -140,7 +140,7 @@ def test_the_page_shows_the_newest_step_first_and_a_bounded_number(
     assert page.count("<article>") == 3 * 5
     assert "version 0" in page and "2 tokens, ended by ?" in page
     SampleLog(tmp_path / "samples.jsonl", letters, every=1, step=4).write(
-        make_batch([group("again", [0.5, 0.2])], step=5)
+        5, [group("again", [0.5, 0.2])]
     )
     page = page_of(tmp_path)
     assert page.count("<h2>") == 5, (
@@ -155,8 +155,10 @@ def test_nothing_that_a_model_writes_is_markup_on_the_page(tmp_path: Path) -> No
     rollouts = [
         dataclasses.replace(usual, scores={"reward": reward, "<b>": 0.25}) for reward in (0.5, 0.75)
     ]
-    batch = make_batch([RolloutGroup("<i>", "<u>", tuple(rollouts))], step=1)
-    SampleLog(tmp_path / "samples.jsonl", lambda parts: [evil] * len(parts), every=1).write(batch)
+    groups = [RolloutGroup("<i>", "<u>", tuple(rollouts))]
+    SampleLog(tmp_path / "samples.jsonl", lambda parts: [evil] * len(parts), every=1).write(
+        1, groups
+    )
     page = page_of(tmp_path)
     for tag in ("<script", "<i>", "<u>", "<b>0.25", "<b> 0"):
         assert tag not in page
@@ -171,7 +173,7 @@ def test_lines_of_an_earlier_version_are_still_shown(tmp_path: Path) -> None:
     old = {key: value for key, value in line.items() if key not in ("version", "scores")}
     MetricsFile(tmp_path / "samples.jsonl").append(old)
     SampleLog(tmp_path / "samples.jsonl", letters, every=2, step=1).write(
-        make_batch([group("b", [0.5, 0.2])], step=2)
+        2, [group("b", [0.5, 0.2])]
     )
     assert "version ?" in page_of(tmp_path)
 
@@ -248,7 +250,7 @@ def test_damaged_samples_are_set_aside(text: str | None, tmp_path: Path) -> None
     path = tmp_path / "samples.jsonl"
     path.mkdir() if text is None else path.write_text(text)
     log = SampleLog(path, letters, every=1, step=4)
-    log.write(make_batch([group("a", [0.5, 0.2])], step=5))
+    log.write(5, [group("a", [0.5, 0.2])])
     assert {line["step"] for line in MetricsFile(path).read()} == {5}
     aside = tmp_path / "samples.damaged"
     assert aside.is_dir() if text is None else aside.read_text() == text

@@ -37,10 +37,9 @@ from mlx_parallm.models.support import DTYPES
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rewards.functions import BUILTIN
 from mlx_parallm.rewards.parts import WEIGHTS
-from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.events import BatchReady
+from mlx_parallm.rl_training.initial_adapter import initial_adapter
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
-from mlx_parallm.rl_training.metrics import METRICS_FILE
 from mlx_parallm.rl_training.plan.memory_watch import OFF, SMALL, measured_bytes, needed_bytes
 from mlx_parallm.rl_training.plan.model_shape import ModelShape
 from mlx_parallm.rl_training.plan.preflight import (
@@ -55,6 +54,7 @@ from mlx_parallm.rl_training.sources import EMBEDDED, POLICY, policy_inference
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.policy import COMPANIONS
 from mlx_parallm.rl_training.train import TrainingRun
+from mlx_parallm.run_files.metrics import METRICS_FILE
 from mlx_parallm.system.files import GB
 from mlx_parallm.system.hardware import memory_present
 from mlx_parallm.system.terminal import Console, duration

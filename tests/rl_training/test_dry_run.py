@@ -22,8 +22,8 @@ from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from mlx_parallm.models import loading
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.plan import dry_run, memory_watch
-from mlx_parallm.rl_training.plan.dry_run import (
+from mlx_parallm.rl_training import dry_run
+from mlx_parallm.rl_training.dry_run import (
     OTHER_FILES,
     DryRun,
     Forecast,
@@ -41,6 +41,7 @@ from mlx_parallm.rl_training.plan.dry_run import (
     show_memory,
     visible,
 )
+from mlx_parallm.rl_training.plan import dry_run, memory_watch
 from mlx_parallm.rl_training.plan.preflight import (
     Lengths,
     MemoryEstimate,
