@@ -1,5 +1,10 @@
 """The directory of a run, `checkpoints/<run>/`, which one process has at a time; and how a path
-on a command line leads to it. No MLX."""
+on a command line leads to it. No MLX.
+
+This package has the files in it, which training writes and `runs/` reads: checkpoints' state and
+checksums, what a resume compares, metrics, evaluations, spans, samples, tokens. A checkpoint's
+weights are `rl_training/checkpoint.py`'s, the groups `rollout_store`'s.
+"""
 
 import fcntl
 import os

@@ -1,5 +1,5 @@
-"""What `--resume` means: which checkpoint a run goes on from, and which keys of the configuration
-may differ from the saved ones. No MLX.
+"""Find what `--resume` means: the checkpoint that a run goes on from, and the keys of the
+configuration that may differ from the saved ones. No MLX.
 
 The model, the adapter's shape, the problems and how a step is divided may not change on a resume:
 the checkpoint, the rollouts that wait, or a comparison of the metrics before and after depend on

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from mlx_parallm.rl_training import metrics
+from mlx_parallm.run_files import metrics
 from mlx_parallm.runs.dashboard import run_view
 from tests.source_trees import PACKAGE
 

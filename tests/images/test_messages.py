@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from mlx_parallm.models.text.chat_template import render_template, takes_parts
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.chat_messages import read_messages
 from mlx_parallm.execution.prompt_images import image_sources, text_of, with_images, without_sources
+from mlx_parallm.models.text.chat_template import render_template, takes_parts
 from mlx_parallm.types import PromptImage
 from tests.images.checkpoints import TEMPLATE
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlx_parallm.models.text.chat_template import render_template
 from pydantic import BaseModel
 from transformers import AutoTokenizer
 
@@ -15,6 +14,7 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.json_values import template_arguments
 from mlx_parallm.models.loading import load_tokenizer
+from mlx_parallm.models.text.chat_template import render_template
 from mlx_parallm.models.tokenizer import Tokenizer
 from tests.chat_templates import TEMPLATES
 from tests.tiny_models import TINY_ASSETS

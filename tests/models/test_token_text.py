@@ -13,8 +13,8 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from mlx_parallm.models.text.token_text import TokenPieces, byte_level_alphabet
 
+from mlx_parallm.models.text.token_text import TokenPieces, byte_level_alphabet
 from mlx_parallm.models.tokenizer import CONTEXT, Tokenizer
 from tests.tokenizer_families import ANY_TEXT, FAMILIES, SENTENCEPIECE, make_tokenizer
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.scoring import head
+from mlx_parallm.models.heads import language_head as head
 from mlx_parallm.system.device import traits
 from tests.rl_training.step.test_blockwise import batch, objective, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model

@@ -41,7 +41,7 @@ from mlx_parallm.rl_training.dry_run import (
     show_memory,
     visible,
 )
-from mlx_parallm.rl_training.plan import dry_run, memory_watch
+from mlx_parallm.rl_training.plan import memory_watch
 from mlx_parallm.rl_training.plan.preflight import (
     Lengths,
     MemoryEstimate,

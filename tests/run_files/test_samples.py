@@ -12,7 +12,6 @@ from structlog.testing import capture_logs
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 from mlx_parallm.rl_training.events import RunInfo
-from mlx_parallm.rl_training.monitor import samples as samples_module
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 from mlx_parallm.rl_training.monitor.readable import (
     SHOWN_CHARACTERS,
@@ -20,6 +19,7 @@ from mlx_parallm.rl_training.monitor.readable import (
     shortened,
     without_template,
 )
+from mlx_parallm.run_files import samples as samples_module
 from mlx_parallm.run_files.metrics import MetricsFile
 from mlx_parallm.run_files.samples import (
     LONGEST_TEXT,

@@ -19,7 +19,6 @@ from mlx_parallm.models.cpu import kernels, unpacking
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
-from mlx_parallm.models.scoring import head
 from scripts.generate_model_table import small_model
 from tests.rl_training.tiny_models import make_model
 from tests.tiny_models import lora_config
