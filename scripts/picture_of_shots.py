@@ -17,8 +17,8 @@ import matplotlib
 import mlx.core as mx
 import numpy as np
 
+from examples.experts.train_physics_expert import UNSEEN
 from mlx_parallm.systems.experts import RNNExpertBase, load_expert
-from mlx_parallm.systems.experts.examples.train_physics_expert import UNSEEN
 from mlx_parallm.systems.experts.registry import physics_controller
 from mlx_parallm.systems.experts.tasks import (
     ATTEMPTS,

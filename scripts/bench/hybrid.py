@@ -3,8 +3,8 @@ alone.
 
     python examples/hybrid/make_planner.py --output P/planner_0 --seed 0
     python examples/hybrid/make_planner.py --output P/half_planner_0 --seed 0 --knows 0.4 --steps 300
-    python -m mlx_parallm.systems.experts.examples.train_physics_expert --seed 0 --checkpoint-dir P/expert_0
-    python -m mlx_parallm.systems.experts.examples.train_physics_expert --seed 0 --timesteps 5000 \\
+    python examples/experts/train_physics_expert.py --seed 0 --checkpoint-dir P/expert_0
+    python examples/experts/train_physics_expert.py --seed 0 --timesteps 5000 \\
         --checkpoint-dir P/half_expert_0
     (and the same of seeds 1 and 2)
     python scripts/bench/hybrid.py routing P --seeds 0 1 2
@@ -37,12 +37,12 @@ import mlx_parallm  # noqa: F401  (puts a fast BLAS under MLX, so it comes befor
 # isort: split
 import tomli_w
 
+from examples.experts.train_physics_expert import hit_rates
 from mlx_parallm.errors import ToolFailedError
 from mlx_parallm.execution.action_grammar import parse_actions
 from mlx_parallm.execution.tool_client import MCPServer, ToolClient
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.systems.experts import ExpertRegistry, load_expert
-from mlx_parallm.systems.experts.examples.train_physics_expert import hit_rates
 from mlx_parallm.systems.orchestrator import Orchestrator, OrchestratorConfig
 from mlx_parallm.systems.orchestrator.tasks import routing_task
 from mlx_parallm.systems.orchestrator.tool_server import math_solve, physics_simulate

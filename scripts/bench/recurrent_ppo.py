@@ -43,7 +43,7 @@ def ours(row: str, timesteps: int, seed: int) -> dict[str, Any]:
 
     import mlx.core as mx
 
-    from mlx_parallm.systems.experts.examples import train_physics_expert as example
+    from examples.experts import train_physics_expert as example
     from mlx_parallm.systems.experts.expert import make_expert
     from mlx_parallm.systems.experts.ppo import RecurrentPPO
     from mlx_parallm.systems.experts.registry import physics_controller
@@ -72,7 +72,7 @@ def ours(row: str, timesteps: int, seed: int) -> dict[str, Any]:
 def random_actions(seed: int) -> dict[str, Any]:
     import numpy as np
 
-    from mlx_parallm.systems.experts.examples.train_physics_expert import UNSEEN
+    from examples.experts.train_physics_expert import UNSEEN
 
     draw = np.random.default_rng(seed)
     return shoot(
@@ -98,7 +98,7 @@ def environments_for_sb3(seed: int) -> Any:  # noqa: C901 - SB3's interface has 
     from gymnasium import spaces
     from stable_baselines3.common.vec_env import VecEnv
 
-    from mlx_parallm.systems.experts.examples.train_physics_expert import SIDE_BY_SIDE
+    from examples.experts.train_physics_expert import SIDE_BY_SIDE
     from mlx_parallm.systems.experts.tasks import ProjectileTask
 
     class Environments(VecEnv):
@@ -142,7 +142,7 @@ def sb3(row: str, timesteps: int, seed: int) -> dict[str, Any]:
     import torch
     from sb3_contrib import RecurrentPPO
 
-    from mlx_parallm.systems.experts.examples.train_physics_expert import PHYSICS_PPO, UNSEEN
+    from examples.experts.train_physics_expert import PHYSICS_PPO, UNSEEN
     from mlx_parallm.systems.experts.registry import physics_controller
 
     ppo, config = PHYSICS_PPO, physics_controller().config

@@ -22,51 +22,44 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mlx_parallm.config.load import Config
 
-OURS = (
-    *(
-        "mlx_parallm_train",
-        "mlx_parallm_serve",
-        "mlx_parallm_merge_lora",
-        "mlx_parallm_doctor",
-        "mlx_parallm_explain",
-    ),
-    *(
-        "mlx_parallm_rollouts",
-        "mlx_parallm_show_checkpoint",
-        "mlx_parallm_convert_adapter",
-        "mlx_parallm_replay",
-    ),
-    *("mlx_parallm_eval", "mlx_parallm"),
-)
-NOT_RUN = (
-    *(
-        "make",
-        "pip",
-        "pip3",
-        "uv",
-        "brew",
-        "apt-get",
-        "sudo",
-        "docker",
-        "systemctl",
-        "journalctl",
-        "launchctl",
-        "git",
-    ),
-    *(
-        "ssh",
-        "scp",
-        "rsync",
-        "wandb",
-        "tensorboard",
-        "trackio",
-        "hf",
-        "prometheus",
-        "loginctl",
-        "pmset",
-        "open",
-    ),
-)
+OURS = [
+    "mlx_parallm",
+    "mlx_parallm_train",
+    "mlx_parallm_serve",
+    "mlx_parallm_merge_lora",
+    "mlx_parallm_doctor",
+    "mlx_parallm_explain",
+    "mlx_parallm_rollouts",
+    "mlx_parallm_show_checkpoint",
+    "mlx_parallm_convert_adapter",
+    "mlx_parallm_replay",
+    "mlx_parallm_eval",
+]
+NOT_RUN = [
+    "make",
+    "pip",
+    "pip3",
+    "uv",
+    "brew",
+    "apt-get",
+    "sudo",
+    "docker",
+    "systemctl",
+    "journalctl",
+    "launchctl",
+    "git",
+    "ssh",
+    "scp",
+    "rsync",
+    "wandb",
+    "tensorboard",
+    "trackio",
+    "hf",
+    "prometheus",
+    "loginctl",
+    "pmset",
+    "open",
+]
 NAMES = (*OURS, *NOT_RUN, "curl", "python", "python3", "caffeinate")
 PID_FILE = ".daemon"
 READY_SECONDS = 60
@@ -103,7 +96,7 @@ def main(name: str, words: list[str]) -> int:
     if name.startswith("python"):
         if "--timesteps" in words:  # of an expert's training
             words[words.index("--timesteps") + 1] = "4000"
-        elif any(word.endswith("train_gymnasium_expert") for word in words):
+        elif any(word.endswith("train_gymnasium_expert.py") for word in words):
             words = [*words, "--timesteps", "4000"]
         is_not_run = words[:2] in (["-m", "venv"], ["-m", "pip"]) or bool(
             words and words[0].startswith("scripts/")

@@ -68,6 +68,7 @@ class Page:
     def __init__(self, blocks: list[Block], directory: Path, shims: Path) -> None:
         self.blocks = blocks
         self.directory = directory
+        (directory / "examples").symlink_to(ROOT / "examples")  # a reader is in a clone
         self.port = free_port()
         self._groups: list[int] = []
         self.results: dict[int, Future[str | None]] = {

@@ -22,9 +22,9 @@ from mlx_parallm.systems.experts import (
     evaluate,
     load_expert,
 )
-from mlx_parallm.systems.experts.examples.running import exit_in_words
 from mlx_parallm.systems.experts.expert import make_expert
 from mlx_parallm.systems.experts.ppo import Columns, RewardScale, cut, pack
+from mlx_parallm.systems.experts.running import exit_in_words
 from mlx_parallm.systems.experts.saving import save_expert
 from mlx_parallm.systems.experts.tasks import (
     ConstantTask,
@@ -470,7 +470,7 @@ def test_an_example_trains_saves_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    module = importlib.import_module(f"mlx_parallm.systems.experts.examples.{example}")
+    module = importlib.import_module(f"examples.experts.{example}")
     program = [example, "--checkpoint-dir", str(tmp_path)]
     if example == "train_gymnasium_expert":
         pytest.importorskip("gymnasium")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.action_grammar import parse_actions
-from mlx_parallm.systems.experts.examples.train_mistral_dpo import (
+from examples.experts.train_mistral_dpo import (
     sample_pairs,
     training_command,
     write_pairs,
 )
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.action_grammar import parse_actions
 
 SIDES = ("chosen", "rejected")
 NUMBER = r"-?\d+(?:\.\d+)?"
@@ -121,12 +121,11 @@ def test_it_trains_by_the_projects_own_dpo(tmp_path: Path) -> None:
         "batch-size": 8,
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    module = "mlx_parallm.systems.experts.examples.train_mistral_dpo"
+    program = Path(__file__).parents[2] / "examples" / "experts" / "train_mistral_dpo.py"
     done = subprocess.run(
         [
             sys.executable,
-            "-m",
-            module,
+            str(program),
             *words,
             "--create-sample-data",
             "--checkpoint-dir",
@@ -147,7 +146,7 @@ def test_it_trains_by_the_projects_own_dpo(tmp_path: Path) -> None:
     assert lines[-1]["eval/rewards/accuracies"] >= 0.9
     assert (tmp_path / "runs" / "dpo" / "final" / "adapters.safetensors").is_file()
     missing = subprocess.run(
-        [sys.executable, "-m", module, "--model", "builtin:tiny", "--data", "none.jsonl"],
+        [sys.executable, str(program), "--model", "builtin:tiny", "--data", "none.jsonl"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -20,6 +20,7 @@ from tests.signals_reset import default_signals
 
 pytestmark = pytest.mark.slow
 ENDS_IN_S, STARTS_IN_S = 40.0, 90.0
+ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "mlx_parallm")
 TINY = ("--set", "model.base_path=builtin:tiny", "--set", "server.port=0")
 ROWS = "".join(json.dumps({"prompt": f"Sum: {n}+1", "answer": str(n + 1)}) + "\n" for n in range(8))
@@ -62,10 +63,8 @@ class Case:
     first: tuple[str, ...] = ()
 
 
-def module(name: str, *words: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", f"mlx_parallm.{name}", *words)
-
-
+EXPERT = (sys.executable, str(ROOT / "examples" / "experts" / "train_simple_expert.py"))
+TOOL_SERVER = (sys.executable, "-m", "mlx_parallm.systems.orchestrator.tool_server")
 TRAIN = (
     *COMMAND,
     *("train", "--model", "builtin:tiny", "--data", "rows.jsonl", "--reward", "foreign.py:score"),
@@ -95,10 +94,7 @@ def learn(directory: Path, output: str) -> None:
 
 
 def check_expert(directory: Path) -> None:
-    again = module(
-        "systems.experts.examples.train_simple_expert",
-        *("--resume", "--timesteps", "1", "--checkpoint-dir", str(directory)),
-    )
+    again = (*EXPERT, "--resume", "--timesteps", "1", "--checkpoint-dir", str(directory))
     subprocess.run(again, check=True, timeout=60, capture_output=True)
 
 
@@ -156,14 +152,11 @@ CASES: dict[str, Case] = {
         first=(*TRAIN, "--set", "rl_training.total_steps=4"),
     ),
     "expert": Case(
-        module(
-            "systems.experts.examples.train_simple_expert",
-            *("--timesteps", "1000000000", "--checkpoint-dir", "expert"),
-        ),
+        (*EXPERT, "--timesteps", "1000000000", "--checkpoint-dir", "expert"),
         "file:expert/latest",
         after=lambda directory: check_expert(directory / "expert"),
     ),
-    "tool server": Case(module("systems.orchestrator.tool_server", "--port", "0"), "/mcp"),
+    "tool server": Case((*TOOL_SERVER, "--port", "0"), "/mcp"),
 }
 
 

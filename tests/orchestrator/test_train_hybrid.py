@@ -8,11 +8,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from examples.hybrid.train_hybrid_grpo import command, parse
 from mlx_parallm.config.load import load_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.systems.experts import save_expert
 from mlx_parallm.systems.experts.registry import physics_controller
-from mlx_parallm.systems.orchestrator.examples.train_hybrid_grpo import command, parse
+
+PROGRAM = str(Path(__file__).parents[2] / "examples" / "hybrid" / "train_hybrid_grpo.py")
 
 
 def words(tmp_path: Path, *more: str) -> list[str]:
@@ -61,11 +63,9 @@ def test_bad_input(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_expert_is_one_line(tmp_path: Path) -> None:
-    module = "mlx_parallm.systems.orchestrator.examples.train_hybrid_grpo"
     given = [
         sys.executable,
-        "-m",
-        module,
+        PROGRAM,
         "--model",
         "builtin:tiny",
         "--physics-expert",
@@ -89,11 +89,9 @@ def test_it_trains_in_an_empty_directory(tmp_path: Path) -> None:
     save_expert(tmp_path / "best.safetensors", physics_controller())
     empty = tmp_path / "empty"
     empty.mkdir()
-    module = "mlx_parallm.systems.orchestrator.examples.train_hybrid_grpo"
     given = [
         sys.executable,
-        "-m",
-        module,
+        PROGRAM,
         "--model",
         "builtin:tiny",
         "--physics-expert",

@@ -93,9 +93,7 @@ def _existing(path: Path) -> Path:
     for candidate in (path, *(path.with_suffix(suffix) for suffix in SUFFIXES)):
         if candidate.is_file():
             return candidate
-    raise CheckpointError(
-        f"{path}: there is no such expert (train one: mlx_parallm.systems.experts.examples)"
-    )
+    raise CheckpointError(f"{path}: there is no such expert (docs/systems.md trains one)")
 
 
 def _read(path: Path) -> tuple[dict[str, mx.array], str]:

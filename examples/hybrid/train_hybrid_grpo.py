@@ -1,6 +1,6 @@
 """Train a planner by GRPO with live MCP tools and a physics expert, which may learn as well.
 
-    python -m mlx_parallm.systems.orchestrator.examples.train_hybrid_grpo --model M --physics-expert
+    python examples/hybrid/train_hybrid_grpo.py --model M --physics-expert
     best.npz
 
 It writes a configuration, CHECKPOINT_DIR/hybrid.toml, shows the command `mlx_parallm train --config
@@ -144,9 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         words = command(parse(arguments))
     except ParallmError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a script
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(shlex.join(["mlx_parallm", *words]), flush=True)  # noqa: T201 - a script
+    print(shlex.join(["mlx_parallm", *words]), flush=True)
     os.execv(sys.executable, [sys.executable, "-m", "mlx_parallm", *words])
 
 

@@ -1,6 +1,6 @@
 """Train an expert on an environment of gymnasium (`pip install '.[gymnasium]'` in the clone).
 
-    python -m mlx_parallm.systems.experts.examples.train_gymnasium_expert --env CartPole-v1
+    python examples/experts/train_gymnasium_expert.py --env CartPole-v1
 
 Writes CHECKPOINT_DIR/best.safetensors and CHECKPOINT_DIR/latest, from which `--resume` goes on.
 docs/systems.md#experts has the settings for CartPole-v1 and Pendulum-v1.
@@ -10,15 +10,15 @@ from dataclasses import fields
 
 import numpy as np
 
-from mlx_parallm.systems.experts.examples.running import (
+from mlx_parallm.systems.experts.expert import ExpertConfig, RNNExpertBase
+from mlx_parallm.systems.experts.ppo import RecurrentPPOConfig, evaluate
+from mlx_parallm.systems.experts.running import (
     BEST,
     exit_in_words,
     parser_of,
     show,
     train_expert,
 )
-from mlx_parallm.systems.experts.expert import ExpertConfig, RNNExpertBase
-from mlx_parallm.systems.experts.ppo import RecurrentPPOConfig, evaluate
 from mlx_parallm.systems.experts.saving import load_expert
 from mlx_parallm.systems.experts.tasks import GymnasiumTask
 

@@ -1,6 +1,6 @@
 """Train the physics expert to hit a target in wind.
 
-    python -m mlx_parallm.systems.experts.examples.train_physics_expert --timesteps 100000
+    python examples/experts/train_physics_expert.py --timesteps 100000
 
 Writes CHECKPOINT_DIR/best.safetensors, the expert, and CHECKPOINT_DIR/latest, from which `--resume`
 goes on.
@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from mlx_parallm.systems.experts.examples.running import (
+from mlx_parallm.systems.experts.expert import RNNExpertBase
+from mlx_parallm.systems.experts.ppo import RecurrentPPOConfig, evaluate
+from mlx_parallm.systems.experts.registry import physics_controller
+from mlx_parallm.systems.experts.running import (
     BEST,
     exit_in_words,
     parser_of,
     show,
     train_expert,
 )
-from mlx_parallm.systems.experts.expert import RNNExpertBase
-from mlx_parallm.systems.experts.ppo import RecurrentPPOConfig, evaluate
-from mlx_parallm.systems.experts.registry import physics_controller
 from mlx_parallm.systems.experts.saving import load_expert
 from mlx_parallm.systems.experts.tasks import HIT_M, ProjectileTask
 

@@ -1,7 +1,7 @@
 """Teach a language model to call tools and to delegate, instead of guessing: DPO on preference
 pairs.
 
-    python -m mlx_parallm.systems.experts.examples.train_mistral_dpo --model M --data pairs.jsonl
+    python examples/experts/train_mistral_dpo.py --model M --data pairs.jsonl
     --create-sample-data
 
 `--create-sample-data` writes the pairs first, half of them sums and half of them shots at a target.
@@ -25,7 +25,7 @@ from mlx_parallm.execution.action_grammar import write_action
 from mlx_parallm.rl_training.data.batches import steps_per_epoch
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.system.files import write_atomically
-from mlx_parallm.systems.experts.examples.running import exit_in_words, show
+from mlx_parallm.systems.experts.running import exit_in_words, show
 
 HELD_OUT = 0.1  # share of the pairs that no step learns from
 SUMS = (

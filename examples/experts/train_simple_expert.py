@@ -1,19 +1,19 @@
 """Train the smallest expert: it learns to answer 0.5.
 
-python -m mlx_parallm.systems.experts.examples.train_simple_expert --timesteps 50000
+python examples/experts/train_simple_expert.py --timesteps 50000
 """
 
 from dataclasses import replace
 
-from mlx_parallm.systems.experts.examples.running import (
+from mlx_parallm.systems.experts.expert import ExpertConfig, RNNExpertBase
+from mlx_parallm.systems.experts.ppo import RecurrentPPOConfig, evaluate
+from mlx_parallm.systems.experts.running import (
     BEST,
     exit_in_words,
     parser_of,
     show,
     train_expert,
 )
-from mlx_parallm.systems.experts.expert import ExpertConfig, RNNExpertBase
-from mlx_parallm.systems.experts.ppo import RecurrentPPOConfig, evaluate
 from mlx_parallm.systems.experts.saving import load_expert
 from mlx_parallm.systems.experts.tasks import ConstantTask
 
