@@ -119,8 +119,6 @@ MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 100
 LONG_FILES: dict[str, str] = {}  # "mlx_parallm/x.py": reason
 LONG_FUNCTIONS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": reason
-    "mlx_parallm/systems/pipeline/command.py:pipeline": "the flags of a command, one after another",
-    "mlx_parallm/systems/traces/command.py:_build": "the flags of a command, one after another",
     "tests/traces/test_foreign_logs.py:test_what_a_program_wrote_is_not_learned": "one long log",
 }
 BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boundary it is

@@ -1,17 +1,15 @@
-"""Parts that the commands share: `--set`, loading a configuration, errors of one line. Imports no
-MLX.
+"""Parts that the commands share: loading a configuration, errors of one line. Imports no MLX.
 
 An error that is raised on purpose (`ParallmError`), or a package that is not installed, is one line
 on stderr and exit code 2; anything else is a bug and keeps its traceback.
 """
 
-import json
 import logging
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from mlx_parallm.errors import (
     EXIT_AGAIN,
@@ -21,7 +19,6 @@ from mlx_parallm.errors import (
     RanksStandStillError,
 )
 from mlx_parallm.system.device.traits import fails_at_exit
-from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.signals import END_S, EndLimit, Shutdown, StopRequested
 
 if TYPE_CHECKING:
@@ -30,18 +27,8 @@ if TYPE_CHECKING:
 EXIT_ERROR = 2
 
 Run = Callable[[Namespace], int]
-"""Carry out a command and return its exit code. `args.argv` holds the arguments as they were
-typed."""
-
-
-def add_set(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        action="append",
-        default=[],
-        help="override one key of the configuration; may be repeated",
-    )
+"""Carry out a command and return its exit code."""
+ArgumentsT = TypeVar("ArgumentsT")
 
 
 def load(
@@ -56,10 +43,6 @@ def load(
     plain = load_config(source, overrides, text=text, saved=saved)
     defaults = hardware_defaults(detect(), billions_in(plain.model.base_path))
     return load_config(source, overrides, defaults, text=text, saved=saved)
-
-
-def toml_value(value: str | int) -> str:
-    return json.dumps(value, ensure_ascii=False)  # a JSON string or integer is a TOML one
 
 
 def leave(code: int) -> NoReturn:
@@ -86,7 +69,8 @@ def exit_code(run: Run, args: Namespace) -> int:
     try:
         return run(args)
     except ParallmError as error:
-        # here: it loads rich
+        # here: its forms of secrets are compiled, and `terminal` loads rich
+        from mlx_parallm.system.redaction import Redactor, environment_secrets
         from mlx_parallm.system.terminal import escaped
 
         sys.stderr.write(
@@ -112,24 +96,30 @@ def exit_code(run: Run, args: Namespace) -> int:
         return 130
 
 
-def ended_in_order(run: Run, limit_s: float = END_S) -> Run:
-    """Wrap a command that loads and computes in the main thread: a shutdown signal ends it there.
+def ended_in_order(
+    limit_s: float = END_S,
+) -> Callable[[Callable[[ArgumentsT], int]], Callable[[ArgumentsT], int]]:
+    """Decorate a command that loads and computes in the main thread: a shutdown signal ends it
+    there.
 
     What it writes is written as it goes; `limit_s`: for the rest.
     """
 
-    def until_signal(args: Namespace) -> int:
-        with Shutdown() as shutdown, shutdown.interrupts(limit_s):
-            return run(args)
+    def decorate(run: Callable[[ArgumentsT], int]) -> Callable[[ArgumentsT], int]:
+        def until_signal(args: ArgumentsT) -> int:
+            with Shutdown() as shutdown, shutdown.interrupts(limit_s):
+                return run(args)
 
-    return until_signal
+        return until_signal
+
+    return decorate
 
 
-def piped(run: Run) -> Run:
-    """Wrap a command that only prints: the reader may close the pipe (`| head`), and then the
+def piped(run: Callable[[ArgumentsT], int]) -> Callable[[ArgumentsT], int]:
+    """Decorate a command that only prints: the reader may close the pipe (`| head`), and then the
     command ends without an error."""
 
-    def until_closed(args: Namespace) -> int:
+    def until_closed(args: ArgumentsT) -> int:
         try:
             code = run(args)
             sys.stdout.flush()

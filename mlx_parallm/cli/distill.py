@@ -1,77 +1,78 @@
 """`mlx_parallm distill-data`: rows for SFT or DPO from a teacher's answers. Imports no MLX."""
 
-from argparse import ArgumentParser, Namespace
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from mlx_parallm.cli.command import Run, add_set, ended_in_order, load, toml_value
+from mlx_parallm.cli.arguments import (
+    Configured,
+    Count,
+    File,
+    Function,
+    KeyFile,
+    Model,
+    Name,
+    setting,
+    toml_value,
+)
+from mlx_parallm.cli.command import ended_in_order, load
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.packages import require_mlx
 
 URLS = ("http://", "https://")
 
 
-def distill_data(parser: ArgumentParser) -> Run:
+class DistillData(Configured):
     """`mlx_parallm distill-data`: a teacher answers, a reward filters, rows are written."""
-    add = parser.add_argument
-    add(
-        "--teacher",
-        required=True,
-        metavar="M",
-        help="directory, hub id, builtin:tiny or GGUF file; or an endpoint, http://…/v1",
-    )
-    add("--teacher-model", metavar="NAME", help="an endpoint's name of the model (the first one)")
-    add("--lora-path", metavar="A", help="adapter of a teacher on this machine")
-    add("--api-key-file", metavar="FILE", help="file that holds the endpoint's API key")
-    add(
-        "--data",
-        required=True,
-        metavar="ROWS",
-        help="a JSONL file with a column prompt, or hf:owner/name",
-    )
-    add("--output", required=True, type=Path, metavar="FILE", help="JSONL file to write")
-    add("--form", choices=("sft", "dpo"), default="sft", help="rows of messages, or pairs (sft)")
-    add("--n", type=int, default=4, metavar="N", help="answers to each prompt (4)")
-    add(
-        "--reward",
-        action="append",
-        default=[],
-        metavar="FILE.py:F",
-        help="reward function, or builtin:NAME; may be repeated, their sum counts",
-    )
-    add(
-        "--reward-option",
-        action="append",
-        default=[],
-        metavar="NAME.KEY=VALUE",
-        help="option of a reward, e.g. reward_model.path=checkpoints/judge; may be repeated",
-    )
-    add("--threshold", type=float, metavar="R", help="keep only answers with at least this reward")
-    add("--best", type=int, metavar="K", help="keep at most the best K answers of a prompt")
-    add("--max-tokens", type=int, default=512, metavar="T", help="longest answer (512)")
-    add("--temperature", type=float, default=0.8, metavar="T", help="of the answers (0.8)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="of the answers (1)")
-    add("--seed", type=int, default=0, metavar="S", help="of the answers (0)")
-    add("--system", metavar="TEXT", help="system message before each prompt; it is in the rows too")
-    add("--prompt-column", metavar="C", help="column of the prompts (prompt, else messages)")
-    add(
-        "--prompt-format",
-        choices=("chat", "text"),
-        default="chat",
-        help="texts become messages of the user, or go to the teacher as they are (chat)",
-    )
-    add("--limit", type=int, metavar="N", help="the first N prompts only")
-    add("--concurrency", type=int, default=16, metavar="N", help="prompts under way at once (16)")
-    add_set(parser)
 
-    def run(args: Namespace) -> int:
-        if args.concurrency < 1:
-            parser.error("--concurrency: at least 1")
-        is_endpoint = args.teacher.startswith(URLS)
-        if is_endpoint and args.lora_path:
-            parser.error("--lora-path is for a teacher on this machine")
-        if not is_endpoint and (args.teacher_model or args.api_key_file):
-            parser.error("--teacher-model and --api-key-file are for an endpoint")
+    teacher: Model
+    """directory, hub id, builtin:tiny or GGUF file; or an endpoint, http://…/v1"""
+    teacher_model: Name | None = None
+    """an endpoint's name of the model; default: the first one"""
+    lora_path: Annotated[str, "A"] | None = setting("model.lora_path")
+    """adapter of a teacher on this machine"""
+    api_key_file: KeyFile | None = setting("server.api_key_file")
+    """file that holds the endpoint's API key"""
+    data: Annotated[str, "ROWS"]
+    """a JSONL file with a column prompt, or hf:owner/name"""
+    output: File
+    """JSONL file to write"""
+    form: Literal["sft", "dpo"] = "sft"
+    """rows of messages, or pairs"""
+    n: Annotated[int, "N"] = 4
+    """answers to each prompt"""
+    reward: list[Function]
+    """reward function, or builtin:NAME; may be repeated, their sum counts"""
+    reward_option: list[Annotated[str, "NAME.KEY=VALUE"]]
+    """option of a reward, e.g. reward_model.path=checkpoints/judge; may be repeated"""
+    threshold: Annotated[float, "R"] | None = None
+    """keep only answers with at least this reward"""
+    best: Annotated[int, "K"] | None = None
+    """keep at most the best K answers of a prompt"""
+    max_tokens: Annotated[int, "T"] = 512
+    """longest answer"""
+    temperature: Annotated[float, "T"] = 0.8
+    """of the answers"""
+    top_p: Annotated[float, "P"] = 1.0
+    """of the answers"""
+    seed: Annotated[int, "S"] = 0
+    """of the answers"""
+    system: Annotated[str, "TEXT"] | None = None
+    """system message before each prompt; it is in the rows too"""
+    prompt_column: Annotated[str, "C"] | None = None
+    """column of the prompts; default: prompt, else messages"""
+    prompt_format: Literal["chat", "text"] = "chat"
+    """texts become messages of the user, or go to the teacher as they are"""
+    limit: Annotated[int, "N"] | None = None
+    """the first N prompts only"""
+    concurrency: Count = 16
+    """prompts under way at once"""
+
+    @ended_in_order()
+    def run(self) -> int:
+        is_endpoint = self.teacher.startswith(URLS)
+        if is_endpoint and self.lora_path:
+            self.error("--lora-path is for a teacher on this machine")
+        if not is_endpoint and (self.teacher_model or self.api_key_file):
+            self.error("--teacher-model and --api-key-file are for an endpoint")
         require_mlx()
         from mlx_parallm.runs import distill_data as distilling
         from mlx_parallm.system.log import configure_logging
@@ -79,46 +80,36 @@ def distill_data(parser: ArgumentParser) -> Run:
 
         configure_logging(level="warning")
         settings = distilling.DistillSettings(
-            data=args.data,
-            teacher=args.teacher_model or args.teacher,
-            form=args.form,
-            n=args.n,
-            rewards=tuple(map(_reference, args.reward)),
-            reward_options=_options(args.reward_option),
-            threshold=args.threshold,
-            best=args.best,
-            max_tokens=args.max_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            seed=args.seed,
-            system_prompt=args.system,
-            prompt_format=args.prompt_format,
-            prompt_column=args.prompt_column,
-            limit=args.limit,
+            data=self.data,
+            teacher=self.teacher_model or self.teacher,
+            form=self.form,
+            n=self.n,
+            rewards=tuple(map(_reference, self.reward)),
+            reward_options=_options(self.reward_option),
+            threshold=self.threshold,
+            best=self.best,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            system_prompt=self.system,
+            prompt_format=self.prompt_format,
+            prompt_column=self.prompt_column,
+            limit=self.limit,
         )
         settings.check()
-        config = load(None, [*args.set, *_flags(args, is_endpoint=is_endpoint)])
+        here = [] if is_endpoint else [f"model.base_path={toml_value(self.teacher)}"]
+        config = load(None, [*self.overrides, *here])
         with (
-            distilling.endpoint_teacher(args.teacher, args.teacher_model, config.resolve_api_key())
+            distilling.endpoint_teacher(self.teacher, self.teacher_model, config.resolve_api_key())
             if is_endpoint
             else distilling.InferenceModule(config=config)
         ) as teacher:
             outcome = distilling.distill(
-                settings, args.output, teacher, concurrency=args.concurrency
+                settings, self.output, teacher, concurrency=self.concurrency
             )
-        distilling.show(outcome, args.output, Console())
+        distilling.show(outcome, self.output, Console())
         return 0
-
-    return ended_in_order(run)
-
-
-def _flags(args: Namespace, *, is_endpoint: bool) -> list[str]:
-    pairs = {
-        "model.base_path": None if is_endpoint else args.teacher,
-        "model.lora_path": args.lora_path,
-        "server.api_key_file": args.api_key_file,
-    }
-    return [f"{key}={toml_value(value)}" for key, value in pairs.items() if value is not None]
 
 
 def _reference(text: str) -> str:

@@ -4,16 +4,25 @@ import faulthandler
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from mlx_parallm.cli.command import Run, add_set, end_of_training, load, toml_value
-from mlx_parallm.config.leaves import leaves
+from mlx_parallm.cli.arguments import (
+    AtLeast,
+    Configured,
+    File,
+    Function,
+    KeyFile,
+    Model,
+    flag,
+    setting,
+    toml_value,
+)
+from mlx_parallm.cli.command import end_of_training, load
+from mlx_parallm.config.leaves import Leaf, leaves
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.system.device.heartbeat import supervised
 from mlx_parallm.system.files import is_directory, is_file
-from mlx_parallm.system.hardware import launched_rank
 from mlx_parallm.system.packages import require_mlx
 from mlx_parallm.system.signals import block_shutdown_signals
 
@@ -22,66 +31,58 @@ if TYPE_CHECKING:
     from mlx_parallm.config.server import ServerConfig
     from mlx_parallm.system.log import RunLog
 
+DATA_FLAGS = "your model, your data, your reward"
 
-def train(parser: ArgumentParser) -> Run:
+
+class Train(Configured):
     """`mlx_parallm train`: serve a model and train it at the same time."""
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a TOML file, or the name of a shipped one (quickstart, …)",
-    )
-    parser.add_argument(
-        "--resume",
-        metavar="DIR",
-        help='a run directory or one of its steps; "auto": the latest, else a fresh start',
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help=(
-            "start again, from the newest checkpoint, after a fault of the GPU, a kill or a hang; N"
-            " times without a new one"
-        ),
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help=(
-            "train with N processes on this machine, each with an engine of its own"
-            " (docs/operations.md#several-processes)"
-        ),
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="load, show a scored group of each environment, measure a few steps, say what"
-        " the run will need; keep nothing",
-    )
-    _add_dataset_flags(parser)
-    add_set(parser)
 
-    def run(args: Namespace) -> int:
-        if args.dry_run and args.resume:
+    groups: ClassVar = {DATA_FLAGS: "instead of --config; see docs/your_data.md"}
+
+    config: Annotated[str, "FILE"] | None = None
+    """a TOML file, or the name of a shipped one (quickstart, …)"""
+    resume: Annotated[str, "DIR"] | None = None
+    """a run directory or one of its steps; "auto": the latest, else a fresh start"""
+    restarts: Annotated[int, "N", AtLeast(0)] = 0
+    """start again, from the newest checkpoint, after a fault of the GPU, a kill or a hang; N times
+    without a new one"""
+    ranks: Annotated[int, "N"] | None = None
+    """train with N processes on this machine, each with an engine of its own
+    (docs/operations.md#several-processes)"""
+    dry_run: bool = False
+    """load, show a scored group of each environment, measure a few steps, say what the run will
+    need; keep nothing"""
+    model: Model | None = flag(group=DATA_FLAGS)
+    """directory, hub id or builtin:tiny"""
+    data: Annotated[str, "ROWS"] | None = flag(group=DATA_FLAGS)
+    """a JSONL file with a column prompt, or hf:owner/name"""
+    reward: list[Function] = flag(group=DATA_FLAGS)
+    """reward function f(prompts, completions, **columns) -> list of numbers; may be repeated, their
+    sum counts"""
+    algorithm: Annotated[str, "A"] | None = flag(group=DATA_FLAGS)
+    """dpo, sft, …: learn from the rows (docs/your_data.md#training-on-data)"""
+    write_config: File | None = flag(group=DATA_FLAGS)
+    """write the TOML that these flags amount to, and stop"""
+
+    def run(self) -> int:
+        if self.dry_run and self.resume:
             raise ConfigError(
                 "--dry-run starts anew: leave out --resume to try the configuration, or"
                 " --dry-run to continue the run"
             )
-        if args.restarts < 0:
-            parser.error("--restarts: at least 0")
-        several = _several_ranks(args)
-        if args.write_config:
-            return _write_config(args)
-        config = _training_config(args)
+        several = _several_ranks(self)
+        if self.write_config is not None:
+            return _write_config(self, self.write_config)
+        config = _training_config(self)
         require_mlx()
         from mlx_parallm.run_files.directory import directory_of
+        from mlx_parallm.system.device.heartbeat import supervised
+        from mlx_parallm.system.hardware import launched_rank
 
-        resume = args.resume or config.rl_training.resume
-        config = _named(config, args.config or args.data, resume)
+        resume = self.resume or config.rl_training.resume
+        config = _named(config, self.config or self.data, resume)
         training = config.rl_training
-        if args.dry_run:
+        if self.dry_run:
             _before_mlx(deterministic=training.deterministic)
             from mlx_parallm.daemon import run_dry_run
 
@@ -90,7 +91,7 @@ def train(parser: ArgumentParser) -> Run:
             raise ConfigError(
                 "rl_training.restart_every starts one process anew: leave it or --ranks out"
             )
-        if args.restarts > 0 or several or (training.restart_every and not supervised()):
+        if self.restarts > 0 or several or (training.restart_every and not supervised()):
             from mlx_parallm.system.log import RunLog, configure_logging
 
             place = directory_of(training.checkpoint_dir, training.run_name, resume)
@@ -99,9 +100,9 @@ def train(parser: ArgumentParser) -> Run:
                 configure_logging(level=level, redactor=redactor, run_log=run_log)
                 continues = training.on_rank_lost == "continue" if several else None
                 waits = {"rest_s": training.restart_pause_s, "silence_s": training.max_silence_s}
-                return _run_children(args, config.server, place, resume, continues, run_log, waits)
+                return _run_children(self, config.server, place, resume, continues, run_log, waits)
         if (
-            args.ranks is None
+            self.ranks is None
             and config.rl_training.on_rank_lost == "continue"
             and launched_rank() is not None
         ):
@@ -115,67 +116,57 @@ def train(parser: ArgumentParser) -> Run:
 
         return end_of_training(run_training(config, resume=resume))
 
-    return run
 
-
-def serve(parser: ArgumentParser) -> Run:
+class Serve(Configured):
     """`mlx_parallm serve`: serve a model, with adapters if wanted, without training."""
-    parser.add_argument("--model-path", metavar="M", help="directory, hub id or builtin:tiny")
-    parser.add_argument(
-        "--lora-path",
-        metavar="[NAME=]A",
-        action="extend",
-        nargs="+",
-        default=[],
-        help=(
-            "adapter file or directory: A alone becomes the served model, NAME=A"
-            " is served beside it under NAME"
-        ),
-    )
-    parser.add_argument(
-        "--reward-model",
-        metavar="R",
-        help="run or checkpoint of a reward model, for /v1/score",
-    )
-    parser.add_argument("--host", help="address to bind; anything but loopback needs an API key")
-    parser.add_argument("--port", type=int, help="0 takes a free one and prints it")
-    parser.add_argument("--api-key-file", metavar="FILE", help="file that holds the API key")
-    switches = [leaf for leaf in leaves() if leaf.serve_help is not None]
-    for leaf in switches:
-        parser.add_argument(f"--{leaf.name}", action="store_true", help=leaf.serve_help)
-    parser.add_argument("--config", metavar="FILE", help="a TOML file with [server] and [model]")
-    add_set(parser)
 
-    def run(args: Namespace) -> int:
-        if not args.model_path and not args.config:
-            parser.error("--model-path is required (or --config with model.base_path)")
-        unnamed, named = _split_adapters(args.lora_path)
-        settings = {
-            "model.base_path": args.model_path,
-            "model.lora_path": unnamed,
-            "server.reward_model": args.reward_model,
-            "server.host": args.host,
-            "server.port": args.port,
-            "server.api_key_file": args.api_key_file,
-        }
-        settings |= {
-            f"{leaf.name}.{leaf.clients_train}": True for leaf in switches if vars(args)[leaf.name]
-        }
-        flags = [
-            f"{key}={toml_value(value)}" for key, value in settings.items() if value is not None
+    model_path: Model | None = setting("model.base_path")
+    """directory, hub id or builtin:tiny"""
+    lora_path: list[Annotated[str, "[NAME=]A"]] = flag(action="extend", nargs="+")
+    """adapter file or directory: A alone becomes the served model, NAME=A is served beside it under
+    NAME"""
+    reward_model: Annotated[str, "R"] | None = setting("server.reward_model")
+    """run or checkpoint of a reward model, for /v1/score"""
+    host: str | None = setting("server.host")
+    """address to bind; anything but loopback needs an API key"""
+    port: int | None = setting("server.port")
+    """0 takes a free one and prints it"""
+    api_key_file: KeyFile | None = setting("server.api_key_file")
+    """file that holds the API key"""
+    config: Annotated[str, "FILE"] | None = None
+    """a TOML file with [server] and [model]"""
+
+    @classmethod
+    def added_to(cls, parser: ArgumentParser) -> Callable[[Namespace], int]:
+        for leaf in _switches():
+            parser.add_argument(f"--{leaf.name}", action="store_true", help=leaf.serve_help)
+        return super().added_to(parser)
+
+    def run(self) -> int:
+        if not self.model_path and not self.config:
+            self.error("--model-path is required (or --config with model.base_path)")
+        unnamed, named = _split_adapters(self.lora_path)
+        flags = [] if unnamed is None else [f"model.lora_path={toml_value(unnamed)}"]
+        flags += [
+            f"{leaf.name}.{leaf.clients_train}=true"
+            for leaf in _switches()
+            if vars(self)[leaf.name]
         ]
-        config = load(args.config, args.set + flags)
+        config = load(self.config, [*self.overrides, *flags])
         require_mlx()
         _before_mlx(deterministic=config.rl_training.deterministic)
         from mlx_parallm.daemon import run_server
 
         return run_server(config, named)
 
-    return run
+
+def _switches() -> list[Leaf]:
+    """Return the leaves with a flag of `mlx_parallm serve`."""
+    return [leaf for leaf in leaves() if leaf.serve_help is not None]
 
 
 def _run_children(
-    args: Namespace,
+    args: Train,
     server: "ServerConfig",
     place: Path,
     resume: str | None,
@@ -208,13 +199,13 @@ def _run_children(
         server,
         place,
         resume=resume,
-        count=args.ranks,
+        count=args.ranks or 1,
         continues=continues,
         run_log=run_log,
     )
 
 
-def _several_ranks(args: Namespace) -> bool:
+def _several_ranks(args: Train) -> bool:
     """Raises ConfigError: --ranks is out of its range, or beside a flag that is for one process."""
     if args.ranks is None:
         return False
@@ -242,37 +233,7 @@ def _before_mlx(*, deterministic: bool) -> None:
         request_bitwise_reproducible_blas()
 
 
-def _add_dataset_flags(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "your model, your data, your reward", "instead of --config; see docs/your_data.md"
-    )
-    group.add_argument("--model", metavar="M", help="directory, hub id or builtin:tiny")
-    group.add_argument(
-        "--data", metavar="ROWS", help="a JSONL file with a column prompt, or hf:owner/name"
-    )
-    group.add_argument(
-        "--reward",
-        metavar="FILE.py:F",
-        action="append",
-        default=[],
-        help=(
-            "reward function f(prompts, completions, **columns) -> list of numbers; may be"
-            " repeated, their sum counts"
-        ),
-    )
-    group.add_argument(
-        "--algorithm",
-        metavar="A",
-        help="dpo, sft, …: learn from the rows (docs/your_data.md#training-on-data)",
-    )
-    group.add_argument(
-        "--write-config",
-        metavar="FILE",
-        help="write the TOML that these flags amount to, and stop",
-    )
-
-
-def _training_config(args: Namespace) -> "Config":
+def _training_config(args: Train) -> "Config":
     """Return the configuration from the flags of `train`: a file, a run's own configuration, or
     model, data and reward."""
     base = [f"model.base_path={toml_value(args.model)}"] if args.model else []
@@ -302,7 +263,7 @@ def _named(config: "Config", source: str | None, resume: str | None) -> "Config"
     return config.model_copy(update={"rl_training": named})
 
 
-def _as_it_began(config: "Config", args: Namespace) -> "Config":
+def _as_it_began(config: "Config", args: Train) -> "Config":
     """Return the configuration with which the run that `--resume auto` finds was started. Some
     values depend on the model's size, which is a guess until the model has been downloaded:
     computed again they could differ."""
@@ -314,10 +275,10 @@ def _as_it_began(config: "Config", args: Namespace) -> "Config":
         return config
     began = load(str(saved), args.set, saved=True)
     before = _dataset_flags(began)
-    for flag, value in _dataset_flags(config).items():
-        if value != before.get(flag, value):
+    for name, value in _dataset_flags(config).items():
+        if value != before.get(name, value):
             raise ConfigError(
-                f"{flag} is {value}, but {saved.parent} was started with {before[flag]}:"
+                f"{name} is {value}, but {saved.parent} was started with {before[name]}:"
                 " remove or rename it"
             )
     return began
@@ -337,7 +298,7 @@ def _dataset_flags(config: "Config") -> dict[str, object]:
     }
 
 
-def _dataset_toml(args: Namespace) -> str:
+def _dataset_toml(args: Train) -> str:
     from mlx_parallm.cli.dataset_config import dataset_toml
 
     if args.config:
@@ -351,21 +312,21 @@ def _dataset_toml(args: Namespace) -> str:
         raise ConfigError(
             f"--resume {args.resume} brings its own configuration: leave out --data and --reward"
         )
-    for flag, value in (("--model", args.model), ("--data", args.data)):
-        if not value:
-            raise ConfigError(
-                f"{flag} is missing: --model M --data ROWS --reward FILE.py:FUNCTION go together"
-            )
+    if not args.model or not args.data:
+        raise ConfigError(
+            f"{'--data' if args.model else '--model'} is missing: --model M --data ROWS"
+            " --reward FILE.py:FUNCTION go together"
+        )
     return dataset_toml(args.model, args.data, args.reward, args.algorithm)
 
 
-def _write_config(args: Namespace) -> int:
+def _write_config(args: Train, file: Path) -> int:
     if args.set:
         raise ConfigError(
             "--write-config writes what --model, --data and --reward"
             " amount to: put --set into the file"
         )
-    text, file = _dataset_toml(args), Path(args.write_config)
+    text = _dataset_toml(args)
     try:
         with file.open("x", encoding="utf-8") as handle:
             handle.write(text)

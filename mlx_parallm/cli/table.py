@@ -1,18 +1,19 @@
 """The front door: `mlx_parallm COMMAND …`. One table holds every command: those of the core, and
 those of the leaves.
 
-A command is a function that adds its arguments to a parser and returns what carries it out. Its
-module is imported only when the command is called, so `mlx_parallm` alone and every `--help` answer
-at once and load no MLX.
+A command is a class, an `Arguments`. Its module is imported only when the command is called, so
+`mlx_parallm` alone and every `--help` answer at once and load no MLX.
 """
 
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from typing import Literal
 
 from mlx_parallm import __version__
-from mlx_parallm.cli.command import EXIT_ERROR, Run, exit_code
+from mlx_parallm.cli.arguments import Arguments, place
+from mlx_parallm.cli.command import EXIT_ERROR, exit_code
 from mlx_parallm.config.leaves import Command, leaves
 from mlx_parallm.system.signals import unblock_shutdown_signals
 
@@ -31,7 +32,7 @@ CORE = (
         "train",
         "start",
         "Serve a model over an OpenAI-compatible API and train it meanwhile.",
-        "mlx_parallm.cli.start:train",
+        "mlx_parallm.cli.start:Train",
         "mlx_parallm_train",
         ends_in_order=True,
     ),
@@ -39,7 +40,7 @@ CORE = (
         "serve",
         "start",
         "Serve a model over an OpenAI-compatible API.",
-        "mlx_parallm.cli.start:serve",
+        "mlx_parallm.cli.start:Serve",
         "mlx_parallm_serve",
         ends_in_order=True,
     ),
@@ -47,7 +48,7 @@ CORE = (
         "explain",
         "look",
         "Say what a run did and why it does not learn.",
-        "mlx_parallm.cli.existing:explain",
+        "mlx_parallm.cli.existing:Explain",
         "mlx_parallm_explain",
         "The answer has the numbers and the setting to change. Works while the run goes on, too."
         " Exit code 0: nothing is wrong; 1: a finding is named.",
@@ -56,7 +57,7 @@ CORE = (
         "rollouts",
         "look",
         "Show the answers of a run, their rewards, and what became of them.",
-        "mlx_parallm.cli.existing:rollouts",
+        "mlx_parallm.cli.existing:Rollouts",
         "mlx_parallm_rollouts",
         "The newest first, or the worst or the best; one group as a whole; counts; or the refused"
         " groups. Reads only, also while the run goes on.",
@@ -65,7 +66,7 @@ CORE = (
         "checkpoint",
         "look",
         "Show what a checkpoint holds, and whether it is complete.",
-        "mlx_parallm.cli.existing:show_checkpoint",
+        "mlx_parallm.cli.existing:ShowCheckpoint",
         "mlx_parallm_show_checkpoint",
         "Step, version, metrics, adapter, optimizer and sizes. Exit code 0: complete; 1: damaged.",
     ),
@@ -73,7 +74,7 @@ CORE = (
         "eval",
         "evaluate",
         "Answer held-out problems, and print accuracy and pass@k with 95% intervals.",
-        "mlx_parallm.cli.existing:evaluate",
+        "mlx_parallm.cli.existing:Evaluate",
         "mlx_parallm_eval",
         "The problems are those of a configuration's environments; a model on this machine"
         " answers them, or any"
@@ -84,7 +85,7 @@ CORE = (
         "compare",
         "evaluate",
         "Show training runs side by side: settings that differ, curves, evaluations.",
-        "mlx_parallm.cli.existing:compare",
+        "mlx_parallm.cli.existing:Compare",
         details=(
             "Says which differences on held-out problems are more than chance. Works while the"
             " runs go on, too."
@@ -94,7 +95,7 @@ CORE = (
         "replay",
         "evaluate",
         "Train again on the rollouts of a run, with other settings.",
-        "mlx_parallm.cli.existing:replay",
+        "mlx_parallm.cli.existing:Replay",
         "mlx_parallm_replay",
         "Nothing is generated. Shows the metrics side by side.",
         ends_in_order=True,
@@ -103,7 +104,7 @@ CORE = (
         "distill-data",
         "data",
         "Let a teacher answer prompts, filter by a reward, and write rows for SFT or DPO.",
-        "mlx_parallm.cli.distill:distill_data",
+        "mlx_parallm.cli.distill:DistillData",
         details=(
             "The teacher is a model on this machine, or any OpenAI-compatible endpoint. A call that"
             " was ended goes on where it was."
@@ -114,7 +115,7 @@ CORE = (
         "merge",
         "deploy",
         "Add an adapter to its base model and save the result as a model.",
-        "mlx_parallm.cli.existing:merge_lora",
+        "mlx_parallm.cli.existing:Merge",
         "mlx_parallm_merge_lora",
     ),
     Command(
@@ -124,7 +125,7 @@ CORE = (
             "Write an adapter in another format (npz, mlx-lm, PEFT), or a GGUF"
             " file as a Hugging Face folder."
         ),
-        "mlx_parallm.cli.existing:convert",
+        "mlx_parallm.cli.existing:Convert",
         "mlx_parallm_convert_adapter",
         "Every format is read: LoRA, rsLoRA, DoRA.",
     ),
@@ -132,7 +133,7 @@ CORE = (
         "doctor",
         "repair",
         "Show device, BLAS and its speed, memory, versions, and what to fix.",
-        "mlx_parallm.cli.existing:doctor",
+        "mlx_parallm.cli.existing:Doctor",
         "mlx_parallm_doctor",
         "Exit code 0: nothing to fix; 1: see the advice; 2: MLX cannot be loaded.",
     ),
@@ -140,7 +141,7 @@ CORE = (
         "completion",
         "repair",
         "Print the completion script of a shell.",
-        "mlx_parallm.cli.table:completion",
+        "mlx_parallm.cli.table:Completion",
     ),
 )
 """The commands of the core."""
@@ -203,18 +204,22 @@ def script(name: str) -> Callable[..., int]:
     return run
 
 
-def completion(parser: ArgumentParser) -> Run:
+class Completion(Arguments):
     """Print the completion script of bash, zsh or tcsh."""
-    parser.formatter_class = RawDescriptionHelpFormatter
-    parser.epilog = (
-        'bash: eval "$(mlx_parallm completion bash)" in ~/.bashrc\n'
-        'zsh:  mlx_parallm completion zsh > "${fpath[1]}/_mlx_parallm"'
-    )
-    parser.add_argument(
-        "shell", choices=["bash", "zsh", "tcsh"], help="the shell that will read the script"
-    )
 
-    def run(args: Namespace) -> int:
+    shell: Literal["bash", "zsh", "tcsh"] = place()
+    """the shell that will read the script"""
+
+    @classmethod
+    def added_to(cls, parser: ArgumentParser) -> Callable[[Namespace], int]:
+        parser.formatter_class = RawDescriptionHelpFormatter
+        parser.epilog = (
+            'bash: eval "$(mlx_parallm completion bash)" in ~/.bashrc\n'
+            'zsh:  mlx_parallm completion zsh > "${fpath[1]}/_mlx_parallm"'
+        )
+        return super().added_to(parser)
+
+    def run(self) -> int:
         import shtab
 
         root = ArgumentParser("mlx_parallm")
@@ -224,7 +229,5 @@ def completion(parser: ArgumentParser) -> Run:
             commands.add_parser(
                 command.name, parents=[command_parser], add_help=False, help=command.summary
             )
-        sys.stdout.write(shtab.complete(root, shell=args.shell) + "\n")
+        sys.stdout.write(shtab.complete(root, shell=self.shell) + "\n")
         return 0
-
-    return run

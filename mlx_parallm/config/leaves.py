@@ -44,8 +44,8 @@ class Command:
     """A command of `mlx_parallm`.
 
     Attributes:
-        function: "module:name" of a function that takes the parser and returns what carries the
-            command out.
+        arguments: "module:name" of its `cli.arguments.Arguments`: its flags, and what carries it
+            out.
         script: the name that `pyproject.toml` installs for it beside `mlx_parallm`.
         ends_in_order: it serves, trains or asks a model, and makes a `system.signals.Shutdown`; the
             signals that its parent has blocked stay blocked until then.
@@ -54,7 +54,7 @@ class Command:
     name: str
     task: str
     summary: str
-    function: str
+    arguments: str
     script: str | None = None
     details: str = ""
     ends_in_order: bool = False
@@ -64,7 +64,7 @@ class Command:
         description = f"{self.summary} {self.details}".strip()
         parser = ArgumentParser(prog, description=description, allow_abbrev=False)
         parser.add_argument("--version", action="version", version=f"mlx-parallm {__version__}")
-        return parser, imported(self.function)(parser)
+        return parser, imported(self.arguments).added_to(parser)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ LEAF = Leaf(
             "export",
             "deploy",
             "Write a trained model as GGUF, for llama.cpp, Ollama and LM Studio.",
-            "mlx_parallm.deploy.export.command:export",
+            "mlx_parallm.deploy.export.command:Export",
             "mlx_parallm_export",
             (
                 "Compares the file with the model that is served here, by a real llama.cpp,"

@@ -9,11 +9,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from mlx_parallm.cli.arguments import Arguments, Count, Directory
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.system.packages import require, require_mlx
 from mlx_parallm.system.signals import Shutdown
@@ -33,28 +33,24 @@ INSTRUCTIONS = (
 )
 
 
-def mcp(parser: ArgumentParser) -> Callable[[Namespace], int]:
+class MCP(Arguments):
     """`mlx_parallm mcp`: the server, over stdio or streamable HTTP on this machine."""
-    parser.add_argument(
-        "--directory", type=Path, default=Path("trainings"), metavar="DIR", help="of trainings"
-    )
-    parser.add_argument(
-        "--http", type=int, metavar="PORT", help="serve http://127.0.0.1:PORT/mcp; default: stdio"
-    )
-    parser.add_argument(
-        "--most-running", type=int, default=1, metavar="N", help="trainings at a time (1)"
-    )
 
-    def run(args: Namespace) -> int:
-        if args.most_running < 1:
-            parser.error("--most-running: at least 1")
+    directory: Directory = Path("trainings")
+    """of trainings"""
+    http: Annotated[int, "PORT"] | None = None
+    """serve http://127.0.0.1:PORT/mcp; default: stdio"""
+    most_running: Count = 1
+    """trainings at a time"""
+
+    def run(self) -> int:
         require_mlx()  # for the trainings that it starts
         from mlx_parallm.faces.mcp_server.trainings import Trainings  # --help stays quick
 
         def server() -> Any:
-            return make_server(Trainings(args.directory, most_running=args.most_running))
+            return make_server(Trainings(self.directory, most_running=self.most_running))
 
-        if args.http is None:
+        if self.http is None:
             # a thread of the SDK waits for standard input until the limit
             with Shutdown() as shutdown, shutdown.interrupts(0.0):
                 server().run("stdio")
@@ -64,14 +60,12 @@ def mcp(parser: ArgumentParser) -> Callable[[Namespace], int]:
         serve_until_signal(
             lambda: server().streamable_http_app(host=HOST),
             HOST,
-            args.http,
+            self.http,
             _announce,
             drain_s=DRAIN_S,
             lifespan="on",
         )
         return 0
-
-    return run
 
 
 def _announce(url: str) -> None:

@@ -2,11 +2,10 @@
 this machine only."""
 
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlx_parallm.cli.arguments import Arguments, RunDirectory, place
 from mlx_parallm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,37 +16,30 @@ MOST_RUNS = 26
 DRAIN_S = 1.0
 
 
-def dashboard(parser: ArgumentParser) -> Callable[[Namespace], int]:
+class Dashboard(Arguments):
     """`mlx_parallm dashboard`: runs on the disk in a browser."""
-    parser.add_argument(
-        "runs",
-        metavar="RUN_DIR",
-        type=Path,
-        nargs="+",
-        help="checkpoints/<run>; several: compare them",
-    )
-    parser.add_argument(
-        "--port", type=int, default=PORT, help=f"0 takes a free one; default: {PORT}"
-    )
 
-    def run(args: Namespace) -> int:
+    runs: list[RunDirectory] = place()
+    """checkpoints/<run>; several: compare them"""
+    port: int = PORT
+    """0 takes a free one"""
+
+    def run(self) -> int:
         from mlx_parallm.server.thread import serve_until_signal
 
         app: FastAPI | None = None
 
         def make() -> "FastAPI":
             nonlocal app
-            app = make_app(args.runs)
+            app = make_app(self.runs)
             return app
 
         def draining() -> None:  # streams of events end by themselves
             assert app is not None, "it was made before it is served"
             app.state.context.deps.state.drain(0.0)
 
-        serve_until_signal(make, HOST, args.port, _announce, drain_s=DRAIN_S, draining=draining)
+        serve_until_signal(make, HOST, self.port, _announce, drain_s=DRAIN_S, draining=draining)
         return 0
-
-    return run
 
 
 def _announce(url: str) -> None:

@@ -10,7 +10,7 @@ LEAF = Leaf(
             "dashboard",
             "look",
             "Show runs in a browser: curves, groups, answers, tokens.",
-            "mlx_parallm.runs.dashboard.command:dashboard",
+            "mlx_parallm.runs.dashboard.command:Dashboard",
             "mlx_parallm_dashboard",
             "The same page that a training run serves at /dashboard. Reads only; several"
             " runs are drawn over each other.",

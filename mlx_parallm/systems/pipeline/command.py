@@ -1,102 +1,59 @@
 """`mlx_parallm pipeline`. Imports no MLX before it runs."""
 
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Literal
 
+from mlx_parallm.cli.arguments import Arguments, Directory, Function, Model, Url, flag
 from mlx_parallm.cli.command import ended_in_order
 from mlx_parallm.system.packages import require_mlx
 
 LIMIT_S = 120.0  # for the training that it runs to save
-METHODS = ("grpo", "kto", "dpo", "sft")
-PROFILES = ("AUTO_DETECT", "CPU_ONLY", "GPU_ENABLED", "RYZEN_OPTIMIZED")
 
 
-def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
-    """Add the arguments, and return what carries the command out."""
-    parser.add_argument(
-        "--traces",
-        metavar="PATH",
-        type=Path,
-        nargs="+",
-        required=True,
-        help=(
-            "a recorder's directory, a file of traces, or logs that"
-            " `mlx_parallm traces import` reads"
-        ),
-    )
-    parser.add_argument(
-        "--base-model", metavar="M", required=True, help="directory, hub id or builtin:tiny"
-    )
-    parser.add_argument("--method", choices=METHODS, default="grpo", help="default: grpo")
-    parser.add_argument(
-        "--reward",
-        metavar="FILE.py:F",
-        action="append",
-        default=[],
-        help=(
-            "reward function: labels the traces, is grpo's reward, judges"
-            " held-out answers; may be repeated"
-        ),
-    )
-    parser.add_argument(
-        "--rule",
-        metavar="FILE.py:F",
-        action="append",
-        default=[],
-        help="a function of an ExecutionTrace that labels the traces; may be repeated",
-    )
-    parser.add_argument("--deploy", metavar="TARGET", help="ollama:NAME, or a directory")
-    parser.add_argument(
-        "--type", help="of the exported file; default: what the hardware is good for"
-    )
-    parser.add_argument(
-        "--name", default="model", help="of the work directory and the file (default: model)"
-    )
-    parser.add_argument(
-        "--work",
-        metavar="DIR",
-        type=Path,
-        help="default: rl_training/NAME; a second call goes on there",
-    )
-    parser.add_argument(
-        "--hardware", choices=PROFILES, default="AUTO_DETECT", help="default: AUTO_DETECT"
-    )
-    parser.add_argument(
-        "--epochs", type=int, default=3, help="passes over the rows: kto, dpo, sft (default 3)"
-    )
-    parser.add_argument(
-        "--test-fraction", type=float, default=0.1, help="share of prompts held out (default 0.1)"
-    )
-    parser.add_argument(
-        "--good-from", type=float, default=0.5, help="least score of a good trace (default 0.5)"
-    )
-    parser.add_argument(
-        "--problems", type=int, default=200, help="most held-out prompts that are answered (200)"
-    )
-    parser.add_argument(
-        "--no-redact",
-        action="store_true",
-        help="keep secrets and user names (default: placeholders)",
-    )
-    parser.add_argument(
-        "--even-if-worse",
-        action="store_true",
-        help="deploy also what does not answer better than the base",
-    )
-    parser.add_argument(
-        "--ollama-url", metavar="URL", help="of `ollama serve`; default: http://127.0.0.1:11434"
-    )
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="a key of the training's configuration",
-    )
+class Pipeline(Arguments):
+    """`mlx_parallm pipeline`: from an agent's traces to a deployed model."""
 
-    def run(args: Namespace) -> int:
+    traces: list[Annotated[Path, "PATH"]] = flag(nargs="+", action="store", required=True)
+    """a recorder's directory, a file of traces, or logs that `mlx_parallm traces import` reads"""
+    base_model: Model
+    """directory, hub id or builtin:tiny"""
+    method: Literal["grpo", "kto", "dpo", "sft"] = "grpo"
+    """what it learns by"""
+    reward: list[Function]
+    """reward function: labels the traces, is grpo's reward, judges held-out answers; may be
+    repeated"""
+    rule: list[Function]
+    """a function of an ExecutionTrace that labels the traces; may be repeated"""
+    deploy: Annotated[str, "TARGET"] | None = None
+    """ollama:NAME, or a directory"""
+    type: str | None = None
+    """of the exported file; default: what the hardware is good for"""
+    name: str = "model"
+    """of the work directory and the file"""
+    work: Directory | None = None
+    """default: rl_training/NAME; a second call goes on there"""
+    hardware: Literal["AUTO_DETECT", "CPU_ONLY", "GPU_ENABLED", "RYZEN_OPTIMIZED"] = "AUTO_DETECT"
+    """what the hardware is taken for"""
+    epochs: int = 3
+    """passes over the rows: kto, dpo, sft"""
+    test_fraction: float = 0.1
+    """share of prompts held out"""
+    good_from: float = 0.5
+    """least score of a good trace"""
+    problems: int = 200
+    """most held-out prompts that are answered"""
+    no_redact: bool = False
+    """keep secrets and user names; default: placeholders"""
+    even_if_worse: bool = False
+    """deploy also what does not answer better than the base"""
+    ollama_url: Url | None = None
+    """of `ollama serve`; default: http://127.0.0.1:11434"""
+    set: list[Annotated[str, "KEY=VALUE"]]
+    """a key of the training's configuration"""
+
+    @ended_in_order(LIMIT_S)
+    def run(self) -> int:
         require_mlx()
         from mlx_parallm.deploy.export.ollama import DEFAULT_URL
         from mlx_parallm.system.log import configure_logging
@@ -105,28 +62,26 @@ def pipeline(parser: ArgumentParser) -> Callable[[Namespace], int]:
 
         configure_logging(level="warning")
         TrainingPipeline(
-            args.name,
-            args.base_model,
-            args.method,
-            traces=args.traces,
-            work=args.work,
-            profile=args.hardware,
-            rewards=tuple(references_of(args.reward, Path.cwd())),
-            rules=tuple(references_of(args.rule, Path.cwd())),
-            deploy=args.deploy,
-            type=args.type,
-            epochs=args.epochs,
-            test_fraction=args.test_fraction,
-            good_from=args.good_from,
-            most_problems=args.problems,
-            redact=not args.no_redact,
-            even_if_worse=args.even_if_worse,
-            ollama_url=args.ollama_url or DEFAULT_URL,
-            settings=tuple(args.set),
+            self.name,
+            self.base_model,
+            self.method,
+            traces=self.traces,
+            work=self.work,
+            profile=self.hardware,
+            rewards=tuple(references_of(self.reward, Path.cwd())),
+            rules=tuple(references_of(self.rule, Path.cwd())),
+            deploy=self.deploy,
+            type=self.type,
+            epochs=self.epochs,
+            test_fraction=self.test_fraction,
+            good_from=self.good_from,
+            most_problems=self.problems,
+            redact=not self.no_redact,
+            even_if_worse=self.even_if_worse,
+            ollama_url=self.ollama_url or DEFAULT_URL,
+            settings=tuple(self.set),
         ).run_full_pipeline(say=_say)
         return 0
-
-    return ended_in_order(run, LIMIT_S)
 
 
 def _say(line: str) -> None:

@@ -9,7 +9,7 @@ LEAF = Leaf(
             "pipeline",
             "deploy",
             "From an agent's traces to a deployed model: label, train, evaluate, export.",
-            "mlx_parallm.systems.pipeline.command:pipeline",
+            "mlx_parallm.systems.pipeline.command:Pipeline",
             "mlx_parallm_pipeline",
             (
                 "A second call goes on where the first one stopped, and does only what has"

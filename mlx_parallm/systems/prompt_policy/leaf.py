@@ -11,7 +11,7 @@ LEAF = Leaf(
             "prompt-policy",
             "start",
             "Serve a policy that learns which rewriting helps which prompt.",
-            "mlx_parallm.systems.prompt_policy.command:prompt_policy",
+            "mlx_parallm.systems.prompt_policy.command:PromptPolicy",
             "mlx_parallm_prompt_policy",
             "Without --server: a demonstration. docs/systems.md#the-prompt-policy.",
             ends_in_order=True,

@@ -6,8 +6,19 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from mlx_parallm.cli.arguments import (
+    Arguments,
+    Directory,
+    File,
+    Function,
+    KeyFile,
+    Name,
+    Url,
+    flag,
+    place,
+)
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.signals import unblock_shutdown_signals
 
@@ -16,8 +27,7 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 DRAIN_S, CONNECTIONS = 5.0, 10_000
-Run = Callable[[Namespace], int]
-FORMATS = (
+Format = Literal[
     "auto",
     "atif",
     "openai",
@@ -30,147 +40,115 @@ FORMATS = (
     "otlp",
     "verifiers",
     "art",
-)
+]
+Anything = Annotated[Path, "PATH"]
 
 
-def traces(parser: ArgumentParser) -> Run:
-    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    runs = {name: add(commands) for name, add in ACTIONS.items()}
+class Redacting(Arguments):
+    """An action that hides secrets in what it writes."""
 
-    def run(args: Namespace) -> int:
-        if args.action != "record":  # the only one that serves
-            unblock_shutdown_signals()
-        return runs[args.action](args)
+    no_redact: bool = False
+    """keep secrets and user names; default: placeholders"""
+    redact_personal: bool = False
+    """hide e-mail addresses, payment cards, IBANs and phone numbers too"""
 
-    return run
+    def finder(self) -> "Redactor | None":
+        from mlx_parallm.systems.traces.privacy import secret_finder
+
+        return None if self.no_redact else secret_finder(personal=self.redact_personal)
 
 
-def _record(commands: Any) -> Run:
+class Record(Redacting):
     """Record what clients of another OpenAI-compatible server ask and are answered."""
-    parser = commands.add_parser(
-        "record", help="record the clients of another server", description=_record.__doc__
-    )
-    parser.add_argument(
-        "--upstream", metavar="URL", required=True, help="the other server, e.g. https://host/v1"
-    )
-    parser.add_argument(
-        "--dir", metavar="DIR", type=Path, required=True, help="where sessions are written"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind; loopback only")
-    parser.add_argument("--port", type=int, default=8100, help="port; 0 takes a free one")
-    _add_redaction(parser)
 
-    def run(args: Namespace) -> int:
+    upstream: Url
+    """the other server, e.g. https://host/v1"""
+    dir: Directory
+    """where sessions are written"""
+    host: str = "127.0.0.1"
+    """address to bind; loopback only"""
+    port: int = 8100
+    """port; 0 takes a free one"""
+
+    def run(self) -> int:
         from mlx_parallm.errors import ConfigError
         from mlx_parallm.server.auth import is_loopback_name
         from mlx_parallm.server.thread import serve_until_signal
         from mlx_parallm.systems.traces.proxy import recording_proxy
         from mlx_parallm.systems.traces.recorder import SessionRecorder
 
-        if not is_loopback_name(args.host):
+        if not is_loopback_name(self.host):
             raise ConfigError(
-                f"--host {args.host}: the recorder has no key of its own, so it binds loopback only"
+                f"--host {self.host}: the recorder has no key of its own, so it binds loopback only"
             )
 
         def announce(url: str) -> None:
             sys.stderr.write(
-                f"recording into {args.dir}: base_url={url}/sessions/NAME/v1 stands for"
-                f" {args.upstream}\n"
+                f"recording into {self.dir}: base_url={url}/sessions/NAME/v1 stands for"
+                f" {self.upstream}\n"
             )
             sys.stderr.flush()
 
         serve_until_signal(
-            lambda: recording_proxy(SessionRecorder(args.dir, _finder(args)), args.upstream),
-            args.host,
-            args.port,
+            lambda: recording_proxy(SessionRecorder(self.dir, self.finder()), self.upstream),
+            self.host,
+            self.port,
             announce,
             drain_s=DRAIN_S,
             connections=CONNECTIONS,
         )
         return 0
 
-    return run
 
-
-def _add_redaction(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--no-redact",
-        action="store_true",
-        help="keep secrets and user names (default: placeholders)",
-    )
-    parser.add_argument(
-        "--redact-personal",
-        action="store_true",
-        help="hide e-mail addresses, payment cards, IBANs and phone numbers too",
-    )
-
-
-def _finder(args: Namespace) -> "Redactor | None":
-    from mlx_parallm.systems.traces.privacy import secret_finder
-
-    return None if args.no_redact else secret_finder(personal=args.redact_personal)
-
-
-def _import(commands: Any) -> Run:
+class Import(Redacting):
     """Turn logs of agents into traces, one JSON object a line. What was left out is counted,
     with the reason."""
-    parser = commands.add_parser(
-        "import", help="turn logs of agents into traces", description=_import.__doc__
-    )
-    parser.add_argument(
-        "paths",
-        metavar="PATH",
-        type=Path,
-        nargs="+",
-        help="files, a recorder's or a run's directory",
-    )
-    parser.add_argument(
-        "--from", dest="source", choices=FORMATS, default="auto", help="their format"
-    )
-    parser.add_argument(
-        "--to", metavar="FILE", type=Path, required=True, help="where the traces are written"
-    )
-    parser.add_argument("--license", metavar="NAME", help="noted in every trace")
-    _add_redaction(parser)
 
-    def run(args: Namespace) -> int:
+    paths: list[Anything] = place()
+    """files, a recorder's or a run's directory"""
+    source: Format = flag("--from", default="auto")
+    """their format"""
+    to: File
+    """where the traces are written"""
+    license: Name | None = None
+    """noted in every trace"""
+
+    def run(self) -> int:
         from mlx_parallm.systems.traces.importers.report import ImportReport
         from mlx_parallm.systems.traces.privacy import RedactionHit
         from mlx_parallm.systems.traces.reading import read_traces, redacted, write_traces
 
         report, hits, traces = ImportReport(), list[RedactionHit](), []
-        for path in args.paths:
+        for path in self.paths:
             for trace in redacted(
-                read_traces(path, report, source=args.source), _finder(args), hits
+                read_traces(path, report, source=self.source), self.finder(), hits
             ):
-                if args.license:
-                    trace.note(license=args.license)
+                if self.license:
+                    trace.note(license=self.license)
                 traces.append(trace)
-        review = write_traces(traces, args.to, hits)
-        lines = [*report.draw(), f"written: {args.to}"]
+        review = write_traces(traces, self.to, hits)
+        lines = [*report.draw(), f"written: {self.to}"]
         if review is not None:
             lines.append(f"redacted: {len(hits)} places; review them in {review}")
         sys.stdout.write("\n".join(lines) + "\n")
         return 0
 
-    return run
 
-
-def _show(commands: Any) -> Run:
+class Show(Arguments):
     """Show traces: how long they are, their tools, rewards and labels."""
-    parser = commands.add_parser("show", help="show traces", description=_show.__doc__)
-    parser.add_argument(
-        "path", metavar="PATH", type=Path, help="traces, or anything that can be imported"
-    )
-    parser.add_argument("--id", help="one trace as a whole")
-    parser.add_argument("--limit", type=int, default=SHOWN, help=f"most traces (default {SHOWN})")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
 
-    def run(args: Namespace) -> int:
-        _print(_lines(args))
+    path: Anything = place()
+    """traces, or anything that can be imported"""
+    id: str | None = None
+    """one trace as a whole"""
+    limit: int = SHOWN
+    """most traces"""
+    json: bool = False
+    """one JSON object a line"""
+
+    def run(self) -> int:
+        _print(_lines(self))
         return 0
-
-    return run
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -184,7 +162,7 @@ def _print(lines: Iterable[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _lines(args: Namespace) -> Iterator[str]:
+def _lines(args: Show) -> Iterator[str]:
     from mlx_parallm.system.terminal import escaped
     from mlx_parallm.systems.traces.importers.report import ImportReport
     from mlx_parallm.systems.traces.reading import read_traces
@@ -238,82 +216,49 @@ def _conversation(trace: Any) -> Iterator[str]:
             yield f"→ {call['function']['name']}({call['function']['arguments']})"
 
 
-def _scan(commands: Any) -> Run:
+class Scan(Arguments):
     """Look for secrets that still stand in files. Exit code 0: none; 1: some, one line each."""
-    parser = commands.add_parser(
-        "scan", help="look for secrets that still stand in files", description=_scan.__doc__
-    )
-    parser.add_argument("paths", metavar="FILE", type=Path, nargs="+", help="JSONL or text files")
 
-    def run(args: Namespace) -> int:
+    paths: list[File] = place()
+    """JSONL or text files"""
+
+    def run(self) -> int:
         from mlx_parallm.systems.traces.privacy import leftovers
 
-        lines = list(leftovers(args.paths))
+        lines = list(leftovers(self.paths))
         _print(lines)
         return 1 if lines else 0
 
-    return run
 
-
-def _build(commands: Any) -> Run:
+class Build(Redacting):
     """Make a data set of traces: rows for training, split by session, without near-duplicates."""
-    parser = commands.add_parser(
-        "build", help="make a data set of traces", description=_build.__doc__
-    )
-    parser.add_argument(
-        "paths",
-        metavar="PATH",
-        type=Path,
-        nargs="+",
-        help="traces, or anything that can be imported",
-    )
-    parser.add_argument(
-        "--kind", choices=("sft", "preference", "kto", "grpo", "prompts", "atif"), required=True
-    )
-    parser.add_argument(
-        "--to",
-        metavar="DIR",
-        type=Path,
-        required=True,
-        help="gets train.jsonl, test.jsonl, dataset.json",
-    )
-    parser.add_argument(
-        "--test-fraction", type=float, default=0.1, help="share that is held out (default 0.1)"
-    )
-    parser.add_argument(
-        "--near-duplicates",
-        type=float,
-        default=0.9,
-        help="similarity of rows that count as one; 1 = equal",
-    )
-    parser.add_argument(
-        "--good-from", type=float, default=0.5, help="least score of a good trace (default 0.5)"
-    )
-    parser.add_argument(
-        "--least-gap", type=float, default=0.1, help="between chosen and rejected (default 0.1)"
-    )
-    parser.add_argument(
-        "--balance",
-        type=float,
-        default=0.0,
-        help="kto: most times that one side may be the other",
-    )
-    parser.add_argument("--sidechains", action="store_true", help="keep the runs of sub-agents")
-    parser.add_argument(
-        "--order",
-        choices=("recorded", "easy_first", "hard_first"),
-        default="recorded",
-        help="of the rows to train on: by their prompts' pass rate, or as recorded (default)",
-    )
-    parser.add_argument("--license", metavar="NAME", help="of the data set")
-    parser.add_argument(
-        "--push",
-        metavar="OWNER/NAME",
-        help="upload it to the Hugging Face hub, as a private data set",
-    )
-    _add_redaction(parser)
 
-    def run(args: Namespace) -> int:
+    paths: list[Anything] = place()
+    """traces, or anything that can be imported"""
+    kind: Literal["sft", "preference", "kto", "grpo", "prompts", "atif"]
+    """of rows"""
+    to: Directory
+    """gets train.jsonl, test.jsonl, dataset.json"""
+    test_fraction: float = 0.1
+    """share that is held out"""
+    near_duplicates: float = 0.9
+    """similarity of rows that count as one; 1 = equal"""
+    good_from: float = 0.5
+    """least score of a good trace"""
+    least_gap: float = 0.1
+    """between chosen and rejected"""
+    balance: float = 0.0
+    """kto: most times that one side may be the other"""
+    sidechains: bool = False
+    """keep the runs of sub-agents"""
+    order: Literal["recorded", "easy_first", "hard_first"] = "recorded"
+    """of the rows to train on: by their prompts' pass rate, or as recorded"""
+    license: Name | None = None
+    """of the data set"""
+    push: Annotated[str, "OWNER/NAME"] | None = None
+    """upload it to the Hugging Face hub, as a private data set"""
+
+    def run(self) -> int:
         from mlx_parallm.systems.traces.builders import (
             DatasetOptions,
             build_dataset,
@@ -325,28 +270,28 @@ def _build(commands: Any) -> Run:
         from mlx_parallm.systems.traces.privacy import RedactionHit
         from mlx_parallm.systems.traces.reading import read_traces, redacted
 
-        finder = _finder(args)
+        finder = self.finder()
         options = DatasetOptions(
-            args.kind,
-            test_fraction=args.test_fraction,
-            near_duplicates=args.near_duplicates,
-            good_from=args.good_from,
-            least_gap=args.least_gap,
-            balance=args.balance,
-            sidechains=args.sidechains,
-            order=args.order,
+            self.kind,
+            test_fraction=self.test_fraction,
+            near_duplicates=self.near_duplicates,
+            good_from=self.good_from,
+            least_gap=self.least_gap,
+            balance=self.balance,
+            sidechains=self.sidechains,
+            order=self.order,
         )
         hits, report = list[RedactionHit](), ImportReport()
         traces = (
             trace
-            for path in args.paths
+            for path in self.paths
             for trace in redacted(read_traces(path, report), finder, hits)
         )
-        card = write_dataset(build_dataset(traces, options), args.to, license=args.license)
+        card = write_dataset(build_dataset(traces, options), self.to, license=self.license)
         lines = [
             (
-                f"{args.kind}: {card['rows']['train']} rows to train on,"
-                f" {card['rows']['test']} held out: {args.to}"
+                f"{self.kind}: {card['rows']['train']} rows to train on,"
+                f" {card['rows']['test']} held out: {self.to}"
             )
         ]
         lines += [f"left out {count}: {reason}" for reason, count in card["left_out"].items()]
@@ -364,74 +309,57 @@ def _build(commands: Any) -> Run:
         if hits:
             lines.append(f"redacted: {len(hits)} places")
         _print(lines)
-        if args.push:
-            check_leftovers(args.to)
-            _print([f"pushed: {push_dataset(args.to, args.push)}"])
+        if self.push:
+            check_leftovers(self.to)
+            _print([f"pushed: {push_dataset(self.to, self.push)}"])
         return 0
 
-    return run
 
+class Label(Redacting):
+    """Label traces, by functions, a judge, a classifier, or by you. Earlier labels stay."""
 
-def _label(commands: Any) -> Run:
-    """Label the traces of a file: by functions, a judge, a classifier, or by you. Earlier labels
-    stay."""
-    parser = commands.add_parser(
-        "label", help="label traces, by functions or by hand", description=_label.__doc__
-    )
-    parser.add_argument("path", metavar="FILE", type=Path, help="traces, as `import` writes them")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--rule", metavar="python:FILE.py:NAME", help="a function of an ExecutionTrace"
-    )
-    how.add_argument(
-        "--reward", metavar="FILE.py:F", help="a reward function, as in training; or builtin:NAME"
-    )
-    how.add_argument(
-        "--judge", metavar="URL", help="a model at an OpenAI-compatible endpoint, with its /v1"
-    )
-    how.add_argument(
-        "--auto",
-        action="store_true",
-        help="a classifier proposes labels, learned from those there are",
-    )
-    how.add_argument(
-        "--unsure-first",
-        action="store_true",
-        help="by hand: what the classifier is least sure of, first",
-    )
-    parser.add_argument("--name", default="rule", help="what the rule judges (default: rule)")
-    parser.add_argument("--judge-model", metavar="M", help="the endpoint's name of the model")
-    parser.add_argument(
-        "--relative", action="store_true", help="the judge compares the runs of one prompt, twice"
-    )
-    parser.add_argument(
-        "--criteria", metavar="TEXT", help="for the judge: what makes an answer good"
-    )
-    parser.add_argument("--api-key-file", metavar="FILE", help="of the judge's endpoint")
-    parser.add_argument(
-        "--sure", type=float, default=0.9, help="least probability of a proposal (default 0.9)"
-    )
-    _add_redaction(parser)
+    path: File = place()
+    """traces, as `import` writes them"""
+    rule: str | None = flag(one_of="how", metavar="python:FILE.py:NAME")
+    """a function of an ExecutionTrace"""
+    reward: Function | None = flag(one_of="how")
+    """a reward function, as in training; or builtin:NAME"""
+    judge: Url | None = flag(one_of="how")
+    """a model at an OpenAI-compatible endpoint, with its /v1"""
+    auto: bool = flag(one_of="how")
+    """a classifier proposes labels, learned from those there are"""
+    unsure_first: bool = flag(one_of="how")
+    """by hand: what the classifier is least sure of, first"""
+    name: str = "rule"
+    """what the rule judges"""
+    judge_model: Annotated[str, "M"] | None = None
+    """the endpoint's name of the model"""
+    relative: bool = False
+    """the judge compares the runs of one prompt, twice"""
+    criteria: Annotated[str, "TEXT"] | None = None
+    """for the judge: what makes an answer good"""
+    api_key_file: KeyFile | None = None
+    """of the judge's endpoint"""
+    sure: float = 0.9
+    """least probability of a proposal"""
 
-    def run(args: Namespace) -> int:
+    def run(self) -> int:
         from mlx_parallm.systems.traces.labeling import read_labelable
         from mlx_parallm.systems.traces.reading import write_lines
 
-        if not 0.5 <= args.sure <= 1:
-            parser.error("--sure: from 0.5 to 1")
-        traces = read_labelable(args.path)
-        line = _labelled(args, traces)
+        if not 0.5 <= self.sure <= 1:
+            self.error("--sure: from 0.5 to 1")
+        traces = read_labelable(self.path)
+        line = _labelled(self, traces)
         if line is not None:
-            write_lines(traces, args.path)
+            write_lines(traces, self.path)
             _print([line])
             return 0
-        _by_hand(args, traces)
+        _by_hand(self, traces)
         return 0
 
-    return run
 
-
-def _labelled(args: Namespace, traces: list[Any]) -> str | None:
+def _labelled(args: Label, traces: list[Any]) -> str | None:
     """Label by what the arguments name, and return what was done; None: a person is to label."""
     from mlx_parallm.systems.traces.labeling import add_rule_labels
 
@@ -454,7 +382,9 @@ def _labelled(args: Namespace, traces: list[Any]) -> str | None:
             criteria=args.criteria or CRITERIA,
             mode="rank" if args.relative else "score",
         )
-        return add_judge_labels(traces, model, args.judge_model, relative=args.relative).line()
+        return add_judge_labels(
+            traces, model, args.judge_model or "judge", relative=args.relative
+        ).line()
     if args.auto:
         from mlx_parallm.systems.traces.auto_label import AutoLabeler
 
@@ -469,7 +399,7 @@ def _labelled(args: Namespace, traces: list[Any]) -> str | None:
     return None
 
 
-def _by_hand(args: Namespace, traces: list[Any]) -> None:
+def _by_hand(args: Label, traces: list[Any]) -> None:
     from mlx_parallm.system.terminal import escaped
     from mlx_parallm.systems.traces.labeling import label_by_hand
 
@@ -485,18 +415,32 @@ def _by_hand(args: Namespace, traces: list[Any]) -> None:
         from mlx_parallm.systems.traces.auto_label import AutoLabeler
 
         order = AutoLabeler(traces).unsure_first(traces)
-    redactor = _finder(args)
+    redactor = args.finder()
     done = label_by_hand(
         args.path, traces, iter(sys.stdin.readline, ""), show, ask, order=order, redactor=redactor
     )
     _print(["", f"{done} labelled"])
 
 
-ACTIONS = {
-    "record": _record,
-    "import": _import,
-    "show": _show,
-    "label": _label,
-    "build": _build,
-    "scan": _scan,
-}
+class Traces(Arguments):
+    """`mlx_parallm traces ACTION`."""
+
+    actions: ClassVar = {
+        "record": Record,
+        "import": Import,
+        "show": Show,
+        "label": Label,
+        "build": Build,
+        "scan": Scan,
+    }
+
+    @classmethod
+    def added_to(cls, parser: ArgumentParser) -> Callable[[Namespace], int]:
+        run = super().added_to(parser)
+
+        def unblocked(namespace: Namespace) -> int:
+            if namespace.action != "record":  # the only one that serves
+                unblock_shutdown_signals()
+            return run(namespace)
+
+        return unblocked

@@ -13,7 +13,7 @@ LEAF = Leaf(
             "traces",
             "data",
             "Record what agents do, import their logs, and make data sets of them.",
-            "mlx_parallm.systems.traces.command:traces",
+            "mlx_parallm.systems.traces.command:Traces",
             "mlx_parallm_traces",
             ends_in_order=True,
         ),
