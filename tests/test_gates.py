@@ -99,6 +99,10 @@ TRLS = "faces.trl.config"  # its fields are TRL's arguments, not keys
 # "module.function.parameter" or "module.Class.field": why it has a default beside the
 # configuration's
 SECOND_DEFAULTS: dict[str, str] = {
+    "cli.distill.DistillData.max_tokens": "of the teacher, not of the policy",
+    "cli.start.Train.restarts": "of the training; tool servers' are another",
+    "systems.pipeline.command.Pipeline.problems": "0 would be no verdict",
+    "systems.traces.command.Record.port": "of the recorder, which has no configuration",
     "engine.sequence.Sequence.rank": "its place among n completions; LoRA's rank is another",
     "environments.kinds.conversation.__init__.max_tokens": (
         "of the simulated user, not of the policy"

@@ -63,7 +63,7 @@ Function = Annotated[str, "FILE.py:F"]
 
 @dataclass(frozen=True)
 class _Flag:
-    """What a field says of its flag besides type and help."""
+    """A field's flag, besides its type and its help."""
 
     default: Any = None
     required: bool = False
@@ -159,7 +159,7 @@ class Configured(Arguments):
 
     @property
     def overrides(self) -> list[str]:
-        """What `--set` and the flags of keys say."""
+        """The keys that `--set` and other flags set."""
         return [*self.set, *self.settings()]
 
 

@@ -315,7 +315,7 @@ class Build(Redacting):
         return 0
 
 
-class Label(Redacting):
+class AddLabels(Redacting):
     """Label traces, by functions, a judge, a classifier, or by you. Earlier labels stay."""
 
     path: File = place()
@@ -359,7 +359,7 @@ class Label(Redacting):
         return 0
 
 
-def _labelled(args: Label, traces: list[Any]) -> str | None:
+def _labelled(args: AddLabels, traces: list[Any]) -> str | None:
     """Label by what the arguments name, and return what was done; None: a person is to label."""
     from mlx_parallm.systems.traces.labeling import add_rule_labels
 
@@ -399,7 +399,7 @@ def _labelled(args: Label, traces: list[Any]) -> str | None:
     return None
 
 
-def _by_hand(args: Label, traces: list[Any]) -> None:
+def _by_hand(args: AddLabels, traces: list[Any]) -> None:
     from mlx_parallm.system.terminal import escaped
     from mlx_parallm.systems.traces.labeling import label_by_hand
 
@@ -429,7 +429,7 @@ class Traces(Arguments):
         "record": Record,
         "import": Import,
         "show": Show,
-        "label": Label,
+        "label": AddLabels,
         "build": Build,
         "scan": Scan,
     }
