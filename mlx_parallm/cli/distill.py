@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from mlx_parallm.cli.arguments import (
+from mlx_parallm.cli.command import ended_in_order, load
+from mlx_parallm.config.arguments import (
     Configured,
     Count,
     File,
@@ -13,7 +14,6 @@ from mlx_parallm.cli.arguments import (
     setting,
     toml_value,
 )
-from mlx_parallm.cli.command import ended_in_order, load
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.packages import require_mlx
 

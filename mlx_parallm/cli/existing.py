@@ -10,7 +10,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from mlx_parallm.cli.arguments import (
+from mlx_parallm.cli.command import ended_in_order, load, piped
+from mlx_parallm.config.arguments import (
     Arguments,
     Configured,
     Count,
@@ -25,7 +26,6 @@ from mlx_parallm.cli.arguments import (
     setting,
     toml_value,
 )
-from mlx_parallm.cli.command import ended_in_order, load, piped
 from mlx_parallm.system.packages import require, require_mlx
 from mlx_parallm.system.patterns import Pattern, PatternError
 

@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import psutil
 
-from mlx_parallm.cli.arguments import toml_value
+from mlx_parallm.config.arguments import toml_value
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.foreign_http import BeyondBoundsError, sync_client
 from mlx_parallm.system.terminal import Console

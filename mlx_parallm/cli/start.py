@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from mlx_parallm.cli.arguments import (
+from mlx_parallm.cli.command import end_of_training, load
+from mlx_parallm.config.arguments import (
     AtLeast,
     Configured,
     File,
@@ -19,7 +20,6 @@ from mlx_parallm.cli.arguments import (
     setting,
     toml_value,
 )
-from mlx_parallm.cli.command import end_of_training, load
 from mlx_parallm.config.leaves import Leaf, leaves
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.files import is_directory, is_file

@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from typing import Literal
 
 from mlx_parallm import __version__
-from mlx_parallm.cli.arguments import Arguments, place
 from mlx_parallm.cli.command import EXIT_ERROR, exit_code
+from mlx_parallm.config.arguments import Arguments, place
 from mlx_parallm.config.leaves import Command, leaves
 from mlx_parallm.system.signals import unblock_shutdown_signals
 

@@ -44,7 +44,7 @@ class Command:
     """A command of `mlx_parallm`.
 
     Attributes:
-        arguments: "module:name" of its `cli.arguments.Arguments`: its flags, and what carries it
+        arguments: "module:name" of its `config.arguments.Arguments`: its flags, and what carries it
             out.
         script: the name that `pyproject.toml` installs for it beside `mlx_parallm`.
         ends_in_order: it serves, trains or asks a model, and makes a `system.signals.Shutdown`; the

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from mlx_parallm.cli.arguments import Arguments, KeyFile, Name, RunDirectory, Url, place
+from mlx_parallm.config.arguments import Arguments, KeyFile, Name, RunDirectory, Url, place
 from mlx_parallm.system.packages import require, require_mlx
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mlx_parallm.cli.arguments import Arguments, Count, Directory
+from mlx_parallm.config.arguments import Arguments, Count, Directory
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.system.packages import require, require_mlx
 from mlx_parallm.system.signals import Shutdown

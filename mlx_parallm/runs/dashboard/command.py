@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_parallm.cli.arguments import Arguments, RunDirectory, place
+from mlx_parallm.config.arguments import Arguments, RunDirectory, place
 from mlx_parallm.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from mlx_parallm.cli.arguments import Arguments, Directory, Function, Model, Url, flag
 from mlx_parallm.cli.command import ended_in_order
+from mlx_parallm.config.arguments import Arguments, Directory, Function, Model, Url, flag
 from mlx_parallm.system.packages import require_mlx
 
 LIMIT_S = 120.0  # for the training that it runs to save

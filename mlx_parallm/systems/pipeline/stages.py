@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mlx_parallm.cli.arguments import toml_value
 from mlx_parallm.cli.command import load
 from mlx_parallm.cli.dataset_config import SMALL, dataset_toml, find_hidden_size
+from mlx_parallm.config.arguments import toml_value
 from mlx_parallm.config.load import Config
 from mlx_parallm.deploy.export import llama_server
 from mlx_parallm.deploy.export.hosting import BITS

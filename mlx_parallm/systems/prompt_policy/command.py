@@ -6,8 +6,8 @@ import sys
 import threading
 from typing import Annotated
 
-from mlx_parallm.cli.arguments import Configured, KeyFile, setting
 from mlx_parallm.cli.command import load
+from mlx_parallm.config.arguments import Configured, KeyFile, setting
 from mlx_parallm.system.packages import require_mlx
 from mlx_parallm.system.signals import END_S, Shutdown
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from mlx_parallm.cli.arguments import (
+from mlx_parallm.config.arguments import (
     Arguments,
     Directory,
     File,

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 import pytest
 
-from mlx_parallm.cli.arguments import Arguments, AtLeast, Configured, Count, flag, place, setting
 from mlx_parallm.cli.table import COMMANDS
+from mlx_parallm.config.arguments import Arguments, AtLeast, Configured, Count, flag, place, setting
 
 GIVEN = []
 
