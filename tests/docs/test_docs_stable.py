@@ -19,7 +19,7 @@ def test_the_version_is_this_one() -> None:
 
 
 def test_promised_routes_are_there() -> None:
-    """The Atropos routes: tests/integrations/atropos/test_routes.py."""
+    """The Atropos routes: tests/atropos/test_routes.py."""
     app = create_app(ServerDeps(ServerState(), ServerConfig()))
     routes = {
         (method.upper(), path)

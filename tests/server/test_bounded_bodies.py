@@ -45,19 +45,11 @@ def subclasses(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 
 def bodies() -> list[type[BaseModel]]:
-    for package in (
-        "server",
-        "tinker",
-        "traces",
-        "prompt_policy",
-        "dashboard",
-        "integrations",
-        "orchestrator",
-    ):
+    for package in ("server", "faces", "systems", "runs"):
         for module in pkgutil.walk_packages(
             [f"{mlx_parallm.__path__[0]}/{package}"], f"mlx_parallm.{package}."
         ):
-            if ".examples" not in module.name and not module.name.endswith("__main__"):
+            if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
     found = {
         *subclasses(Body),

@@ -25,7 +25,7 @@ from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.protocol.routes import as_int32, as_npy, read_npy
 from mlx_parallm.types import RoutedExperts
 from mlx_parallm.weights import SharedWeights
-from tests.integrations.atropos.groups import ATROPOS_SETTINGS
+from tests.atropos.groups import ATROPOS_SETTINGS
 from tests.tiny_models import EXPERTS, QWEN3, save_checkpoint
 
 MIXTURE = QWEN3 | EXPERTS | {"model_type": "qwen3_moe"}

@@ -18,19 +18,19 @@ from mlx_parallm.config.load import load_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_tokenizer
 from mlx_parallm.rollout_store.store import RolloutStore
-from tests.integration.processes import Daemon, free_port, metrics, wait_for_step
-from tests.integration.speaking_model import save_speaker
-from tests.integrations.atropos.atropos_processes import (
+from tests.atropos.atropos_processes import (
     EXAMPLES,
     ROOT,
     Environment,
     RunApi,
     needs_atropos,
 )
+from tests.integration.processes import Daemon, free_port, metrics, wait_for_step
+from tests.integration.speaking_model import save_speaker
 
 LETTERS = EXAMPLES / "letters.toml"
 OWN = ROOT / "build" / "atropos" / "environments"
-TREE = ROOT / "tests" / "integrations" / "atropos" / "atropos_tree"
+TREE = ROOT / "tests" / "atropos" / "atropos_tree"
 TINY = str(ROOT / "mlx_parallm" / "models" / "tiny")
 # in a line that the environment prints for each group that the queue has taken
 RECEIVED = '"received"'

@@ -2,7 +2,7 @@
 tests/data/managed_server.json.
 
     mlx_parallm_serve --model-path builtin:tiny --port 8000
-    build/atropos/bin/python tests/integrations/atropos/record_managed_server.py http://127.0.0.1:8000/v1
+    build/atropos/bin/python tests/atropos/record_managed_server.py http://127.0.0.1:8000/v1
 
 Needs `scripts/setup_atropos`. Again when the tiny model's weights change: the log-probabilities are
 of this model.
@@ -17,7 +17,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
-TINY = str(Path(__file__).parents[3] / "mlx_parallm" / "models" / "tiny")
+TINY = str(Path(__file__).parents[2] / "mlx_parallm" / "models" / "tiny")
 SAMPLING = {"max_tokens": 12, "temperature": 1.0, "seed": 3}
 
 

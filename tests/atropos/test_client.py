@@ -13,8 +13,8 @@ from mlx_parallm.faces.atropos.api import AtroposClient
 from mlx_parallm.faces.atropos.client import AtroposPoller
 from mlx_parallm.rl_training import atropos_client
 from scripts.server_process import free_port
-from tests.integrations.atropos.fake_run_api import serving
-from tests.integrations.atropos.polling import (
+from tests.atropos.fake_run_api import serving
+from tests.atropos.polling import (
     FAST,
     REGISTRATION,
     eventually,

@@ -12,8 +12,8 @@ from mlx_parallm.faces.atropos.queue import (
     EnvironmentEntry,
 )
 from mlx_parallm.rollout_store.store import RolloutStore
+from tests.atropos.groups import ATROPOS_SETTINGS, scored_data
 from tests.clock import Clock
-from tests.integrations.atropos.groups import ATROPOS_SETTINGS, scored_data
 from tests.rollout_store.groups import VOCAB_SIZE, make_group
 
 

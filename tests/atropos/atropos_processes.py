@@ -13,7 +13,7 @@ import pytest
 from tests.integration.processes import free_port
 from tests.signals_reset import default_signals
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "build" / "atropos" / "bin"
 EXAMPLES = ROOT / "examples" / "atropos"
 OFFLINE = {

@@ -11,9 +11,9 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.faces.atropos.api import AtroposClient
 from mlx_parallm.faces.atropos.client import AtroposPoller
 from scripts.server_process import free_port
-from tests.integrations.atropos.fake_run_api import RunApi, serving
-from tests.integrations.atropos.groups import scored_data
-from tests.integrations.atropos.polling import (
+from tests.atropos.fake_run_api import RunApi, serving
+from tests.atropos.groups import scored_data
+from tests.atropos.polling import (
     FAST,
     REGISTRATION,
     eventually,
@@ -108,11 +108,11 @@ def test_an_api_that_is_poisoned_again_and_again_is_told_and_tried(api, url, sto
             self.queue = []
 
     api.state = Poisoned()
-    monkeypatch.setattr("tests.integrations.atropos.fake_run_api.RunApiState", Poisoned)
+    monkeypatch.setattr("tests.atropos.fake_run_api.RunApiState", Poisoned)
     with polling(url, store) as poller:
         eventually(lambda: "ignores this run's registration" in (poller.health() or ""))
         assert not poller.wait_until_registered(0.01)
-        monkeypatch.setattr("tests.integrations.atropos.fake_run_api.RunApiState", state)
+        monkeypatch.setattr("tests.atropos.fake_run_api.RunApiState", state)
         assert poller.wait_until_registered(20)
         eventually(lambda: poller.health() is None)
 

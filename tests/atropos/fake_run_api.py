@@ -26,7 +26,7 @@ import uvicorn
 from fastapi import Body, FastAPI, Request
 from fastapi.responses import PlainTextResponse
 
-REAL = Path(__file__).parents[3] / "build" / "atropos" / "bin" / "run-api"
+REAL = Path(__file__).parents[2] / "build" / "atropos" / "bin" / "run-api"
 ENVIRONMENT = {"max_token_length": 32, "desired_name": "sums", "weight": 1.0, "group_size": 2}
 
 Group = dict[str, Any]

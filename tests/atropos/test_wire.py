@@ -9,7 +9,7 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.faces.atropos.wire import from_scored_data
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.types import RolloutGroup
-from tests.integrations.atropos.groups import as_sent, scored_data
+from tests.atropos.groups import as_sent, scored_data
 from tests.rollout_store.groups import groups
 
 PICTURE = {
@@ -116,6 +116,7 @@ def test_what_the_wire_can_carry_survives_it(group: RolloutGroup) -> None:
                 scores={"reward": rollout.reward},
                 stop_reason=None,
                 processed_logprobs=None,
+                forced=None,
                 error=None,
                 extra={},
             )

@@ -17,7 +17,7 @@ from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.checks import check_group
 from tests.rl_training.making import make_config
 
-RECORDED = json.loads((Path(__file__).parents[2] / "data" / "managed_server.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[1] / "data" / "managed_server.json").read_text())
 EOS = 2
 PER_TOKEN = ("tokens", "mask", "logprobs", "policy_versions")
 

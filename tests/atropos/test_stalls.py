@@ -9,8 +9,8 @@ import pytest
 
 from mlx_parallm.faces.atropos.api import AtroposClient, why_no_batch
 from mlx_parallm.faces.atropos.client import AtroposPoller
-from tests.integrations.atropos.groups import scored_data
-from tests.integrations.atropos.polling import (
+from tests.atropos.groups import scored_data
+from tests.atropos.polling import (
     FAST,
     REGISTRATION,
     eventually,

@@ -11,8 +11,8 @@ import httpx
 from mlx_parallm.faces.atropos.api import AtroposClient, TrainerRegistration
 from mlx_parallm.faces.atropos.client import AtroposPoller
 from mlx_parallm.rollout_store.store import RolloutStore
-from tests.integrations.atropos.fake_run_api import ENVIRONMENT, RealRunApi, RunApi
-from tests.integrations.atropos.groups import scored_data
+from tests.atropos.fake_run_api import ENVIRONMENT, RealRunApi, RunApi
+from tests.atropos.groups import scored_data
 from tests.rollout_store.groups import VOCAB_SIZE
 
 REGISTRATION = TrainerRegistration(

@@ -18,7 +18,7 @@ from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.middleware import BodyLimitMiddleware
 from mlx_parallm.system.foreign_json import MAX_CONTAINERS
 from scripts.soak.fuzz_openapi import atropos, fuzz, tiny_server
-from tests.integrations.atropos.groups import ATROPOS_SETTINGS, scored_data
+from tests.atropos.groups import ATROPOS_SETTINGS, scored_data
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import running_server
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from scripts.server_process import free_port
-from tests.integrations.atropos.fake_run_api import REAL, RealRunApi, RunApi, serving
+from tests.atropos.fake_run_api import REAL, RealRunApi, RunApi, serving
 
 
 @pytest.fixture

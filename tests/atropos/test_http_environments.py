@@ -22,7 +22,7 @@ from tests.integration.processes import (
 )
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
