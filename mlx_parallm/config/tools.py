@@ -78,7 +78,7 @@ class ToolsConfig(Section):
     recorded: str | None = None
     """File of recorded calls (`execution/tool_results.py`; the pipeline writes one from traces):
     an equal call gets the recorded answer again, where no function or server has a tool of that
-    name."""
+    name; of several different ones, that of the same place in a run."""
     function_timeout_s: float = Field(tool_client.FUNCTION_TIMEOUT_S, gt=0)
     """Longest call of a function."""
     formats: Literal["auto"] | tuple[Format, ...] = "auto"

@@ -36,6 +36,7 @@ from mlx_parallm.execution.tool_calls import (
     prompt_with_tools,
     with_instructions,
 )
+from mlx_parallm.execution.tool_results import last_question
 from mlx_parallm.types import (
     MAX_REWARD,
     ChatTokenizer,
@@ -405,6 +406,7 @@ class Episode:
         self._tools = tools
         self._notes: list[dict[str, Any]] = []  # of the calls
         self._answer_text: str | None = None
+        self._question: str | None = None  # the last user message of the opening
         # the conversation as the environment knows it, and as it went
         self._seen: tuple[Prompt, Prompt] | None = None
         self._seed = seed
@@ -551,6 +553,7 @@ class Episode:
     ) -> Completion:
         """Sample a turn, make its calls, go on with their results until an answer has no call."""
         prompt = self._as_it_went(requested)
+        self._question = self._question or last_question(requested)
         self._note_calls(None)
         for _ in range(tools.max_rounds):
             shown, tool_overrides, tool_options = self._policy.with_tools(prompt, tools)
@@ -561,7 +564,7 @@ class Episode:
             if completion.finish_reason == "length" or not (calls or calls.malformed):
                 self._note_calls(completion.text)
                 break
-            notes = await tools.call(calls)
+            notes = await tools.call(calls, self._notes, self._question)
             self._notes += notes
             self._note_calls(None)
             prompt = self._policy.after_calls(prompt, completion, notes, tools)
@@ -600,11 +603,8 @@ class Episode:
 
     @property
     def _tool_metadata(self) -> dict[str, Any]:
-        return (
-            {}
-            if self._tools is None
-            else {"tool_calls": list(self._notes), "answer_text": self._answer_text}
-        )
+        metadata = {"tool_calls": list(self._notes), "answer_text": self._answer_text}
+        return {} if self._tools is None else metadata
 
     async def _one_turn(
         self, prompt: Prompt, overrides: Mapping[str, Any], options: Mapping[str, Any]

@@ -27,6 +27,8 @@ from mlx_parallm.execution.tool_calls import (
 from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.execution.tool_results import (
     UNANSWERED,
+    CallsBefore,
+    MadeCall,
     RecordedTools,
     ToolResult,
     no_such_tool,
@@ -82,10 +84,28 @@ class EpisodeTools:
         """How a call is written in a prompt without a chat template."""
         return how_to_call(self.formats)
 
-    async def call(self, calls: ParsedCalls) -> list[dict[str, Any]]:
-        """Make the calls of one turn, all at once; return their notes in the order of the text."""
-        made = sorted([*calls, *calls.malformed], key=lambda call: call.start_pos)[:MOST_CALLS]
-        return list(await asyncio.gather(*map(self._note, made)))
+    async def call(
+        self,
+        calls: ParsedCalls,
+        earlier: Sequence[Mapping[str, Any]] = (),
+        prompt: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Make the calls of one turn, all at once; return their notes in the order of the text.
+
+        Args:
+            earlier: notes of the episode's calls so far.
+            prompt: the last user message of its opening.
+        """
+        written = sorted([*calls, *calls.malformed], key=lambda call: call.start_pos)[:MOST_CALLS]
+        made: list[MadeCall] = [
+            (note["name"], note["arguments"]) for note in earlier if note["error"] != "malformed"
+        ]
+        waiting = []
+        for call in written:
+            waiting.append(self._note(call, CallsBefore(tuple(made), prompt)))
+            if not isinstance(call, MalformedCall):
+                made.append((call.name, call.arguments))
+        return list(await asyncio.gather(*waiting))
 
     def new_counts(self) -> dict[str, float]:
         """Return what `ToolClient.metrics` counted since the last call, as keys of a metrics
@@ -100,13 +120,13 @@ class EpisodeTools:
         self._counted.update(now)
         return {f"tools/{name}": now[name] - before.get(name, 0.0) for name in names}
 
-    async def _note(self, call: ToolCall | MalformedCall) -> dict[str, Any]:
+    async def _note(self, call: ToolCall | MalformedCall, before: CallsBefore) -> dict[str, Any]:
         if isinstance(call, MalformedCall):
             text = f"the call cannot be read: {call.reason}"
             return _note("", call.raw_text, ToolResult(text), error="malformed")
         names = [definition["name"] for definition in self.definitions]
         if call.name in names:
-            result = await self.client.acall(call.name, call.arguments)
+            result = await self.client.acall(call.name, call.arguments, before=before)
             if result.error in UNANSWERED and call.name not in self._warned:
                 self._warned.add(call.name)
                 log.warning(

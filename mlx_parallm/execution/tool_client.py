@@ -31,6 +31,7 @@ from mlx_parallm.execution.tool_calls import tool_definition
 from mlx_parallm.execution.tool_results import (
     FAILURES,
     UNANSWERED,
+    CallsBefore,
     RecordedTools,
     ToolResult,
     as_json,
@@ -136,6 +137,7 @@ class ToolClient:
         *,
         timeout_s: float | None = None,
         cached: bool = True,
+        before: CallsBefore | None = None,
     ) -> ToolResult:
         """Call a tool and wait.
 
@@ -143,12 +145,21 @@ class ToolClient:
             timeout_s: of this call, in the place of its server's `timeout_s` or
                 `function_timeout_s`; the thread of a function may go on.
             cached: false: the tool is called even where an earlier result is kept.
+            before: what the episode did so far, for a recorded tool whose answers differ.
         """
-        return self._loop.run(self._call(name, dict(arguments or {}), timeout_s, cached=cached))
+        return self._loop.run(
+            self._call(name, dict(arguments or {}), timeout_s, cached=cached, before=before)
+        )
 
-    async def acall(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
+    async def acall(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        before: CallsBefore | None = None,
+    ) -> ToolResult:
         """Do the same for the code of another loop. Cancelling it cancels the call."""
-        return await self._loop.arun(self._call(name, dict(arguments or {})))
+        return await self._loop.arun(self._call(name, dict(arguments or {}), before=before))
 
     def forget(self) -> None:
         """Drop every answer that is kept: something outside, a reset, has changed what tools
@@ -251,6 +262,7 @@ class ToolClient:
         timeout_s: float | None = None,
         *,
         cached: bool = True,
+        before: CallsBefore | None = None,
     ) -> ToolResult:
         key = (name, repr(sorted(arguments.items())))
         if cached and (kept := self._cache.get(key)) is not None:
@@ -266,7 +278,7 @@ class ToolClient:
             try:
                 tool, recorded = (await self._tools_of_servers()).get(name), self._recorded
                 if tool is None and recorded is not None and name in recorded.definitions:
-                    result = bounded(name, recorded.call(name, arguments))
+                    result = bounded(name, recorded.call(name, arguments, before))
                 elif tool is None:
                     result = no_such_tool(name, [*self._functions, *(self._served or {})])
                 elif cached and tool.connection.is_cached(tool.name):

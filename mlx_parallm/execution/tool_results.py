@@ -2,7 +2,8 @@
 calls gave at another time."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -75,39 +76,106 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+MadeCall = tuple[str, Mapping[str, Any]]
+"""Name and arguments of a call."""
+
+
+@dataclass(frozen=True)
+class CallsBefore:
+    """The calls that an episode made before one. `prompt`: the last user message of its opening,
+    None where it is not known."""
+
+    calls: Sequence[MadeCall] = ()
+    prompt: str | None = None
+
+
+def last_question(prompt: str | Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the text of the last user message; None: there is none. A text is one."""
+    if isinstance(prompt, str):
+        return prompt
+    contents = [message.get("content") for message in prompt if message.get("role") == "user"]
+    if not contents:
+        return None
+    parts = contents[-1] if isinstance(contents[-1], list) else [{"text": contents[-1]}]
+    return "".join(part.get("text") or "" for part in parts)
+
+
 class RecordedTools:
-    """Tools whose answers were recorded, in a file. An equal call gets the recorded answer, of
-    two the later one's; no other is made.
+    """Tools whose answers were recorded, in a file. An equal call gets the recorded answer; no
+    other is made.
 
     {"definitions": [{"name", "description", "parameters"}],
-     "calls": [{"name", "arguments", "text", "error"?}]}
+     "runs": [{"prompt"?, "calls": [{"name", "arguments", "text", "error"?}]}]}
+
+    The calls of a run are in the order in which they were made. "calls" in the place of "runs" is
+    one run. Where equal calls were answered differently, the episode gets the answer of the call
+    that stands most alike: behind the same prompt, behind the same other calls, after as many equal
+    ones; of those the latest. So the second of two equal calls gets the second answer, and a read
+    behind a write what was read there. Behind its last recorded answer it is given again.
     """
 
     def __init__(
-        self, definitions: Iterable[dict[str, Any]], calls: Iterable[dict[str, Any]]
+        self, definitions: Iterable[dict[str, Any]], runs: Iterable[Mapping[str, Any]]
     ) -> None:
         self.definitions = {definition["name"]: definition for definition in definitions}
-        self._answers = {_key(call["name"], call["arguments"]): call for call in calls}
+        self._answers: defaultdict[str, list[_Recorded]] = defaultdict(list)
+        for run in runs:
+            before: Counter[str] = Counter()
+            for call in run["calls"]:
+                key = _key(call["name"], call["arguments"])
+                others = Counter({other: n for other, n in before.items() if other != key})
+                error: Failure | None = "tool" if call.get("error") else None
+                answer = ToolResult(str(call["text"]), error=error)
+                self._answers[key].append(_Recorded(run.get("prompt"), others, before[key], answer))
+                before[key] += 1
 
     @classmethod
     def read(cls, path: str | Path) -> "RecordedTools":
         """Raises ConfigError: the file cannot be read, or is of another form."""
         try:
             data = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-            return cls(data["definitions"], data["calls"])
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            return cls(data["definitions"], data.get("runs", [data]))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"tools.recorded: {path} holds no recorded tools: {type(error).__name__}: {error}"
             ) from error
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Return the recorded answer. A call that nobody recorded is a failure that says so."""
-        call = self._answers.get(_key(name, arguments))
-        if call is None:
+    def call(
+        self, name: str, arguments: Mapping[str, Any], before: CallsBefore | None = None
+    ) -> ToolResult:
+        """Return the recorded answer, behind what the episode did before; None: the latest one. A
+        call that nobody recorded is a failure that says so."""
+        key = _key(name, arguments)
+        recorded = self._answers.get(key)
+        if not recorded:
             words = f"{name}: no answer to these arguments was recorded"
             return ToolResult(words, error="arguments")
-        return ToolResult(call["text"], error="tool" if call.get("error") else None)
+        call = recorded[-1]
+        if before is not None and len(recorded) > 1:
+            made = Counter(_key(*each) for each in before.calls)
+            equal = made.pop(key, 0)
+            call = min(
+                reversed(recorded), key=lambda each: each.distance(before.prompt, made, equal)
+            )
+        return call.answer
 
 
-def _key(name: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
-    return name, json.dumps(arguments, sort_keys=True, default=str)
+@dataclass(frozen=True)
+class _Recorded:
+    """A recorded call: the run's prompt, how often it made each other call before, how many equal
+    ones, and the answer."""
+
+    prompt: str | None
+    others: Counter[str]
+    equal: int
+    answer: ToolResult
+
+    def distance(
+        self, prompt: str | None, others: Counter[str], equal: int
+    ) -> tuple[bool, int, int]:
+        apart = (self.others - others).total() + (others - self.others).total()
+        return prompt is None or prompt != self.prompt, apart, abs(self.equal - equal)
+
+
+def _key(name: str, arguments: Mapping[str, Any]) -> str:
+    return json.dumps([name, arguments], sort_keys=True, default=str)

@@ -473,7 +473,7 @@ async def test_a_call_may_end_the_episode(tokenizer, rows):
     """Its result is recorded, and the policy is not asked again."""
 
     class Ends(ToolClient):
-        async def acall(self, name, arguments=None):
+        async def acall(self, name, arguments=None, *, before=None):
             CURRENT.get().close()
             return await super().acall(name, arguments)
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import psutil
@@ -15,7 +16,12 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import MCPServer, ToolClient, ToolResult
-from mlx_parallm.execution.tool_results import LARGEST_RESULT, LONGEST_RESULT, RecordedTools
+from mlx_parallm.execution.tool_results import (
+    LARGEST_RESULT,
+    LONGEST_RESULT,
+    CallsBefore,
+    RecordedTools,
+)
 from scripts.server_process import free_port
 
 pytest.importorskip("mcp")
@@ -121,6 +127,53 @@ def test_recorded_calls_are_answered_again(tmp_path: Path) -> None:
     file.write_text("[]")
     with pytest.raises(ConfigError, match="holds no recorded tools"):
         RecordedTools.read(file)
+
+
+READ, WRITE, POLL = ("read", {}), ("write", {"to": 2}), ("poll", {"job": "a"})
+RUNS: list[tuple[str, list[tuple[tuple[str, dict[str, Any]], str]]]] = [
+    ("Set it.", [(READ, "1"), (READ, "1"), (WRITE, "done"), (READ, "2")]),
+    ("Wait.", [(POLL, "queued"), (POLL, "running"), (POLL, "ready")]),
+    ("Who?", [(READ, "Ann")]),
+    ("Who else?", [(READ, "Bob")]),
+]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "made", "answers"),
+    [
+        ("Wait.", [POLL] * 5, ["queued", "running", "ready", "ready", "ready"]),
+        ("Set it.", [READ, WRITE, READ, READ], ["1", "done", "2", "2"]),
+        ("Set it.", [WRITE, READ], ["done", "2"]),
+        ("Set it.", [READ] * 4, ["1"] * 4),
+        ("Who?", [READ, READ], ["Ann", "Ann"]),
+        ("Who else?", [POLL, READ], ["queued", "Bob"]),
+        ("Never asked.", [WRITE, READ], ["done", "2"]),
+        (None, [POLL, READ, POLL], ["queued", ANY, "running"]),
+    ],
+)
+def test_equal_calls_get_recorded_answers_in_their_order(
+    prompt: str | None, made: list[tuple[str, dict[str, Any]]], answers: list[str]
+) -> None:
+    """Those of the run with the same prompt, behind the same other calls; each episode begins
+    anew, whatever others do meanwhile."""
+    names = ("read", "write", "poll")
+    recorded = RecordedTools(
+        [{"name": name, "description": "", "parameters": {}} for name in names],
+        [
+            {
+                "prompt": asked,
+                "calls": [{"name": n, "arguments": a, "text": text} for (n, a), text in calls],
+            }
+            for asked, calls in RUNS
+        ],
+    )
+    with ToolClient(recorded=recorded) as client:
+        for _ in range(2):
+            got = [
+                client.call(*call, before=CallsBefore(made[:place], prompt)).text
+                for place, call in enumerate(made)
+            ]
+            assert got == answers
 
 
 def test_constant_tools_are_cached_and_others_are_not() -> None:

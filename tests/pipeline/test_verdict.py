@@ -146,9 +146,10 @@ def test_references_and_recorded_calls_of_traces(tmp_path: Path) -> None:
     }
     recorded = recorded_calls(traces)
     assert recorded is not None and [each["name"] for each in recorded["definitions"]] == ["price"]
-    assert {(c["name"], c["arguments"]["thing"], c["text"]) for c in recorded["calls"]} == {
-        ("price", "tea", "4")
-    }
+    answered = [
+        (run["prompt"], [call["text"] for call in run["calls"]]) for run in recorded["runs"]
+    ]
+    assert answered == [("Tea?", ["4"]), ("Only call.", ["4"]), ("Unscored.", ["4"])]
     assert recorded_calls(traces[1:1]) is None
     rollout = Rollout((1, 2), (0, 1), (0.0, -1.0), (0, 0), 1.0, {})
     made = [{"name": "price", "arguments": {"thing": "tea"}}]

@@ -33,7 +33,7 @@ from mlx_parallm.environments.rows import DataRow, SplitRows, TaskData, read_tas
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
 from mlx_parallm.execution.tool_client import ToolClient
-from mlx_parallm.execution.tool_results import Failure, ToolResult, as_json, bounded
+from mlx_parallm.execution.tool_results import CallsBefore, Failure, ToolResult, as_json, bounded
 from mlx_parallm.execution.user_code import read_options
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.system.log import get_logger
@@ -368,7 +368,13 @@ class SessionTools(ToolClient):
         super().__init__()
         self._source = source
 
-    async def acall(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
+    async def acall(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        before: CallsBefore | None = None,
+    ) -> ToolResult:
         return await self._source.call(name, arguments or {})
 
 

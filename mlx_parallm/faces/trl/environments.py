@@ -24,7 +24,7 @@ from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.tool_calls import tool_definition
 from mlx_parallm.execution.tool_client import ToolClient
-from mlx_parallm.execution.tool_results import ToolResult, as_json, bounded
+from mlx_parallm.execution.tool_results import CallsBefore, ToolResult, as_json, bounded
 from mlx_parallm.execution.user_code import is_async, name_of, reference_to, user_code
 
 Factory = Callable[[], Any]
@@ -185,7 +185,13 @@ class MethodTools(ToolClient):
         super().__init__()
         self._source = source
 
-    async def acall(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
+    async def acall(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        before: CallsBefore | None = None,
+    ) -> ToolResult:
         return await self._source.call(name, arguments or {})
 
 

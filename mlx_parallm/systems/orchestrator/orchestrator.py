@@ -21,7 +21,7 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import ConfigError, ToolFailedError
 from mlx_parallm.execution.action_grammar import Action, parse_actions, write_action
 from mlx_parallm.execution.tool_client import ToolClient, ToolResult
-from mlx_parallm.execution.tool_results import no_such_tool
+from mlx_parallm.execution.tool_results import CallsBefore, no_such_tool
 from mlx_parallm.systems.experts.registry import ExpertRegistry
 from mlx_parallm.systems.orchestrator.control import (
     CONTROLS,
@@ -256,8 +256,13 @@ class Orchestrator:
         if allowed is not None and name not in allowed:
             result = no_such_tool(name, allowed)
         else:
+            made = [(call.name, call.arguments) for call in self.calls]
             result = self.tools.call(
-                name, arguments, timeout_s=self.config.tool_call_timeout, cached=cached
+                name,
+                arguments,
+                timeout_s=self.config.tool_call_timeout,
+                cached=cached,
+                before=CallsBefore(made, self.task.prompt),
             )
         self.calls.append(CallRecord(name, dict(arguments), result, expert))
         return result

@@ -46,7 +46,7 @@ def recorded_calls(traces: Iterable[Trace]) -> Json | None:
     """Return the tools of traces and their recorded answers, as `RecordedTools.read` takes them;
     None: no trace has tools."""
     definitions: dict[str, Json] = {}
-    calls: list[Json] = []
+    runs: list[Json] = []
     for trace in traces:
         for tool in trace.tools or ():
             function = dict(tool.get("function", tool))
@@ -56,7 +56,7 @@ def recorded_calls(traces: Iterable[Trace]) -> Json | None:
                 "description": function.get("description") or "",
                 "parameters": function.get("parameters") or empty,
             }
-        calls += [
+        calls = [
             {
                 "name": call.tool_name,
                 "arguments": call.arguments,
@@ -65,7 +65,19 @@ def recorded_calls(traces: Iterable[Trace]) -> Json | None:
             }
             for call in ExecutionTrace(trace).tool_calls
         ]
-    return {"definitions": list(definitions.values()), "calls": calls} if definitions else None
+        if calls:
+            runs.append({"prompt": opening_question(trace), "calls": calls})
+    return {"definitions": list(definitions.values()), "runs": runs} if definitions else None
+
+
+def opening_question(trace: Trace) -> str | None:
+    """Return the last user message before the first sampled answer; None: there is none."""
+    question = None
+    for step in trace.steps:
+        if step.sampled:
+            break
+        question = step.text if step.source == "user" else question
+    return question
 
 
 def longest_answer(traces: Iterable[Trace]) -> int:
