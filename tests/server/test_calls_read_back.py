@@ -124,6 +124,7 @@ def test_what_a_template_writes_is_read_back(form: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("form", FORMATS)
 def test_ten_thousand_calls_are_read_back(form: str) -> None:
     found = list(differences(form, 10_000, seed=2, every=20))

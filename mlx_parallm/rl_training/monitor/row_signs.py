@@ -34,7 +34,7 @@ def chosen_unlikely(evidence: Evidence) -> Sign | None:
     """Chosen answers become unlikely: of two answers the chosen one is still the likelier, and the
     model gives neither."""
     for key, then, now in _compared(evidence, "logps/chosen"):
-        if then - now < max(LOST_NATS, LOST_SHARE * abs(then)):
+        if not is_lost(then, now):
             continue
         numbers = {f"{key}_first": then, key: now}
         numbers |= evidence.means("rewards/accuracies", "logps/rejected", "learning_rate")
@@ -44,6 +44,12 @@ def chosen_unlikely(evidence: Evidence) -> Sign | None:
             numbers,
         )
     return None
+
+
+def is_lost(then: float, now: float) -> bool:
+    """Whether answers of the log-probability `then` have become so unlikely that the model gives
+    them no more."""
+    return then - now >= max(LOST_NATS, LOST_SHARE * abs(then))
 
 
 def loss_rises(evidence: Evidence) -> Sign | None:

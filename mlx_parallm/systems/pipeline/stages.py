@@ -67,7 +67,7 @@ from mlx_parallm.systems.pipeline.verdict import (
     pair_answers,
     read_lines,
     verdict_on,
-    verdict_on_rows,
+    verdict_on_lines,
 )
 from mlx_parallm.systems.pipeline.work import (
     Json,
@@ -112,7 +112,6 @@ TOOL_NAMES = "tool_names"
 TOOLS_FILE, WARM_ROWS, LENGTH_FILE = "tools.json", "good.jsonl", "longest_answer"
 SPARE_TOKENS = 32
 # of held-out rows, where no reward judges answers
-MEASURE = {"kto": "auc", "dpo": "rewards/accuracies", "sft": "loss"}
 FEW_ROWS = 10  # they are seen once: more passes would be learned by heart
 GROUPS = 16  # prompts of one step
 EXAMPLES = 8
@@ -632,21 +631,10 @@ class Stages:
     def _held_out_rows(self) -> Json:
         """Return the training's measure of its held-out rows, before the first step and after
         the last."""
-        name = MEASURE[self.options.method]
         lines = list(MetricsFile(self._file("train", f"{RUN}/{METRICS_FILE}")).read())
-        before = next(
-            (line[f"eval_before/{name}"] for line in lines if f"eval_before/{name}" in line), None
-        )
-        after = next(
-            (line[f"eval/{name}"] for line in reversed(lines) if f"eval/{name}" in line), None
-        )
-        if before is None or after is None:
-            return verdict_on_rows("nothing: no row is held out", None, None, 0)
         file = self._file("dataset", "rows") / "test.jsonl"
         count = count_lines(file) if file.is_file() else FEWEST
-        lower = name == "loss"
-        what = f"{name} of held-out rows"
-        return verdict_on_rows(what, before, after, count, lower_is_better=lower)
+        return verdict_on_lines(self.options.method, lines, count)
 
     # ------------------------------------------------------------------ export
 

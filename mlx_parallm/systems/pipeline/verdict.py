@@ -6,10 +6,11 @@ prompt to prompt, on enough prompts to tell.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mlx_parallm.environments.rows import prompt_key as rows_key
 from mlx_parallm.rl_training.evaluation.examiner import one_answer
@@ -18,6 +19,7 @@ from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import (
     Difference,
     difference,
 )
+from mlx_parallm.rl_training.monitor.row_signs import is_lost
 from mlx_parallm.run_files.samples import SAMPLES_FILE
 from mlx_parallm.systems.pipeline.references import COLUMN, References, agrees
 from mlx_parallm.systems.pipeline.work import Json
@@ -29,6 +31,10 @@ MOST_STRANGERS = 0.3
 than that of the good answers."""
 LEAST_OWN = 0.02
 """By how much answers agree more with the references of their own prompt than with others'."""
+MEASURE = {"kto": "auc", "dpo": "rewards/accuracies", "sft": "loss"}
+"""What is measured on held-out rows."""
+LEAST_FALL = 0.01
+"""Share of the loss before training by which it has to change on held-out rows."""
 OTHERS = 20  # prompts whose references an answer is compared with
 
 IsKnown = Callable[[str], bool]
@@ -96,8 +102,17 @@ def verdict_on_rows(
     rows: int,
     *,
     lower_is_better: bool = False,
+    losses: tuple[float, float] | None = None,
+    chosen: tuple[float, float] | None = None,
 ) -> Json:
-    """Return the verdict by a measure of held-out rows; None: it is not there."""
+    """Return the verdict by a measure of held-out rows; None: it is not there.
+
+    Args:
+        lower_is_better: the measure is a loss; else a share of the rows, or of pairs of them.
+        losses: before and after. A share is 1 where every pair is apart by a rounding.
+        chosen: log-probability of the good answers before and after. They can be told from the bad
+            ones by a model that says nothing any more, so the share is no examiner of its own.
+    """
     result: Json = {"what": what, "before": before, "after": after, "problems": rows}
     if before is None or after is None:
         return result | _outcome("cannot tell", ["no row is held out"])
@@ -106,9 +121,48 @@ def verdict_on_rows(
             f"{rows} held-out rows are too few to tell a difference from chance: at least {FEWEST}"
         )
         return result | _outcome("cannot tell", [few])
-    if after == before:
-        return result | _outcome("not better", [])
+    margin = LEAST_FALL * abs(before) if lower_is_better else _chance(before, after, rows)
+    if losses is not None and abs(losses[1] - losses[0]) < LEAST_FALL * abs(losses[0]):
+        same = f"their loss is what it was, {losses[0]:.4g} → {losses[1]:.4g}"
+        return result | _outcome("not better", [same])
+    if chosen is not None and is_lost(*chosen):
+        lost = (
+            f"the good answers' log-probability went from {chosen[0]:.3g} to {chosen[1]:.3g}: the"
+            " model gives them no more"
+        )
+        return result | _outcome("not better", [lost])
+    if abs(after - before) <= margin:
+        return result | _outcome("not better", ["the difference may be chance"])
     return result | _outcome("better" if (after < before) == lower_is_better else "worse", [])
+
+
+def _chance(before: float, after: float, rows: int) -> float:
+    """Return what two shares of as many rows differ by at most in 95 of 100 cases of chance."""
+    return 1.96 * math.sqrt((before * (1 - before) + after * (1 - after)) / rows)
+
+
+def verdict_on_lines(method: str, lines: Sequence[Mapping[str, Any]], rows: int) -> Json:
+    """Return the verdict on a training of `method` from its metrics lines: its measure of `rows`
+    held-out rows, before the first step and after the last."""
+    name = MEASURE[method]
+    if (measure := _held_out(lines, name)) is None:
+        return verdict_on_rows("nothing: no row is held out", None, None, 0)
+    return verdict_on_rows(
+        f"{name} of held-out rows",
+        *measure,
+        rows,
+        lower_is_better=name == "loss",
+        losses=_held_out(lines, "loss"),
+        chosen=_held_out(lines, "logps/chosen"),
+    )
+
+
+def _held_out(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float] | None:
+    """Return a number of the held-out rows before the first step and after the last; None: one of
+    them is missing."""
+    before = [line[key] for line in lines if (key := f"eval_before/{name}") in line]
+    after = [line[key] for line in lines if (key := f"eval/{name}") in line]
+    return (before[0], after[-1]) if before and after else None
 
 
 def pair_answers(problems: Sequence[Json], before: Path, after: Path) -> list[HeldOutAnswer]:
