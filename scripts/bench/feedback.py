@@ -20,7 +20,7 @@ from pathlib import Path
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.systems.traces import Label, Trace
 from mlx_parallm.systems.traces.reading import write_lines
-from mlx_parallm.systems.traces.schema import new_trace
+from mlx_parallm.systems.traces.trace import new_trace
 
 WORDS, ANSWERS = 500, 8
 SCORE = """

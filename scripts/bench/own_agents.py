@@ -29,7 +29,7 @@ from mlx_parallm.runs.eval import evaluate_here
 from mlx_parallm.systems.pipeline import CPU_ONLY, TrainingPipeline
 from mlx_parallm.systems.pipeline.pipeline import RESULTS_FILE
 from mlx_parallm.systems.traces.reading import write_lines
-from mlx_parallm.systems.traces.schema import new_trace
+from mlx_parallm.systems.traces.trace import new_trace
 from scripts.bench import own_tool_agent
 
 ALPHABET = "abcdefghijklmnop"

@@ -60,7 +60,7 @@ from mlx_parallm.server.responses.body import ResponsesBody
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
 from mlx_parallm.systems.traces.importers.dialects import chat_messages
-from mlx_parallm.systems.traces.schema import new_trace, parse_trace
+from mlx_parallm.systems.traces.trace import new_trace, parse_trace
 from tests.chat_templates import TEMPLATES
 from tests.server.fake_engine import FakeEngine
 from tests.tiny_models import TINY_ASSETS

@@ -36,7 +36,8 @@ from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
 from mlx_parallm.systems.traces.importers.report import UNACCOUNTED, ImportReport, entries
 from mlx_parallm.systems.traces.privacy import redact_trace, secret_finder
 from mlx_parallm.systems.traces.reading import read_traces
-from mlx_parallm.systems.traces.schema import Trace, dump_line, parse_trace
+from mlx_parallm.systems.traces.schema import dump_line
+from mlx_parallm.systems.traces.trace import Trace, parse_trace
 from scripts.soak.good_logs import FAILED, GOOD, Mark
 
 SECONDS = 5.0  # of processor time, for one log

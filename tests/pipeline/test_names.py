@@ -28,7 +28,7 @@ from mlx_parallm.systems.pipeline import (
     TrainingConfig,
 )
 from mlx_parallm.systems.traces.reading import write_lines
-from mlx_parallm.systems.traces.schema import Trace, new_trace
+from mlx_parallm.systems.traces.trace import Trace, new_trace
 
 PARTS = {
     CodeExecutionReward: "code",

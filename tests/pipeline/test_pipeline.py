@@ -27,7 +27,7 @@ from mlx_parallm.systems.pipeline.references import AGREEMENT
 from mlx_parallm.systems.pipeline.stages import Stages
 from mlx_parallm.systems.pipeline.work import STATE_FILE, StageFailedError, WorkDirectory
 from mlx_parallm.systems.traces.reading import read_traces, write_lines
-from mlx_parallm.systems.traces.schema import Trace, new_trace
+from mlx_parallm.systems.traces.trace import Trace, new_trace
 from tests.export.llama import needs_llama
 from tests.export.test_ollama import fake_ollama
 

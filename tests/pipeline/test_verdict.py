@@ -20,7 +20,7 @@ from mlx_parallm.systems.pipeline.verdict import (
     verdict_on_rows,
 )
 from mlx_parallm.systems.traces.builders import prompt_key
-from mlx_parallm.systems.traces.schema import new_trace
+from mlx_parallm.systems.traces.trace import new_trace
 from mlx_parallm.types import Rollout, Trajectory
 
 RIGHT = [f"{letter}{letter}{letter}" for letter in "abcdefghijklm"]

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mlx_parallm.systems import traces
-from mlx_parallm.systems.traces.schema import Trace
+from mlx_parallm.systems.traces.trace import Trace
 
 
 def test_a_name_is_its_modules_and_an_unknown_one_is_named() -> None:

@@ -13,11 +13,10 @@ from mlx_parallm.cli.table import main
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.judge import judge
 from mlx_parallm.systems.traces.auto_label import AutoLabeler
-from mlx_parallm.systems.traces.execution import ExecutionTrace, ToolCallTrace
 from mlx_parallm.systems.traces.judging import add_judge_labels
 from mlx_parallm.systems.traces.reading import read_traces, write_lines
 from mlx_parallm.systems.traces.rewards import fit_learned, label_about, trajectory_of
-from mlx_parallm.systems.traces.schema import Trace, new_trace
+from mlx_parallm.systems.traces.trace import ToolCallTrace, Trace, new_trace, trace_of_events
 from tests.scripted_http import Reply, scripted_http
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3}
@@ -125,10 +124,10 @@ def runs(count: int, seed: int) -> list[tuple[Trace, bool]]:
         ]
         good = oks[-1] != (source.random() < 0.05)
         words = " ".join(source.choices(("it", "is", "the", "number", "here", "so"), k=5))
-        view = ExecutionTrace.of_events(
+        view = trace_of_events(
             f"{number}", "Find it", calls, words, timestamp=f"{number}", source="test"
         )
-        found.append((view.trace, good))
+        found.append((view, good))
     return found
 
 

@@ -20,9 +20,9 @@ from mlx_parallm.systems.traces.builders import (
     without_prompts,
     write_dataset,
 )
-from mlx_parallm.systems.traces.execution import manual_label
-from mlx_parallm.systems.traces.schema import Label, Trace, new_trace
+from mlx_parallm.systems.traces.schema import Label
 from mlx_parallm.systems.traces.session import Session
+from mlx_parallm.systems.traces.trace import Trace, manual_label, new_trace
 from tests.server.scripted_answers import HERMES_TEMPLATE, tokenizer_with
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]

@@ -99,7 +99,7 @@ def test_labels_and_the_flat_form(tmp_path: Path) -> None:
             collector.record_task(kind, f"task {number}")
         view = collector.finish_trace(f"answer {number}", total_tokens_in=7, llm_calls_count=2)
     assert (view.total_tokens_in, view.llm_calls_count, view.tasks_completed) == (7, 2, ["task 2"])
-    atif.Trajectory.model_validate(view.trace.to_json())
+    atif.Trajectory.model_validate(view.to_json())
     day = datetime.now(UTC).date().isoformat()
     assert (tmp_path / day / f"{view.trace_id}.json").is_file() and len(view.trace_id) == 12
     collector.label_trace(view.trace_id, True)
@@ -109,7 +109,7 @@ def test_labels_and_the_flat_form(tmp_path: Path) -> None:
         True,
         "looked again",
     )
-    assert len(labeled.trace.labels) == 2
+    assert len(labeled.labels) == 2
     unlabeled = [view.user_query for view in collector.load_traces() if view.label is None]
     assert unlabeled == ["question 0", "question 1"]
     assert collector.load_traces(labeled_only=True)[0].trace_id == view.trace_id
@@ -303,7 +303,7 @@ async def test_a_run_is_followed_however_it_answers(
     views = collector.load_traces()
     assert sorted(view.user_query for view in views) == list("01234")
     assert [(view.final_response, len(view.tool_calls)) for view in views] == [(answer, calls)] * 5
-    assert not any(view.trace.get("sidechain") or view.trace.get("aborted") for view in views)
+    assert not any(view.get("sidechain") or view.get("aborted") for view in views)
     if method == "in_threads":
         assert {view.tool_calls[0].arguments["a"] for view in views} == set(range(5))
     assert not collector.left_out
@@ -320,7 +320,7 @@ async def test_a_stream_that_breaks_off_and_a_run_inside_a_run(tmp_path: Path) -
         assert await anext(asynchronous) == "hel"
         await asynchronous.aclose()
     for view in collector.load_traces():
-        assert view.trace.get("aborted")
+        assert view.get("aborted")
         assert view.tasks_failed == ["the answer was not read to its end"]
 
     async def ask(query: str) -> str:
@@ -332,7 +332,7 @@ async def test_a_stream_that_breaks_off_and_a_run_inside_a_run(tmp_path: Path) -
         hook_into_agent(agent, collector, run_methods=("ask",)),
     ):
         await agent.ask("outer")  # type: ignore[attr-defined]
-    side = {view.user_query: view.trace.get("sidechain") for view in collector.load_traces()}
+    side = {view.user_query: view.get("sidechain") for view in collector.load_traces()}
     assert (side["3"], side["outer"]) == (True, None)
     collector.record_tool_call("look", {})
     assert collector.left_out == {"an event outside of a run": 1}

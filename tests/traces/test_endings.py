@@ -10,7 +10,7 @@ from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
 from mlx_parallm.systems.traces.importers.endings import OWN_ENDS, REASONS, not_sampled
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import read_traces
-from mlx_parallm.systems.traces.schema import new_trace
+from mlx_parallm.systems.traces.trace import new_trace
 
 Json = dict[str, Any]
 CUT = [

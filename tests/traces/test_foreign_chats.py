@@ -8,7 +8,7 @@ import pytest
 
 from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
 from mlx_parallm.systems.traces.collector import TraceCollector
-from mlx_parallm.systems.traces.schema import Trace, new_trace
+from mlx_parallm.systems.traces.trace import Trace, new_trace
 from tests.traces.test_foreign_logs import Json, learned, text, why_not
 from tests.traces.test_importers import CALL, imported, lines
 

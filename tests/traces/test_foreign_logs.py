@@ -16,7 +16,7 @@ from mlx_parallm.systems.traces.checkpoints import CheckpointLoader
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import read_traces
-from mlx_parallm.systems.traces.schema import Trace, new_trace
+from mlx_parallm.systems.traces.trace import Trace, new_trace
 from scripts.soak.fuzz_logs import fuzz
 from scripts.soak.good_logs import GOOD
 from tests.traces.test_importers import (

@@ -11,7 +11,7 @@ from mlx_parallm.errors import TraceError
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import IMPORTERS, detect, read_traces
-from mlx_parallm.systems.traces.schema import Trace
+from mlx_parallm.systems.traces.trace import Trace
 from tests.rollout_store.groups import make_group
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": '{"cmd": "ls"}'}}

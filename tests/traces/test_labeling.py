@@ -8,8 +8,8 @@ import pytest
 
 from mlx_parallm.cli.table import main
 from mlx_parallm.systems.traces.reading import read_traces
-from mlx_parallm.systems.traces.schema import Trace, new_trace
 from mlx_parallm.systems.traces.session import prompt_hash
+from mlx_parallm.systems.traces.trace import Trace, new_trace
 
 RULES = """
 def right(trace):

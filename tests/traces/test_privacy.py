@@ -11,7 +11,7 @@ import pytest
 
 from mlx_parallm.systems.traces.privacy import TraceRedactor, leftovers, redact_trace, secret_finder
 from mlx_parallm.systems.traces.reading import write_traces
-from mlx_parallm.systems.traces.schema import Trace, new_trace, parse_trace
+from mlx_parallm.systems.traces.trace import Trace, new_trace, parse_trace
 
 LETTERS = string.ascii_letters + string.digits
 

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.cli.table import main
 from mlx_parallm.systems.traces.reading import write_lines
-from mlx_parallm.systems.traces.schema import new_trace
+from mlx_parallm.systems.traces.trace import new_trace
 from tests.scripted_http import scripted_http
 from tests.scripted_hub import Hub
 

@@ -15,8 +15,8 @@ from openai import OpenAI
 from mlx_parallm.systems.traces.privacy import secret_finder
 from mlx_parallm.systems.traces.recorder import REVIEW, SessionRecorder
 from mlx_parallm.systems.traces.routes import session_router
-from mlx_parallm.systems.traces.schema import Trace
 from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, Session, read_sessions
+from mlx_parallm.systems.traces.trace import Trace
 from tests.conftest import TinyEngine
 from tests.server.serving import RunningServer, running_server
 from tests.waiting import until

@@ -9,7 +9,8 @@ from mlx_parallm.errors import TraceError
 from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import detect, read_traces
-from mlx_parallm.systems.traces.schema import Trace, dump_line, text_of
+from mlx_parallm.systems.traces.schema import dump_line, text_of
+from mlx_parallm.systems.traces.trace import Trace
 from tests.traces.test_log_table import learned as of_rows
 
 

@@ -7,24 +7,21 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.systems.traces.execution import ExecutionTrace, ToolCallTrace
 from mlx_parallm.systems.traces.rewards import (
     RewardEngine,
     add_reward_labels,
     fit_learned,
     trajectory_of,
 )
-from mlx_parallm.systems.traces.schema import Trace, new_trace
+from mlx_parallm.systems.traces.trace import ToolCallTrace, Trace, new_trace, trace_of_events
 
 
 def run_of(calls: list[bool], answer: str, **execution: Any) -> Trace:
     events = [
         ToolCallTrace("search", {"q": "x"}, "found" if ok else "error: no", ok) for ok in calls
     ]
-    view = ExecutionTrace.of_events(
-        "s", "Find x", events, answer, timestamp="t", source="test", **execution
-    )
-    return view.trace
+    view = trace_of_events("s", "Find x", events, answer, timestamp="t", source="test", **execution)
+    return view
 
 
 def test_a_trace_becomes_the_episode_that_rewards_see() -> None:
@@ -60,7 +57,7 @@ def test_parts_and_their_weighted_mean() -> None:
     wanted = (2 + 1 + 2 * 0.5 + 1.5 + 0.5 * efficiency + 1) / 8
     assert engine.compute_combined(trace) == pytest.approx(wanted)
     assert engine.get_binary_label(trace) and not engine.get_binary_label(trace, 0.99)
-    assert "tool_success 0.50" in engine.summary(ExecutionTrace(trace))
+    assert "tool_success 0.50" in engine.summary(Trace(trace))
 
 
 def test_code_is_really_executed() -> None:

@@ -7,7 +7,8 @@ import atif
 import pytest
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.schema import Label, dump_line, new_trace, parse_trace
+from mlx_parallm.systems.traces.schema import Label, dump_line
+from mlx_parallm.systems.traces.trace import new_trace, parse_trace
 
 TOOLS = [
     {

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset, write_dataset
     from mlx_parallm.systems.traces.checkpoints import CheckpointLoader
     from mlx_parallm.systems.traces.collector import TraceCollector, hook_into_agent
-    from mlx_parallm.systems.traces.execution import ExecutionTrace, ReasoningStep, ToolCallTrace
     from mlx_parallm.systems.traces.rewards import RewardEngine
+    from mlx_parallm.systems.traces.trace import ExecutionTrace, ReasoningStep, ToolCallTrace
 
 __all__ = [
     "AUTO_DETECT",
@@ -107,7 +107,7 @@ __getattr__, __dir__ = lazy_names(
         "systems.traces.builders": "DatasetOptions build_dataset write_dataset",
         "systems.traces.checkpoints": "CheckpointLoader",
         "systems.traces.collector": "TraceCollector hook_into_agent",
-        "systems.traces.execution": "ExecutionTrace ReasoningStep ToolCallTrace",
+        "systems.traces.trace": "ExecutionTrace ReasoningStep ToolCallTrace",
         "systems.traces.rewards": "RewardEngine",
     },
 )

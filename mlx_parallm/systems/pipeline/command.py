@@ -24,7 +24,7 @@ class Pipeline(Arguments):
     """reward function: labels the traces, is grpo's reward, judges held-out answers; may be
     repeated"""
     rule: list[Function]
-    """a function of an ExecutionTrace that labels the traces; may be repeated"""
+    """a function of a trace that labels the traces; may be repeated"""
     deploy: Annotated[str, "TARGET"] | None = None
     """ollama:NAME, or a directory"""
     type: str | None = None

@@ -22,13 +22,13 @@ from mlx_parallm.systems.traces.builders import (
     build_dataset,
     write_dataset,
 )
-from mlx_parallm.systems.traces.execution import ExecutionTrace
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.labeling import add_rule_labels
 from mlx_parallm.systems.traces.privacy import RedactionHit, secret_finder
 from mlx_parallm.systems.traces.reading import read_traces, redacted
 from mlx_parallm.systems.traces.rewards import RewardEngine, add_reward_labels, references_of
-from mlx_parallm.systems.traces.schema import Json, Trace
+from mlx_parallm.systems.traces.schema import Json
+from mlx_parallm.systems.traces.trace import Trace
 
 Messages = list[Json]
 WEIGHT = 1.0
@@ -52,7 +52,7 @@ class BaseReward(ABC):
     weight: float = WEIGHT
 
     @abstractmethod
-    def compute(self, trace: ExecutionTrace) -> RewardResult | float | None:
+    def compute(self, trace: Trace) -> RewardResult | float | None:
         """Return the score: 0 to 1, or a result; None: the part does not apply."""
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class BuiltInReward(BaseReward):
         self._engine = RewardEngine([self.part], options={self.part: options} if options else None)
         self.name, self.weight = self.part, self._engine.weights[self.part]
 
-    def compute(self, trace: Trace | ExecutionTrace) -> RewardResult:
+    def compute(self, trace: Trace) -> RewardResult:
         """Score a trace. Raises RolloutRejectedError."""
         return RewardResult(self.part, self._engine.compute_all(trace)[self.part], self.weight)
 
@@ -135,9 +135,9 @@ class RowsBuilder:
     def __init__(self, **options: Any) -> None:
         self.options = DatasetOptions(self.kind, **options)
 
-    def build_dataset(self, traces: Iterable[Trace | ExecutionTrace]) -> Dataset:
+    def build_dataset(self, traces: Iterable[Trace]) -> Dataset:
         """Return the rows. Raises TraceError: no row can be made."""
-        return build_dataset((_plain(trace) for trace in traces), self.options)
+        return build_dataset(traces, self.options)
 
     def save(self, dataset: Dataset, directory: str | Path) -> Json:
         """Write train.jsonl, test.jsonl and the card; return the card."""
@@ -162,7 +162,7 @@ class DatasetPipeline:
     Args:
         traces: files or directories that `mlx_parallm traces import` reads.
         rewards: reward functions that label, "builtin:NAME" or "python:file.py:f".
-        rules: functions of an `ExecutionTrace` that label, "python:file.py:f".
+        rules: functions of a `Trace` that label, "python:file.py:f".
         redact: False keeps secrets.
 
     Raises TraceError, ConfigError.
@@ -200,7 +200,3 @@ class DatasetPipeline:
 
     def build_grpo_dataset(self, directory: str | Path | None = None, **options: Any) -> Dataset:
         return self.build("grpo", directory, **options)
-
-
-def _plain(trace: Trace | ExecutionTrace) -> Trace:
-    return trace.trace if isinstance(trace, ExecutionTrace) else trace

@@ -31,7 +31,7 @@ class PipelineOptions:
         rewards: reward functions, "python:file.py:f" or "builtin:NAME": they label traces, are the
             reward of grpo, and judge held-out answers. None: grpo learns the good runs first, then
             by a reward that is learned from the labels, and the traces' own good answers judge.
-        rules: functions of an `ExecutionTrace` that label, "python:file.py:f".
+        rules: functions of a `Trace` that label, "python:file.py:f".
         deploy: "ollama:NAME" or a directory; None = the file stays in the work directory.
         type: of the exported file; None = what the hardware is good for.
         epochs: passes over the rows (kto, dpo, sft).

@@ -13,8 +13,8 @@ from typing import Any
 
 from mlx_parallm.rl_training.evaluation.examiner import overlap, text_agreement
 from mlx_parallm.systems.traces.builders import is_usable, prompt_key, score_of
-from mlx_parallm.systems.traces.execution import ExecutionTrace
-from mlx_parallm.systems.traces.schema import Json, Trace
+from mlx_parallm.systems.traces.schema import Json
+from mlx_parallm.systems.traces.trace import Trace
 from mlx_parallm.types import Trajectory
 
 COLUMN = "references"
@@ -33,9 +33,8 @@ def references_of_prompts(traces: Iterable[Trace], good_from: float) -> dict[str
         score = score_of(trace)
         if score is None or score < good_from or not is_usable(trace):
             continue
-        view = ExecutionTrace(trace)
-        reference: str | Json = view.final_response.strip() or {
-            CALLS: [[call.tool_name, call.arguments] for call in view.tool_calls]
+        reference: str | Json = trace.final_response.strip() or {
+            CALLS: [[call.tool_name, call.arguments] for call in trace.tool_calls]
         }
         if reference not in references[prompt_key(trace)]:
             references[prompt_key(trace)].append(reference)
@@ -63,7 +62,7 @@ def recorded_calls(traces: Iterable[Trace]) -> Json | None:
                 "text": call.result,
                 "error": not call.success,
             }
-            for call in ExecutionTrace(trace).tool_calls
+            for call in trace.tool_calls
         ]
         if calls:
             runs.append({"prompt": opening_question(trace), "calls": calls})

@@ -91,7 +91,8 @@ from mlx_parallm.systems.traces.labeling import add_rule_labels, read_labelable
 from mlx_parallm.systems.traces.privacy import RedactionHit, secret_finder
 from mlx_parallm.systems.traces.reading import read_traces, redacted, write_lines, write_traces
 from mlx_parallm.systems.traces.rewards import add_reward_labels, fit_learned
-from mlx_parallm.systems.traces.schema import Trace, dump_line
+from mlx_parallm.systems.traces.schema import dump_line
+from mlx_parallm.systems.traces.trace import Trace
 
 LEARNED = f"{BUILTIN}learned"
 PLAIN_BITS = {"f16": 16, "bf16": 16}

@@ -11,9 +11,9 @@ from mlx_parallm.system.lazy_names import lazy_names
 if TYPE_CHECKING:
     from mlx_parallm.systems.traces.checkpoints import CheckpointLoader
     from mlx_parallm.systems.traces.collector import TraceCollector, hook_into_agent
-    from mlx_parallm.systems.traces.execution import ExecutionTrace, ReasoningStep, ToolCallTrace
     from mlx_parallm.systems.traces.reading import read_traces, write_traces
-    from mlx_parallm.systems.traces.schema import Label, Trace
+    from mlx_parallm.systems.traces.schema import Label
+    from mlx_parallm.systems.traces.trace import ExecutionTrace, ReasoningStep, ToolCallTrace, Trace
 
 __all__ = [
     "CheckpointLoader",
@@ -33,8 +33,8 @@ __getattr__, __dir__ = lazy_names(  # so that `mlx_parallm traces --help` stays 
     {
         "systems.traces.checkpoints": "CheckpointLoader",
         "systems.traces.collector": "TraceCollector hook_into_agent",
-        "systems.traces.execution": "ExecutionTrace ReasoningStep ToolCallTrace",
         "systems.traces.reading": "read_traces write_traces",
-        "systems.traces.schema": "Label Trace",
+        "systems.traces.schema": "Label",
+        "systems.traces.trace": "ExecutionTrace ReasoningStep ToolCallTrace Trace",
     },
 )

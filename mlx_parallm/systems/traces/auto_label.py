@@ -14,9 +14,8 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.learned import LEAST_OF_EACH, WORD
 from mlx_parallm.system.packages import require
 from mlx_parallm.systems.traces.builders import AUTO, score_of
-from mlx_parallm.systems.traces.execution import AnyTrace, trace_of
 from mlx_parallm.systems.traces.rewards import label_about, trajectory_of
-from mlx_parallm.systems.traces.schema import Trace
+from mlx_parallm.systems.traces.trace import Trace
 
 SURE = 0.9
 GOOD_FROM = 0.5  # the least score of a good run
@@ -31,12 +30,8 @@ class AutoLabeler:
     Raises ConfigError: fewer than 10 good or 10 bad ones, or scikit-learn is missing.
     """
 
-    def __init__(self, traces: Sequence[AnyTrace]) -> None:
-        labelled = [
-            (trace, score)
-            for trace in map(trace_of, traces)
-            if (score := judged(trace)) is not None
-        ]
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        labelled = [(trace, score) for trace in traces if (score := judged(trace)) is not None]
         labels = [score >= GOOD_FROM for _, score in labelled]
         self.positive, self.negative = sum(labels), len(labels) - sum(labels)
         if min(self.positive, self.negative) < LEAST_OF_EACH:
@@ -47,22 +42,22 @@ class AutoLabeler:
         self.surest = 0.0
         self._model = _classifier().fit([_features(trace) for trace, _ in labelled], labels)
 
-    def probabilities(self, traces: Sequence[AnyTrace]) -> list[float]:
+    def probabilities(self, traces: Sequence[Trace]) -> list[float]:
         """Return the calibrated probability that each trace is good."""
         if not traces:
             return []
         return [
             float(row[1])
-            for row in self._model.predict_proba([_features(trace_of(trace)) for trace in traces])
+            for row in self._model.predict_proba([_features(trace) for trace in traces])
         ]
 
-    def propose(self, traces: Sequence[AnyTrace], sure: float = SURE) -> tuple[int, int]:
+    def propose(self, traces: Sequence[Trace], sure: float = SURE) -> tuple[int, int]:
         """Label the traces without a judgement of which it is sure; return how many, and how many
         are left.
 
         `surest` is then the highest probability, of good or bad, that one of them got.
         """
-        open_ = [trace for trace in map(trace_of, traces) if judged(trace) is None]
+        open_ = [trace for trace in traces if judged(trace) is None]
         labelled, self.surest = 0, 0.0
         for trace, good in zip(open_, self.probabilities(open_), strict=True):
             self.surest = max(self.surest, good, 1 - good)
@@ -73,9 +68,9 @@ class AutoLabeler:
             labelled += 1
         return labelled, len(open_) - labelled
 
-    def unsure_first(self, traces: Sequence[AnyTrace]) -> list[Trace]:
+    def unsure_first(self, traces: Sequence[Trace]) -> list[Trace]:
         """Return the traces without a judgement, those near probability 0.5 first."""
-        open_ = [trace for trace in map(trace_of, traces) if judged(trace) is None]
+        open_ = [trace for trace in traces if judged(trace) is None]
         distance = dict(
             zip(map(id, open_), (abs(p - 0.5) for p in self.probabilities(open_)), strict=True)
         )

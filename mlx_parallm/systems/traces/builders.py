@@ -35,7 +35,6 @@ from mlx_parallm.config.environment import PASS_RATE
 from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.system.files import write_directory
 from mlx_parallm.system.packages import require
-from mlx_parallm.systems.traces.execution import MANUAL, AnyTrace, trace_of
 from mlx_parallm.systems.traces.privacy import leftovers
 from mlx_parallm.systems.traces.row_messages import (
     RowChat,
@@ -43,13 +42,14 @@ from mlx_parallm.systems.traces.row_messages import (
     row_chat,
     whole_characters,
 )
-from mlx_parallm.systems.traces.schema import Json, Trace, dump_line
+from mlx_parallm.systems.traces.schema import Json, dump_line
 from mlx_parallm.systems.traces.session import (
     chained_key,
     compared_text,
     prompt_hash,
     text_digest,
 )
+from mlx_parallm.systems.traces.trace import MANUAL, Trace
 
 Kind = Literal["sft", "preference", "kto", "grpo", "prompts", "atif"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -123,9 +123,8 @@ class _Row:
     traces: int = 1  # that are in it
 
 
-def score_of(trace: AnyTrace) -> float | None:
+def score_of(trace: Trace) -> float | None:
     """Return the score of a trace, from its labels; None: no label has a value."""
-    trace = trace_of(trace)
     values: dict[str, float] = {}
     for label in trace.labels:
         value = (
@@ -148,12 +147,12 @@ def score_of(trace: AnyTrace) -> float | None:
     )
 
 
-def build_dataset(traces: Iterable[AnyTrace], options: DatasetOptions) -> Dataset:
+def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
     """Make the rows. Raises ConfigError: an option; TraceError: no row can be made."""
     _check(options)
     dataset = Dataset(options)
     usable = []
-    for trace in _with_subagents(list(map(trace_of, traces))):
+    for trace in _with_subagents(list(traces)):
         dataset.traces += 1
         chat = _usable(trace, options)
         if isinstance(chat, str):
@@ -206,11 +205,11 @@ def _check(options: DatasetOptions) -> None:
         )
 
 
-def prompt_key(of: AnyTrace | Json) -> str:
+def prompt_key(of: Trace | Json) -> str:
     """Return a key that is equal for two traces that `is_usable`, or rows of any kind, when their
     messages before the first sampled answer are equal."""
     if not isinstance(of, dict):
-        before = _parts(trace_of(of))[0]
+        before = _parts(of)[0]
     elif "prompt" in of:
         before = of["prompt"]
     else:
@@ -246,9 +245,9 @@ def _by_pass_rate(rows: list[_Row], traces: Sequence[Trace], options: DatasetOpt
     ]
 
 
-def is_usable(trace: AnyTrace) -> bool:
+def is_usable(trace: Trace) -> bool:
     """Whether a row can be made of it."""
-    return not isinstance(_usable(trace_of(trace), DatasetOptions("prompts")), str)
+    return not isinstance(_usable(trace, DatasetOptions("prompts")), str)
 
 
 def without_prompts(dataset: Dataset, held_out: Sequence[Json]) -> Dataset:

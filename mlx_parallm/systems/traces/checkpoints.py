@@ -19,7 +19,6 @@ from typing import Any
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import read_bounded, regular_files
-from mlx_parallm.systems.traces.execution import Event, ExecutionTrace, ReasoningStep, ToolCallTrace
 from mlx_parallm.systems.traces.importers.report import SHAPES
 from mlx_parallm.systems.traces.schema import (
     Json,
@@ -28,6 +27,13 @@ from mlx_parallm.systems.traces.schema import (
     parsed_arguments,
     text_of,
     unix_time,
+)
+from mlx_parallm.systems.traces.trace import (
+    Event,
+    ReasoningStep,
+    ToolCallTrace,
+    Trace,
+    trace_of_events,
 )
 
 CHECKPOINTS = Path("Agents") / "checkpoint"
@@ -149,7 +155,7 @@ class CheckpointLoader:
         )
         return (path for path in newest_first if path.stat().st_mtime >= oldest)
 
-    def load_traces(self, agent: str) -> list[ExecutionTrace]:
+    def load_traces(self, agent: str) -> list[Trace]:
         """Each run of an agent once, the oldest first.
 
         A checkpoint that cannot be read is in `skipped`. What the others hold beside their runs is
@@ -157,24 +163,24 @@ class CheckpointLoader:
         """
         self.skipped.clear()
         self.left_out.clear()
-        runs: dict[str, ExecutionTrace] = {}
+        runs: dict[str, Trace] = {}
         for path in self._files(agent):
             try:
                 checkpoint = read_checkpoint(path)
                 if not isinstance(checkpoint, dict):
                     raise TraceError(f"{path} is no checkpoint: it holds no attributes")
                 left_out = Counter[str]()
-                views = list(_runs(checkpoint, left_out))
+                traces = list(_runs(checkpoint, left_out))
                 self.left_out += left_out
             except SHAPES as error:
                 self.skipped[str(path)] = str(error)
                 continue
-            for view in views:
-                runs.setdefault(view.trace_id, view)
-        return sorted(runs.values(), key=lambda view: view.timestamp)
+            for trace in traces:
+                runs.setdefault(trace.trace_id, trace)
+        return sorted(runs.values(), key=lambda trace: trace.timestamp)
 
 
-def _runs(checkpoint: Mapping[str, Any], left_out: Counter[str]) -> Iterator[ExecutionTrace]:
+def _runs(checkpoint: Mapping[str, Any], left_out: Counter[str]) -> Iterator[Trace]:
     """A run is a question of the user and what followed up to the next one. `left_out`: counts
     what is in none."""
     sessions = checkpoint.get("session_data") or {}
@@ -251,7 +257,7 @@ def _run(
     place: str,
     thoughts: Sequence[ReasoningStep],
     tasks: Mapping[str, list[Any]],
-) -> ExecutionTrace:
+) -> Trace:
     events: list[Event] = [*thoughts]
     answers: list[str] = []
     called: dict[str, Json] = {}
@@ -271,7 +277,7 @@ def _run(
             answers.append(text)
     question = turn[0]
     timestamp = _time(question.get("timestamp"))
-    view = ExecutionTrace.of_events(
+    trace = trace_of_events(
         session_id,
         text_of(question.get("content")),
         events,
@@ -281,8 +287,8 @@ def _run(
         **tasks,
     )
     if timestamp is None:
-        view.trace.steps[0].timestamp = None
-    return view
+        trace.steps[0].timestamp = None
+    return trace
 
 
 def _time(value: Any) -> str | None:

@@ -24,18 +24,19 @@ from typing import Any, Self
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import regular_files, write_atomically
-from mlx_parallm.systems.traces.execution import (
-    TASKS,
-    Event,
-    ExecutionTrace,
-    ReasoningStep,
-    ToolCallTrace,
-    manual_label,
-)
 from mlx_parallm.systems.traces.following import Following, Streamed, ThreadContexts
 from mlx_parallm.systems.traces.privacy import RedactionHit, redact_trace, secret_finder
 from mlx_parallm.systems.traces.reading import read_traces
 from mlx_parallm.systems.traces.schema import Json, dump_line, iso_time
+from mlx_parallm.systems.traces.trace import (
+    TASKS,
+    Event,
+    ReasoningStep,
+    ToolCallTrace,
+    Trace,
+    manual_label,
+    trace_of_events,
+)
 
 DIRECTORY = Path("rl_traces")
 RUN_METHODS = ("a_run", "arun", "run")
@@ -152,7 +153,7 @@ class TraceCollector:
             return None
         return running
 
-    def finish_trace(self, final_response: str = "", **totals: Any) -> ExecutionTrace:
+    def finish_trace(self, final_response: str = "", **totals: Any) -> Trace:
         """End the current run and write its trace.
 
         Args:
@@ -168,10 +169,10 @@ class TraceCollector:
 
     def _finish(
         self, running: _Running, final_response: str, *, aborted: bool = False, **totals: Any
-    ) -> ExecutionTrace:
+    ) -> Trace:
         running.has_ended = True
         now = time.time()
-        view = ExecutionTrace.of_events(
+        trace = trace_of_events(
             running.session_id,
             running.user_query,
             running.events,
@@ -182,17 +183,16 @@ class TraceCollector:
             **{f"tasks_{kind}": tasks for kind, tasks in running.tasks.items()},
             **totals,
         )
-        view.trace.note(sidechain=running.is_side or None, aborted=aborted or None)
-        cleaned, hits = redact_trace(view.trace, self._finder)
+        trace.note(sidechain=running.is_side or None, aborted=aborted or None)
+        trace, hits = redact_trace(trace, self._finder)
         self.hits += hits
-        view = ExecutionTrace(cleaned)
-        self._write(view)
-        return view
+        self._write(trace)
+        return trace
 
-    def _write(self, view: ExecutionTrace) -> None:
-        folder = self.directory / view.timestamp[:10]
+    def _write(self, trace: Trace) -> None:
+        folder = self.directory / trace.timestamp[:10]
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / f"{view.trace_id}.json", dump_line(view.trace.to_json()))
+        write_atomically(folder / f"{trace.trace_id}.json", dump_line(trace.to_json()))
 
     # ------------------------------------------------------------------ reading
 
@@ -202,9 +202,9 @@ class TraceCollector:
         end_date: date | None = None,
         labeled_only: bool = False,
         min_tool_calls: int = 0,
-    ) -> list[ExecutionTrace]:
+    ) -> list[Trace]:
         """The traces of these days, the oldest first. Raises TraceError: a file cannot be read."""
-        views = []
+        traces = list[Trace]()
         for folder in sorted(self.directory.glob("????-??-??")):
             day = datetime.strptime(folder.name, "%Y-%m-%d").replace(tzinfo=UTC).date()
             if (start_date is not None and day < start_date) or (
@@ -212,50 +212,49 @@ class TraceCollector:
             ):
                 continue
             for path in regular_files(folder, "*.json"):
-                views += [ExecutionTrace(trace) for trace in read_traces(path, source="atif")]
-        views.sort(key=lambda view: view.timestamp)
+                traces += read_traces(path, source="atif")
+        traces.sort(key=lambda trace: trace.timestamp)
         return [
-            v
-            for v in views
-            if len(v.tool_calls) >= min_tool_calls and (v.label is not None or not labeled_only)
+            trace
+            for trace in traces
+            if len(trace.tool_calls) >= min_tool_calls
+            and (trace.label is not None or not labeled_only)
         ]
 
-    def get_unlabeled_traces(self, limit: int = 100) -> list[ExecutionTrace]:
+    def get_unlabeled_traces(self, limit: int = 100) -> list[Trace]:
         """The traces that no person has judged, the oldest first, at most `limit`. Raises
         TraceError: a file cannot be read."""
-        return [view for view in self.load_traces() if view.label is None][:limit]
+        return [trace for trace in self.load_traces() if trace.label is None][:limit]
 
     def get_statistics(self) -> dict[str, Any]:
         """Count the traces and their labels by a person: `total`, `labeled`, `unlabeled`,
         `positive_labels`, `negative_labels`; and the means `avg_tool_calls`,
         `avg_reasoning_steps`, `avg_cost`, 0 without traces. Raises TraceError: a file cannot be
         read."""
-        views = self.load_traces()
-        labels = [view.label for view in views if view.label is not None]
+        traces = self.load_traces()
+        labels = [trace.label for trace in traces if trace.label is not None]
 
-        def mean(of: Callable[[ExecutionTrace], float]) -> float:
-            return statistics.fmean(map(of, views)) if views else 0.0
+        def mean(of: Callable[[Trace], float]) -> float:
+            return statistics.fmean(map(of, traces)) if traces else 0.0
 
         return {
-            "total": len(views),
+            "total": len(traces),
             "labeled": len(labels),
-            "unlabeled": len(views) - len(labels),
+            "unlabeled": len(traces) - len(labels),
             "positive_labels": sum(labels),
             "negative_labels": len(labels) - sum(labels),
-            "avg_tool_calls": mean(lambda view: len(view.tool_calls)),
-            "avg_reasoning_steps": mean(lambda view: len(view.reasoning_steps)),
-            "avg_cost": mean(lambda view: view.total_cost),
+            "avg_tool_calls": mean(lambda trace: len(trace.tool_calls)),
+            "avg_reasoning_steps": mean(lambda trace: len(trace.reasoning_steps)),
+            "avg_cost": mean(lambda trace: trace.total_cost),
         }
 
-    def label_trace(
-        self, trace_id: str, good: bool, notes: str = "", *, by: str = "user"
-    ) -> ExecutionTrace:
+    def label_trace(self, trace_id: str, good: bool, notes: str = "", *, by: str = "user") -> Trace:
         """Add a person's label; earlier ones stay. Raises TraceError: no such trace."""
-        for view in self.load_traces():
-            if view.trace_id == trace_id:
-                view.trace.add_label(manual_label(good, notes, at=time.time(), by=by))
-                self._write(view)
-                return view
+        for trace in self.load_traces():
+            if trace.trace_id == trace_id:
+                trace.add_label(manual_label(good, notes, at=time.time(), by=by))
+                self._write(trace)
+                return trace
         raise TraceError(f"{self.directory} holds no trace {trace_id!r}")
 
 

@@ -321,7 +321,7 @@ class AddLabels(Redacting):
     path: File = place()
     """traces, as `import` writes them"""
     rule: str | None = flag(one_of="how", metavar="python:FILE.py:NAME")
-    """a function of an ExecutionTrace"""
+    """a function of a trace"""
     reward: Function | None = flag(one_of="how")
     """a reward function, as in training; or builtin:NAME"""
     judge: Url | None = flag(one_of="how")

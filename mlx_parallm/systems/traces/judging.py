@@ -13,10 +13,9 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.judge import JudgeReply, ModelJudge
 from mlx_parallm.rewards.threads import ASYNC_FUNCTIONS
-from mlx_parallm.systems.traces.execution import AnyTrace, trace_of
 from mlx_parallm.systems.traces.rewards import label_about, opening_of, trajectory_of
-from mlx_parallm.systems.traces.schema import Trace
 from mlx_parallm.systems.traces.session import prompt_hash
+from mlx_parallm.systems.traces.trace import Trace
 
 CONCURRENT = 16  # traces, or groups of them
 
@@ -43,7 +42,7 @@ class JudgeCost:
 
 
 def add_judge_labels(
-    traces: Sequence[AnyTrace], judge: ModelJudge, by: str, *, relative: bool = False
+    traces: Sequence[Trace], judge: ModelJudge, by: str, *, relative: bool = False
 ) -> JudgeCost:
     """Label traces 0 to 1 by a judge. `by`: who it is; `relative`: compare the runs of one prompt.
 
@@ -51,7 +50,7 @@ def add_judge_labels(
 
     Raises EndpointError: it refuses; RolloutRejectedError: it answers nothing at all.
     """
-    work = _label(list(map(trace_of, traces)), judge, f"judge:{by}", relative)
+    work = _label(traces, judge, f"judge:{by}", relative)
     return ASYNC_FUNCTIONS.run(work)  # this thread may have a running loop
 
 

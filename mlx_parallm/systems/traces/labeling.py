@@ -17,16 +17,10 @@ from pathlib import Path
 from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.execution.user_code import absolute, is_reference, load_function_of, user_code
 from mlx_parallm.system.redaction import Redactor
-from mlx_parallm.systems.traces.execution import (
-    MANUAL,
-    AnyTrace,
-    ExecutionTrace,
-    manual_label,
-    trace_of,
-)
 from mlx_parallm.systems.traces.reading import detect, read_traces, write_lines
-from mlx_parallm.systems.traces.schema import Label, Trace
+from mlx_parallm.systems.traces.schema import Label
 from mlx_parallm.systems.traces.session import prompt_hash
+from mlx_parallm.systems.traces.trace import MANUAL, Trace, manual_label
 from mlx_parallm.types import MAX_REWARD
 
 ANSWERS = {"g": True, "b": False}
@@ -43,12 +37,12 @@ def read_labelable(path: Path) -> list[Trace]:
     return list(read_traces(path, source="atif"))
 
 
-def add_rule_labels(traces: Iterable[AnyTrace], rule: str, name: str) -> tuple[int, int]:
+def add_rule_labels(traces: Iterable[Trace], rule: str, name: str) -> tuple[int, int]:
     """Let a function label every trace; return how many it labelled, and how many it left alone
     (None).
 
     Args:
-        rule: "python:file.py:name": takes an `ExecutionTrace`, returns a number, a bool, or None.
+        rule: "python:file.py:name": takes a `Trace`, returns a number, a bool, or None.
 
     Raises ConfigError: no such function; it fails, or returns something else.
     """
@@ -56,9 +50,9 @@ def add_rule_labels(traces: Iterable[AnyTrace], rule: str, name: str) -> tuple[i
         raise ConfigError(f'--rule {rule}: expected "python:file.py:name"')
     function = load_function_of(["trace"], absolute(rule, [Path.cwd()]), "--rule")
     labelled = left = 0
-    for trace in map(trace_of, traces):
+    for trace in traces:
         with user_code(f"{rule}, on trace {trace.id}"):
-            value = function(ExecutionTrace(trace))
+            value = function(trace)
         if value is None:
             left += 1
             continue

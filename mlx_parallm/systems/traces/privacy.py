@@ -25,7 +25,8 @@ from mlx_parallm.system.redaction import (
     names_a_secret,
 )
 from mlx_parallm.system.secret_forms import PERSONAL_FORMS, SECRET_FORMS, SecretForm
-from mlx_parallm.systems.traces.schema import Json, Trace, parse_json, parse_trace, read_jsonl
+from mlx_parallm.systems.traces.schema import Json, parse_json, read_jsonl
+from mlx_parallm.systems.traces.trace import Trace, parse_trace
 
 CONTEXT = 40  # characters of a hit's surroundings, on each side
 _EVERYBODY = (

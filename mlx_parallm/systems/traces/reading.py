@@ -9,7 +9,6 @@ from pathlib import Path
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.redaction import Redactor
-from mlx_parallm.systems.traces.execution import AnyTrace, trace_of
 from mlx_parallm.systems.traces.importers.chats import (
     art,
     atif,
@@ -31,7 +30,8 @@ from mlx_parallm.systems.traces.importers.runs import (
 )
 from mlx_parallm.systems.traces.importers.sessions import says_subagent
 from mlx_parallm.systems.traces.privacy import RedactionHit, redact_trace, review_lines
-from mlx_parallm.systems.traces.schema import Trace, dump_line, read_jsonl
+from mlx_parallm.systems.traces.schema import dump_line, read_jsonl
+from mlx_parallm.systems.traces.trace import Trace
 
 IMPORTERS: dict[str, Importer] = {
     "atif": atif,
@@ -128,22 +128,22 @@ def _settled(importer: Importer, path: Path, report: ImportReport) -> Iterator[T
 
 
 def redacted(
-    traces: Iterable[AnyTrace], finder: Redactor | None, hits: list[RedactionHit]
+    traces: Iterable[Trace], finder: Redactor | None, hits: list[RedactionHit]
 ) -> Iterator[Trace]:
     """Yield the traces redacted; `hits` grows by what was hidden."""
     for trace in traces:
-        cleaned, trace_hits = redact_trace(trace_of(trace), finder)
+        cleaned, trace_hits = redact_trace(trace, finder)
         hits += trace_hits
         yield cleaned
 
 
-def write_lines(traces: Iterable[AnyTrace], path: Path) -> None:
+def write_lines(traces: Iterable[Trace], path: Path) -> None:
     """Write the traces, complete or not at all. Raises CheckpointError."""
-    write_atomically(path, b"".join(dump_line(trace.to_json()) for trace in map(trace_of, traces)))
+    write_atomically(path, b"".join(dump_line(trace.to_json()) for trace in traces))
 
 
 def write_traces(
-    traces: Iterable[AnyTrace], path: Path, hits: Iterable[RedactionHit] = ()
+    traces: Iterable[Trace], path: Path, hits: Iterable[RedactionHit] = ()
 ) -> Path | None:
     """Write the traces, and the review of hits beside them; return the review's path. Raises
     CheckpointError."""

@@ -23,9 +23,9 @@ from mlx_parallm.rewards.learned import LearnedReward
 from mlx_parallm.rewards.methods import Parts, standardize
 from mlx_parallm.rewards.threads import ASYNC_FUNCTIONS
 from mlx_parallm.systems.traces.builders import score_of
-from mlx_parallm.systems.traces.execution import TASKS, AnyTrace, ExecutionTrace, trace_of
-from mlx_parallm.systems.traces.schema import Json, Label, Trace, text_of
+from mlx_parallm.systems.traces.schema import Json, Label, text_of
 from mlx_parallm.systems.traces.session import prompt_hash
+from mlx_parallm.systems.traces.trace import TASKS, Trace
 from mlx_parallm.types import MAX_REWARD, Rollout, Trajectory, Turn, has_score
 
 PARTS = ("code", "syntax", "tool_success", "task_completion", "efficiency", "format")
@@ -33,12 +33,11 @@ GOOD_FROM = 0.6
 REWARD = "reward"
 
 
-def trajectory_of(trace: AnyTrace) -> Trajectory:
+def trajectory_of(trace: Trace) -> Trajectory:
     """Return the trace as rewards see an episode. Its metadata has `tool_calls` (name, ok,
     arguments, result), where there are any tools, and `tasks`. Token ids are those that were
     recorded; else only their number is known, and they are zeros without log-probabilities."""
-    trace = trace_of(trace)
-    view, messages = ExecutionTrace(trace), trace.messages
+    messages = trace.messages
     answers = [step for step in trace.steps if step.sampled]
     opening, turns, prompt = [], list[Turn](), list[str]()
     for message in messages:
@@ -51,7 +50,7 @@ def trajectory_of(trace: AnyTrace) -> Trajectory:
             if not turns:
                 opening.append(text)
     metadata: Json = {}
-    calls = view.tool_calls
+    calls = trace.tool_calls
     if calls or trace.tools:
         metadata["tool_calls"] = [
             {
@@ -63,7 +62,7 @@ def trajectory_of(trace: AnyTrace) -> Trajectory:
             for call in calls
         ]
     created, completed, failed = (
-        len(tasks) for tasks in (view.tasks_created, view.tasks_completed, view.tasks_failed)
+        len(tasks) for tasks in (trace.tasks_created, trace.tasks_completed, trace.tasks_failed)
     )
     if created or completed or failed:  # a collector that notes no plan notes the ends
         metadata["tasks"] = dict(
@@ -75,7 +74,7 @@ def trajectory_of(trace: AnyTrace) -> Trajectory:
         if step.metrics
         for token in step.metrics.completion_token_ids or ()
     ]
-    tokens = tuple(ids) or (0,) * view.total_tokens_out
+    tokens = tuple(ids) or (0,) * trace.total_tokens_out
     rollout = Rollout(
         tokens,
         (1,) * len(tokens),
@@ -90,16 +89,16 @@ def trajectory_of(trace: AnyTrace) -> Trajectory:
         rollout=rollout,
         prompt="\n".join(opening),
         history=tuple(turns),
-        step_count=max(1, view.llm_calls_count),
+        step_count=max(1, trace.llm_calls_count),
         metadata=metadata,
         group_id=str(trace.get("group_id") or ""),
         messages=tuple(messages),
     )
 
 
-def opening_of(trace: AnyTrace) -> list[Json]:
+def opening_of(trace: Trace) -> list[Json]:
     """The messages before the first answer."""
-    messages = trace_of(trace).messages
+    messages = trace.messages
     first = next(
         (at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages)
     )
@@ -152,39 +151,37 @@ class RewardEngine:
                 f"RewardEngine: a weight for {unknown[0]!r}, which is none of {', '.join(named)}"
             )
 
-    def compute_all(self, trace: AnyTrace) -> dict[str, float | None]:
+    def compute_all(self, trace: Trace) -> dict[str, float | None]:
         """Return the score of each part, 0 to 1; None: it does not apply. Raises
         RolloutRejectedError."""
-        inner = trace_of(trace)
-        row = inner.get("columns", {})
+        row = trace.get("columns", {})
         scores: dict[str, float | None] = {}
         if self._functions.names:
             parts, *_ = ASYNC_FUNCTIONS.run(  # this thread may have a running loop: a notebook's
                 self._functions.parts(
-                    opening_of(inner), row, [trajectory_of(inner)], TrainingProgress
+                    opening_of(trace), row, [trajectory_of(trace)], TrainingProgress
                 )
             )
             scores |= dict(parts[0] or dict.fromkeys(self._functions.names))
-        view = ExecutionTrace(inner)
-        return scores | {name: _score(name, part, view) for name, part in self._computed.items()}
+        return scores | {name: _score(name, part, trace) for name, part in self._computed.items()}
 
-    def compute_combined(self, trace: AnyTrace) -> float | None:
+    def compute_combined(self, trace: Trace) -> float | None:
         """Return Σ weight · score / Σ weight over the parts that apply; None where none does."""
         return self._combined(self.compute_all(trace))
 
-    def compute_for_group(self, traces: Sequence[AnyTrace]) -> list[float | None]:
+    def compute_for_group(self, traces: Sequence[Trace]) -> list[float | None]:
         """Return each combined score as a z-score in the group: (score - mean) / population
         standard deviation. None for a trace without a score, which is in neither."""
         scores = map(self.compute_combined, traces)
         values = standardize([math.nan if score is None else score for score in scores])
         return [value if has_score(value) else None for value in values]
 
-    def get_binary_label(self, trace: AnyTrace, threshold: float = GOOD_FROM) -> bool | None:
+    def get_binary_label(self, trace: Trace, threshold: float = GOOD_FROM) -> bool | None:
         """Return whether the combined score is at least the threshold; None: there is none."""
         score = self.compute_combined(trace)
         return None if score is None else score >= threshold
 
-    def summary(self, trace: AnyTrace) -> str:
+    def summary(self, trace: Trace) -> str:
         """Return one line: the combined score and every part that applies."""
         parts = self.compute_all(trace)
         shown = ", ".join(
@@ -214,7 +211,7 @@ def _computes(part: Any) -> bool:
     return not isinstance(part, str) and not getattr(part, "part", "")
 
 
-def _score(name: str, part: Any, trace: ExecutionTrace) -> float | None:
+def _score(name: str, part: Any, trace: Trace) -> float | None:
     """Raises RolloutRejectedError: it raises, or returns something else."""
     with user_code(f"RewardEngine: {name}, on trace {trace.trace_id}", RolloutRejectedError):
         result = part.compute(trace)
@@ -233,7 +230,7 @@ def references_of(rewards: Sequence[str], directory: Path) -> list[str]:
 
 
 def add_reward_labels(
-    traces: Sequence[AnyTrace], rewards: Sequence[str], name: str = REWARD
+    traces: Sequence[Trace], rewards: Sequence[str], name: str = REWARD
 ) -> tuple[int, int]:
     """Label traces by the weighted mean of reward functions; return how many were labelled, and how
     many left alone.
@@ -244,7 +241,7 @@ def add_reward_labels(
     Raises ConfigError: no such function; RolloutRejectedError: it fails.
     """
     functions = RewardFunctions(rewards, (), columns=None, key="--reward")
-    return ASYNC_FUNCTIONS.run(_label_all(list(map(trace_of, traces)), functions, name))
+    return ASYNC_FUNCTIONS.run(_label_all(traces, functions, name))
 
 
 async def _label_all(
@@ -267,13 +264,13 @@ async def _label_all(
     return labelled, len(traces) - labelled
 
 
-def label_about(trace: AnyTrace, name: str, value: float, by: str) -> Label:
+def label_about(trace: Trace, name: str, value: float, by: str) -> Label:
     """Return a label of now, with the hash of the trace's prompt."""
     values: Json = {"name": name, "value": value, "by": by, "at": time.time()}
-    return Label.model_validate(values | {"prompt_hash": prompt_hash(trace_of(trace).messages)})
+    return Label.model_validate(values | {"prompt_hash": prompt_hash(trace.messages)})
 
 
-def fit_learned(traces: Sequence[AnyTrace], good_from: float = 0.5) -> LearnedReward:
+def fit_learned(traces: Sequence[Trace], good_from: float = 0.5) -> LearnedReward:
     """Learn a reward from the scores of traces. Raises ConfigError: fewer than 10 good or 10 bad
     ones."""
     scored = [(trace, score) for trace in traces if (score := score_of(trace)) is not None]

@@ -24,8 +24,9 @@ from mlx_parallm.systems.traces.importers.endings import (
     is_own_call,
     not_sampled,
 )
-from mlx_parallm.systems.traces.schema import Json, Trace, TraceStep, messages_of
+from mlx_parallm.systems.traces.schema import Json, TraceStep, messages_of
 from mlx_parallm.systems.traces.session import compared_text
+from mlx_parallm.systems.traces.trace import Trace
 
 NOTES = (
     "annotations",

@@ -1,21 +1,8 @@
-"""Trace: one recorded run of an agent, one JSON object a line. ATIF 1.8 steps, and what RL needs in
-`extra`.
+"""The records of ATIF 1.8, Harbor's Agent Trajectory Interchange Format, of which a trace is made
+(trace.py), and the JSON of its files.
 
-ATIF is Harbor's Agent Trajectory Interchange Format. Fields keep its names; unknown fields are
-kept. A step of source "agent" that is not copied context was sampled by a model, and is what may be
-trained on. `extra` of a trace may hold
-
-    source, source_id     where it came from: "recorder", "claude-code", …, and its id there
-    task, group_id        the task; traces of one group answer the same task
-    rewards               name → {"score": float, "weight": float}
-    labels                a list of Label as JSON, oldest first; a later one never replaces an
-                          earlier one
-    policy_version        the newest version that sampled a token
-    aborted               true: the last call did not end
-    sidechain             true: the run of a sub-agent
-    untrainable           why no row is made of it: its history is not whole, or the call failed
-    redacted              kind → number of placeholders
-    license
+Fields keep its names; unknown fields are kept. A step of source "agent" that is not copied context
+was sampled by a model, and is what may be trained on.
 
 Messages of OpenAI's chat become steps (`steps_of`) and back (`messages_of`) without loss: what ATIF
 has no field for is in `extra.openai` of the step.
@@ -24,17 +11,16 @@ has no field for is in `extra.openai` of the step.
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import bounded_lines
 from mlx_parallm.system.foreign_json import check_containers
-from mlx_parallm.system.validation import faults
 
 SCHEMA_VERSION = "ATIF-v1.8"
 LONGEST_LINE = 256 << 20  # bytes of a log's line, or of a log that is one JSON text
@@ -46,7 +32,7 @@ Json = dict[str, Any]
 Content = str | list[Json]
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
     """Fields that are not known are kept; fields that were not set are not written."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -56,25 +42,25 @@ class _Record(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
-class TraceToolCall(_Record):
+class TraceToolCall(Record):
     tool_call_id: str
     function_name: str
     arguments: Json
     extra: Json | None = None
 
 
-class ObservationResult(_Record):
+class ObservationResult(Record):
     source_call_id: str | None = None
     content: Content | None = None
     subagent_trajectory_ref: list[Json] | None = None
     extra: Json | None = None
 
 
-class StepObservation(_Record):
+class StepObservation(Record):
     results: list[ObservationResult]
 
 
-class StepMetrics(_Record):
+class StepMetrics(Record):
     """Token counts and, from our own engine, the tokens. `logprobs`:
     [len(completion_token_ids)]."""
 
@@ -88,7 +74,7 @@ class StepMetrics(_Record):
     extra: Json | None = None
 
 
-class TraceStep(_Record):
+class TraceStep(Record):
     step_id: int = Field(ge=1)
     source: Literal["system", "user", "agent"]
     message: Content
@@ -142,7 +128,7 @@ class TraceStep(_Record):
         return text_of(self.message)
 
 
-class TraceAgent(_Record):
+class TraceAgent(Record):
     name: str
     version: str
     model_name: str | None = None
@@ -150,7 +136,7 @@ class TraceAgent(_Record):
     extra: Json | None = None
 
 
-class Label(_Record):
+class Label(Record):
     """A judgement of an answer or a session: by whom, and when. Field names are OpenTelemetry's
     `gen_ai.evaluation.*`.
 
@@ -170,109 +156,6 @@ class Label(_Record):
     at: float
     response_id: str | None = None
     prompt_hash: str | None = None
-
-
-class Trace(_Record):
-    schema_version: str = Field(pattern=r"^ATIF-v\d+\.\d+$")
-    session_id: str | None = None
-    trajectory_id: str | None = None
-    agent: TraceAgent
-    steps: list[TraceStep]
-    notes: str | None = None
-    final_metrics: Json | None = None
-    continued_trajectory_ref: str | None = None
-    subagent_trajectories: list["Trace"] | None = None
-    extra: Json | None = None
-
-    @model_validator(mode="after")
-    def _numbered(self) -> Self:
-        for number, step in enumerate(self.steps, 1):
-            if step.step_id != number:
-                raise ValueError(f"step {number} has step_id {step.step_id}: ids count from 1")
-        extra = self.extra or {}
-        for name in ("columns", "execution", "redacted", "rewards"):
-            if not isinstance(extra.get(name, {}), dict):
-                raise ValueError(f"extra.{name} is no object")
-        for name, reward in extra.get("rewards", {}).items():
-            if not (isinstance(reward, dict) and isinstance(reward.get("score"), int | float)):
-                raise ValueError(f"extra.rewards.{name} has no number 'score'")
-            if not isinstance(reward.get("weight", 1.0), int | float):
-                raise ValueError(f"extra.rewards.{name}: 'weight' is no number")
-        labels = extra.get("labels", [])
-        if not isinstance(labels, list):
-            raise ValueError("extra.labels is no list")
-        for label in labels:
-            Label.model_validate(label)
-        return self
-
-    def note(self, **values: Any) -> None:
-        """Set keys of `extra`; None removes one."""
-        self.extra = {
-            key: value
-            for key, value in {**(self.extra or {}), **values}.items()
-            if value is not None
-        }
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a key of `extra`."""
-        return (self.extra or {}).get(key, default)
-
-    @property
-    def id(self) -> str:
-        return self.trajectory_id or self.session_id or ""
-
-    @property
-    def labels(self) -> list[Label]:
-        return [Label.model_validate(entry) for entry in self.get("labels", [])]
-
-    def add_label(self, label: Label) -> None:
-        self.note(labels=[*self.get("labels", []), label.to_json()])
-
-    @property
-    def tools(self) -> list[Json]:
-        return self.agent.tool_definitions or []
-
-    @property
-    def messages(self) -> list[Json]:
-        return messages_of(self.steps)
-
-
-def parse_trace(data: Any) -> Trace:
-    """Raises TraceError: which field is wrong."""
-    try:
-        return Trace.model_validate(data)
-    except ValidationError as error:
-        raise TraceError(f"not an ATIF trajectory: {faults(error, 1)}") from error
-
-
-def new_trace(
-    messages: Iterable[Mapping[str, Any]],
-    *,
-    session_id: str,
-    source: str,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    model: str | None = None,
-    agent: str = "agent",
-    version: str = "unknown",
-    **extra: Any,
-) -> Trace:
-    """Make a trace of chat messages. `extra`: further keys of the trace's `extra`."""
-    about: Json = {"name": agent, "version": version}
-    if model:
-        about["model_name"] = model
-    if tools:
-        about["tool_definitions"] = [dict(tool) for tool in tools]
-    kept = {key: value for key, value in extra.items() if value is not None}
-    return parse_trace(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "session_id": session_id,
-            "trajectory_id": session_id,
-            "agent": about,
-            "steps": steps_of(messages),
-            "extra": {"source": source, **kept},
-        }
-    )
 
 
 # ---------------------------------------------------------------------- messages ↔ steps

@@ -33,17 +33,16 @@ from mlx_parallm.systems.traces.schema import (
     SCHEMA_VERSION,
     Json,
     Label,
-    Trace,
     add_step,
     dump_line,
     foreign_message,
     iso_time,
-    parse_trace,
     parsed_arguments,
     read_jsonl,
     steps_of,
     text_of,
 )
+from mlx_parallm.systems.traces.trace import Trace, parse_trace
 from mlx_parallm.types import Rollout
 
 SESSION_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")

@@ -18,7 +18,8 @@ from mlx_parallm.systems.traces.importers.dialects import (
 from mlx_parallm.systems.traces.importers.endings import marked, not_sampled
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import ImportReport, made, objects, whole_json
-from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace, parse_trace
+from mlx_parallm.systems.traces.schema import Json, add_step
+from mlx_parallm.systems.traces.trace import Trace, new_trace, parse_trace
 
 COPIED = {"is_copied_context": True}
 LISTS = ("messages", "contents", "conversations", "conversation")

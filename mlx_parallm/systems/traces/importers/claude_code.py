@@ -19,8 +19,9 @@ from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_samp
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
 from mlx_parallm.systems.traces.importers.sessions import owned_answers
-from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace
+from mlx_parallm.systems.traces.schema import Json, add_step
 from mlx_parallm.systems.traces.session import text_digest
+from mlx_parallm.systems.traces.trace import Trace, new_trace
 
 TWICE = "a line whose uuid stands in the log twice"
 TWICE_OTHERWISE = "a line whose uuid stands in the log twice, with other content"

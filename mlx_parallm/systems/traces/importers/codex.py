@@ -26,8 +26,9 @@ from mlx_parallm.systems.traces.importers.endings import (
 )
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
 from mlx_parallm.systems.traces.importers.sessions import owned_answers
-from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace, text_of
+from mlx_parallm.systems.traces.schema import Json, add_step, text_of
 from mlx_parallm.systems.traces.session import chained_key, compared_text, text_digest
+from mlx_parallm.systems.traces.trace import Trace, new_trace
 
 SILENT = ("ghost_snapshot",)  # items that the model does not see
 CLIENT_CALLS = ("function_call", "custom_tool_call", "local_shell_call")

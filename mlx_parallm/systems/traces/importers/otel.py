@@ -25,8 +25,9 @@ from mlx_parallm.systems.traces.importers.dialects import (
 from mlx_parallm.systems.traces.importers.endings import marked, not_sampled
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, entries, shape_of
 from mlx_parallm.systems.traces.importers.sessions import session_traces
-from mlx_parallm.systems.traces.schema import Json, Label, Trace, add_step, parse_json, read_jsonl
+from mlx_parallm.systems.traces.schema import Json, Label, add_step, parse_json, read_jsonl
 from mlx_parallm.systems.traces.session import Session, compared_text
+from mlx_parallm.systems.traces.trace import Trace
 
 MODEL_CALLS = ("chat", "generate_content", "text_completion")
 EVALUATION = "gen_ai.evaluation"

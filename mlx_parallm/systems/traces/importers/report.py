@@ -21,7 +21,8 @@ from typing import Any
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import read_bounded
-from mlx_parallm.systems.traces.schema import LONGEST_LINE, Trace, parse_json, read_jsonl
+from mlx_parallm.systems.traces.schema import LONGEST_LINE, parse_json, read_jsonl
+from mlx_parallm.systems.traces.trace import Trace
 
 SHOWN_PLACES = 3
 UNACCOUNTED = "no trace holds it, and the importer gave no reason: please report this log"

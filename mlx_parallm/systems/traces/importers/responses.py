@@ -20,7 +20,8 @@ from mlx_parallm.systems.traces.importers.codex import ItemLog, take_item
 from mlx_parallm.systems.traces.importers.dialects import tool_definitions
 from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_sampled
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, made, objects
-from mlx_parallm.systems.traces.schema import Json, Trace, add_step, new_trace
+from mlx_parallm.systems.traces.schema import Json, add_step
+from mlx_parallm.systems.traces.trace import Trace, new_trace
 
 ASKED = ("input", "instructions", "tools", "previous_response_id")
 SPANS = ("generation", "response")

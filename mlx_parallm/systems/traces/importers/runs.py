@@ -13,8 +13,9 @@ from mlx_parallm.system.files import regular_files
 from mlx_parallm.systems.traces.importers.chats import atif
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.importers.sessions import session_traces
-from mlx_parallm.systems.traces.schema import Json, Trace, new_trace
+from mlx_parallm.systems.traces.schema import Json
 from mlx_parallm.systems.traces.session import SESSIONS, Session, read_sessions
+from mlx_parallm.systems.traces.trace import Trace, new_trace
 from mlx_parallm.types import Rollout, weight_spans
 
 COLLECTED = "????-??-??/*.json"

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, shape_of
-from mlx_parallm.systems.traces.schema import Trace
 from mlx_parallm.systems.traces.session import Session
+from mlx_parallm.systems.traces.trace import Trace
 
 
 def session_traces(
