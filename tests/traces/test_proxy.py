@@ -231,7 +231,7 @@ def test_a_request_that_is_lax_is_recorded(
     answer = httpx.post(f"{proxy}/sessions/lax/v1/chat/completions", json=body, timeout=20)
     assert answer.json() == GOOD_ANSWER
     [turn] = Session.read(tmp_path / "traces/sessions/lax.jsonl").turns.values()
-    assert turn.messages == (QUESTION,) and not turn.tools
+    assert turn.messages == [QUESTION] and not turn.tools
 
 
 def test_whatever_comes_passes_on_as_it_is(scripted: tuple[str, dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from openai import OpenAI
 from mlx_parallm.systems.traces.privacy import secret_finder
 from mlx_parallm.systems.traces.recorder import REVIEW, SessionRecorder
 from mlx_parallm.systems.traces.routes import session_router
+from mlx_parallm.systems.traces.schema import dump_line
 from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, Session, read_sessions
 from mlx_parallm.systems.traces.trace import Trace
 from tests.conftest import TinyEngine
@@ -302,8 +303,8 @@ TURN = {"type": "turn", "id": "t1", "parent": None, "at": 1.5, "status": "comple
 def test_a_turn_of_a_file_is_written_as_it_was_read(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").write_text(json.dumps(TURN))
     [turn] = Session.read(tmp_path / "s.jsonl").turns.values()
-    assert turn.tokens is not None and turn.tokens.completion == (6, 2)
-    assert turn.to_json() == TURN
+    assert turn.tokens is not None and turn.tokens.completion == [6, 2]
+    assert json.loads(dump_line(turn.to_json())) == TURN
 
 
 def test_null_of_another_writer_is_the_default(tmp_path: Path) -> None:

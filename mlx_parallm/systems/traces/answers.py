@@ -8,8 +8,9 @@ later.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlx_parallm.systems.traces.recorder import RecordedCall, RecordedChoice, SampledTokens
+from mlx_parallm.systems.traces.recorder import RecordedCall, RecordedChoice
 from mlx_parallm.systems.traces.schema import Json
+from mlx_parallm.systems.traces.session import TurnTokens
 
 MOST_CHOICES = 1024
 _NOT_KEPT = {"index"}  # of a streamed tool call
@@ -135,9 +136,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def _tokens_of(
-    prompt_ids: Any, choice: Mapping[str, Any], temperature: float
-) -> SampledTokens | None:
+def _tokens_of(prompt_ids: Any, choice: Mapping[str, Any], temperature: float) -> TurnTokens | None:
     """Return the tokens, from a server that sends them (`return_token_ids` and `logprobs`); None
     where a part is missing."""
     ids, content = choice.get("token_ids"), _object(choice, "logprobs").get("content")
@@ -148,17 +147,14 @@ def _tokens_of(
         map(_is_number, numbers)
     ):
         raise ValueError("token ids and log-probabilities are no numbers")
-    spans = tuple(
-        (s["version"], s["start"], s["end"]) for s in _list(choice.get("weight_versions"))
-    )
-    return SampledTokens(
-        prompt=tuple(prompt_ids),
-        completion=tuple(ids),
-        logprobs=tuple(numbers),
-        processed_logprobs=None,
-        forced=None,
-        versions=spans or ((-1, 0, len(ids)),),
-        prompt_version=-1,
+    spans = [(s["version"], s["start"], s["end"]) for s in _list(choice.get("weight_versions"))]
+    return TurnTokens(
+        shared=0,
+        prompt=prompt_ids,
+        completion=ids,
+        logprobs=numbers,
+        versions=spans or [(-1, 0, len(ids))],
         temperature=temperature or 1.0,
         policy=False,
+        prompt_version=-1,
     )

@@ -13,9 +13,10 @@ import json
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,28 +44,13 @@ LARGE_CHARACTERS = 1 << 17
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """The tokens that our engine sampled for one choice. Lengths: prompt [P], all others [T]."""
-
-    prompt: tuple[int, ...]
-    completion: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    processed_logprobs: tuple[float, ...] | None
-    forced: tuple[int, ...] | None
-    versions: tuple[tuple[int, int, int], ...]
-    prompt_version: int
-    temperature: float
-    policy: bool
-
-
 @dataclass
 class RecordedChoice:
     """One choice of an answer, as the client sees it."""
 
     message: Json
     finish_reason: str | None = None
-    tokens: SampledTokens | None = None
+    tokens: TurnTokens | None = None  # `shared` is 0: the whole prompt
 
 
 @dataclass
@@ -181,10 +167,11 @@ class SessionRecorder:
             chain = self._next_key(live, chain, message)
             if chain in live.ends:
                 parent, answered = live.ends[chain], number
-        messages = tuple(live.redactor.value(list(call.messages[answered:])))
-        tools: tuple[Json, ...] | None = tuple(live.redactor.value(list(call.tools)))
+        messages = live.redactor.value(list(call.messages[answered:]))
+        tools: list[Json] = live.redactor.value(list(call.tools))
+        optional: Json = {"tools": tools}
         if parent is not None and session.tools(parent) == tools:
-            tools = None
+            optional = {}
         prompt_hits = list(live.redactor.hits)
         turns: list[SessionTurn] = []
         keys: list[str] = []
@@ -192,28 +179,31 @@ class SessionRecorder:
         for index, choice in sorted(choices.items()):
             before = len(live.redactor.hits)
             response = None if choice is None else live.redactor.value(choice.message)
-            hits = [*prompt_hits, *live.redactor.hits[before:]]
-            counts: dict[str, int] = {}
-            for hit in hits:
-                counts[hit.kind] = counts.get(hit.kind, 0) + 1
+            counts = Counter(hit.kind for hit in [*prompt_hits, *live.redactor.hits[before:]])
             key = self._next_key(live, chain, choice.message) if choice is not None else ""
-            turn = SessionTurn(
-                id=f"t{len(session.turns) + len(turns) + 1}",
-                parent=parent,
-                at=time.time(),
-                status=call.status,
-                messages=messages,
-                response=response,
-                key=key,
-                model=call.model,
-                tools=tools,
-                finish_reason=choice.finish_reason if choice is not None else None,
-                response_id=call.response_id if index == 0 else f"{call.response_id}#{index}",
-                usage=call.usage if index == 0 else None,
-                redacted=counts,
+            own = dict(optional)
+            if index == 0 and call.usage is not None:
+                own["usage"] = call.usage
+            if counts:
+                own["redacted"] = dict(counts)
+            elif call.status == COMPLETE and choice is not None and choice.tokens is not None:
+                own |= self._tokens(session, parent, choice.tokens)
+            turns.append(
+                SessionTurn(
+                    type="turn",
+                    id=f"t{len(session.turns) + len(turns) + 1}",
+                    parent=parent,
+                    at=time.time(),
+                    status=call.status,
+                    model=call.model,
+                    messages=messages,
+                    response=response,
+                    finish_reason=choice.finish_reason if choice is not None else None,
+                    response_id=call.response_id if index == 0 else f"{call.response_id}#{index}",
+                    key=key,
+                    **own,
+                )
             )
-            sampled = choice.tokens if choice is not None else None
-            turns.append(replace(turn, tokens=self._tokens(session, turn, sampled)))
             keys.append(key)
         self._append(call.session, [turn.to_json() for turn in turns])
         self._review(live)
@@ -223,35 +213,18 @@ class SessionRecorder:
                 live.ends[key] = turn.id
         return [turn.id for turn in turns]
 
-    def _tokens(
-        self, session: Session, turn: SessionTurn, sampled: SampledTokens | None
-    ) -> TurnTokens | None:
-        """Tokens would show what was redacted: a turn with placeholders, or after one, keeps
-        none."""
-        if sampled is None or turn.redacted or turn.status != COMPLETE:
-            return None
-        before: tuple[int, ...] = ()
-        if turn.parent is not None:
-            if any(ancestor.redacted for ancestor in session.path(turn.parent)):
-                return None
-            before = session.sequence(turn.parent)
-        shared = 0
-        for ours, theirs in zip(before, sampled.prompt, strict=False):
-            if ours != theirs:
-                break
-            shared += 1
-        return TurnTokens(
-            shared,
-            sampled.prompt[shared:],
-            sampled.completion,
-            sampled.logprobs,
-            sampled.versions,
-            sampled.temperature,
-            sampled.policy,
-            sampled.processed_logprobs,
-            sampled.prompt_version,
-            sampled.forced,
-        )
+    def _tokens(self, session: Session, parent: str | None, sampled: TurnTokens) -> Json:
+        """Return the field `tokens` of a turn. Tokens would show what was redacted: a turn after
+        one with placeholders has none, as that one."""
+        if parent is not None and any(turn.redacted for turn in session.path(parent)):
+            return {}
+        pairs = zip(session.sequence(parent), sampled.prompt, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return {
+            "tokens": sampled.model_copy(
+                update={"shared": shared, "prompt": sampled.prompt[shared:]}
+            )
+        }
 
     def _next_key(self, live: _LiveSession, chain: str, message: Mapping[str, Any]) -> str:
         """The key of a conversation and one message more. It is made of redacted text: it is

@@ -39,12 +39,11 @@ from mlx_parallm.server.responses import routes as responses
 from mlx_parallm.systems.traces.answers import ChunkReader, take_answer
 from mlx_parallm.systems.traces.recorder import (
     RecordedCall,
-    SampledTokens,
     SessionRecorder,
     session_name,
 )
 from mlx_parallm.systems.traces.schema import Json, Label
-from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, TurnStatus
+from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, TurnStatus, TurnTokens
 from mlx_parallm.types import MAX_REWARD, Completion, Request, weight_spans
 
 SessionName = Annotated[str, PathParameter(min_length=1, max_length=128)]
@@ -157,7 +156,7 @@ class _CallObserver:
     ) -> None:
         self._recorder, self._is_policy = recorder, is_policy
         self._call, self._choices = RecordedCall(session, [], [], None), 1
-        self._tokens: dict[int, SampledTokens] = {}
+        self._tokens: dict[int, TurnTokens] = {}
         self._written = False
 
     def begun(self, body: ChatBody) -> None:
@@ -217,26 +216,25 @@ class _CallObserver:
         await self._recorder.commit(self._call)
 
 
-def _sampled(request: Request, parts: Choice, policy: bool) -> SampledTokens:
+def _sampled(request: Request, parts: Choice, policy: bool) -> TurnTokens:
     versions = tuple(chain.from_iterable(part.policy_versions for part in parts))
-    processed: tuple[float, ...] | None = None
+    columns: Json = {}
     if request.params.reshapes_distribution:
-        processed = tuple(
+        columns["processed_logprobs"] = [
             finite(value) for part in parts for value in part.processed_logprobs or ()
-        )
-    forced: tuple[int, ...] | None = None
+        ]
     if request.params.is_constrained:
-        forced = tuple(chain.from_iterable(part.forced or () for part in parts))
-    return SampledTokens(
-        prompt=request.prompt_token_ids,
-        completion=tuple(chain.from_iterable(part.token_ids for part in parts)),
-        logprobs=tuple(finite(value) for part in parts for value in part.logprobs),
-        processed_logprobs=processed,
-        forced=forced,
-        versions=tuple((span.version, span.start, span.end) for span in weight_spans(versions)),
+        columns["forced"] = list(chain.from_iterable(part.forced or () for part in parts))
+    return TurnTokens(
+        shared=0,
+        prompt=list(request.prompt_token_ids),
+        completion=list(chain.from_iterable(part.token_ids for part in parts)),
+        logprobs=[finite(value) for part in parts for value in part.logprobs],
+        versions=[(span.version, span.start, span.end) for span in weight_spans(versions)],
+        temperature=request.params.temperature or 1.0,
+        policy=policy,
         prompt_version=next(
             (part.prompt_version for part in parts if isinstance(part, Completion)), -1
         ),
-        temperature=request.params.temperature or 1.0,
-        policy=policy,
+        **columns,
     )

@@ -19,12 +19,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt, TypeAdapter
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import regular_files
@@ -33,6 +32,7 @@ from mlx_parallm.systems.traces.schema import (
     SCHEMA_VERSION,
     Json,
     Label,
+    Record,
     add_step,
     dump_line,
     foreign_message,
@@ -57,86 +57,45 @@ def _null_is(default: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-@dataclass(frozen=True, slots=True)
-class TurnTokens:
+class TurnTokens(Record):
     """Tokens of one turn. `shared`: how many of the parent's tokens (prompt and answer) the
     prompt begins with."""
 
-    shared: int
-    prompt: tuple[int, ...]  # after the shared ones
-    completion: tuple[int, ...]  # [T], EOS included
-    logprobs: tuple[float, ...]  # [T], before filters and penalties
+    shared: int = 0
+    prompt: list[int]  # after the shared ones
+    completion: list[int]  # [T], EOS included
+    logprobs: list[float]  # [T], before filters and penalties
     # version, start, end: of the completion's tokens
-    versions: tuple[tuple[StrictInt, StrictInt, StrictInt], ...]
+    versions: list[tuple[StrictInt, StrictInt, StrictInt]]
     temperature: float
     # sampled from the policy that is trained
     policy: Annotated[StrictBool, _null_is(False)] = False
-    # [T], where sampling reshaped the distribution
-    processed_logprobs: tuple[float, ...] | None = None
     prompt_version: int = -1
+    # [T], where sampling reshaped the distribution
+    processed_logprobs: list[float] | None = None
     # [T], where a grammar was on: 1 where it left no choice
-    forced: tuple[int, ...] | None = None
-
-    def to_json(self) -> Json:
-        optional = {"processed_logprobs": self.processed_logprobs, "forced": self.forced}
-        return {
-            "shared": self.shared,
-            "prompt": list(self.prompt),
-            "completion": list(self.completion),
-            "logprobs": list(self.logprobs),
-            "versions": [list(span) for span in self.versions],
-            "temperature": self.temperature,
-            "policy": self.policy,
-            "prompt_version": self.prompt_version,
-        } | {name: list(column) for name, column in optional.items() if column is not None}
+    forced: list[int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SessionTurn:
+class SessionTurn(Record):
     """One call. `messages`: those after the parent's answer; `key`: of the conversation up to
     its answer."""
 
+    type: Literal["turn"]
     id: str
     parent: str | None
     at: StrictFloat  # Unix time
     status: TurnStatus
-    messages: tuple[Json, ...]
-    response: Json | None
-    key: Annotated[str, _null_is("")] = ""
     model: str | None = None
-    tools: tuple[Json, ...] | None = None  # None: the parent's
+    messages: list[Json]
+    response: Json | None
     finish_reason: str | None = None
     response_id: str | None = None
+    key: Annotated[str, _null_is("")] = ""
+    tools: list[Json] | None = None  # None: the parent's
     usage: Json | None = None
+    redacted: Annotated[dict[str, int], _null_is({})] = Field(default_factory=dict)
     tokens: TurnTokens | None = None
-    redacted: Annotated[Mapping[str, int], _null_is({})] = field(default_factory=dict)
-
-    def to_json(self) -> Json:
-        values: Json = {
-            "type": "turn",
-            "id": self.id,
-            "parent": self.parent,
-            "at": self.at,
-            "status": self.status,
-            "model": self.model,
-            "messages": list(self.messages),
-            "response": self.response,
-            "finish_reason": self.finish_reason,
-            "response_id": self.response_id,
-            "key": self.key,
-        }
-        if self.tools is not None:
-            values["tools"] = list(self.tools)
-        if self.usage is not None:
-            values["usage"] = self.usage
-        if self.redacted:
-            values["redacted"] = dict(self.redacted)
-        if self.tokens is not None:
-            values["tokens"] = self.tokens.to_json()
-        return values
-
-
-_TURN = TypeAdapter(SessionTurn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +107,6 @@ class SessionFault:
     value: Any
 
 
-_TOKEN_FIELDS = {each.name for each in fields(TurnTokens)}
-_TURN_FIELDS = {"type", *(each.name for each in fields(SessionTurn))}
-
-
 class Session:
     """The turns and labels of one session, in memory."""
 
@@ -160,8 +115,8 @@ class Session:
         self.turns: dict[str, SessionTurn] = {}
         self.labels: list[Label] = []
         self.faults: list[SessionFault] = []  # lines that could not be read
-        # place, name and value of fields that turns do not have
-        self.unknown: list[tuple[str, str, Any]] = []
+        # place and name → value, of fields that turns do not have
+        self.unknown: dict[tuple[str, str], Any] = {}
 
     @classmethod
     def read(cls, path: Path) -> "Session":
@@ -173,15 +128,13 @@ class Session:
                 if isinstance(value, ValueError):
                     raise value
                 if value["type"] == "turn":
-                    session.add(_TURN.validate_python(value))
-                    for record, field_names in (
-                        (value, _TURN_FIELDS),
-                        (value.get("tokens") or {}, _TOKEN_FIELDS),
-                    ):
-                        others = sorted(record.keys() - field_names)
-                        session.unknown += [
-                            (f"{path.name}:{number}", name, record[name]) for name in others
-                        ]
+                    turn = SessionTurn.model_validate(value)
+                    session.add(turn)
+                    for record in (turn, turn.tokens or turn):
+                        others = sorted((record.model_extra or {}).items())
+                        session.unknown |= {
+                            (f"{path.name}:{number}", name): each for name, each in others
+                        }
                 elif value["type"] == "label":
                     session.labels.append(
                         Label.model_validate({k: v for k, v in value.items() if k != "type"})
@@ -217,20 +170,18 @@ class Session:
             at = turns[-1].parent
         return turns[::-1]
 
-    def sequence(self, turn_id: str | None) -> tuple[int, ...]:
+    def sequence(self, turn_id: str | None) -> list[int]:
         """All tokens of a turn: prompt and answer. Empty where they are not known."""
-        tokens: tuple[int, ...] = ()
+        tokens: list[int] = []
         for turn in self.path(turn_id) if turn_id is not None else ():
             if turn.tokens is None:
-                return ()
+                return []
             tokens = tokens[: turn.tokens.shared] + turn.tokens.prompt + turn.tokens.completion
         return tokens
 
-    def tools(self, turn_id: str) -> tuple[Json, ...]:
-        for turn in reversed(self.path(turn_id)):
-            if turn.tools is not None:
-                return turn.tools
-        return ()
+    def tools(self, turn_id: str) -> list[Json]:
+        turns = reversed(self.path(turn_id))
+        return next((turn.tools for turn in turns if turn.tools is not None), [])
 
     def leaves(self) -> list[SessionTurn]:
         """Turns that no complete turn follows, in order. An aborted turn is always a leaf."""
@@ -253,10 +204,11 @@ class Session:
                 parent, answered = ends[chain], number
         key = chained_key(chain, text_digest(compared_text(response)))
         added = SessionTurn(
+            type="turn",
             id=f"t{len(self.turns) + 1}",
             parent=parent,
             status=COMPLETE,
-            messages=tuple(messages[answered:]),
+            messages=list(messages[answered:]),
             response=response,
             key=key,
             **turn,
@@ -308,7 +260,7 @@ class Session:
         if last.model:
             agent["model_name"] = last.model
         if tools := next((turn.tools for turn in reversed(path) if turn.tools), None):
-            agent["tool_definitions"] = list(tools)
+            agent["tool_definitions"] = tools
         return parse_trace(
             {
                 "schema_version": SCHEMA_VERSION,
@@ -396,50 +348,33 @@ class Session:
         return parts
 
     @property
-    def opening(self) -> tuple[int, ...]:
+    def opening(self) -> list[int]:
         """The first call's prompt ids."""
         first = next(iter(self.turns.values()), None)
-        return first.tokens.prompt if first is not None and first.tokens is not None else ()
+        return first.tokens.prompt if first is not None and first.tokens is not None else []
 
 
 def _segment(part: Sequence[SessionTurn], session: Session, claimed: set[str]) -> Rollout:
-    tokens: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    processed: list[float] = []
-    versions: list[int] = []
-    forced: list[int] = []
-    constrained = any(turn.tokens is not None and turn.tokens.forced is not None for turn in part)
-    reshaped = any(
-        turn.tokens is not None and turn.tokens.processed_logprobs is not None for turn in part
-    )
+    tokens, mask, versions, forced = list[int](), list[int](), list[int](), list[int]()
+    logprobs, processed = list[float](), list[float]()
     for turn in part:
         sampled = turn.tokens
         assert sampled is not None
-        prompt = (
-            session.sequence(turn.parent)[: sampled.shared] + sampled.prompt
-            if not tokens
-            else sampled.prompt
+        learn, count = turn.id not in claimed, len(sampled.completion)
+        prompt = [] if tokens else session.sequence(turn.parent)[: sampled.shared]
+        prompt += sampled.prompt
+        unread, nothing = [0.0] * len(prompt), [0.0] * count
+        tokens += prompt + sampled.completion
+        mask += [0] * len(prompt) + [int(learn)] * count
+        logprobs += unread + (sampled.logprobs if learn else nothing)
+        processed += unread + (
+            (sampled.processed_logprobs or sampled.logprobs) if learn else nothing
         )
-        tokens += prompt
-        mask += [0] * len(prompt)
-        logprobs += [0.0] * len(prompt)
-        processed += [0.0] * len(prompt)
-        forced += [0] * len(prompt)
+        forced += [0] * len(prompt) + ((learn and sampled.forced) or [0] * count)
         versions += [sampled.prompt_version] * len(prompt)
-        learn = turn.id not in claimed
-        tokens += sampled.completion
-        mask += [int(learn)] * len(sampled.completion)
-        logprobs += sampled.logprobs if learn else [0.0] * len(sampled.completion)
-        processed += (
-            (sampled.processed_logprobs or sampled.logprobs)
-            if learn
-            else [0.0] * len(sampled.completion)
-        )
-        forced += sampled.forced if learn and sampled.forced else [0] * len(sampled.completion)
-        versions += chain.from_iterable(
-            [version] * (end - start) for version, start, end in sampled.versions
-        )
+        versions += [version for version, start, end in sampled.versions for _ in range(start, end)]
+    reshaped = any(turn.tokens and turn.tokens.processed_logprobs is not None for turn in part)
+    constrained = any(turn.tokens and turn.tokens.forced is not None for turn in part)
     last = part[-1]
     return Rollout(
         tokens=tuple(tokens),
@@ -468,18 +403,15 @@ def _step_fields(turn: SessionTurn, session: Session, *, copied: bool) -> Json:
     if (tokens := turn.tokens) is not None:
         everything = session.sequence(turn.id)
         metrics |= {
-            "prompt_token_ids": list(everything[: len(everything) - len(tokens.completion)]),
-            "completion_token_ids": list(tokens.completion),
-            "logprobs": list(tokens.logprobs),
+            "prompt_token_ids": everything[: len(everything) - len(tokens.completion)],
+            "completion_token_ids": tokens.completion,
+            "logprobs": tokens.logprobs,
         }
-        extra |= {
-            "policy_versions": [list(span) for span in tokens.versions],
-            "temperature": tokens.temperature,
-        }
-        if tokens.processed_logprobs is not None:
-            extra["processed_logprobs"] = list(tokens.processed_logprobs)
-        if tokens.forced is not None:
-            extra["forced"] = list(tokens.forced)
+        versions = [list(span) for span in tokens.versions]
+        extra |= {"policy_versions": versions, "temperature": tokens.temperature}
+        for name in ("processed_logprobs", "forced"):
+            if (column := getattr(tokens, name)) is not None:
+                extra[name] = column
     return step | {"metrics": metrics | {"extra": extra}, "llm_call_count": 1}
 
 

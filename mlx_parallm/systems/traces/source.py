@@ -94,7 +94,7 @@ class SessionRewards(RolloutSource):
                 "reason": "an earlier score of this session is in a group already",
             }
 
-        def read(recorded: Session) -> tuple[Rollout, tuple[int, ...]]:
+        def read(recorded: Session) -> tuple[Rollout, list[int]]:
             last = (
                 recorded.by_response(label.response_id) if label.response_id is not None else None
             )

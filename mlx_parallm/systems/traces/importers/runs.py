@@ -40,7 +40,7 @@ def _recorded(session: Session, report: ImportReport) -> Iterator[Trace]:
         report.expect(
             places[name], [*turn.messages, *([] if turn.response is None else [turn.response])]
         )
-    for place, name, value in session.unknown:
+    for (place, name), value in session.unknown.items():
         report.drop(place, f"field {name!r} of a turn is not known"[:100], value)
     held = list[Json]()
     for trace in session_traces(session, places, report):
