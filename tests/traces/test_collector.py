@@ -210,6 +210,40 @@ def test_overlapping_checkpoints_give_each_run_once(tmp_path: Path) -> None:
     assert CheckpointLoader(tmp_path, max_age_hours=1).load_traces("isaa") == []
 
 
+def test_a_checkpoints_run_holds_every_message(tmp_path: Path) -> None:
+    """Each answer, a call without a result, and a result without its call, which gets one."""
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    history = [
+        message("user", "one"),
+        message("assistant", "I look", tool_calls=[call]),
+        message("tool", "found", name="search"),
+        message("assistant", "half", "2026-11-22T10:00:00"),
+        message("assistant", "whole"),
+    ]
+    (tmp_path / "isaa").mkdir()
+    checkpoint = {
+        "session_data": {"s": {"history": history}},
+        "variable_scopes": {"reasoning": {"plan": {"steps": 2}}},
+    }
+    (tmp_path / "isaa" / "c.json").write_text(json.dumps(checkpoint))
+    loader = CheckpointLoader(tmp_path)
+    [trace] = loader.load_traces("isaa")
+    assert not loader.left_out and not loader.skipped
+    assert [(each["role"], each["content"]) for each in trace.messages] == [
+        ("user", "one"),
+        ("assistant", ""),
+        ("assistant", "I look"),
+        ("assistant", None),
+        ("tool", "found"),
+        ("assistant", "half"),
+        ("assistant", "whole"),
+    ]
+    assert trace.reasoning_steps == [ReasoningStep("reasoning", 'plan: {"steps": 2}')]
+    calls = [(each.tool_name, each.result) for each in trace.tool_calls]
+    assert calls == [("look", ""), ("search", "found")]
+    assert trace.timestamp == "2026-11-22T10:00:00" and trace.final_response == "whole"
+
+
 class Streaming(Agent):
     """The same agent, whose ways to answer are many."""
 

@@ -19,24 +19,13 @@ from typing import Any
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import read_bounded, regular_files
+from mlx_parallm.systems.traces.importers.dialects import chat_messages
 from mlx_parallm.systems.traces.importers.report import SHAPES
-from mlx_parallm.systems.traces.schema import (
-    Json,
-    iso_time,
-    parse_json,
-    parsed_arguments,
-    text_of,
-    unix_time,
-)
-from mlx_parallm.systems.traces.trace import (
-    Event,
-    ReasoningStep,
-    ToolCallTrace,
-    Trace,
-    trace_of_events,
-)
+from mlx_parallm.systems.traces.schema import Json, add_step, iso_time, parse_json, unix_time
+from mlx_parallm.systems.traces.trace import Trace, new_trace, trace_id
 
 CHECKPOINTS = Path("Agents") / "checkpoint"
+WITHIN_A_RUN = ("assistant", "tool", "system", "developer")
 _PLAIN: Mapping[tuple[str, str], Any] = {
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
@@ -212,27 +201,7 @@ def _runs(checkpoint: Mapping[str, Any], left_out: Counter[str]) -> Iterator[Tra
         is_last = number == len(turns[session_id]) - 1 and len(turns) == 1
         thoughts = _thoughts(scopes) if is_last else []
         turn = turns[session_id][number]
-        _count_unheld(turn, left_out)
         yield _run(session_id, turn, f"turn-{number}", thoughts, tasks.get(place, {}))
-
-
-def _count_unheld(turn: Sequence[Json], left_out: Counter[str]) -> None:
-    """Count what a run of a checkpoint cannot hold: the flat form has one answer, and calls that
-    have results."""
-    results = {
-        str(message.get("tool_call_id")) for message in turn if message.get("role") == "tool"
-    }
-    answers = sum(
-        message.get("role") == "assistant" and bool(text_of(message.get("content")))
-        for message in turn
-    )
-    calls = [call for message in turn for call in message.get("tool_calls") or ()]
-    for reason, count in (
-        ("an answer before the last one of its run", answers - 1),
-        ("a call without a result", sum(str(call.get("id")) not in results for call in calls)),
-    ):
-        if count > 0:
-            left_out[reason] += count
 
 
 def _turns(history: Iterable[Any], left_out: Counter[str]) -> list[list[Json]]:
@@ -244,9 +213,9 @@ def _turns(history: Iterable[Any], left_out: Counter[str]) -> list[list[Json]]:
             turns.append([message])
         elif not turns:
             left_out[f"a message of role {message.get('role')!r} before the first question"] += 1
+        elif message.get("role") not in WITHIN_A_RUN:
+            left_out[f"a message of role {message.get('role')!r} within a run"] += 1
         else:
-            if message.get("role") not in ("assistant", "tool"):
-                left_out[f"a message of role {message.get('role')!r} within a run"] += 1
             turns[-1].append(message)
     return turns
 
@@ -255,40 +224,39 @@ def _run(
     session_id: str,
     turn: Sequence[Json],
     place: str,
-    thoughts: Sequence[ReasoningStep],
+    thoughts: Sequence[Json],
     tasks: Mapping[str, list[Any]],
 ) -> Trace:
-    events: list[Event] = [*thoughts]
-    answers: list[str] = []
-    called: dict[str, Json] = {}
-    for message in turn[1:]:
-        for call in message.get("tool_calls") or ():
-            called[str(call.get("id"))] = call.get("function") or {}
-        text = text_of(message.get("content"))
-        if message.get("role") == "tool":
-            function = called.get(str(message.get("tool_call_id")), {})
-            name = str(message.get("name") or function.get("name") or "tool")
-            arguments = parsed_arguments(function.get("arguments")) or {}
-            failed = text.lstrip().lower().startswith("error")
-            events.append(
-                ToolCallTrace(name, arguments, text, not failed, error=text if failed else None)
-            )
-        elif message.get("role") == "assistant" and text:
-            answers.append(text)
-    question = turn[0]
-    timestamp = _time(question.get("timestamp"))
-    trace = trace_of_events(
-        session_id,
-        text_of(question.get("content")),
-        events,
-        answers[-1] if answers else "",
-        timestamp=timestamp or place,
-        source="checkpoint",
-        **tasks,
+    question, *rest = map(_with_time, turn)
+    messages = chat_messages([question, *thoughts, *_with_calls(rest)])
+    trace = new_trace(
+        messages, session_id=session_id, source="checkpoint", execution=dict(tasks) or None
     )
-    if timestamp is None:
-        trace.steps[0].timestamp = None
+    timestamp = _time(turn[0].get("timestamp")) or place
+    trace.trajectory_id = trace_id(session_id, trace.user_query, timestamp)
     return trace
+
+
+def _with_time(message: Json) -> Json:
+    time_text = _time(message.get("timestamp"))
+    if time_text is None or message.get("role") == "tool":  # a result is part of its call's step
+        return message
+    kept = {key: value for key, value in message.items() if key != "timestamp"}
+    return add_step(kept, timestamp=time_text)
+
+
+def _with_calls(messages: Iterable[Json]) -> Iterator[Json]:
+    """Yield the messages; before a result that names no call, the call of its tool."""
+    called = set[str]()
+    for number, message in enumerate(messages):
+        called |= {str(call.get("id")) for call in message.get("tool_calls") or ()}
+        if message.get("role") == "tool" and str(message.get("tool_call_id")) not in called:
+            name = str(message.get("tool_call_id") or f"call_{number}")
+            function = {"name": str(message.get("name") or "tool"), "arguments": "{}"}
+            call = {"id": name, "type": "function", "function": function}
+            yield {"role": "assistant", "content": None, "tool_calls": [call]}
+            message = {**message, "tool_call_id": name}
+        yield message
 
 
 def _time(value: Any) -> str | None:
@@ -344,8 +312,9 @@ def _tasks_by_run(
     return fields_by_run
 
 
-def _thoughts(scopes: Mapping[str, Any]) -> list[ReasoningStep]:
-    steps = []
+def _thoughts(scopes: Mapping[str, Any]) -> list[Json]:
+    """Return the values of the agent's scopes as answers that hold a thought each."""
+    thoughts = []
     for kind in ("reasoning", "delegation"):
         scope = scopes.get(kind)
         for name, value in scope.items() if isinstance(scope, dict) else ():
@@ -354,5 +323,6 @@ def _thoughts(scopes: Mapping[str, Any]) -> list[ReasoningStep]:
                 if isinstance(value, str)
                 else json.dumps(value, ensure_ascii=False, default=str)
             )
-            steps.append(ReasoningStep(kind, f"{name}: {text}"))
-    return steps
+            thought = {"role": "assistant", "content": "", "reasoning_content": f"{name}: {text}"}
+            thoughts.append(add_step(thought, extra={"reasoning": {"step_type": kind}}))
+    return thoughts

@@ -181,13 +181,13 @@ class SessionRecorder:
             response = None if choice is None else live.redactor.value(choice.message)
             counts = Counter(hit.kind for hit in [*prompt_hits, *live.redactor.hits[before:]])
             key = self._next_key(live, chain, choice.message) if choice is not None else ""
-            own = dict(optional)
+            turn_fields = dict(optional)
             if index == 0 and call.usage is not None:
-                own["usage"] = call.usage
+                turn_fields["usage"] = call.usage
             if counts:
-                own["redacted"] = dict(counts)
+                turn_fields["redacted"] = dict(counts)
             elif call.status == COMPLETE and choice is not None and choice.tokens is not None:
-                own |= self._tokens(session, parent, choice.tokens)
+                turn_fields |= self._tokens(session, parent, choice.tokens)
             turns.append(
                 SessionTurn(
                     type="turn",
@@ -201,7 +201,7 @@ class SessionRecorder:
                     finish_reason=choice.finish_reason if choice is not None else None,
                     response_id=call.response_id if index == 0 else f"{call.response_id}#{index}",
                     key=key,
-                    **own,
+                    **turn_fields,
                 )
             )
             keys.append(key)

@@ -32,7 +32,7 @@ Json = dict[str, Any]
 Content = str | list[Json]
 
 
-class Record(BaseModel):
+class TraceRecord(BaseModel):
     """Fields that are not known are kept; fields that were not set are not written."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -42,25 +42,25 @@ class Record(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
-class TraceToolCall(Record):
+class TraceToolCall(TraceRecord):
     tool_call_id: str
     function_name: str
     arguments: Json
     extra: Json | None = None
 
 
-class ObservationResult(Record):
+class ObservationResult(TraceRecord):
     source_call_id: str | None = None
     content: Content | None = None
     subagent_trajectory_ref: list[Json] | None = None
     extra: Json | None = None
 
 
-class StepObservation(Record):
+class StepObservation(TraceRecord):
     results: list[ObservationResult]
 
 
-class StepMetrics(Record):
+class StepMetrics(TraceRecord):
     """Token counts and, from our own engine, the tokens. `logprobs`:
     [len(completion_token_ids)]."""
 
@@ -74,7 +74,7 @@ class StepMetrics(Record):
     extra: Json | None = None
 
 
-class TraceStep(Record):
+class TraceStep(TraceRecord):
     step_id: int = Field(ge=1)
     source: Literal["system", "user", "agent"]
     message: Content
@@ -128,7 +128,7 @@ class TraceStep(Record):
         return text_of(self.message)
 
 
-class TraceAgent(Record):
+class TraceAgent(TraceRecord):
     name: str
     version: str
     model_name: str | None = None
@@ -136,7 +136,7 @@ class TraceAgent(Record):
     extra: Json | None = None
 
 
-class Label(Record):
+class Label(TraceRecord):
     """A judgement of an answer or a session: by whom, and when. Field names are OpenTelemetry's
     `gen_ai.evaluation.*`.
 

@@ -32,7 +32,7 @@ from mlx_parallm.systems.traces.schema import (
     SCHEMA_VERSION,
     Json,
     Label,
-    Record,
+    TraceRecord,
     add_step,
     dump_line,
     foreign_message,
@@ -57,7 +57,7 @@ def _null_is(default: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-class TurnTokens(Record):
+class TurnTokens(TraceRecord):
     """Tokens of one turn. `shared`: how many of the parent's tokens (prompt and answer) the
     prompt begins with."""
 
@@ -77,7 +77,7 @@ class TurnTokens(Record):
     forced: list[int] | None = None
 
 
-class SessionTurn(Record):
+class SessionTurn(TraceRecord):
     """One call. `messages`: those after the parent's answer; `key`: of the conversation up to
     its answer."""
 
@@ -409,9 +409,8 @@ def _step_fields(turn: SessionTurn, session: Session, *, copied: bool) -> Json:
         }
         versions = [list(span) for span in tokens.versions]
         extra |= {"policy_versions": versions, "temperature": tokens.temperature}
-        for name in ("processed_logprobs", "forced"):
-            if (column := getattr(tokens, name)) is not None:
-                extra[name] = column
+        optional = {"processed_logprobs": tokens.processed_logprobs, "forced": tokens.forced}
+        extra |= {name: column for name, column in optional.items() if column is not None}
     return step | {"metrics": metrics | {"extra": extra}, "llm_call_count": 1}
 
 

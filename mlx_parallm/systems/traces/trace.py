@@ -32,8 +32,8 @@ from mlx_parallm.systems.traces.schema import (
     SCHEMA_VERSION,
     Json,
     Label,
-    Record,
     TraceAgent,
+    TraceRecord,
     TraceStep,
     messages_of,
     steps_of,
@@ -72,7 +72,7 @@ class ReasoningStep:
 Event = ToolCallTrace | ReasoningStep
 
 
-class Trace(Record):
+class Trace(TraceRecord):
     """A run. `Trace(trace)` is a copy."""
 
     schema_version: str = Field(pattern=r"^ATIF-v\d+\.\d+$")
@@ -271,10 +271,27 @@ class Trace(Record):
 
     def to_dict(self) -> Json:
         """Return the flat form, as JSON: what a person's notebook reads."""
-        flat = {name: getattr(self, name) for name in _FLAT}
-        for name in ("tool_calls", "reasoning_steps"):
-            flat[name] = [asdict(event) for event in flat[name]]
-        return flat | {"session_id": self.session_id or ""}
+        return {
+            "trace_id": self.trace_id,
+            "session_id": self.session_id or "",
+            "timestamp": self.timestamp,
+            "user_query": self.user_query,
+            "tool_calls": list(map(asdict, self.tool_calls)),
+            "reasoning_steps": list(map(asdict, self.reasoning_steps)),
+            "tasks_created": self.tasks_created,
+            "tasks_completed": self.tasks_completed,
+            "tasks_failed": self.tasks_failed,
+            "final_response": self.final_response,
+            "total_tokens_in": self.total_tokens_in,
+            "total_tokens_out": self.total_tokens_out,
+            "total_cost": self.total_cost,
+            "execution_duration_ms": self.execution_duration_ms,
+            "llm_calls_count": self.llm_calls_count,
+            "label": self.label,
+            "manual_review": self.manual_review,
+            "review_notes": self.review_notes,
+            "reward_score": self.reward_score,
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Trace":
@@ -314,11 +331,6 @@ _TOTALS = (
     "total_cost",
     "execution_duration_ms",
     "llm_calls_count",
-)
-_FLAT = (
-    *("trace_id", "session_id", "timestamp", "user_query", "final_response"),
-    *("tool_calls", "reasoning_steps", *_TOTALS),
-    *("label", "manual_review", "review_notes", "reward_score"),
 )
 
 
