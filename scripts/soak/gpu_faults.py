@@ -1,15 +1,21 @@
 """A GPU that fails under a run that serves and trains: does it end where it would have ended?
 
-    .venv/bin/python -m scripts.soak.gpu_faults --faults 300 --zeros 100 --hangs 4
+    .venv/bin/python -m scripts.soak.gpu_faults --faults 300 --zeros 100 --hangs 4 --out FILE
 
-*Faults*: evaluations of engine, trainer, publish, checkpoint and evaluation raise the texts of
-Metal, CUDA and MLX, in deterministic runs under `--restarts`, with clients that ask all the while.
-Each run has to write the numbers and the weights of one without faults, each version has to answer
-as there, and each client gets its answer or an error in words.
+*Faults*: evaluations of engine, trainer, publish, checkpoint, held-out evaluation and adapter
+loader raise the texts of Metal, CUDA and MLX, in deterministic runs under `--restarts`, with
+clients that ask and load adapters all the while. Each run has to write the numbers and the weights
+of one without faults, each version has to answer bit by bit as in the other runs, and each client
+gets its answer or an error in words.
 *Zeros*: an evaluation gives zeros once, in a gradient, the optimizer, the adapter, the log-
-probabilities of a step, keys, or the sampler. It has to be noticed before the step ends.
+probabilities of a step, keys, or the sampler. It has to be noticed before the step ends. What the
+model computes to check itself before the first step is left out: a check that fails there chooses
+the plain path, which gives the same numbers.
 *Hangs*: an evaluation never returns, with the interpreter held or not. The process has to be
 killed and started again within a minute, and ends as the other runs.
+
+All go the way that a GPU takes (MLX_PARALLM_DEVICE=gpu-like). Each piece draws from a seed of its
+own and is a line of FILE when it is done: started again, the script goes on after the last one.
 """
 
 import argparse
@@ -19,10 +25,14 @@ import itertools
 import json
 import os
 import random
+import shutil
+import subprocess
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,129 +51,236 @@ from scripts.soak.resume_bits import Run, differences
 
 STEPS = 8
 FAULTS_OF_A_RUN = 10
-RAISES = ("engine", "trainer", "publish", "checkpoint", "any")
+HANGS_OF_A_RUN = 2
+RESTART_S = 60.0
+RAISES = {
+    "engine": 200,
+    "trainer": 80,
+    "publish": 8,
+    "checkpoint": 4,
+    "evaluation": 60,
+    "loader": 4,
+    "any": 300,
+}
+"""Place → evaluations there in some two steps: a fault comes at any of them."""
 ZEROS = ("gradient", "optimizer", "adapter", "scores", "keys", "sampler")
 PROMPTS = ("Sort: hgfa", "Reverse: dcba")
+TRAINING = """
+dynamic_sampling = false
+
+[evaluation]
+problems = 4
+every = 3
+"""
 
 
 @dataclass
 class Clients:
-    """What clients heard: answers by (version, prompt), and errors by kind."""
+    """What clients heard: answers by "version prompt", and errors by kind. `adapter`: a directory
+    that one of them loads again and again; None: there is none."""
 
     url: str
-    answers: dict[tuple[int, str], str] = field(default_factory=dict)
+    adapter: Path | None
+    answers: dict[str, str] = field(default_factory=dict)
     heard: collections.Counter[str] = field(default_factory=collections.Counter)
-    faults: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
-    def ask(self) -> None:
+    def ask(self, pause_s: float) -> None:
         """Ask until `ended`; one thread of several."""
         prompts = itertools.cycle(PROMPTS)
         with httpx.Client(base_url=self.url, timeout=60) as client:
-            while not self.ended.wait(0.1):
-                self._one(client, next(prompts))
+            while not self.ended.wait(pause_s):
+                body = {"model": "default", "prompt": next(prompts), "max_tokens": 8}
+                body |= {"temperature": 0, "logprobs": 1}
+                if (answer := self._post(client, "/v1/completions", body)) is not None:
+                    self._note(body["prompt"], answer.json())
 
-    def _one(self, client: httpx.Client, prompt: str) -> None:
-        body = {"model": "default", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    def load(self, pause_s: float) -> None:
+        """Load and unload an adapter until `ended`."""
+        body = {"lora_name": "extra", "lora_path": str(self.adapter), "load_inplace": True}
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            while not self.ended.wait(pause_s):
+                self._post(client, "/v1/load_lora_adapter", body)
+
+    def _post(self, client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response | None:
         try:
-            response = client.post("/v1/completions", json=body)
+            response = client.post(path, json=body)
         except httpx.ConnectError:
             self.heard["nobody there"] += 1
-            return
+            return None
         except httpx.TransportError as error:
             self.heard[f"cut off: {type(error).__name__}"] += 1
-            return
+            return None
         if response.status_code != httpx.codes.OK:
             self.heard[f"error {response.status_code}"] += 1
             error = response.json().get("error", {})
             if not error.get("message") or "type" not in error:
-                self.faults.append(f"an error without words: {response.text[:200]}")
-            return
-        self.heard["answer"] += 1
-        answer = response.json()
-        key, text = (answer["policy_version"], prompt), answer["choices"][0]["text"]
-        if self.answers.setdefault(key, text) != text:
-            self.faults.append(f"version {key[0]} answered {text!r} and {self.answers[key]!r}")
+                self.wrong.append(f"an error without words: {response.text[:200]}")
+            return None
+        self.heard["adapter" if "lora_name" in body else "answer"] += 1
+        return response
+
+    def _note(self, prompt: str, answer: dict[str, Any]) -> None:
+        (choice,) = answer["choices"]
+        said = f"{choice['text']!r} {choice['logprobs']['token_logprobs']}"
+        key = f"{answer['policy_version']} {prompt}"
+        if self.answers.setdefault(key, said) != said:
+            self.wrong.append(f"version {key} answered {said} and {self.answers[key]}")
 
 
 @dataclass
-class Outcome:
-    """Of a run with faults. `fired`: where each was; `faults`: what is wrong."""
+class Piece:
+    """A line of the results. `fired`: where and when; `answers`: by "version prompt"; `wrong`: what
+    should not be."""
 
-    plans: list[Plan]
+    name: str
+    plans: list[dict[str, Any]]
     fired: list[dict[str, Any]]
-    clients: Clients
-    faults: list[str]
+    wrong: list[str]
+    seconds: float
+    heard: dict[str, int] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)
 
 
-def finish(run: Run, *arguments: str, plans: list[Plan], timeout_s: float) -> Outcome:
+class Results:
+    """The pieces that are done, in a file of JSON lines; None: nowhere."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        text = file.read_text() if file is not None and file.exists() else ""
+        self.pieces = {
+            piece.name: piece for piece in (Piece(**json.loads(line)) for line in text.splitlines())
+        }
+
+    def once(self, name: str, make: Callable[[], Piece | None]) -> Piece | None:
+        """Return the piece of that name, made now where it is not there yet. None: `make` has
+        none."""
+        if name in self.pieces:
+            return self.pieces[name]
+        if (piece := make()) is None:
+            return None
+        self.pieces[name] = piece
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(json.dumps(asdict(piece)) + "\n")
+        for text in piece.wrong:
+            print(f"- {name}: {text}", flush=True)
+        return piece
+
+    def of(self, kind: str) -> list[Piece]:
+        return [piece for name, piece in self.pieces.items() if name.startswith(f"{kind}-")]
+
+    def other_answers(self) -> list[str]:
+        """Name the answers of a version that are not those of the first run that was asked."""
+        first, wrong = dict[str, str](), list[str]()
+        for piece in self.pieces.values():
+            for key, said in piece.answers.items():
+                if first.setdefault(key, said) != said:
+                    wrong.append(f"{piece.name}: version {key} answered {said}, not {first[key]}")
+        return wrong
+
+
+def finish(
+    run: Run, *arguments: str, plans: list[Plan], timeout_s: float, adapter: Path | None
+) -> Piece:
     """Run to the end, with clients."""
-    here = run.path.parents[1] / "faults"
-    clients = Clients(run.url)
-    threads = [threading.Thread(target=clients.ask, daemon=True) for _ in range(2)]
+    here, started = run.path.parents[1] / "faults", time.monotonic()
+    clients = Clients(run.url, adapter)
+    threads = [threading.Thread(target=clients.ask, args=(0.1,), daemon=True) for _ in range(2)]
+    if adapter is not None:
+        arguments = (*arguments, "--set", f'server.adapter_roots=["{adapter}"]')
+        threads.append(threading.Thread(target=clients.load, args=(0.5,), daemon=True))
     for thread in threads:
         thread.start()
-    faults = []
+    wrong = []
     try:
         run.finish(*arguments, environment=environment(here, plans), timeout_s=timeout_s)
-    except AssertionError as error:
-        faults.append(f"it did not end well: {str(error)[-600:]}")
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        wrong.append(f"it did not end well: {str(error)[-1000:]}")
     clients.ended.set()
     for thread in threads:
         thread.join()
-    return Outcome(plans, fired_of(here), clients, faults + clients.faults)
+    return Piece(
+        run.path.parents[1].name,
+        [asdict(plan) for plan in plans],
+        fired_of(here),
+        wrong + clients.wrong,
+        round(time.monotonic() - started, 1),
+        dict(clients.heard),
+        clients.answers,
+    )
 
 
-def compare(
-    run: Run, reference: Run, outcome: Outcome, answers: dict[tuple[int, str], str]
-) -> None:
-    """Add what differs from the run without faults."""
-    outcome.faults += differences(run.lines(), reference.lines())
-    ours, other = (each.path / "final" / "adapters.safetensors" for each in (run, reference))
-    if not ours.is_file() or ours.read_bytes() != other.read_bytes():
-        outcome.faults.append("the final weights are others")
-    for key, text in outcome.clients.answers.items():
-        if answers.get(key, text) != text:
-            outcome.faults.append(f"version {key[0]} answered {text!r}, not {answers[key]!r}")
+class FaultyRuns:
+    """Runs with faults, beside one without."""
 
+    def __init__(self, directory: Path, results: Results, seed: int, steps: int = STEPS) -> None:
+        self._directory, self._results, self._seed, self._steps = directory, results, seed, steps
+        self._reference = Run(directory / "reference", steps=steps, training=TRAINING)
+        self.reference = finish(self._reference, plans=[], timeout_s=1200, adapter=None)
+        self.reference.wrong.extend(self._reference_is_short())
 
-def raising(generator: random.Random, count: int) -> list[Plan]:
-    return [
-        Plan(
-            "raise",
-            generator.choice(RAISES),
-            generator.randrange(0, 12),
-            generator.choice(TEXTS),
-            sticks=generator.random() < 0.5,
+    def run(self, kind: str, count: int, most: int) -> None:
+        """Run until so many faults have come, at most `most` a run."""
+        fired = 0
+        for number in itertools.count():
+            if fired >= count:
+                return
+            name = f"{kind}-{number}"
+            plans = _plans(kind, random.Random(f"{self._seed} {name}"), min(most, count - fired))
+            piece = self._results.once(name, partial(self._one, name, plans))
+            assert piece is not None
+            fired += len(piece.fired)
+
+    def _one(self, name: str, plans: list[Plan]) -> Piece:
+        run = Run(self._directory / name, steps=self._steps, training=TRAINING)
+        most = 300 * len(plans) + 300
+        adapter = self._reference.path / "final"
+        piece = finish(run, "--restarts", "9", plans=plans, timeout_s=most, adapter=adapter)
+        piece.wrong += differences(run.lines(), self._reference.lines())
+        ours, other = (
+            each.path / "final" / "adapters.safetensors" for each in (run, self._reference)
         )
-        for _ in range(count)
-    ]
+        if not ours.is_file() or ours.read_bytes() != other.read_bytes():
+            piece.wrong.append("the final weights are others")
+        if any(plan.kind in ("hang", "sleep") for plan in plans):
+            piece.wrong += late_restarts(run, piece.fired)
+        shutil.rmtree(self._directory / name)
+        return piece
+
+    def _reference_is_short(self) -> list[str]:
+        lines = len(self._reference.lines())
+        return [f"{lines} of {self._steps} steps without faults"] * (lines != self._steps)
 
 
-def run_faults(directory: Path, plans: list[Plan], steps: int = STEPS) -> list[Outcome]:
-    """Runs with `FAULTS_OF_A_RUN` plans each, beside one without."""
-    reference = Run(directory / "reference", steps=steps)
-    without = finish(reference, plans=[], timeout_s=1200)
-    outcomes = [without]
-    for start in range(0, len(plans), FAULTS_OF_A_RUN):
-        part = plans[start : start + FAULTS_OF_A_RUN]
-        run = Run(directory / f"run-{start}", steps=steps)
-        outcome = finish(run, "--restarts", "9", plans=part, timeout_s=300 * len(part) + 300)
-        compare(run, reference, outcome, without.clients.answers)
-        if any(plan.kind in ("hang", "sleep") for plan in part):
-            outcome.faults += late_restarts(run, outcome.fired)
-        outcomes.append(outcome)
-    return outcomes
+def _plans(kind: str, generator: random.Random, count: int) -> list[Plan]:
+    return [_fault(generator) if kind == "faults" else _hang(generator, n) for n in range(count)]
+
+
+def _fault(generator: random.Random) -> Plan:
+    place = generator.choice(list(RAISES))
+    after, text = generator.randrange(RAISES[place]), generator.choice(TEXTS)
+    return Plan("raise", place, after, text, sticks=generator.random() < 0.5)
+
+
+def _hang(generator: random.Random, number: int) -> Plan:
+    """After the first evaluations, which may take long: heartbeat.FIRST."""
+    place = generator.choice(("engine", "trainer"))
+    return Plan(("hang", "sleep")[number % 2], place, 60 + generator.randrange(60))
 
 
 def late_restarts(run: Run, fired: list[dict[str, Any]]) -> list[str]:
     """Name hangs that were not answered by a new start within a minute."""
-    killed = [
-        line["timestamp"]
-        for line in map(json.loads, (run.path / "run.log").read_text().splitlines())
-        if "hung" in line["event"]
+    lines = map(json.loads, (run.path / "run.log").read_text().splitlines())
+    killed = [line["timestamp"] for line in lines if "hung" in line["event"]]
+    if len(fired) != len(killed):
+        return [f"{len(fired)} hangs, {len(killed)} restarts"]
+    took = [
+        datetime.fromisoformat(at).timestamp() - hang["at"]
+        for at, hang in zip(killed, fired, strict=True)
     ]
-    return [f"{len(fired)} hangs, {len(killed)} restarts"] * (len(fired) != len(killed))
+    return [f"started again after {s:.0f} s" for s in took if not 0 <= s <= RESTART_S]
 
 
 def zeros_once(run: Run, plan: Plan) -> tuple[str | None, str]:
@@ -193,22 +310,58 @@ def zeros_once(run: Run, plan: Plan) -> tuple[str | None, str]:
     return injector.fired, f"{late} steps were accepted after it" if late else ""
 
 
-def run_zeros(directory: Path, generator: random.Random, count: int) -> list[tuple[Plan, str, str]]:
-    """So many runs in which zeros were given: the plan, where, and what is wrong."""
-    done: list[tuple[Plan, str, str]] = []
+def run_zeros(directory: Path, results: Results, seed: int, count: int) -> None:
+    """Run until zeros were given so many times."""
+
+    def one(name: str, plan: Plan) -> Piece | None:
+        started = time.monotonic()
+        run = Run(directory / name, steps=2)
+        where, wrong = in_mlx_thread(partial(zeros_once, run, plan))
+        shutil.rmtree(directory / name)
+        if where is None:  # so many evaluations there are not
+            return None
+        fired, seconds = [{"where": where}], round(time.monotonic() - started, 1)
+        return Piece(name, [asdict(plan)], fired, [wrong] * bool(wrong), seconds)
+
     most = dict.fromkeys(ZEROS, 12)  # evaluations of a place, as far as they are known
     for number in itertools.count():
-        if len(done) == count:
-            return done
-        place = ZEROS[number % len(ZEROS)]
-        plan = Plan("zeros", place, generator.randrange(most[place]))
-        run = Run(directory / f"zeros-{number}", steps=2)
-        where, wrong = in_mlx_thread(partial(zeros_once, run, plan))
-        if where is None:
+        if len(results.of("zeros")) >= count:
+            return
+        name, place = f"zeros-{number}", ZEROS[number % len(ZEROS)]
+        plan = Plan("zeros", place, random.Random(f"{seed} {name}").randrange(most[place]))
+        if results.once(name, partial(one, name, plan)) is None:
             most[place] = max(1, plan.after)
-            continue
-        done.append((plan, where, wrong))
-    raise AssertionError("it counts to the end")
+
+
+def tell(results: Results) -> int:
+    """Print what was seen; return how many things are wrong."""
+    wrong = [f"{name}: {text}" for name, piece in results.pieces.items() for text in piece.wrong]
+    wrong += results.other_answers()
+    for kind in ("zeros", "faults", "hangs"):
+        pieces = results.of(kind)
+        fired = [each for piece in pieces for each in piece.fired]
+        heard = sum(
+            (collections.Counter(piece.heard) for piece in pieces), collections.Counter[str]()
+        )
+        print(f"{len(fired)} {kind} in {sum(piece.seconds for piece in pieces):.0f} s")
+        for title, counts in (
+            (
+                "places",
+                collections.Counter(
+                    plan["place"] for p in pieces for plan in p.plans[: len(p.fired)]
+                ),
+            ),
+            ("functions", collections.Counter(each["where"] for each in fired)),
+            ("clients", heard),
+        ):
+            if counts:
+                print(f"  {title}: " + ", ".join(f"{n} {what}" for what, n in counts.most_common()))
+    versions = {key for piece in results.pieces.values() for key in piece.answers}
+    print(f"{len(versions)} pairs of a version and a prompt were compared")
+    print(f"{len(wrong)} things are wrong")
+    for text in wrong[:40]:
+        print("-", text[:600])
+    return len(wrong)
 
 
 def main() -> None:
@@ -219,41 +372,20 @@ def main() -> None:
     parser.add_argument("--zeros", type=int, default=12)
     parser.add_argument("--hangs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="results, a JSON line each; goes on after them")
     args = parser.parse_args()
     os.environ[DEVICE_VARIABLE] = GPU_LIKE  # results are looked at for zeros
-    generator, wrong = random.Random(args.seed), list[str]()
     configure_logging(level="error")
-    started = time.monotonic()
+    results = Results(args.out)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        zeros = run_zeros(directory, generator, args.zeros) if args.zeros else []
-        for place, number in collections.Counter(where for _, where, _ in zeros).most_common():
-            print(f"zeros in {place}: {number}")
-        wrong += [
-            f"zeros, {plan.place} {plan.after}, {at}: {bad}" for plan, at, bad in zeros if bad
-        ]
-        print(f"{len(zeros)} times zeros in {time.monotonic() - started:.0f} s", flush=True)
-        plans = raising(generator, args.faults)
-        hangs = [
-            Plan(("hang", "sleep")[n % 2], ("engine", "trainer")[n // 2 % 2], 60 + 10 * n)
-            for n in range(args.hangs)
-        ]
-        for kind, part in (("faults", plans), ("hangs", hangs)):
-            started, heard = time.monotonic(), collections.Counter[str]()
-            outcomes = run_faults(directory / kind, part) if part else []
-            for outcome in outcomes:
-                wrong += outcome.faults
-                heard += outcome.clients.heard
-            fired = [each["where"] for outcome in outcomes for each in outcome.fired]
-            print(f"{len(fired)} of {len(part)} {kind} in {time.monotonic() - started:.0f} s, in")
-            print("  " + ", ".join(f"{at} x{n}" for at, n in collections.Counter(fired).items()))
-            print(
-                "  clients: " + ", ".join(f"{what} x{n}" for what, n in heard.items()), flush=True
-            )
-    print(f"{len(wrong)} things are wrong")
-    for text in wrong[:20]:
-        print("-", text)
-    raise SystemExit(bool(wrong))
+        run_zeros(directory, results, args.seed, args.zeros)
+        if args.faults or args.hangs:
+            runs = FaultyRuns(directory, results, args.seed)
+            results.pieces["reference"] = runs.reference
+            runs.run("hangs", args.hangs, HANGS_OF_A_RUN)
+            runs.run("faults", args.faults, FAULTS_OF_A_RUN)
+    raise SystemExit(bool(tell(results)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Faults of the GPU, by the texts that Metal, CUDA and MLX give them. No MLX.
 
     device_fault(error)    the named fault behind an exception; None: it is another error
+    raised_by_mlx(error)   whether MLX has raised it, and not a tool, a reward, or a library
     DeviceFaults           of one process: any thread notes them, and the first counts for all
 
 MLX raises the error of a command buffer late, in the thread whose stream it was, as a RuntimeError
@@ -9,9 +10,11 @@ then, in the other threads' streams too. So a fault ends the process: nothing mo
 no token more is accepted, and a supervisor starts again from the last weights that were whole.
 """
 
+import dis
 import re
 import threading
 from dataclasses import dataclass
+from types import ModuleType
 
 from mlx_parallm.errors import DeviceFaultError
 
@@ -128,6 +131,9 @@ KINDS = (
         "does it come again at the same place, please report it with the model's name",
     ),
 )
+_OF_OPERATION = re.compile(r"\[(?!METAL\]|metal::|malloc)[^]]*\] ", re.IGNORECASE)
+"""How the errors begin that MLX's operations raise by themselves; they may show a user's words,
+such as the name of a file."""
 WRONG_NUMBERS = FaultKind(
     "wrong_numbers",
     "an evaluation gave numbers that cannot be right",
@@ -149,21 +155,59 @@ class DeviceFault:
 
 def device_fault(error: BaseException) -> DeviceFault | None:
     """Return the fault of the GPU behind an exception, or behind what it was raised from; None: it
-    is another error."""
+    is another error. Only what MLX raises counts: a tool, a reward function, or another library may
+    show the same words."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
         seen.add(id(each))
         if isinstance(each, DeviceFaultError) and isinstance(each.fault, DeviceFault):
             return each.fault
-        # MLX's own: others wrap no text of a driver on purpose
-        if isinstance(each, RuntimeError | MemoryError | ValueError | SystemError):
-            text = " ".join(str(each).split())
-            for kind in KINDS:
-                if kind.signs.search(text):
-                    return DeviceFault(kind, text[:TEXT_LENGTH])
+        if (kind := _kind_of(each)) is not None and raised_by_mlx(each):
+            return DeviceFault(kind, _one_line(each)[:TEXT_LENGTH])
         each = each.__cause__ or each.__context__
     return None
+
+
+def _kind_of(error: BaseException) -> FaultKind | None:
+    text = _one_line(error) if type(error) in _MLX_RAISES else ""
+    if not text or _OF_OPERATION.match(text):
+        return None
+    return next((kind for kind in KINDS if kind.signs.search(text)), None)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+_MLX_RAISES = (RuntimeError, MemoryError)
+"""For what the device does; themselves, and none that is derived from them."""
+_OWN_PACKAGES = {"mlx", "mlx_lm", "mlx_vlm"}
+_BY_PYTHON = {"RAISE_VARARGS", "RERAISE", "SEND", "YIELD_VALUE", "RESUME"}
+"""Where an exception leaves the frame in which Python has raised it, or in which it was awaited."""
+
+
+def raised_by_mlx(error: BaseException) -> bool:
+    """Return whether MLX has raised an exception: it comes out of a call, not out of a `raise`, and
+    the module that made the call uses MLX."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = trace.tb_frame
+    if dis.opname[frame.f_code.co_code[trace.tb_lasti]] in _BY_PYTHON:
+        return False
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    values = (*frame.f_globals.values(), *frame.f_locals.values())
+    return package in _OWN_PACKAGES or any(map(_is_of_mlx, values))
+
+
+def _is_of_mlx(value: object) -> bool:
+    """Whether it is a module of MLX, or a function, type or array of one."""
+    of = value.__name__ if isinstance(value, ModuleType) else None
+    of = of or getattr(value, "__module__", None) or type(value).__module__
+    return str(of).partition(".")[0] == "mlx"
 
 
 def raise_device_fault(error: BaseException) -> None:
