@@ -5,7 +5,7 @@
 *Faults*: evaluations of engine, trainer, publish, checkpoint, held-out evaluation and adapter
 loader raise the texts of Metal, CUDA and MLX, in deterministic runs under `--restarts`, with
 clients that ask and load adapters all the while. Each run has to write the numbers and the weights
-of one without faults, each version has to answer bit by bit as in the other runs, and each client
+of one without faults, each version has to answer as in the other runs, and each client
 gets its answer or an error in words.
 *Zeros*: an evaluation gives zeros once, in a gradient, the optimizer, the adapter, the log-
 probabilities of a step, keys, or the sampler. It has to be noticed before the step ends. What the
@@ -26,7 +26,9 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -46,13 +48,14 @@ from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.system.terminal import Console
-from scripts.soak.faulty_evaluations import TEXTS, Plan, environment, fired_of, inject
+from scripts.soak.faulty_evaluations import TEXTS, Plan, fired_of, inject, planned
 from scripts.soak.resume_bits import Run, differences
 
-STEPS = 8
-FAULTS_OF_A_RUN = 10
+STEPS = 12
+FAULTS_OF_A_RUN = 20
 HANGS_OF_A_RUN = 2
 RESTART_S = 60.0
+ROUNDING = 1e-4
 RAISES = {
     "engine": 200,
     "trainer": 80,
@@ -81,20 +84,31 @@ class Clients:
 
     url: str
     adapter: Path | None
-    answers: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, list[Any]] = field(default_factory=dict)
     heard: collections.Counter[str] = field(default_factory=collections.Counter)
     wrong: list[str] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
     def ask(self, pause_s: float) -> None:
-        """Ask until `ended`; one thread of several."""
+        """Ask until `ended`; one thread of several. An answer counts for a version that was served
+        before and after it, and so for all of its tokens and the prompt's."""
         prompts = itertools.cycle(PROMPTS)
         with httpx.Client(base_url=self.url, timeout=60) as client:
             while not self.ended.wait(pause_s):
                 body = {"model": "default", "prompt": next(prompts), "max_tokens": 8}
                 body |= {"temperature": 0, "logprobs": 1}
-                if (answer := self._post(client, "/v1/completions", body)) is not None:
-                    self._note(body["prompt"], answer.json())
+                before = self._version(client)
+                answer = self._post(client, "/v1/completions", body)
+                if answer is not None and before is not None and before == self._version(client):
+                    self._note(f"{before} {body['prompt']}", answer.json()["choices"][0])
+
+    def _version(self, client: httpx.Client) -> int | None:
+        try:
+            answer = client.get("/v1/models/default")
+        except httpx.TransportError:
+            return None
+        ok = answer.status_code == httpx.codes.OK
+        return int(answer.json()["policy_version"]) if ok else None
 
     def load(self, pause_s: float) -> None:
         """Load and unload an adapter until `ended`."""
@@ -121,12 +135,20 @@ class Clients:
         self.heard["adapter" if "lora_name" in body else "answer"] += 1
         return response
 
-    def _note(self, prompt: str, answer: dict[str, Any]) -> None:
-        (choice,) = answer["choices"]
-        said = f"{choice['text']!r} {choice['logprobs']['token_logprobs']}"
-        key = f"{answer['policy_version']} {prompt}"
-        if self.answers.setdefault(key, said) != said:
+    def _note(self, key: str, choice: dict[str, Any]) -> None:
+        said = [choice["text"], *choice["logprobs"]["token_logprobs"]]
+        if not alike(self.answers.setdefault(key, said), said):
             self.wrong.append(f"version {key} answered {said} and {self.answers[key]}")
+
+
+def alike(one: list[Any], other: list[Any]) -> bool:
+    """Whether two greedy answers are the same text, with the same log-probabilities but for the
+    rounding of other rows beside it."""
+    return (
+        one[0] == other[0]
+        and len(one) == len(other)
+        and all(abs(a - b) < ROUNDING for a, b in zip(one[1:], other[1:], strict=True))
+    )
 
 
 @dataclass
@@ -140,7 +162,7 @@ class Piece:
     wrong: list[str]
     seconds: float
     heard: dict[str, int] = field(default_factory=dict)
-    answers: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class Results:
@@ -173,10 +195,10 @@ class Results:
 
     def other_answers(self) -> list[str]:
         """Name the answers of a version that are not those of the first run that was asked."""
-        first, wrong = dict[str, str](), list[str]()
+        first, wrong = dict[str, list[Any]](), list[str]()
         for piece in self.pieces.values():
             for key, said in piece.answers.items():
-                if first.setdefault(key, said) != said:
+                if not alike(first.setdefault(key, said), said):
                     wrong.append(f"{piece.name}: version {key} answered {said}, not {first[key]}")
         return wrong
 
@@ -193,11 +215,21 @@ def finish(
         threads.append(threading.Thread(target=clients.load, args=(0.5,), daemon=True))
     for thread in threads:
         thread.start()
+    command = [sys.executable, "-m", "scripts.soak.preloaded_train", str(planned(here, plans))]
+    command += ["--config", str(run.config), "--resume", "auto", *arguments]
     wrong = []
-    try:
-        run.finish(*arguments, environment=environment(here, plans), timeout_s=timeout_s)
-    except (AssertionError, subprocess.TimeoutExpired) as error:
-        wrong.append(f"it did not end well: {str(error)[-1000:]}")
+    with run.output.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=timeout_s)
+            if code:
+                wrong.append(f"it ended with {code}: {run.output.read_text()[-1000:]}")
+        except subprocess.TimeoutExpired:
+            wrong.append(f"it did not end within {timeout_s:.0f} s")
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     clients.ended.set()
     for thread in threads:
         thread.join()
@@ -231,6 +263,8 @@ class FaultyRuns:
             plans = _plans(kind, random.Random(f"{self._seed} {name}"), min(most, count - fired))
             piece = self._results.once(name, partial(self._one, name, plans))
             assert piece is not None
+            if not piece.fired:
+                raise SystemExit(f"{name}: no fault came: {piece.wrong}")
             fired += len(piece.fired)
 
     def _one(self, name: str, plans: list[Plan]) -> Piece:
@@ -383,8 +417,8 @@ def main() -> None:
         if args.faults or args.hangs:
             runs = FaultyRuns(directory, results, args.seed)
             results.pieces["reference"] = runs.reference
-            runs.run("hangs", args.hangs, HANGS_OF_A_RUN)
             runs.run("faults", args.faults, FAULTS_OF_A_RUN)
+            runs.run("hangs", args.hangs, HANGS_OF_A_RUN)
     raise SystemExit(bool(tell(results)))
 
 
