@@ -78,11 +78,11 @@ class Plan:
 
 def raise_as_mlx(text: str) -> None:
     """Raise an error as MLX does: from C, with no `raise` of Python. Raises RuntimeError."""
-    _set_error(RuntimeError, text.encode())
+    set_error(RuntimeError, text.encode())
 
 
-_set_error = ctypes.pythonapi.PyErr_SetString
-_set_error.argtypes, _set_error.restype = (ctypes.py_object, ctypes.c_char_p), None
+set_error = ctypes.pythonapi.PyErr_SetString
+set_error.argtypes, set_error.restype = (ctypes.py_object, ctypes.c_char_p), None
 
 
 class Injector:

@@ -1,16 +1,30 @@
-"""Faults of the GPU: their texts, and one for the whole process."""
+"""Faults of the GPU: their texts, where they come from, and one for the whole process.
 
+DEVICE_FAULT_TEXTS sets the number of texts of users (10,000 take seconds).
+"""
+
+import asyncio
+import os
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
 import pytest
 
-from mlx_parallm.errors import DeviceFaultError
+from mlx_parallm.errors import DeviceFaultError, EnvironmentFailedError
 from mlx_parallm.models.cpu import kernels
 from mlx_parallm.system.device.faults import (
+    KINDS as FAULT_KINDS,
+)
+from mlx_parallm.system.device.faults import (
+    DeviceFault,
     DeviceFaults,
     device_fault,
     raise_device_fault,
     wrong_numbers,
 )
-from scripts.soak.faulty_evaluations import TEXTS, Plan, inject
+from scripts.soak.faulty_evaluations import TEXTS, Plan, inject, raise_as_mlx, set_error
 
 KINDS = (
     "out_of_memory",
@@ -48,47 +62,139 @@ NONE = (
     "[matmul] Last dimension of first input with shape (2,3) must match",
     "a queue of commands is empty",
     "Failed to compile kernel: error: expected a ';'.",
+    "[load_safetensors] Failed to open file GPU Hang.safetensors",
 )
+SAID = (
+    *TEXTS,
+    *OTHERS,
+    "device removed",
+    "GPU Hang",
+    "host:31 [0] NCCL INFO NCCL_DEBUG set by environment to INFO",
+    "RuntimeError: CUDA error: device-side assert triggered",
+    "pytest: 3 failed, GPU Timeout Error in test_kernel",
+)
+
+
+def caught(act: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as error:
+        act()
+    return error.value
+
+
+def found(text: str) -> DeviceFault | None:
+    """The fault that an evaluation means which raises this text."""
+    return device_fault(caught(lambda: raise_as_mlx(text)))
 
 
 @pytest.mark.parametrize(
     ("text", "kind"), [*zip(TEXTS, KINDS, strict=True), *OTHERS.items()], ids=str
 )
 def test_texts_of_drivers_are_named(text: str, kind: str) -> None:
-    fault = device_fault(RuntimeError(text))
+    fault = found(text)
     assert fault is not None and fault.kind.name == kind
     assert fault.text == text and fault.kind.advice
 
 
 def test_other_errors_are_none() -> None:
-    assert [device_fault(RuntimeError(text)) for text in NONE] == [None] * len(NONE)
-    assert device_fault(TimeoutError("GPU Timeout Error")) is None, "no error of MLX"
+    assert [found(text) for text in NONE] == [None] * len(NONE)
+    assert {kind.name for kind in FAULT_KINDS} == {*KINDS, *OTHERS.values()}
 
 
-def test_the_fault_behind_an_error_is_found() -> None:
-    try:
+def behind(text: str) -> list[Callable[[], object]]:
+    """The ways on which an evaluation's error arrives."""
+
+    def wrapped() -> None:
         try:
-            raise RuntimeError(TEXTS[0])
+            raise_as_mlx(text)
         except RuntimeError as error:
             raise KeyError("a layer") from error
-    except KeyError as error:
-        fault = device_fault(error)
-    assert fault is not None and fault.kind.name == "out_of_memory"
+
+    def in_thread() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(raise_as_mlx, text).result()
+
+    async def awaited() -> None:
+        await asyncio.to_thread(raise_as_mlx, text)
+
+    return [lambda: raise_as_mlx(text), wrapped, in_thread, lambda: asyncio.run(awaited())]
+
+
+def others(text: str) -> list[Callable[[], object]]:
+    """The ways on which the same words come from somebody else."""
+
+    def reward() -> None:
+        raise RuntimeError(text)
+
+    def environment() -> None:
+        try:
+            reward()
+        except RuntimeError as error:
+            raise EnvironmentFailedError(f"all groups fail: {error}") from error
+
+    def in_thread() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(reward).result()
+
+    async def answered() -> None:
+        future = asyncio.get_running_loop().create_future()
+        future.set_exception(RuntimeError(text))
+        await future
+
+    def of_another_library() -> None:
+        exec("fail(RuntimeError, text)", {"fail": set_error, "text": text.encode()})
+
+    def thrown() -> None:
+        generator = (each for each in (1, 2))
+        next(generator)
+        generator.throw(RuntimeError(text))
+
+    return [
+        reward,
+        environment,
+        in_thread,
+        of_another_library,
+        thrown,
+        lambda: asyncio.run(answered()),
+        lambda: int(text),
+        lambda: mx.load(f"{text}.npz"),
+    ]
+
+
+def test_only_what_mlx_raises_is_a_fault() -> None:
+    """Each kind of text, from each place: a tool's, a reward's or an environment's words are their
+    own error."""
+    for text, kind in [*zip(TEXTS, KINDS, strict=True), *OTHERS.items()]:
+        for act in behind(text):
+            fault = device_fault(caught(act))
+            assert fault is not None and fault.kind.name == kind, text
+    draw = random.Random(7)
+    for number in range(int(os.environ.get("DEVICE_FAULT_TEXTS", "300"))):
+        words = ["", "the tool said: ", "Traceback (most recent call last):\n  ", "1 "]
+        text = draw.choice(words) + draw.choice(SAID) + draw.choice(["", "\n", " (exit code 1)"])
+        acts = others(text)
+        act = acts[number % len(acts)]
+        error = caught(act)
+        assert device_fault(error) is None, (text, act)
+        assert DeviceFaults().note(error, ends=True) is None
+    assert device_fault(RuntimeError(TEXTS[0])) is None, "nobody has raised it"
     assert device_fault(wrong_numbers("a gradient is zeros alone")) is not None
 
 
 def test_the_first_fault_counts_for_all_and_an_allocation_only_for_its_own_work() -> None:
     faults = DeviceFaults()
-    refused = RuntimeError("[malloc] Unable to allocate 8 bytes.")
+    refused, hang, victim, ignored = (
+        caught(lambda text=text: raise_as_mlx(text))
+        for text in ("[malloc] Unable to allocate 8 bytes.", *TEXTS[3:6])
+    )
     assert faults.note(refused) is None
     raise_device_fault(refused)
     faults.check()
-    first = faults.note(RuntimeError(TEXTS[3]))
-    assert faults.note(RuntimeError(TEXTS[4])) is first is faults.first
+    first = faults.note(hang)
+    assert faults.note(victim) is first is faults.first
     with pytest.raises(DeviceFaultError, match="GPU Hang"):
         faults.check()
     with pytest.raises(DeviceFaultError):
-        raise_device_fault(RuntimeError(TEXTS[5]))
+        raise_device_fault(ignored)
     ended = DeviceFaults()
     assert ended.note(refused, ends=True) is not None
 
