@@ -78,7 +78,7 @@ from mlx_parallm.models.layouts.layout import (
 )
 from mlx_parallm.models.ops import fused, unpacks
 from mlx_parallm.models.parameters import ParameterSlots
-from mlx_parallm.models.sums import check_signal, has_signal
+from mlx_parallm.models.sums import PassProof, is_silent
 from mlx_parallm.system.device.traits import compiles_gradients, may_lose_results
 
 ROUNDING_OF_ALL = 1e-6
@@ -128,20 +128,15 @@ class BlockwiseModel:
         self.expert_load: np.ndarray | None = None
         self._blocks_per_eval = blocks_per_eval
         self._nodes: dict[int, int] = {}  # of a block, by the bits of a row's length
-        self._checking = True
+        self._checking, self._pass = True, PassProof()
         self._stack: LayerStack | None = None
-        self.fallback = self.unshared = self.unpacked = self.unmerged = ""
+        self.unshared = self.unpacked = self.unmerged = ""
         # blocks read what earlier ones returned, or embeddings that are trained
         self._carries = False
-        try:
-            self._use(LayerStack(model))
-            self._check()
-        except (ValueError, TypeError, AttributeError, IndexError) as error:
-            self._stack = None
-            self.fallback = f"{error}: training evaluates the whole graph at once"
-        why = self.fallback
-        if self._carries:
-            why = why or "its blocks read more than one hidden state"
+        self.fallback = self._why_whole()
+        if self.fallback and may_lose_results():  # a lost result of the check looks the same
+            self.fallback = self._why_whole()
+        why = self.fallback or "its blocks read more than one hidden state" * self._carries
         if why or self._stack is None:
             self.unshared = self.unpacked = self.unmerged = why
         else:
@@ -150,6 +145,16 @@ class BlockwiseModel:
                     model, self._stack, self.score
                 )
         self._checking = False
+
+    def _why_whole(self) -> str:
+        """Take the model apart. Return why that is not possible; "": it is."""
+        try:
+            self._use(LayerStack(self.model))
+            self._check()
+        except (ValueError, TypeError, AttributeError, IndexError) as error:
+            self._stack = None
+            return f"{error}: training evaluates the whole graph at once"
+        return ""
 
     def forget_routing(self) -> None:
         """Count repeated experts anew."""
@@ -228,7 +233,10 @@ class BlockwiseModel:
 
     def score(self, batch: TokenBatch) -> Scores:
         """Log-probabilities, entropies and (with a value head) values of the scored tokens, [N]
-        float32 each."""
+        float32 each. Raises DeviceFaultError."""
+        return self._pass.proved("score", lambda: self._score(batch))
+
+    def _score(self, batch: TokenBatch) -> Scores:
         self._group_for(batch)
         with routed(self._routing(batch)):
             if self._stack is None:
@@ -284,8 +292,13 @@ class BlockwiseModel:
         micro-batches).
 
         `fuse`: the objective may be part of a `fused` function. It evaluates no array, and reads
-        numbers that change from call to call by `as_data`.
+        numbers that change from call to call by `as_data`. Raises DeviceFaultError.
         """
+        return self._pass.proved("learn", lambda: self._learn(batch, objective, sums, fuse))
+
+    def _learn(
+        self, batch: TokenBatch, objective: Objective, sums: list[mx.array] | None, fuse: bool
+    ) -> tuple[mx.array, tuple[mx.array, ...], list[mx.array]]:
         gradients: list[mx.array | None] = (
             list(sums) if sums is not None else [None] * len(self.slots)
         )
@@ -372,7 +385,7 @@ class BlockwiseModel:
         cotangent, of_reads, new = results if below else (None, [], results)
         self._add(gradients, slots, new, value, *extras, cotangent, *of_reads, *counts)
         if len(self._groups) == 1:
-            check_signal(hidden, "a hidden state")
+            self._pass.look(hidden)
         self._note(counts)
         if below:
             self._pull_back(reads, passed, of_reads)
@@ -458,9 +471,7 @@ class BlockwiseModel:
     ) -> None:
         """Go from the last of the group inputs to the first, then the embedding. Empties them,
         to free the activations."""
-        self.loss_reached = (
-            cotangent is None or not may_lose_results() or bool(has_signal([cotangent]).all())
-        )
+        self.loss_reached = not is_silent(cotangent)
         while passed.starts and cotangent is not None:
             group, hidden = len(passed.starts) - 1, passed.starts.pop()
             slots, reads = self._group_slots[group], self._reads(group, passed)
@@ -495,7 +506,7 @@ class BlockwiseModel:
                 self._pull_back(reads, passed, new[: len(before)])
                 self._add(gradients, slots, new[len(before) :], cotangent, *new[: len(before)])
                 if self.loss_reached:
-                    check_signal(cotangent, "a gradient by a hidden state")
+                    self._pass.look(cotangent)
             else:
                 constants = [hidden, *before]
 
@@ -700,7 +711,7 @@ class BlockwiseModel:
     def _evaluate(self, *arrays: mx.array | None, hidden: mx.array | None = None) -> None:
         started = perf_counter()
         mx.eval([array for array in (hidden, *arrays) if array is not None])
-        check_signal(hidden, "a hidden state")
+        self._pass.look(hidden)
         self.longest_eval_ms = max(self.longest_eval_ms, 1000 * (perf_counter() - started))
         self._between_blocks()
 

@@ -15,6 +15,7 @@ wrong. A CPU computes an operation or ends the process, so nothing is looked for
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.system.device.traits import adds_in_order, may_lose_results
 
+T = TypeVar("T")
 COPY = "a copy of keys or values"
 NEW_ZEROS = 256
 """Weights of which more than one in so many has become exactly 0 are computed again."""
@@ -91,10 +93,43 @@ def zeros_of(arrays: Mapping[str, mx.array]) -> dict[str, int]:
     return dict(zip(floats, counts, strict=True))
 
 
-def check_signal(array: mx.array | None, what: str) -> None:
-    """Raises DeviceFaultError: it is zeros alone, which it never is. None: there is none."""
-    if array is not None and may_lose_results() and not has_signal([array]).all():
-        raise wrong_numbers(f"{what} is zeros alone")
+def is_silent(array: mx.array | None) -> bool:
+    """Return whether it is zeros alone, where a device may lose results. None: there is none."""
+    return array is not None and may_lose_results() and not has_signal([array]).all()
+
+
+class PassProof:
+    """Whether the hidden states that a pass through a model evaluates, and their slopes, are what
+    the model gives. One thread's.
+
+    Zeros alone may be right, of layers that are zeros at their start: then the pass is computed
+    once more, and where that gives numbers the device has failed. A later pass of the same kind
+    with the same zeros is taken for right.
+    """
+
+    def __init__(self) -> None:
+        self._signals: list[bool] = []  # of the arrays of this pass, in their order
+        self._right: dict[str, list[bool]] = {}
+
+    def look(self, array: mx.array | None) -> None:
+        """Take an evaluated array of the pass; None: there is none."""
+        if array is not None:
+            self._signals.append(not is_silent(array))
+
+    def proved(self, kind: str, compute: Callable[[], T]) -> T:
+        """Return what the pass `compute` returns. Raises DeviceFaultError: an array is zeros alone,
+        and is not when it is computed again."""
+        result, signals = self._once(compute)
+        if not all(signals) and signals != self._right.get(kind):
+            again = self._once(compute)[1]
+            if any(new and not old for old, new in zip(signals, again, strict=False)):
+                raise wrong_numbers("a hidden state, or a gradient by one, is zeros alone")
+        self._right[kind] = signals
+        return result
+
+    def _once(self, compute: Callable[[], T]) -> tuple[T, list[bool]]:
+        self._signals = []
+        return compute(), self._signals
 
 
 def evaluated(compute: Callable[[], list[mx.array]], what: str) -> list[mx.array]:

@@ -1,8 +1,9 @@
 """Memory that this process takes, and the guard that acts before the system kills it.
 
 What counts is what the system counts: on macOS the physical footprint (the GPU's buffers and
-compressed pages are in it, which resident memory leaves out), on Linux resident memory; with CUDA
-the memory of the GPU too (`hardware.memory_use`).
+compressed pages are in it, which resident memory leaves out), on Linux resident memory without
+mapped files, whose pages the system takes back when it needs them; with CUDA the memory of the GPU
+too (`hardware.memory_use`).
 """
 
 import ctypes
@@ -26,6 +27,7 @@ IDLE_PAUSE_S = 30.0
 """A pause in which nothing computes and nothing is given back for so long helps nobody."""
 LIBPROC = "/usr/lib/libproc.dylib"
 RUSAGE_INFO_V0 = 0
+RESIDENT = ("RssAnon:", "RssShmem:")
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,20 @@ class _RusageV0(ctypes.Structure):
 
 def process_bytes() -> int:
     """Return the bytes that this process takes of the machine's memory."""
-    if sys.platform == "darwin" and (footprint := _physical_footprint()):
-        return footprint
-    return int(psutil.Process().memory_info().rss)
+    own = {"darwin": _physical_footprint, "linux": _resident_without_files}.get(sys.platform)
+    return (own() if own else 0) or int(psutil.Process().memory_info().rss)
+
+
+def _resident_without_files(status: Path = Path("/proc/self/status")) -> int:
+    """Return Linux's resident memory of this process, without pages of mapped files: a checkpoint
+    that is mapped is in its resident set as a whole once it was read. 0: the system does not say
+    (older than 4.5)."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return 0
+    sizes = [int(line.split()[1]) for line in lines if line.startswith(RESIDENT)]  # kB
+    return 1024 * sum(sizes)
 
 
 def _physical_footprint() -> int:

@@ -76,7 +76,7 @@ def mark_above_now(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     """The share of the memory that MARGIN more than now would be."""
     monkeypatch.setattr(footprint, "LOOK_S", 0.02)
     try:
-        yield (psutil.Process().memory_info().rss + MARGIN) / machine_bytes()
+        yield (footprint.process_bytes() + MARGIN) / machine_bytes()
     finally:
         while held:
             held.pop().close()

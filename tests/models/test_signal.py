@@ -1,13 +1,22 @@
 """Zeros where there cannot be any."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_map
 
 from mlx_parallm.errors import DeviceFaultError
-from mlx_parallm.models.sums import evaluated, has_signal
+from mlx_parallm.models.blockwise import BlockwiseModel
+from mlx_parallm.models.layouts.layout import TokenBatch
+from mlx_parallm.models.sums import PassProof, evaluated, has_signal
+from mlx_parallm.rl_training.step.gradient_proof import GradientProof
 from mlx_parallm.rl_training.step.optimizer import OptimizerOptions, make_groups
 from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.weights import WeightsProof
+from tests.rl_training.step.test_blockwise import with_lora
+from tests.rl_training.tiny_models import make_model
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +89,116 @@ def test_masters_that_lose_a_part_are_computed_again(monkeypatch: pytest.MonkeyP
     with pytest.raises(DeviceFaultError, match="bundle0 has new zeros"):
         group.apply(group.square_sum([mx.ones((64, 64))])[1], 1e-5, None)
     group.apply(group.square_sum([mx.ones((64, 64))])[1], 1e-5, None)
+
+
+class Passes:
+    """A model of two blocks, whose hidden states are scripted pass by pass."""
+
+    def __init__(self, *passes: tuple[float, float]) -> None:
+        self.proof, self._passes = PassProof(), iter(passes)
+
+    def score(self, kind: str = "score") -> int:
+        def one() -> int:
+            for state in next(self._passes):
+                self.proof.look(mx.full((2, 3), state))
+            return 7
+
+        return self.proof.proved(kind, one)
+
+
+def test_hidden_states_that_are_rightly_zeros_are_computed_again_once() -> None:
+    """A model whose first layers are zeros at their start was ended as a fault of the GPU."""
+    model = Passes((1, 1), (0, 1), (0, 1), (0, 1), (1, 1), (0, 1), (1, 1))
+    assert [model.score() for _ in range(4)] == [7] * 4  # the second one twice, the third is known
+    with pytest.raises(DeviceFaultError, match="a hidden state, or a gradient by one, is zeros"):
+        model.score()
+    known = Passes((0, 1), (0, 1), (0, 0), (0, 1))
+    known.score()
+    with pytest.raises(DeviceFaultError):  # another one than before
+        known.score()
+    kinds = Passes((0, 1), (0, 1), (0, 1), (1, 1))
+    kinds.score()
+    with pytest.raises(DeviceFaultError):
+        kinds.score("learn")
+
+
+def test_a_model_of_zeros_is_trained() -> None:
+    model = make_model()
+    model.update(tree_map(mx.zeros_like, model.parameters()))
+    parts = BlockwiseModel(with_lora(model), blocks_per_eval=1)
+    tokens = mx.arange(16, dtype=mx.int32).reshape(2, 8)
+    batch = TokenBatch(tokens, mx.arange(0, 16, 3), mx.array([1, 2, 3, 4, 5, 6], mx.int32))
+    for _ in range(2):
+        logprobs, _ = parts.score(batch)
+        _, _, gradients = parts.loss_and_gradients(batch, lambda logprobs, *_: (logprobs.sum(), ()))
+        assert mx.isfinite(logprobs).all().item() and not has_signal(gradients).any()
+
+
+class Learned:
+    """What `GradientProof` asks of a model: gradients of an A, a B and an expert, and two
+    log-probabilities. `give` says what the passes give from now on, the last one again and
+    again."""
+
+    names = ("layer.lora_a", "layer.lora_b", "expert.lora_b")
+
+    def __init__(self) -> None:
+        self.slots = SimpleNamespace(
+            names=self.names, read=lambda places: [mx.ones(1)] * len(places)
+        )
+        self.model, self.loss_reached, self.passes = nn.Module(), True, 0
+        self.proof = GradientProof(self)  # type: ignore[arg-type]
+
+    def give(self, *passes: str) -> "Learned":
+        self._passes = list(passes)
+        return self
+
+    def loss_and_gradients(
+        self, batch: object, objective: object, sums: list[mx.array] | None, fuse: bool
+    ) -> tuple[mx.array, tuple[mx.array, ...], list[mx.array]]:
+        self.passes += 1
+        signs = self._passes.pop(0) if len(self._passes) > 1 else self._passes[0]
+        self.loss_reached = any(sign == "1" for sign in signs)
+        gradients = [mx.full((2,), float(sign)) for sign in signs]
+        return mx.array(1.0), (mx.array([-1.0, -2.0]), mx.array([1.0, 1.0])), gradients
+
+    def learn(self, slope: float = 1.0, sums: list[mx.array] | None = None) -> int:
+        """Return the passes of a step."""
+        before = self.passes
+        self.proof.learned(BATCH, lambda scores, _: (slope * scores.sum(), ()), sums, fuse=False)
+        return self.passes - before
+
+
+BATCH = TokenBatch(mx.zeros((1, 3), mx.int32), mx.array([0, 1]), mx.array([1, 2]))
+
+
+def test_a_loss_that_reaches_nothing_is_told_by_its_slope() -> None:
+    """Groups with one reward come again and again: all names were trusted after four of them, and
+    a lost gradient of all was never noticed any more."""
+    model = Learned()
+    for _ in range(9):
+        assert model.give("111").learn() == 1
+        assert model.give("000").learn(slope=0.0) == 1
+    with pytest.raises(DeviceFaultError, match="zeros alone"):
+        model.give("000", "111").learn()
+    model.give("111").learn()
+    ones = [mx.ones(2)] * 3
+    with pytest.raises(DeviceFaultError):
+        model.give("000", "111").learn(slope=0.0, sums=ones)  # what was there is lost
+
+
+def test_an_expert_that_comes_and_goes_is_looked_at_at_each_doubling() -> None:
+    model, twice = Learned(), list[int]()
+    for number in range(1, 40):
+        assert model.give("111").learn() == 1
+        if model.give("110").learn() == 2:
+            twice.append(number)
+    assert twice == [1, 2, 3, 4, 8, 16, 32]
+    for _ in range(24):
+        model.give("111").learn()
+        model.give("110").learn()
+    model.give("111").learn()
+    with pytest.raises(DeviceFaultError, match="expert"):
+        model.give("110", "111").learn()
+    model.give("111").learn()
+    with pytest.raises(DeviceFaultError, match=r"layer\.lora_b"):
+        model.give("100", "111").learn()

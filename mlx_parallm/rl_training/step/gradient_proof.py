@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.models.blockwise import BlockwiseModel
+from mlx_parallm.models.blockwise import BlockwiseModel, Objective
 from mlx_parallm.models.layouts.layout import TokenBatch
+from mlx_parallm.models.scoring.value_head import value_head_of
 from mlx_parallm.models.sums import has_signal
 from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.system.device.traits import may_lose_results
@@ -17,8 +18,9 @@ Result = tuple[mx.array, tuple[Any, ...], list[mx.array]]
 """What `BlockwiseModel.loss_and_gradients` returns; the last two of the further arrays are the
 scores' log-probabilities and entropies."""
 TRUSTED = 4
-"""Times that a gradient of zeros is computed again: a tower's, whose batches have images or none,
-would double the work of every second step."""
+"""Times that a gradient which has become zeros is computed again; from then on at each doubling:
+that of an expert, which one batch uses and another does not, would double the work of every second
+step."""
 LOSS, LOGPROBS = "the slope of the loss", "the log-probabilities"
 
 
@@ -36,32 +38,65 @@ def proved_scores(model: BlockwiseModel, batch: TokenBatch) -> list[np.ndarray]:
 class GradientProof:
     """Whether gradients are what the loss made. One thread's.
 
-    A gradient of zeros may be right: of an adapter's A while its B is 0, of a loss that reaches no
-    token, an expert or a tower that a batch does not use. One that had numbers, or was not seen
-    yet, is computed once more; where that gives numbers the device has failed. One that was right
-    `TRUSTED` times comes and goes with the batches, and is not computed again.
+    A gradient of zeros may be right. Of a loss that reaches no token, as of a group with one
+    reward: then the slope by the scores, which costs nothing, is zeros too. Of an adapter's A while
+    its B is 0. Of an expert or a tower that a batch does not use: one that had numbers, or was not
+    seen yet, is computed once more; where that gives numbers the device has failed. What was right
+    `TRUSTED` times comes and goes with the batches, and is looked at more and more rarely: of such
+    a name alone, a loss may then stay unseen. One evaluation makes many gradients, and it is
+    noticed by any other of them.
     """
 
     def __init__(self, model: BlockwiseModel) -> None:
         self._model = model
         self._silent: set[str] = set()  # were zeros, and are so when they are computed again
-        self._right = Counter[str]()  # how often a gradient was rightly zeros
+        self._became_silent = Counter[str]()
 
-    def learned(self, *arguments: Any, fuse: bool) -> Result:
+    def learned(
+        self, batch: TokenBatch, objective: Objective, sums: list[mx.array] | None, *, fuse: bool
+    ) -> Result:
         """Return what `BlockwiseModel.loss_and_gradients` returns. Raises DeviceFaultError: it is
         zeros, and is not when it is computed again."""
-        result = self._model.loss_and_gradients(*arguments, fuse=fuse)
+        result = self._model.loss_and_gradients(batch, objective, sums, fuse=fuse)
         if not may_lose_results():
             return result
         zeros = self._zeros(result)
-        trusted = {name for name in zeros if self._right[name] >= TRUSTED}
-        if odd := zeros - self._silent - trusted - self._without_b(zeros):
-            again = self._zeros(self._model.loss_and_gradients(*arguments, fuse=fuse))
+        odd = self._of_a_sum(sums, zeros)
+        if flat := LOSS in zeros and self._is_flat(batch, objective, result):
+            odd |= zeros & {LOGPROBS}
+        else:
+            odd |= self._odd(zeros)
+        if odd:
+            again = self._zeros(self._model.loss_and_gradients(batch, objective, sums, fuse=fuse))
             if wrong := sorted(odd - again):
                 raise wrong_numbers(f"the gradient of {wrong[0]} is zeros alone")
-            self._right.update(odd)
-        self._silent = zeros
+        if not flat:
+            self._silent = zeros
         return result
+
+    def _is_flat(self, batch: TokenBatch, objective: Objective, result: Result) -> bool:
+        """Whether the loss does not depend on the scores, so that all its gradients are zeros.
+        Values, and measures of a lesson, are not kept: with them nobody knows."""
+        if batch.measure is not None or value_head_of(self._model.model) is not None:
+            return False
+        _, (*_, logprobs, entropies), _ = result
+        slopes = mx.grad(lambda *scores: objective(*scores)[0], argnums=(0, 1))(logprobs, entropies)
+        return not has_signal(slopes).any()
+
+    def _of_a_sum(self, sums: list[mx.array] | None, zeros: set[str]) -> set[str]:
+        """Those to which earlier micro-batches had given numbers: a sum does not vanish."""
+        names = self._model.slots.names
+        if not sums or zeros.isdisjoint(names):
+            return set()
+        signal = has_signal(sums)
+        return {name for name, had in zip(names, signal, strict=True) if had and name in zeros}
+
+    def _odd(self, zeros: set[str]) -> set[str]:
+        """Those that are to be computed again."""
+        new = zeros - self._silent - self._without_b(zeros)
+        self._became_silent.update(new)
+        times = {name: self._became_silent[name] for name in new}
+        return {name for name, n in times.items() if n <= TRUSTED or n.bit_count() == 1}
 
     def _zeros(self, result: Result) -> set[str]:
         _, extras, gradients = result
