@@ -563,7 +563,7 @@ class Serving:
             record_experts: see `start_engine`; `record_prompt_experts` too.
         """
         self._load_scorer(loaded)
-        weights.check = self.turns.faults.check
+        weights.faults = self.turns.faults
         training = self.config.rl_training
         engine = start_engine(
             self.config.server,

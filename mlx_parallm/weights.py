@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,8 +24,10 @@ from mlx_parallm.models.adapters.linear import gain
 from mlx_parallm.models.lora import linear_layers
 from mlx_parallm.models.sums import NEW_ZEROS, raise_stored_faults, zeros_of
 from mlx_parallm.models.threads import in_loader_thread
-from mlx_parallm.system.device.faults import wrong_numbers
+from mlx_parallm.system.device.faults import DeviceFaults, wrong_numbers
 from mlx_parallm.system.device.traits import may_lose_results
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,7 @@ class SharedWeights:
         self.policy = policy
         self.lock = ReadWriteLock()
         self.shelf: AdapterShelf | None = None
-        # raises where what was computed may not be served: a fault of the device
-        self.check: Callable[[], None] = lambda: None
+        self.faults = DeviceFaults()  # of the device: after one nothing new is served
         self.history = PolicyHistory(policy, keep_versions, archive, self._ready)
         self._model = model
         self._parameters = parameter_slots(model)
@@ -258,7 +259,13 @@ class SharedWeights:
             return lambda: shelf.load(name)
         if version is None or self.history.in_memory(version):
             return None
-        return lambda: in_loader_thread(lambda: self.history.find(version))
+        return lambda: self.in_loader(lambda: self.history.find(version))
+
+    def in_loader(self, function: Callable[[], T]) -> T:
+        """Run `function` in the loader's thread (`in_loader_thread`). Raises DeviceFaultError: the
+        device has failed, there or elsewhere, which counts for all threads."""
+        with self.faults.watched():
+            return in_loader_thread(function)
 
     def add_adapter(self, name: str, layers: Mapping[str, LoraPair]) -> AdapterWeights:
         """Add or replace an adapter under the present policy version. Raises AdapterError: the
@@ -271,7 +278,7 @@ class SharedWeights:
         mx.eval(adapter.arrays)
         raise_stored_faults()
         with self.lock.write():
-            self.check()
+            self.faults.check()
             self._put(adapter)
         return adapter
 
@@ -435,7 +442,7 @@ class SharedWeights:
         evaluated = time.perf_counter()
         with self.lock.write(timeout_s):
             entered = time.perf_counter()
-            self.check()
+            self.faults.check()
             rebind()
             self._proof.note(zeros)
             left = time.perf_counter()

@@ -172,6 +172,8 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     " not be waited for",
     "mlx_parallm/distributed/requests.py:RankRequestWorker._run": "rank 0's client would wait for an"
     " answer for ever",
+    "mlx_parallm/system/device/faults.py:DeviceFaults.watched": "whatever a thread raises may have a"
+    " fault of the GPU behind it; it is raised again",
     "mlx_parallm/daemon.py:_ended": "what is closed after a fault of the GPU may fail of it too",
     "mlx_parallm/rl_training/train.py:TrainingRun.execute": "a fault of the GPU behind any error"
     " ends the run in words",
@@ -204,6 +206,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "scripts/generate_model_table.py:kernels_called": (
         "whatever an architecture raises is no kernel"
     ),
+    "scripts/soak/preloaded_train.py:Fork._become": "the end of a process: what it raises is printed",
     "scripts/soak/attack.py:carry_out": "whatever an attack raises, it did not hold",
     "scripts/soak/fuzz_logs.py:fuzz": "whatever an importer raises is the finding",
     "scripts/generate_model_table.py:try_one": "whatever an architecture raises is the finding",

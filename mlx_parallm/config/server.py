@@ -50,8 +50,8 @@ class ServerConfig(Section):
     become slow (docs/operations.md#a-mac). Elsewhere it does nothing."""
     memory_pause: float = Field(0.85, gt=0, le=1)
     """Share of the memory at which caches are given back and, where that is not enough, new
-    requests wait. What counts is the process's footprint (macOS), its resident memory (Linux),
-    and with CUDA the GPU's memory too. 1 = never."""
+    requests wait. What counts is the process's footprint (macOS), its resident memory without
+    mapped files (Linux), and with CUDA the GPU's memory too. 1 = never."""
     memory_stop: float = Field(0.95, gt=0, le=1)
     """Share of the memory at which a training saves a checkpoint and a server answers what runs,
     and the process ends, before the system kills it. 1 = never."""

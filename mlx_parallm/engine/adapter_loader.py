@@ -14,7 +14,6 @@ from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import AdapterError, RefusedError
 from mlx_parallm.models.adapters.rope_length import check_rope_length
 from mlx_parallm.models.lora import ADAPTER_CONFIG, check_adapter, find_adapter_file, load_adapter
-from mlx_parallm.models.threads import in_loader_thread
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.weights import SharedWeights
 
@@ -78,7 +77,7 @@ class AdapterLoader:
             for each in (file, file.parent / ADAPTER_CONFIG):
                 self._within_roots(str(each))  # a link inside of the directory may lead out of it
             try:
-                in_loader_thread(lambda: self._add(name, file, source))
+                self._weights.in_loader(lambda: self._add(name, file, source))
             except AdapterError as error:
                 raise RefusedError(str(error), 400, "lora_path") from error
 

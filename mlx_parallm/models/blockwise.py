@@ -85,8 +85,7 @@ ROUNDING_OF_ALL = 1e-6
 """How far rounding puts one gradient off, in norms of all gradients together."""
 
 Objective = Callable[..., tuple[mx.array, tuple[mx.array, ...]]]
-"""Scores → (scalar loss, further arrays to be evaluated with it). All of these are different
-arrays."""
+"""Scores → (scalar loss, further arrays to be evaluated with it); all are different arrays."""
 
 
 class BlockwiseModel:

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
 from mlx_parallm.errors import (
+    DeviceFaultError,
     EngineUnavailableError,
     ModelNotFoundError,
     ParallmError,
@@ -134,7 +135,7 @@ def status_of(error: ParallmError) -> int:
         return error.status
     if isinstance(error, RequestError):
         return 400
-    if isinstance(error, EngineUnavailableError | StoreError):
+    if isinstance(error, EngineUnavailableError | DeviceFaultError | StoreError):
         return 503
     if isinstance(error, ServerBusyError):
         return 429

@@ -73,8 +73,8 @@ class _RusageV0(ctypes.Structure):
 
 def process_bytes() -> int:
     """Return the bytes that this process takes of the machine's memory."""
-    own = {"darwin": _physical_footprint, "linux": _resident_without_files}.get(sys.platform)
-    return (own() if own else 0) or int(psutil.Process().memory_info().rss)
+    measure = {"darwin": _physical_footprint, "linux": _resident_without_files}.get(sys.platform)
+    return (measure() if measure else 0) or int(psutil.Process().memory_info().rss)
 
 
 def _resident_without_files(status: Path = Path("/proc/self/status")) -> int:

@@ -51,7 +51,7 @@ PLACES = {
     "adapter": {"write"},
     "scores": {"_score_rows"},
     "keys": {"move_rows"},
-    "probe": {"available"},
+    "probe": {"_compiles"},
     "sampler": {"collect"},
 }
 """Functions of the package that an evaluation is called from. `engine`, `trainer`, `loader`: the

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from mlx_parallm.errors import DeviceFaultError, EnvironmentFailedError
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.cpu import kernels
 from mlx_parallm.system.device.faults import (
     KINDS as FAULT_KINDS,
@@ -24,6 +26,8 @@ from mlx_parallm.system.device.faults import (
     raise_device_fault,
     wrong_numbers,
 )
+from mlx_parallm.system.turns import Turns
+from mlx_parallm.weights import SharedWeights
 from scripts.soak.faulty_evaluations import TEXTS, Plan, inject, raise_as_mlx, set_error
 
 KINDS = (
@@ -204,9 +208,31 @@ def test_a_probe_that_meets_a_fault_says_nothing_of_the_machine(
 ) -> None:
     """Its kernels were off for the rest of the run, and other numbers were rounded."""
     monkeypatch.setattr(kernels.shutil, "which", lambda name: "/usr/bin/g++")
-    kernels.available.cache_clear()
+    kernels._compiles.cache_clear()
     try:
         with inject(Plan("raise", "probe", 0, TEXTS[2])), pytest.raises(DeviceFaultError):
             kernels.available()
     finally:
-        kernels.available.cache_clear()
+        kernels._compiles.cache_clear()
+
+
+def test_a_fault_in_the_loader_counts_for_all_threads() -> None:
+    """Adapters and older versions are read there, and nobody else sees what it raises."""
+    turns, weights = Turns(), SharedWeights(nn.Linear(2, 2), policy="policy", keep_versions=1)
+    weights.faults = turns.faults
+    pair = {"layer": LoraPair(mx.ones((2, 1)), mx.ones((1, 2)), 1.0)}
+    assert weights.in_loader(lambda: 7) == 7
+    with pytest.raises(KeyError):
+        weights.in_loader({}.popitem)
+    with pytest.raises(RuntimeError, match="Unable to allocate"):
+        weights.in_loader(lambda: raise_as_mlx("[malloc] Unable to allocate 8 bytes."))
+    weights.publish_adapter(pair)
+    with pytest.raises(DeviceFaultError, match="GPU Hang"):
+        weights.in_loader(lambda: raise_as_mlx(TEXTS[3]))
+    with pytest.raises(DeviceFaultError):
+        turns.after_evaluation()  # the trainer
+    with pytest.raises(DeviceFaultError):
+        weights.publish_adapter(pair)
+    with pytest.raises(DeviceFaultError):
+        weights.in_loader(lambda: 7)
+    assert weights.version == 1

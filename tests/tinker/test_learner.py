@@ -1,6 +1,7 @@
 """One model on the learner's thread: log-probabilities, gradients and AdamW against independent
 computations."""
 
+import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.load import load_config
-from mlx_parallm.errors import RequestError
+from mlx_parallm.errors import DeviceFaultError, RequestError
 from mlx_parallm.faces.tinker.data import DatumBatch, read_batch, split_prompts
 from mlx_parallm.faces.tinker.learner import LearnedModel, LoraChoice, TinkerLearner
 from mlx_parallm.faces.tinker.losses import DatumLoss
+from mlx_parallm.faces.tinker.promises import failure_of
 from mlx_parallm.faces.tinker.wire import read_forward_backward
 from mlx_parallm.models.blockwise import Objective
 from mlx_parallm.models.loading import load_model
@@ -22,6 +24,7 @@ from mlx_parallm.rl_training.options import TrainingOptions, training_options
 from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings
 from mlx_parallm.system.turns import Turns
+from scripts.soak.faulty_evaluations import TEXTS, raise_as_mlx
 from tests.tinker.serving import request_of
 from tests.tiny_models import EXPERTS, QWEN3, save_checkpoint
 
@@ -52,6 +55,25 @@ def learner() -> Iterator[TinkerLearner]:
     made = TinkerLearner(load_model(config.model), options_of, Turns(), 64)
     yield made
     made.close()
+
+
+def test_a_fault_of_the_device_ends_all_of_the_process() -> None:
+    """It was the request's own error, and the next one was trained on what the device had left."""
+    turns = Turns()
+    made = TinkerLearner(load_model(load_config(None, text="").model), options_of, turns, 64)
+    try:
+        wrong = made.submit("is wrong", {}.popitem)
+        short = made.submit("is long", lambda: raise_as_mlx("[malloc] Unable to allocate 8 bytes."))
+        assert isinstance(wrong.exception(), KeyError) and turns.faults.first is None
+        assert isinstance(short.exception(), RuntimeError) and turns.faults.first is None
+        failed = made.submit("fails", lambda: raise_as_mlx(TEXTS[1])).exception()
+        assert isinstance(failed, DeviceFaultError) and turns.faults.first is failed.fault
+        assert json.loads(failure_of(failed).body)["category"] == "server"
+        assert isinstance(made.submit("waits", lambda: 7).exception(), DeviceFaultError)
+    finally:
+        made.close()
+    with pytest.raises(DeviceFaultError, match="Impacting Interactivity"):
+        turns.faults.check()
 
 
 def batch(

@@ -3,7 +3,7 @@ memory, and who may ask."""
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -267,6 +267,9 @@ class BlockedWeights:
         self.removed: list[str] = []
         self.added = 0
         self.absent = ""
+
+    def in_loader(self, function: Callable[[], None]) -> None:
+        function()
 
     def add_adapter(self, name: str, layers: object) -> None:
         self.added += 1

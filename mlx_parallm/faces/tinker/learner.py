@@ -110,7 +110,7 @@ class TinkerLearner:
                 raise EngineUnavailableError("the server is shutting down")
             self.running = what
             try:
-                with self._turns.training():
+                with self._turns.faults.watched(), self._turns.training():
                     return function()
             finally:
                 self.running = ""

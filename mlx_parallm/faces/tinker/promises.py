@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.errors import RefusedError
+from mlx_parallm.errors import DeviceFaultError, ParallmError, RefusedError
 from mlx_parallm.faces.tinker.wire import PROTOBUF
 from mlx_parallm.server.errors import ServerBusyError
 
@@ -54,6 +54,12 @@ def protobuf_result(body: bytes) -> PromiseResult:
 def failure(text: str, *, category: str) -> PromiseResult:
     """`category`: "user" (the request was wrong), "server", "unknown"."""
     return PromiseResult(json.dumps({"error": text, "category": category}).encode(), failed=True)
+
+
+def failure_of(error: ParallmError) -> PromiseResult:
+    """Return what a client gets of an error in words."""
+    fault = isinstance(error, DeviceFaultError)
+    return failure(str(error), category="server" if fault else "user")
 
 
 def _no_reason() -> str:

@@ -21,7 +21,6 @@ from mlx_parallm.errors import AdapterError, ModelNotFoundError, RefusedError, R
 from mlx_parallm.faces.tinker.checkpoints import SAMPLER, SCHEME, Checkpoints, read_path
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import check_adapter, load_adapter
-from mlx_parallm.models.threads import in_loader_thread
 from mlx_parallm.weights import SharedWeights
 
 INFLIGHT = "inflight/weights"
@@ -87,7 +86,7 @@ class SamplerWeights:
         with turn:
             try:
                 if name not in self._runs:  # nobody has read it meanwhile
-                    in_loader_thread(read)
+                    self._weights.in_loader(read)
             finally:
                 with self._lock:
                     self._turns.pop(name, None)

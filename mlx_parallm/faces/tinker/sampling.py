@@ -18,7 +18,13 @@ from mlx_parallm.engine.validation import alternatives
 from mlx_parallm.errors import ParallmError, RefusedError, RequestError
 from mlx_parallm.faces.tinker.bodies import FuturesTarget, SampleBody, SamplingParamsBody
 from mlx_parallm.faces.tinker.pace import Pace
-from mlx_parallm.faces.tinker.promises import Promise, PromiseResult, failure, protobuf_result
+from mlx_parallm.faces.tinker.promises import (
+    Promise,
+    PromiseResult,
+    failure,
+    failure_of,
+    protobuf_result,
+)
 from mlx_parallm.faces.tinker.run_log import SampleRecord
 from mlx_parallm.faces.tinker.service import TinkerService
 from mlx_parallm.faces.tinker.sessions import Completions, Sampler
@@ -142,7 +148,7 @@ class Sampling:
         try:
             promises.resolve(promise, await self._answer(promise, request, body, sampler))
         except ParallmError as error:
-            promises.resolve(promise, failure(str(error), category="user"))
+            promises.resolve(promise, failure_of(error))
         except asyncio.CancelledError:
             promises.resolve(promise, failure("the sample was cancelled", category="user"))
             raise

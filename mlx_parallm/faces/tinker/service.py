@@ -50,6 +50,7 @@ from mlx_parallm.faces.tinker.promises import (
     PromiseResult,
     Promises,
     failure,
+    failure_of,
     json_result,
     protobuf_result,
 )
@@ -663,6 +664,6 @@ def _outcome(future: "Future[PromiseResult]", what: str) -> PromiseResult:
     if error is None:
         return future.result()
     if isinstance(error, ParallmError):
-        return failure(str(error), category="user")
+        return failure_of(error)
     log.error("tinker request failed", what=what, exc_info=error)
     return failure(f"the server failed ({what}): {error!r}", category="server")

@@ -69,10 +69,14 @@ FEWEST_TO_FUSE = 1 << 18  # numbers of a hidden state, or logits
 LEAST_TO_FOLD = 1 << 16  # numbers: of fewer, one reduction is faster than more operations
 
 
-@cache
 def available() -> bool:
     """True where these functions are faster than MLX's."""
-    if not on_cpu() or shutil.which("g++") is None:
+    return on_cpu() and _compiles()
+
+
+@cache
+def _compiles() -> bool:
+    if shutil.which("g++") is None:
         return False
     try:
         mx.eval(mx.compile(lambda x: x * 2.0 + 1.0)(mx.zeros((2,))))

@@ -89,7 +89,8 @@ class GradientProof:
         if not sums or zeros.isdisjoint(names):
             return set()
         signal = has_signal(sums)
-        return {name for name, had in zip(names, signal, strict=True) if had and name in zeros}
+        summed = {name for name, has in zip(names, signal, strict=True) if has}
+        return summed & zeros
 
     def _odd(self, zeros: set[str]) -> set[str]:
         """Those that are to be computed again."""

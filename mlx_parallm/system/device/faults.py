@@ -13,6 +13,8 @@ no token more is accepted, and a supervisor starts again from the last weights t
 import dis
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -246,6 +248,19 @@ class DeviceFaults:
             with self._lock:
                 self._first = self._first or fault
         return self._first
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Enclose work of a thread of its own. Raises DeviceFaultError: it has met a fault that
+        spoils other results, or another thread has, before it or meanwhile."""
+        self.check()
+        try:
+            yield
+        except Exception as error:
+            if self.note(error) is None:
+                raise
+            raise DeviceFaultError(self._first) from error
+        self.check()
 
     def check(self) -> None:
         """Raises DeviceFaultError: a thread has met a fault, and what was computed since may be
