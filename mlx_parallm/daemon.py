@@ -83,7 +83,7 @@ from mlx_parallm.server.connections import connection_limit
 from mlx_parallm.server.context import RollbackAPI, ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.blas import blas_status, share_blas_between
-from mlx_parallm.system.device.faults import DeviceFaults
+from mlx_parallm.system.device.faults import DeviceFaults, device_fault
 from mlx_parallm.system.device.heartbeat import PAUSED
 from mlx_parallm.system.files import is_directory, local_path, raise_file_limit
 from mlx_parallm.system.footprint import MemoryGuard
@@ -167,7 +167,8 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
 @contextlib.contextmanager
 def _ended(close: Callable[[], None], faults: DeviceFaults, limit_s: float) -> Iterator[None]:
     """Close what the block has started. After a fault of the device what closes may fail or wait
-    for it: that is not to hide the fault, nor to take longer than the limit."""
+    for it: that is not to hide the fault, nor to take longer than the limit. One that comes when
+    the block has ended comes too late to harm."""
     try:
         yield
     except BaseException as error:
@@ -181,8 +182,13 @@ def _ended(close: Callable[[], None], faults: DeviceFaults, limit_s: float) -> I
         if isinstance(error, DeviceFaultError):
             raise
         faults.check()
-    with mlx_thread():
-        close()
+    try:
+        with mlx_thread():
+            close()
+    except Exception as error:
+        if (fault := device_fault(error)) is None:
+            raise
+        log.warning("the GPU has failed at the end, when everything was done", fault=fault.text)
 
 
 def _load_and_answer(

@@ -84,6 +84,7 @@ def main() -> int:
     sys.argv = ["mlx_parallm_train", *sys.argv[2:]]
     for name in LATER:
         importlib.import_module(name)
+    supervisor.LONGEST_PAUSE_S = 2.0
     supervisor.subprocess.Popen = Fork  # type: ignore[misc,assignment]
     return train()
 

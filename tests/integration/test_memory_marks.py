@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from mlx_parallm.config.load import Config

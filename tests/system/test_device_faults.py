@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlx_parallm.daemon import _ended
 from mlx_parallm.errors import DeviceFaultError, EnvironmentFailedError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.cpu import kernels
@@ -236,3 +237,12 @@ def test_a_fault_in_the_loader_counts_for_all_threads() -> None:
     with pytest.raises(DeviceFaultError):
         weights.in_loader(lambda: 7)
     assert weights.version == 1
+
+
+def test_a_fault_when_all_is_done_is_none_of_the_work() -> None:
+    """A finished run ended with a traceback and exit code 1: its engine had failed as it closed."""
+    faults = DeviceFaults()
+    with _ended(lambda: raise_as_mlx(TEXTS[5]), faults, 60.0):
+        pass
+    with pytest.raises(KeyError), _ended({}.popitem, faults, 60.0):
+        pass
