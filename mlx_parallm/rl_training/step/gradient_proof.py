@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.models.blockwise import BlockwiseModel, Objective
+from mlx_parallm.models.heads.value_head import value_head_of
 from mlx_parallm.models.layouts.layout import TokenBatch
-from mlx_parallm.models.scoring.value_head import value_head_of
 from mlx_parallm.models.sums import has_signal
 from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.system.device.traits import may_lose_results
