@@ -42,7 +42,7 @@ from mlx_parallm.systems.traces.row_messages import (
     row_chat,
     whole_characters,
 )
-from mlx_parallm.systems.traces.schema import Json, dump_line
+from mlx_parallm.systems.traces.schema import Json, dump_line, without
 from mlx_parallm.systems.traces.session import (
     chained_key,
     compared_text,
@@ -517,9 +517,7 @@ def _prompts(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
             continue
         seen.add(key)
         taken = ("prompt", "tools", PASS_RATE)
-        columns = {
-            name: value for name, value in trace.get("columns", {}).items() if name not in taken
-        }
+        columns = without(trace.get("columns", {}), *taken)
         yield _Row({**columns, "prompt": before, **_tools(trace)}, side(trace))
 
 

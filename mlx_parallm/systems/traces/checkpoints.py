@@ -21,7 +21,14 @@ from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import read_bounded, regular_files
 from mlx_parallm.systems.traces.importers.dialects import chat_messages
 from mlx_parallm.systems.traces.importers.report import SHAPES
-from mlx_parallm.systems.traces.schema import Json, add_step, iso_time, parse_json, unix_time
+from mlx_parallm.systems.traces.schema import (
+    Json,
+    add_step,
+    iso_time,
+    parse_json,
+    unix_time,
+    without,
+)
 from mlx_parallm.systems.traces.trace import Trace, new_trace, trace_id
 
 CHECKPOINTS = Path("Agents") / "checkpoint"
@@ -241,7 +248,7 @@ def _with_time(message: Json) -> Json:
     time_text = _time(message.get("timestamp"))
     if time_text is None or message.get("role") == "tool":  # a result is part of its call's step
         return message
-    kept = {key: value for key, value in message.items() if key != "timestamp"}
+    kept = without(message, "timestamp")
     return add_step(kept, timestamp=time_text)
 
 

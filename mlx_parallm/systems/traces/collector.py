@@ -27,7 +27,7 @@ from mlx_parallm.system.files import regular_files, write_atomically
 from mlx_parallm.systems.traces.following import Following, Streamed, ThreadContexts
 from mlx_parallm.systems.traces.privacy import RedactionHit, redact_trace, secret_finder
 from mlx_parallm.systems.traces.reading import read_traces
-from mlx_parallm.systems.traces.schema import Json, dump_line, iso_time
+from mlx_parallm.systems.traces.schema import Json, dump_line, iso_time, without
 from mlx_parallm.systems.traces.trace import (
     TASKS,
     Event,
@@ -415,7 +415,7 @@ def _tool_and_arguments(args: Sequence[Any], kwargs: Json) -> tuple[str, Json]:
     named = "function_name" in kwargs
     name = kwargs["function_name"] if named else (args[0] if args else "")
     rest = args if named else args[1:]
-    arguments = {key: value for key, value in kwargs.items() if key != "function_name"}
+    arguments = without(kwargs, "function_name")
     if len(rest) == 1 and isinstance(rest[0], dict) and not arguments:
         return str(name), dict(rest[0])
     return str(name), arguments | {f"arg{number}": value for number, value in enumerate(rest)}

@@ -23,7 +23,7 @@ from mlx_parallm.rewards.learned import LearnedReward
 from mlx_parallm.rewards.methods import Parts, standardize
 from mlx_parallm.rewards.threads import ASYNC_FUNCTIONS
 from mlx_parallm.systems.traces.builders import score_of
-from mlx_parallm.systems.traces.schema import Json, Label, text_of
+from mlx_parallm.systems.traces.schema import Json, Label, present, text_of
 from mlx_parallm.systems.traces.session import prompt_hash
 from mlx_parallm.systems.traces.trace import TASKS, Trace
 from mlx_parallm.types import MAX_REWARD, Rollout, Trajectory, Turn, has_score
@@ -191,7 +191,7 @@ class RewardEngine:
         return "– (no part applies)" if score is None else f"{score:.2f} ({shown})"
 
     def _combined(self, parts: Parts) -> float | None:
-        scored = {name: value for name, value in parts.items() if value is not None}
+        scored = present(parts)
         total = sum(self.weights[name] for name in scored)
         return (
             sum(self.weights[name] * value for name, value in scored.items()) / total
@@ -252,7 +252,7 @@ async def _label_all(
         parts, *_ = await functions.parts(
             opening_of(trace), trace.get("columns", {}), [trajectory_of(trace)], TrainingProgress
         )
-        scores = {part: value for part, value in (parts[0] or {}).items() if value is not None}
+        scores = present(parts[0] or {})
         if not scores:
             continue
         weights = {part: functions.weights[part] for part in scores}

@@ -42,7 +42,7 @@ from mlx_parallm.systems.traces.recorder import (
     SessionRecorder,
     session_name,
 )
-from mlx_parallm.systems.traces.schema import Json, Label
+from mlx_parallm.systems.traces.schema import Json, Label, present
 from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, TurnStatus, TurnTokens
 from mlx_parallm.types import MAX_REWARD, Completion, Request, weight_spans
 
@@ -80,9 +80,7 @@ class FeedbackBody(Body):
             "at": time.time(),
             "response_id": self.response_id,
         }
-        return Label.model_validate(
-            {key: value for key, value in values.items() if value is not None}
-        )
+        return Label.model_validate(present(values))
 
 
 class TrainingOutcome(TypedDict):

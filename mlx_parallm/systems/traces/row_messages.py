@@ -24,7 +24,7 @@ from mlx_parallm.systems.traces.importers.endings import (
     is_own_call,
     not_sampled,
 )
-from mlx_parallm.systems.traces.schema import Json, TraceStep, messages_of
+from mlx_parallm.systems.traces.schema import Json, TraceStep, messages_of, without
 from mlx_parallm.systems.traces.session import compared_text
 from mlx_parallm.systems.traces.trace import Trace
 
@@ -227,7 +227,7 @@ def _row_message(message: Mapping[str, Any], notes: Counter[str]) -> Json:
         if message.get(name) is not None:
             kept[name] = str(message[name])
     _judge(
-        {key: value for key, value in message.items() if key not in _MESSAGE},
+        without(message, *_MESSAGE),
         "a message has the field",
         notes,
     )
@@ -247,7 +247,7 @@ def _text(content: Any, notes: Counter[str]) -> str:
             and part.get("type") in (None, "text")
         ):
             _judge(
-                {key: value for key, value in part.items() if key not in _PART},
+                without(part, *_PART),
                 "a text has the field",
                 notes,
             )
@@ -270,12 +270,12 @@ def _row_call(call: Any, notes: Counter[str]) -> Json:
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     _judge(
-        {key: value for key, value in call.items() if key not in ("id", "type", "function")},
+        without(call, "id", "type", "function"),
         "a call has",
         notes,
     )
     _judge(
-        {key: value for key, value in function.items() if key not in ("name", "arguments")},
+        without(function, "name", "arguments"),
         "a call has",
         notes,
     )

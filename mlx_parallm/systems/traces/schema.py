@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -30,6 +30,19 @@ _LARGE_TEXT = re.compile(r"[eE]\+?\d{3}|\d{300}")  # may be beyond float64
 _LARGE = re.compile(_LARGE_TEXT.pattern.encode())
 Json = dict[str, Any]
 Content = str | list[Json]
+V = TypeVar("V")
+
+
+def without(record: Mapping[str, V], *names: str | None) -> dict[str, V]:
+    """Return the fields of a record beside these."""
+    return {name: value for name, value in record.items() if name not in names}
+
+
+def present(record: Mapping[str, V | None], *without: str) -> dict[str, V]:
+    """Return the fields that hold something, beside those of the names `without`."""
+    return {
+        name: value for name, value in record.items() if value is not None and name not in without
+    }
 
 
 class TraceRecord(BaseModel):
@@ -213,11 +226,11 @@ def _with_rest(record: Json, original: Mapping[str, Any], written: Mapping[str, 
 def _restored(written: Json, extra: Json | None) -> Json:
     rest = dict((extra or {}).get(_OPENAI, {}))
     missing = rest.pop("without", ())
-    return {key: value for key, value in {**written, **rest}.items() if key not in missing}
+    return without({**written, **rest}, *missing)
 
 
 def _step_of(message: Mapping[str, Any], number: int) -> Json:
-    original = {key: value for key, value in message.items() if key != "step"}
+    original = without(message, "step")
     step: Json = {
         "source": _SOURCE_OF[message["role"]],
         "message": _atif_content(message.get("content")),
@@ -256,7 +269,7 @@ def foreign_message(message: Mapping[str, Any]) -> Json:
     `extra.fields`."""
     if "step" not in message or isinstance(message["step"], StepFields):
         return dict(message)
-    kept = {key: value for key, value in message.items() if key != "step"}
+    kept = without(message, "step")
     return add_step(kept, extra={"fields": {"step": message["step"]}})
 
 
@@ -337,7 +350,7 @@ def _result_of(message: Mapping[str, Any], call_ids: set[str]) -> Json:
     result: Json = {"content": _atif_content(message.get("content"))}
     if call_id in call_ids:
         result["source_call_id"] = call_id
-    original = {key: value for key, value in message.items() if key != "step"}
+    original = without(message, "step")
     made = _with_rest(result, original, _written_result(result))
     return (
         _with_own(made, {"step": {"extra": extra}})

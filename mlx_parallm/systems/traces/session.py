@@ -38,9 +38,11 @@ from mlx_parallm.systems.traces.schema import (
     foreign_message,
     iso_time,
     parsed_arguments,
+    present,
     read_jsonl,
     steps_of,
     text_of,
+    without,
 )
 from mlx_parallm.systems.traces.trace import Trace, parse_trace
 from mlx_parallm.types import Rollout
@@ -136,9 +138,7 @@ class Session:
                             (f"{path.name}:{number}", name): each for name, each in others
                         }
                 elif value["type"] == "label":
-                    session.labels.append(
-                        Label.model_validate({k: v for k, v in value.items() if k != "type"})
-                    )
+                    session.labels.append(Label.model_validate(without(value, "type")))
                 else:
                     raise ValueError(f"lines of type {value['type']!r} are no turns and no labels")
             except (
@@ -410,7 +410,7 @@ def _step_fields(turn: SessionTurn, session: Session, *, copied: bool) -> Json:
         versions = [list(span) for span in tokens.versions]
         extra |= {"policy_versions": versions, "temperature": tokens.temperature}
         optional = {"processed_logprobs": tokens.processed_logprobs, "forced": tokens.forced}
-        extra |= {name: column for name, column in optional.items() if column is not None}
+        extra |= present(optional)
     return step | {"metrics": metrics | {"extra": extra}, "llm_call_count": 1}
 
 

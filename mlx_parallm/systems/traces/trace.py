@@ -36,9 +36,11 @@ from mlx_parallm.systems.traces.schema import (
     TraceRecord,
     TraceStep,
     messages_of,
+    present,
     steps_of,
     text_of,
     unix_time,
+    without,
 )
 
 TASKS = ("created", "completed", "failed")
@@ -112,11 +114,7 @@ class Trace(TraceRecord):
 
     def note(self, **values: Any) -> None:
         """Set keys of `extra`; None removes one."""
-        self.extra = {
-            key: value
-            for key, value in {**(self.extra or {}), **values}.items()
-            if value is not None
-        }
+        self.extra = present({**(self.extra or {}), **values})
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a key of `extra`."""
@@ -359,7 +357,7 @@ def new_trace(
         about["model_name"] = model
     if tools:
         about["tool_definitions"] = [dict(tool) for tool in tools]
-    kept = {key: value for key, value in extra.items() if value is not None}
+    kept = present(extra)
     return parse_trace(
         {
             "schema_version": SCHEMA_VERSION,
@@ -433,7 +431,7 @@ def _record(kind: type[Any], entry: Mapping[str, Any]) -> Any:
 
 def _messages_of(event: Event, number: int) -> Sequence[Json]:
     if isinstance(event, ReasoningStep):
-        noted = {key: value for key, value in asdict(event).items() if key != "content"}
+        noted = without(asdict(event), "content")
         return [
             {
                 "role": "assistant",

@@ -18,7 +18,7 @@ from mlx_parallm.systems.traces.importers.dialects import (
 from mlx_parallm.systems.traces.importers.endings import marked, not_sampled
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import ImportReport, made, objects, whole_json
-from mlx_parallm.systems.traces.schema import Json, add_step
+from mlx_parallm.systems.traces.schema import Json, add_step, present, without
 from mlx_parallm.systems.traces.trace import Trace, new_trace, parse_trace
 
 COPIED = {"is_copied_context": True}
@@ -210,7 +210,7 @@ def art(path: Path, report: ImportReport) -> Iterator[Trace]:
                 return _art_traces(row, place, None, report, place)
             if not listed:
                 raise TraceError("a group without trajectories")
-            rest = {key: value for key, value in row.items() if key != "trajectories"}
+            rest = without(row, "trajectories")
             return [
                 trace
                 for number, entry in enumerate(listed)
@@ -244,8 +244,8 @@ def _art_traces(
     histories = entry.get("additional_histories") if isinstance(entry, Mapping) else None
     if not isinstance(histories, list) or not histories:
         return [_art_trace(entry, name, group_id, report, expect, **extra)]
-    main = {key: value for key, value in entry.items() if key != "additional_histories"}
-    shared = {key: value for key, value in main.items() if key not in (*_ART_LISTS, "tools")}
+    main = without(entry, "additional_histories")
+    shared = without(main, *_ART_LISTS, "tools")
     traces = [_art_trace(main, name, group_id, report, expect, **extra)]
     for number, history in enumerate(histories, 1):
         if not isinstance(history, Mapping):
@@ -269,10 +269,8 @@ def _art_trace(
     messages: list[Json] = []
     for item in listed:
         if isinstance(item.get("message"), dict):  # a Choice
-            rest = {
-                key: value for key, value in item.items() if key != "message" and value is not None
-            }
-            message = {key: value for key, value in item["message"].items() if value is not None}
+            rest = present(item, "message")
+            message = present(item["message"])
             message.setdefault("content", None)
             answers = [
                 add_step(each, extra={"choice": rest} if rest else {})
@@ -281,9 +279,7 @@ def _art_trace(
             messages += [_weighed(each, report, name, item) for each in answers]
         else:
             trainable = item.get("trainable")
-            for message in converted(
-                {key: value for key, value in item.items() if key != "trainable"}
-            ):
+            for message in converted(without(item, "trainable")):
                 copied = message.get("role") == "assistant" and not trainable
                 messages.append(
                     add_step(message, **COPIED) if copied else _weighed(message, report, name)
@@ -300,10 +296,7 @@ def _art_trace(
         policy_version=entry.get("final_policy_version"),
         metrics=entry.get("metrics") or None,
         metadata=entry.get("metadata") or None,
-        columns={
-            key: value for key, value in entry.items() if key not in used and value is not None
-        }
-        or None,
+        columns=present(entry, *used) or None,
         **extra,
     )
 
@@ -319,11 +312,7 @@ def verifiers(path: Path, report: ImportReport) -> Iterator[Trace]:
         def make(place: str = place, row: Json = row) -> list[Trace]:
             listed = row.get("traces")
             entries = listed if isinstance(listed, list) else [row]
-            rest = (
-                {key: value for key, value in row.items() if key != "traces"}
-                if isinstance(listed, list)
-                else {}
-            )
+            rest = without(row, "traces") if isinstance(listed, list) else {}
             traces: list[Trace] = []
             for entry in entries:
                 if not isinstance(entry, Mapping):
@@ -366,9 +355,7 @@ def _evaluated(entry: Mapping[str, Any], place: str, report: ImportReport) -> Tr
     if answered and answered[-1].get("role") == "assistant":
         answered[-1] = _weighed(answered[-1], report, place, _ended(entry))
     reward, info = entry.get("reward"), entry.get("info")
-    rest = {
-        key: value for key, value in entry.items() if key not in ("prompt", "completion", "reward")
-    }
+    rest = without(entry, "prompt", "completion", "reward")
     return new_trace(
         linked([*messages, *answered]),
         session_id=f"{place}",
@@ -395,7 +382,7 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
     name = str(entry.get("id") or place)
     task = entry["task"] if isinstance(entry.get("task"), Mapping) else {}
     used = ("nodes", "rewards", "tools")
-    rest = {key: value for key, value in entry.items() if key not in used and value is not None}
+    rest = present(entry, *used)
     scores = _rewards(rewards) if isinstance(rewards, Mapping) else {}
     is_plain = isinstance(rewards, Mapping) and all(
         not value
@@ -466,10 +453,8 @@ def _graph_messages(
     for index in path:
         node = nodes[index]
         ids, mask = node.get("token_ids") or [], node.get("mask") or []
-        message = {key: value for key, value in node["message"].items() if value is not None}
-        kept: Json = {
-            key: value for key, value in node.items() if key != "message" and value is not None
-        }
+        message = present(node["message"])
+        kept: Json = present(node, "message")
         if _is_number(kept.get("parent"), nodes):
             del kept["parent"]
         if index == path[0]:
@@ -493,7 +478,7 @@ def _graph_messages(
                     "logprobs": node.get("logprobs") or [],
                 }
                 step |= {"metrics": metrics, "llm_call_count": 1}
-                kept = {key: value for key, value in kept.items() if key not in _TOKENS}
+                kept = without(kept, *_TOKENS)
         before = before + ids
         parts = converted(message)
         position = next(
@@ -512,8 +497,6 @@ def _graph_messages(
 def _function_call(call: Any) -> Any:
     if not isinstance(call, Mapping) or "function" in call or "name" not in call:
         return call
-    rest = {
-        key: value for key, value in call.items() if key not in ("id", "name", "arguments", "type")
-    }
+    rest = without(call, "id", "name", "arguments", "type")
     function = {"name": call["name"], "arguments": call.get("arguments", "{}")}
     return {"id": call.get("id"), "type": "function", "function": function, **rest}

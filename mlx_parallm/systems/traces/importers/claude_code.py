@@ -19,7 +19,7 @@ from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_samp
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
 from mlx_parallm.systems.traces.importers.sessions import owned_answers
-from mlx_parallm.systems.traces.schema import Json, add_step
+from mlx_parallm.systems.traces.schema import Json, add_step, without
 from mlx_parallm.systems.traces.session import text_digest
 from mlx_parallm.systems.traces.trace import Trace, new_trace
 
@@ -313,8 +313,8 @@ def _claude_messages(
     place, line = node.lines[0]
     kept = []
     for _, each in node.lines:
-        rest = {key: value for key, value in each.items() if key not in ("message", *REPEATED)}
-        message = {key: value for key, value in each["message"].items() if key != "content"}
+        rest = without(each, "message", *REPEATED)
+        message = without(each["message"], "content")
         if message.get("role") == node.role:
             del message["role"]
         kept.append(rest | ({"message": message} if message else {}))

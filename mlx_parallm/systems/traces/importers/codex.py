@@ -26,7 +26,7 @@ from mlx_parallm.systems.traces.importers.endings import (
 )
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
 from mlx_parallm.systems.traces.importers.sessions import owned_answers
-from mlx_parallm.systems.traces.schema import Json, add_step, text_of
+from mlx_parallm.systems.traces.schema import Json, add_step, text_of, without
 from mlx_parallm.systems.traces.session import chained_key, compared_text, text_digest
 from mlx_parallm.systems.traces.trace import Trace, new_trace
 
@@ -84,7 +84,7 @@ def codex(path: Path, report: ImportReport) -> Iterator[Trace]:
             )
         else:
             report.expect(place, [payload])
-            rest = {key: value for key, value in line.items() if key not in ("payload", "type")}
+            rest = without(line, "payload", "type")
             if _is_again(log, payload):
                 report.skip(place, REPEATED)
                 continue
@@ -224,9 +224,7 @@ def take_item(log: ItemLog, item: Any, place: str, report: ImportReport, rest: J
 
 
 def _take_message(log: ItemLog, item: Json, rest: Json) -> None:
-    kept = rest | {
-        key: value for key, value in item.items() if key not in ("type", "role", "content")
-    }
+    kept = rest | without(item, "type", "role", "content")
     if not isinstance(item.get("content"), str | list | None):
         raise TraceError("a message whose content is neither text nor a list")
     made = converted({"role": item["role"], "content": item.get("content")})
@@ -261,7 +259,7 @@ def _take_reasoning(log: ItemLog, item: Json, rest: Json) -> bool:
     key = next((key for key in ("content", "summary") if text_of(item.get(key))), None)
     if key is None:
         return False
-    kept = rest | {name: value for name, value in item.items() if name not in ("type", key)}
+    kept = rest | without(item, "type", key)
     texts = (
         [text_of([part]) for part in item[key]]
         if isinstance(item[key], list)
@@ -282,9 +280,7 @@ def _take_reasoning(log: ItemLog, item: Json, rest: Json) -> bool:
 def _codex_call(item: Json, kind: str, call_id: str, rest: Json) -> Json:
     key = next((key for key in ("arguments", "input", "action") if key in item), None)
     raw = item.get(key) if key is not None else None
-    others = {
-        name: value for name, value in item.items() if name not in ("type", "name", "call_id", key)
-    }
+    others = without(item, "type", "name", "call_id", key)
     if key == "arguments" and isinstance(raw, str):
         arguments = raw
     else:
@@ -306,10 +302,8 @@ def _take_own_call(log: ItemLog, item: Json, kind: str, call_id: str, rest: Json
     key = next((key for key in (*OUTPUTS, "error") if item.get(key) is not None), None)
     plain = ("type", "name", "id", "status", "action", "arguments", "input", *OUTPUTS, "error")
     if not any(name in item for name in ("arguments", "input", "action")):
-        item = {**item, "arguments": {k: v for k, v in item.items() if k not in plain}}
-    call = _codex_call(
-        {name: value for name, value in item.items() if name != key}, kind, call_id, rest
-    )
+        item = {**item, "arguments": without(item, *plain)}
+    call = _codex_call(without(item, key), kind, call_id, rest)
     call["rest"] = {**call.get("rest", {}), "kind": kind}
     answer = _open_answer(log)
     if answer.get("tool_calls"):
@@ -335,11 +329,11 @@ def _logs(outputs: Any) -> Any:
 
 def _output(item: Json, call_id: str, rest: Json, key: str) -> Json:
     output = item.get(key)
-    others = {name: value for name, value in item.items() if name not in ("type", "call_id", key)}
+    others = without(item, "type", "call_id", key)
     inner = output
     if isinstance(output, dict) and "content" in output:
         inner = output["content"]
-        others |= {key: value for key, value in output.items() if key != "content"}
+        others |= without(output, "content")
     message = {"role": "tool", "tool_call_id": call_id, "content": result_content(inner)}
     return add_step(message, extra={"lines": [rest | others]} if rest | others else {})
 

@@ -21,7 +21,14 @@ from typing import Any
 from mlx_parallm.errors import TraceError
 from mlx_parallm.execution.chat_messages import CALLERS, ROLE_OF
 from mlx_parallm.systems.traces.importers.endings import is_own_call
-from mlx_parallm.systems.traces.schema import Json, add_step, foreign_message, parse_json
+from mlx_parallm.systems.traces.schema import (
+    Json,
+    add_step,
+    foreign_message,
+    parse_json,
+    present,
+    without,
+)
 
 _TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 _THOUGHT = ("thinking", "reasoning")
@@ -145,7 +152,7 @@ def _spoken_call(fields: Json) -> Json:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise TraceError(f"a message of role {fields['role']!r} holds a call without a name")
         key = next((key for key in _ARGUMENTS if key in call), "arguments")
-        rest = {name: value for name, value in call.items() if name not in ("name", key, "id")}
+        rest = without(call, "name", key, "id")
         function = {"name": call["name"], "arguments": _json_text(call.get(key, {}))}
         calls.append(
             _without_no_id({"id": call.get("id"), "type": "function", "function": function, **rest})
@@ -156,11 +163,7 @@ def _spoken_call(fields: Json) -> Json:
 def _split(fields: Json, parts: Sequence[Any]) -> list[Json]:
     """A message of parts as messages: results come first in what a user sends, and in their
     place in an answer."""
-    rest = {
-        key: value
-        for key, value in fields.items()
-        if key not in ("role", "content", "tool_calls", "step")
-    }
+    rest = without(fields, "role", "content", "tool_calls", "step")
     step = {key: fields[key] for key in ("step",) if key in fields}
     role = fields.get("role")
     if role == "tool" and any(_kind(part) == "result" for part in parts):
@@ -218,7 +221,7 @@ class _Open:
         elif kind == "thought" and self.role == "assistant":
             key, text = _thought(part)
             self.thoughts.append(text)
-            rest = {name: value for name, value in part.items() if name not in (key, "thought")}
+            rest = without(part, key, "thought")
             if set(rest) - {"type"}:
                 self.rests.append(rest)
         else:
@@ -301,16 +304,16 @@ def _thought(part: Mapping[str, Any]) -> tuple[str | None, str]:
 
 def _call(part: Mapping[str, Any]) -> Json:
     if (code := _code(part)) is not None:
-        rest = {key: value for key, value in part.items() if key not in _CODE_KEYS}
+        rest = without(part, *_CODE_KEYS)
         part = {**rest, "type": "executable_code", "name": "code_execution", "args": dict(code)}
-    outer = {key: value for key, value in part.items() if key not in _CALL_KEYS}
+    outer = without(part, *_CALL_KEYS)
     key = next((key for key in _CALL_KEYS if _is_call(part.get(key))), None)
     inner = dict(part[key]) if key is not None else outer
-    rest = {} if key is None else {name: value for name, value in outer.items() if name != "type"}
+    rest = {} if key is None else without(outer, "type")
     ids = next((name for name in _IDS if name in inner), "id")
     arguments = next((name for name in _ARGUMENTS if name in inner), "input")
     taken = ("name", "type", ids, arguments)
-    rest |= {name: value for name, value in inner.items() if name not in taken}
+    rest |= without(inner, *taken)
     if inner.get("type") not in (None, "tool_use", "tool_call", "function_call", "function"):
         rest["kind"] = inner["type"]
     function = {"name": inner["name"], "arguments": _json_text(inner.get(arguments))}
@@ -330,11 +333,7 @@ def _without_no_id(call: Json) -> Json:
 def _result(part: Mapping[str, Any]) -> Json:
     key = next((key for key in _RESULT_KEYS if isinstance(part.get(key), Mapping)), None)
     inner = dict(part[key]) if key is not None else dict(part)
-    rest = (
-        {}
-        if key is None
-        else {name: value for name, value in part.items() if name not in (key, "type")}
-    )
+    rest = {} if key is None else without(part, key, "type")
     ids = next(
         (name for name in ("tool_use_id", "tool_call_id", "call_id", "id") if name in inner), "id"
     )
@@ -350,9 +349,7 @@ def _result(part: Mapping[str, Any]) -> Json:
     if inner.get("is_error"):
         message["is_error"] = True
     taken = (ids, content, *(name for name in ("name", "is_error") if name in message))
-    rest |= {
-        name: value for name, value in inner.items() if name not in taken and value is not None
-    }
+    rest |= present(inner, *taken)
     if rest.get("is_error") is False:
         del rest["is_error"]
     if rest.get("type") in ("tool_result", "tool_call_response", "function_call_output"):
@@ -400,7 +397,7 @@ def _as_part(part: Any) -> Any:
     return {
         "type": "text",
         "text": part[key],
-        **{k: v for k, v in part.items() if k not in ("type", "text", key)},
+        **without(part, "type", "text", key),
     }
 
 
@@ -430,7 +427,7 @@ def tool_definitions(listed: Any, functions: Any = None) -> list[Json] | None:
             raise TraceError("'tools' is not a list of objects")
         for tool in value or ():
             declared = next((tool[key] for key in _DECLARATIONS if key in tool), None)
-            rest = {key: item for key, item in tool.items() if key not in _DECLARATIONS}
+            rest = without(tool, *_DECLARATIONS)
             if isinstance(declared, list) and all(isinstance(each, Mapping) for each in declared):
                 made += [tool_definition(each) for each in declared] + ([rest] if rest else [])
             else:
@@ -450,7 +447,7 @@ def tool_definition(tool: Mapping[str, Any]) -> Json:
     function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
     if tool.get(schema) is not None:
         function["parameters"] = tool[schema]
-    rest = {key: value for key, value in tool.items() if key not in (*schema_keys, "type")}
+    rest = without(tool, *schema_keys, "type")
     if tool.get("type") not in (None, "function", "custom"):
         rest["kind"] = tool["type"]
     return {"type": "function", "function": function, **rest}

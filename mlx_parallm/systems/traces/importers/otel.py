@@ -25,7 +25,15 @@ from mlx_parallm.systems.traces.importers.dialects import (
 from mlx_parallm.systems.traces.importers.endings import marked, not_sampled
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, entries, shape_of
 from mlx_parallm.systems.traces.importers.sessions import session_traces
-from mlx_parallm.systems.traces.schema import Json, Label, add_step, parse_json, read_jsonl
+from mlx_parallm.systems.traces.schema import (
+    Json,
+    Label,
+    add_step,
+    parse_json,
+    present,
+    read_jsonl,
+    without,
+)
 from mlx_parallm.systems.traces.session import Session, compared_text
 from mlx_parallm.systems.traces.trace import Trace
 
@@ -204,8 +212,8 @@ def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]
                     report.read(at, [scope, resource])
                     report.skip(at, "a scope without 'spans'")
                     continue
-                around = {key: value for key, value in resource.items() if key != "scopeSpans"}
-                around |= {key: value for key, value in scope.items() if key != "spans"}
+                around = without(resource, "scopeSpans")
+                around |= without(scope, "spans")
                 for span in spans:
                     number += 1
                     at = f"{path.name} span {number}" + (
@@ -309,11 +317,7 @@ def _call(place: str, span: Json, values: Json, around: Json, report: ImportRepo
     }
     names = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
     model = next((str(values[name]) for name in names if values.get(name)), None)
-    kept = {
-        key: value
-        for key, value in span.items()
-        if key not in ("attributes", "events") and value is not None
-    }
+    kept = present(span, "attributes", "events")
     kept |= {"attributes": rest} | ({"events": events} if events else {}) | around
     response_id = values.get("gen_ai.response.id")
     call = _Call(
@@ -381,11 +385,7 @@ def _from_events(
         name = event.get("name") if isinstance(event, dict) else None
         fields = _attributes(event.get("attributes")) if isinstance(event, dict) else {}
         standard_keys = ("name", "attributes", "timeUnixNano")
-        rest = (
-            {key: value for key, value in event.items() if key not in standard_keys}
-            if isinstance(event, dict)
-            else {}
-        )
+        rest = without(event, *standard_keys) if isinstance(event, dict) else {}
         if name == f"{EVALUATION}.result":
             labels.append(_evaluation(fields, event))
         elif name == DETAILS and not fields.keys() & values.keys():
@@ -410,9 +410,7 @@ def _from_events(
 def _event_message(fields: Json, role: str) -> Json:
     """A message that was an event: its fields are attributes, or in a body; a choice's are in
     `message`."""
-    made = {
-        key: value for key, value in fields.items() if key not in ("body", "event_body", "message")
-    }
+    made = without(fields, "body", "event_body", "message")
     for key in ("body", "event_body", "message"):
         inner = fields.get(key)
         try:
@@ -420,7 +418,7 @@ def _event_message(fields: Json, role: str) -> Json:
         except ValueError:
             inner = {"content": inner}
         if isinstance(inner, dict) and isinstance(inner.get("message"), dict):
-            inner = {**{k: v for k, v in inner.items() if k != "message"}, **inner["message"]}
+            inner = {**without(inner, "message"), **inner["message"]}
         if inner is not None:
             made |= inner if isinstance(inner, dict) else {key: inner}
     if isinstance(made.get("tool_calls"), str):
@@ -442,7 +440,7 @@ def _evaluation(values: Json, event: Mapping[str, Any]) -> Label:
         "response_id": values.pop("gen_ai.response.id", None),
         "attributes": values or None,
     }
-    return Label.model_validate({key: value for key, value in fields.items() if value is not None})
+    return Label.model_validate(present(fields))
 
 
 # ---------------------------------------------------------------------- flat keys
@@ -527,16 +525,12 @@ def _flat_call(call: Any) -> Any:
     function = nested_function if isinstance(nested_function, dict) else inner
     if not isinstance(function.get("name"), str):
         return call
-    rest = {
-        key: value
-        for key, value in inner.items()
-        if key not in ("id", "function", "name", "arguments", "type")
-    }
+    rest = without(inner, "id", "function", "name", "arguments", "type")
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     flat_function = {"name": function["name"], "arguments": text}
     if function is not inner:
-        flat_function |= {key: value for key, value in function.items() if key not in flat_function}
+        flat_function |= without(function, *flat_function)
     return {"id": str(inner.get("id") or ""), "type": "function", "function": flat_function, **rest}
 
 
@@ -581,10 +575,8 @@ def _joined(name: str, calls: Sequence[_Call], report: ImportReport) -> Iterator
 def _bare(message: Mapping[str, Any]) -> Json:
     """A message, and the fields of its own that lie in its step."""
     extra = message.get("step", {}).get("extra", {})
-    step_fields = {key: value for key, value in extra.items() if key not in ("span", "not_sampled")}
-    return {key: value for key, value in message.items() if key != "step"} | (
-        {"step": step_fields} if step_fields else {}
-    )
+    step_fields = without(extra, "span", "not_sampled")
+    return without(message, "step") | ({"step": step_fields} if step_fields else {})
 
 
 def holds_spans(path: Path) -> bool:

@@ -12,7 +12,7 @@ from mlx_parallm.systems.traces.importers.codex import ItemLog
 from mlx_parallm.systems.traces.importers.dialects import chat_messages, converted, tool_definitions
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.importers.responses import take_items
-from mlx_parallm.systems.traces.schema import Json, text_of
+from mlx_parallm.systems.traces.schema import Json, text_of, without
 
 CUT_REASONS = {"max_output_tokens": "length", "max_tokens": "length"}
 STOP_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "tool_use": "tool_calls"}
@@ -148,7 +148,7 @@ def _answer(body: Mapping[str, Any], message: Json, reason: str) -> Json:
 
 def _plain(message: Json) -> Json:
     """The message without what a log adds; text alone as one text."""
-    plain = {key: value for key, value in message.items() if key != "step"}
+    plain = without(message, "step")
     content = plain.get("content")
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and part.get("type") == "text" for part in content

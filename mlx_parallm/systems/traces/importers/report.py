@@ -21,7 +21,7 @@ from typing import Any
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import read_bounded
-from mlx_parallm.systems.traces.schema import LONGEST_LINE, parse_json, read_jsonl
+from mlx_parallm.systems.traces.schema import LONGEST_LINE, parse_json, read_jsonl, without
 from mlx_parallm.systems.traces.trace import Trace
 
 SHOWN_PLACES = 3
@@ -170,9 +170,7 @@ class ImportReport:
             left = self.messages - self.carried
             yield f"{self.messages} messages: {self.carried} carried, {left} left out"
         yield from self._draw("skipped {}: {}", self.skipped)
-        others = Counter(
-            {reason: count for reason, count in self.left_out.items() if reason not in self.skipped}
-        )
+        others = Counter(without(self.left_out, *self.skipped))
         yield from self._draw("left out {} messages: {}", others)
         yield from self._draw("left out {} parts or fields: {}", self.details)
         yield from self._draw("{} times: {}", self.remarks)

@@ -20,7 +20,7 @@ from mlx_parallm.systems.traces.importers.codex import ItemLog, take_item
 from mlx_parallm.systems.traces.importers.dialects import tool_definitions
 from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_sampled
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, made, objects
-from mlx_parallm.systems.traces.schema import Json, add_step
+from mlx_parallm.systems.traces.schema import Json, add_step, without
 from mlx_parallm.systems.traces.trace import Trace, new_trace
 
 ASKED = ("input", "instructions", "tools", "previous_response_id")
@@ -167,7 +167,7 @@ def _span_traces(
     kind = span.get("type")
     if kind not in SPANS:
         raise TraceError(f"spans of type {kind!r}: generations and responses hold what was said")
-    rest = {key: value for key, value in row.items() if key != "span_data"}
+    rest = without(row, "span_data")
     if kind == "response":
         if _output_of(span) is None:
             raise TraceError("a response's span holds its id alone: log the response with it")
