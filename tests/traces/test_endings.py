@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.systems.traces.builders import DatasetOptions, build_dataset
-from mlx_parallm.systems.traces.importers.endings import OWN_ENDS, REASONS, not_sampled
+from mlx_parallm.systems.traces.importers.endings import REASONS, WORDS, not_sampled
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import read_traces
 from mlx_parallm.systems.traces.trace import new_trace
@@ -54,7 +54,7 @@ def spellings(word: str) -> list[str]:
 
 def test_a_reason_is_the_models_own_or_cuts_the_answer_however_it_is_spelled() -> None:
     for name in REASONS:
-        for word in OWN_ENDS:
+        for word in WORDS["own_ends"]:
             assert [not_sampled(ANSWER, {name: s}) for s in spellings(word)] == [None] * 5, word
         for word in CUT:
             for spelled in spellings(word):

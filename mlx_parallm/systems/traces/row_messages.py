@@ -18,6 +18,7 @@ from mlx_parallm.systems.traces.importers.endings import (
     CUT_FLAGS,
     OWN_CALL,
     REASONS,
+    WORDS,
     answered_without,
     cut_by_what_follows,
     ends_by_itself,
@@ -28,47 +29,7 @@ from mlx_parallm.systems.traces.schema import Json, TraceStep, messages_of, with
 from mlx_parallm.systems.traces.session import compared_text
 from mlx_parallm.systems.traces.trace import Trace
 
-NOTES = (
-    "annotations",
-    "cache_control",
-    "choice",
-    "citations",
-    "created",
-    "created_at",
-    "date",
-    "finishReason",
-    "finish_reason",
-    "id",
-    "index",
-    "is_error",
-    "kind",
-    "logprobs",
-    "loss",
-    "loss_mask",
-    "loss_weight",
-    "metadata",
-    "model",
-    "object",
-    "phase",
-    "provider_specific_fields",
-    "reasoning_details",
-    "rest",
-    "score",
-    "signature",
-    "status",
-    "stop_reason",
-    "stop_sequence",
-    "thinking_blocks",
-    "thoughtSignature",
-    "time",
-    "timestamp",
-    "token_ids",
-    "train",
-    "trainable",
-    "usage",
-    "uuid",
-    "weight",
-)
+NOTES = WORDS["notes"]
 """Fields of messages, parts and calls that say nothing to a model."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -7,7 +7,9 @@ Asked by every importer (`not_sampled`, of the lines around an answer) and by th
 
 import itertools
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
 from mlx_parallm.systems.traces.schema import Json, add_step, text_of
@@ -26,45 +28,10 @@ BROKEN_OFF = re.compile(
     r"\[(Request|Response) (interrupted|cancell?ed|aborted)[^\]]*\]\s*$", re.IGNORECASE
 )
 """Text that agents put behind the beginning of an answer."""
-REASONS = ("finish_reason", "finishReason", "stop_reason", "stopReason")
-OWN_ENDS = {
-    "stop",
-    "stopped",
-    "stop_sequence",
-    "stop_token",
-    "end",
-    "end_turn",
-    "end_of_turn",
-    "eos",
-    "eos_token",
-    "eot",
-    "complete",
-    "completed",
-    "done",
-    "finished",
-    "success",
-    "tool_use",
-    "tool_call",
-    "tool_calls",
-    "tool_calling",
-    "function_call",
-}
-"""Reasons for the end of an answer that are the model's own. Any other cut it."""
-SAYS_NOTHING = {"", "none", "null", "unknown", "unspecified"}
-UNFINISHED = {
-    "incomplete",
-    "in_progress",
-    "queued",
-    "failed",
-    "cancelled",
-    "canceled",
-    "interrupted",
-    "aborted",
-    "timeout",
-    "timed_out",
-}
-"""Values of an answer's `status`."""
-CUT_FLAGS = ("is_truncated", "truncated", "interrupted", "aborted", "cancelled", "timed_out")
+WORDS: dict[str, list[str]] = tomllib.loads(
+    files(__package__).joinpath("words.toml").read_text(encoding="utf-8")
+)
+REASONS, CUT_FLAGS = tuple(WORDS["reasons"]), tuple(WORDS["cut_flags"])
 PROGRAM = "an answer that a program wrote in the model's place"
 HIDDEN_SEARCH = "an answer that rests on a search of the API, which the log does not hold"
 OWN_CALL = "a call that the API makes itself"
@@ -98,14 +65,14 @@ def not_sampled(message: Mapping[str, Any], *about: Mapping[str, Any]) -> str | 
 
 def ends_by_itself(*about: Mapping[str, Any]) -> bool:
     """Whether a record says that the model ended the answer."""
-    return any(_reason(record) in OWN_ENDS for record in about)
+    return any(_reason(record) in WORDS["own_ends"] for record in about)
 
 
 def _reason(record: Mapping[str, Any]) -> str:
     """The first reason that a record names; "": none. vLLM's `stop_reason` beside
     `finish_reason` is a stop string."""
     words = (_word(record.get(name)) for name in REASONS)
-    return next((word for word in words if word not in SAYS_NOTHING), "")
+    return next((word for word in words if word not in WORDS["says_nothing"]), "")
 
 
 def _word(value: Any) -> str:
@@ -118,12 +85,12 @@ def _word(value: Any) -> str:
 
 
 def _cut(record: Mapping[str, Any]) -> str | None:
-    if (word := _reason(record)) and word not in OWN_ENDS:
+    if (word := _reason(record)) and word not in WORDS["own_ends"]:
         return f"an answer that ended with {word!r}"[:100]
     details = record.get("incomplete_details")
     if isinstance(details, Mapping) and details.get("reason"):
         return f"an answer that ended with {_word(details['reason'])!r}"[:100]
-    if _word(record.get("status")) in UNFINISHED:
+    if _word(record.get("status")) in WORDS["unfinished"]:
         return f"an answer whose status is {_word(record['status'])!r}"
     flag = next((name for name in CUT_FLAGS if record.get(name) is True), None)
     return None if flag is None else f"an answer that is marked as {flag!r}"
