@@ -2,7 +2,7 @@
 
     python examples/experts/train_gymnasium_expert.py --env CartPole-v1
 
-Writes CHECKPOINT_DIR/best.safetensors and CHECKPOINT_DIR/latest, from which `--resume` goes on.
+Writes CHECKPOINT_DIR/best.safetensors and CHECKPOINT_DIR/latest, from which `--resume` continues.
 docs/systems.md#experts has the settings for CartPole-v1 and Pendulum-v1.
 """
 

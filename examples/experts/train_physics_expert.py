@@ -3,7 +3,7 @@
     python examples/experts/train_physics_expert.py --timesteps 100000
 
 Writes CHECKPOINT_DIR/best.safetensors, the expert, and CHECKPOINT_DIR/latest, from which `--resume`
-goes on.
+continues.
 """
 
 from dataclasses import replace

@@ -17,7 +17,7 @@ from mlx_parallm.systems.experts.running import (
 from mlx_parallm.systems.experts.saving import load_expert
 from mlx_parallm.systems.experts.tasks import ConstantTask
 
-ENOUGH = 9.9  # of a return of 10
+ENOUGH = 9.9  # out of 10
 EXCELLENT = 0.1
 
 

@@ -5,7 +5,7 @@
 
 It writes a configuration, CHECKPOINT_DIR/hybrid.toml, shows the command `mlx_parallm train --config
 …`, and becomes it: the planner is served while it learns, checkpoints are below CHECKPOINT_DIR/run,
-and `--resume` goes on from the latest.
+and `--resume` continues from the latest.
 """
 
 import argparse

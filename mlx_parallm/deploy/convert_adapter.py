@@ -3,7 +3,7 @@
     mlx-lm  adapters.safetensors, adapter_config.json       what training writes
     peft    adapter_model.safetensors, adapter_config.json  transformers, vLLM, SGLang
     npz     adapters.npz, adapter_config.json               mlx-lm's first versions; numpy
-    peft-adalora  as peft, with singular values             PEFT, to go on with AdaLoRA
+    peft-adalora  as peft, with singular values             PEFT, to continue with AdaLoRA
 
 It reads each of them. A new format is a function and a line in `FORMATS`. mlx-lm's format has one
 rank and one scale for all layers, PEFT's one `use_rslora`: an adapter that does not fit is refused.
@@ -156,13 +156,13 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def _dropout(config: Mapping[str, Any]) -> float:
-    """Return PEFT's or mlx-lm's dropout; 0 where there is none."""
+    """Return PEFT's or mlx-lm's dropout; 0 if there is none."""
     dropout = config.get("lora_dropout", config.get("lora_parameters", {}).get("dropout"))
     return float(dropout) if isinstance(dropout, int | float) else 0.0
 
 
 def _base(config: Mapping[str, Any]) -> str:
-    """Return the base's name in PEFT's or mlx-lm's configuration; "" where it has none."""
+    """Return the base's name in PEFT's or mlx-lm's configuration; "" if it has none."""
     return str(config.get("base_model_name_or_path") or config.get("model") or "")
 
 

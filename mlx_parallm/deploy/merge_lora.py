@@ -9,7 +9,7 @@ most dense architectures the names are the same. A quantised base is dequantised
 scales and never quantised again; mlx-lm's quantised checkpoints carry mlx-lm's names already, so
 there both layouts use those, and `safetensors` refuses an architecture whose experts mlx-lm stacks.
 
-Where the part that sees can be loaded (docs/vision.md), `mlx` writes it too, with an adapter's
+If the part that sees can be loaded (docs/vision.md), `mlx` writes it too, with an adapter's
 layers in it; bits are for the language part.
 
 The output is written under a temporary name and renamed at the end.
@@ -144,7 +144,7 @@ def merged_weights(model: nn.Module, layers: Mapping[str, LoraPair]) -> dict[str
 
 
 def _load(base: Path) -> tuple[nn.Module, dict[str, Any], ImageEncoder | None]:
-    """Return the tree, with the part that sees where it can be loaded here, and its config.json."""
+    """Return the tree, with the part that sees if it can be loaded here, and its config.json."""
     try:
         model, config = load_hf_model(base, lazy=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:

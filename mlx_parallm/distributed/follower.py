@@ -1,4 +1,4 @@
-"""A rank other than 0: trains along, and plays groups with an engine of its own on the weights that
+"""A rank other than 0: trains along, and plays groups with its own engine on the weights that
 it has.
 
 BeginRun    prepare: the same model, the environments of rank 0's configuration

@@ -1,4 +1,4 @@
-"""Groups that rank 0 starts and another rank plays, over a TCP connection of their own.
+"""Groups that rank 0 starts and another rank plays, over its own TCP connection.
 
     rank 0       RolloutScheduler → RankPlayer → connection
     rank 1, …    connection → RankRolloutWorker → LocalPlayer → this rank's engine; results go back

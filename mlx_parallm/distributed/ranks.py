@@ -13,7 +13,7 @@ they differ (a resume, a rollback, other hardware), rank 0's arrays are copied.
 
 A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's
 ring raises when a neighbour's process has died, but not when its machine has vanished. So
-collectives run in a thread of their own, and the thread that waits for one watches the connections,
+collectives run in their own thread, and the thread that waits for one watches the connections,
 and the clock (`rl_training.rank_timeout_s`): a ring has stood still although all ranks were there.
 These are authenticated with a key that rank 0 hands out by the first collective. A process that is
 stopped keeps its connections; its heartbeat shows it (heartbeat.py), and then the others end them.
@@ -105,7 +105,7 @@ class Publish:
 
 
 def samples(algorithm: str) -> bool:
-    """Whether every rank samples, with an engine of its own."""
+    """Whether every rank samples, with its own engine."""
     return algorithm not in DATA_ALGORITHMS
 
 
@@ -373,7 +373,7 @@ class JoinedRanks(Ranks):
     # ------------------------------------------------------------------ which ranks are left
 
     def _give_up(self, place: int) -> None:
-        """Ends the connections to a rank that is silent: whoever waits for it goes on. On
+        """Ends the connections to a rank that is silent: a rank that waits for it continues. On
         another thread."""
         self._silent.append(place + 1 if self.rank == 0 else 0)
         for connections in (self._connections, self.rollouts, self.requests):

@@ -79,7 +79,7 @@ class Learner(Protocol):
         ...
 
     def load(self, directory: Path, step: int) -> None:
-        """Go on from `save` after `step` steps. Raises CheckpointError."""
+        """Continue from `save` after `step` steps. Raises CheckpointError."""
         ...
 
 
@@ -95,11 +95,11 @@ class Task:
     # the last message's text goes to the model as it is, without the chat template
     plain: bool = False
     state: State | None = None  # a BaseEnvironment's: each episode begins with a copy of it
-    # of the data set's row, for teachers
+    # columns of the data set's row, for teachers
     columns: Mapping[str, Any] = field(default_factory=dict)
     # definitions that the chat template shows; nobody makes their calls
     tools: tuple[Mapping[str, Any], ...] = ()
-    # of the environment's tools, those that it shows; None: all
+    # names of the environment's tools that it shows; None: all
     tool_names: tuple[str, ...] | None = None
 
     @property
@@ -125,11 +125,11 @@ class EnvironmentSource(ABC):
     """What to tell about episodes that nothing ends, from the first one on; None once the
     environment has ended one."""
     rewards: RewardFunctions | None = None
-    """Those of the configuration, where the source scores with them."""
+    """Those of the configuration, if the source scores with them."""
     tools: EpisodeTools | None = None
     """What the policy may call in its episodes."""
     in_order = False
-    """Whether `task` is no pure function of its arguments: then it is called once for each
+    """Whether `task` is not a pure function of its arguments: then it is called once for each
     group, in their order."""
     opens_together = True
     """Whether every episode of a group begins with `task.opening`: then one request opens all of

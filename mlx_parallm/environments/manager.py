@@ -293,7 +293,7 @@ class Collector:
 
 class RolloutManager(RolloutScheduler):
     """A scheduler of rollouts that delivers finished groups: to `sink`, or by `collect_rollouts`
-    where there is none. Callbacks are called on the scheduler's thread."""
+    if there is none. Callbacks are called on the scheduler's thread."""
 
     def __init__(
         self,
@@ -391,7 +391,7 @@ class RolloutManager(RolloutScheduler):
                 that start from now on.
 
         A failed episode is a trajectory with an `error`. Raises EnvironmentFailedError: all of them
-        failed, or the manager has given up. Where another thread calls `cancel`, it returns what
+        failed, or the manager has given up. If another thread calls `cancel`, it returns what
         has finished.
         """
         collected = list(
@@ -411,7 +411,7 @@ class RolloutManager(RolloutScheduler):
         group_size: int | None = None,
     ) -> Iterator[Trajectory]:
         """Yield what `collect_rollouts` returns, each trajectory as soon as it and all before it
-        have finished; the other episodes go on meanwhile."""
+        have finished; the other episodes continue meanwhile."""
         if self._collector is None:
             raise RuntimeError("this manager hands its groups to a sink")
         if self._stopping and self._failure is None:  # stopped, and wanted again
@@ -435,7 +435,7 @@ class RolloutManager(RolloutScheduler):
 
     def get_statistics(self) -> dict[str, Any]:
         """Return `CollectionStatistics.as_dict` of all trajectories that were collected, e.g.
-        "avg_trajectory_length" in steps. Empty where they go to a sink."""
+        "avg_trajectory_length" in steps. Empty if they go to a sink."""
         return self._collector.statistics.as_dict() if self._collector is not None else {}
 
     def start(self) -> None:

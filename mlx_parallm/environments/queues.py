@@ -38,7 +38,7 @@ class EnvironmentQueue:
         self.source = source
         self.failures_in_a_row = 0
         self.not_before = 0.0  # the next group starts then at the earliest
-        # of the recent groups; None: one that worked
+        # failures of the recent groups; None: one that worked
         self.failures: deque[str | None] = deque(maxlen=RECENT_GROUPS)
         self.may_work = False  # a group has worked, or has failed because another server was away
         self._seed, self._clock = seed, clock
@@ -47,7 +47,7 @@ class EnvironmentQueue:
         self._groups: Iterator[tuple[int, int]] = iter(())
         self._next = 0  # every group of this environment below it has been started
         self._pending: dict[int, _Started] = {}  # started and not settled, in their order
-        # of groups that were played to an end
+        # seconds of groups that were played to their end
         self._seconds: deque[float] = deque(maxlen=RECENT_GROUPS)
         self._last_progress = clock()
 
@@ -112,7 +112,7 @@ class EnvironmentQueue:
                 LONGEST_PAUSE_S, 0.05 * 2 ** min(self.failures_in_a_row - 1, 10)
             )
 
-    # --- where it stands
+    # --- where it is
 
     @property
     def cursor(self) -> int:
@@ -184,7 +184,7 @@ class EnvironmentQueue:
 
 
 def absent(queues: Collection[EnvironmentQueue], now: float) -> set[EnvironmentQueue]:
-    """Return the queues that the others do not wait for: late or broken ones; none where that
+    """Return the queues that the others do not wait for: late or broken ones; none if that
     would be all of them."""
     away = {queue for queue in queues if queue.broken or is_late(queue, queues, now)}
     return set() if len(away) == len(queues) else away

@@ -43,7 +43,7 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
 """Kinds imported on demand, since some need further packages: each a `BaseEnvironment`, or, in a
 leaf, an `EnvironmentSource`."""
 SEPARATE_PROCESS = "verifiers"
-"""A name that people try as a kind; such an environment runs in a process of its own."""
+"""A name that people try as a kind; such an environment runs in its own process."""
 
 
 def build_sources(

@@ -2,7 +2,7 @@
 many tokens their tools take.
 
 A prompt that does not fit is dropped with its group: rows with such a prompt are counted, with
-their places. Where none fits, a run would drop group after group, so it is refused, with the tokens
+their places. If none fits, a run would drop group after group, so it is refused, with the tokens
 of each part.
 """
 
@@ -21,7 +21,7 @@ from mlx_parallm.system.log import get_logger
 log = get_logger("environments")
 
 PROMPTS = 16
-MUCH = 0.5  # of the limit: then tools are a warning
+MUCH = 0.5  # share of the limit from which tools are a warning
 MOST_MEASURED = 5_000  # long prompts of a data set: seconds of work
 SHOWN = 5
 

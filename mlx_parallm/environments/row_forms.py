@@ -10,7 +10,7 @@ They become `messages`, and `prompt` and `completion` around the last answer, so
 preferences and SFT find their columns. The row keeps its own columns beside them. A row that has
 one of ours is left as it is, apart from such messages and parts in it.
 
-`with_system` puts a row's system text, which may stand in a column of its own in every form, before
+`with_system` puts a row's system text, which may be in its own column in every form, before
 its messages.
 """
 
@@ -79,7 +79,7 @@ def _has(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
 def with_system(messages: Any, row: Mapping[str, Any], where: str, *, name: str = "prompt") -> Any:
     """Return a prompt, a text or messages, with the system text of its row before it.
 
-    A text becomes a user's message. A system text that stands there already, but for white space,
+    A text becomes a user's message. A system text that is there already, but for white space,
     stays alone. Raises ConfigError, which begins with `where`: two different ones.
     """
     texts = {
@@ -117,10 +117,10 @@ def _of_conversation(row: dict[str, Any], column: str, where: str) -> dict[str, 
 
 
 def _of_responses(params: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the columns of a request of the Responses API: `prompt`, and `tools` where it has
+    """Return the columns of a request of the Responses API: `prompt`, and `tools` if it has
     some. Sampling settings stay in the row's own column: the environment's are used.
 
-    Raises ConfigError: an item or a part that is no text and no call.
+    Raises ConfigError: an item or a part that is not text and no call.
     """
     items = params.get("input")
     if isinstance(items, str):
@@ -162,7 +162,7 @@ def _of_item(item: Any, where: str) -> dict[str, Any]:
 
 
 def _content_of(content: Any, where: str) -> Any:
-    """Return a content as text, or as parts where it shows images. Raises ConfigError."""
+    """Return a content as text, or as parts if it shows images. Raises ConfigError."""
     if isinstance(content, list | tuple) and any(map(is_image, content)):
         try:
             parts = parts_of(content, where)
@@ -317,7 +317,7 @@ def _message(entry: Any, where: str) -> dict[str, Any]:
 
 def _of_valued(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Read LLaMA-Factory's parts: text, reasoning, calls as JSON, images. Raises ConfigError: a
-    part of another type, or a call that is no JSON."""
+    part of another type, or a call that is not JSON."""
     content: list[Any] = []
     made: dict[str, Any] = {}
     for number, part in enumerate(message["content"]):
@@ -346,7 +346,8 @@ def _of_valued(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _called(value: Any) -> dict[str, Any]:
-    """Return the fields of a turn that calls tools; text that is no call in JSON is its content."""
+    """Return the fields of a turn that calls tools; text that is not a call in JSON is its
+    content."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):

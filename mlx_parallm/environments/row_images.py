@@ -19,7 +19,7 @@ from mlx_parallm.execution.chat_messages import is_image, read_messages
 from mlx_parallm.execution.prompt_images import STORED, data_url_bytes, image_refs, stored_digest
 from mlx_parallm.system.files import local_path, read_bounded, write_atomically
 
-IMAGES = "images"  # of the user's cache
+IMAGES = "images"  # folder in the user's cache
 COLUMNS = ("images", "image")
 LONGEST_EXAMPLE = 1000  # characters of a content with its images that a person can still paste
 OTHER_MEDIA = ("videos", "video", "audios", "audio")
@@ -45,7 +45,7 @@ def with_row_images(
     """Return a prompt's messages with the row's images, stored.
 
     As many as its messages have places for them ({"type": "image"}, or `<image>` in a user's text)
-    go there; where there is no place, all stand before the text of the first user's message, as in
+    go there; if there is no place, all come before the text of the first user's message, as in
     TRL.
 
     Raises ConfigError: an image that cannot be read, or not as many as places.
@@ -100,7 +100,7 @@ def with_row_images(
 
 
 def _with_places(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a user's message with a place for an image where its text has `<image>`."""
+    """Return a user's message with a place for an image if its text has `<image>`."""
     content = message["content"]
     if message["role"] != "user" or not isinstance(content, str) or MARK not in content:
         return dict(message)

@@ -38,7 +38,7 @@ log = get_logger("environments")
 
 PROMPT_COLUMNS = ("prompt", "messages")
 TASKS_HELDOUT = 0.1  # share of an environment's tasks
-# of rows that were always or never solved; the most is 0.25. The policy changes as it learns
+# weight of rows that were always or never solved (0.25 at most): the policy changes as it learns
 LEAST_WEIGHT = 0.02
 
 Prompt = str | list[dict[str, Any]]
@@ -49,7 +49,7 @@ TaskData = str | Path | Sequence[Mapping[str, Any]]
 @dataclass(frozen=True, slots=True)
 class DataRow:
     prompt: Any  # a Prompt; of a task, the value of the column that every row needs
-    columns: Mapping[str, Any]  # every column of the data set; None where the row has none
+    columns: Mapping[str, Any]  # every column of the data set; None if the row has none
     key: str  # hash of the prompt
     pass_rate: float | None = None  # mean reward of its answers, 0 to 1; None: not measured
     tools: Sequence[Mapping[str, Any]] = ()  # definitions for the chat template
@@ -134,7 +134,7 @@ def _curriculum(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
     """Return the order of an epoch by pass rates. Rows without one come last, or weigh as much as a
     row can.
 
-    A group of answers to a prompt with pass rate p has a reward variance of p (1 - p); where it is
+    A group of answers to a prompt with pass rate p has a reward variance of p (1 - p); if it is
     0, GRPO's advantages are 0. Raises ConfigError: no row has a pass rate.
     """
     measured = (
@@ -537,8 +537,8 @@ def _from_column(entry: Mapping[str, Any], column: str, where: str) -> Prompt:
 
 
 def _template_tools(value: Any) -> Sequence[Mapping[str, Any]]:
-    """Return a column `tools` that holds definitions of functions; a column that holds something
-    else is no such."""
+    """Return a column `tools` that holds definitions of functions; a column that holds
+    something else is an ordinary one."""
     try:
         tools = read_tools(value)
     except RequestError:

@@ -7,7 +7,7 @@
                     one
 
 The completions of a group's first turn come from one request, so they share one prefill (except
-where an environment's `step` decides what it asks). Every other turn is a request that holds the
+if an environment's `step` decides what it asks). Every other turn is a request that holds the
 whole sequence (`episode.py`). Whatever goes wrong in an episode is a recorded result: `run` returns
 a `GroupResult` with the reason, and with the rollouts as far as they came.
 """
@@ -63,7 +63,7 @@ class GroupPlan:
     index: int | None = None
     split: Split = "train"
     task: Task | None = None  # replaces the source's number `task_index`
-    max_steps: int | None = None  # of each episode; None: as many as there is room for
+    max_steps: int | None = None  # turns of each episode; None: as many as there is room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class GroupResult:
 
     plan: GroupPlan
     group: RolloutGroup
-    trajectories: tuple[Trajectory, ...] = ()  # of the group's rollouts
+    trajectories: tuple[Trajectory, ...] = ()  # one for each rollout of the group
     task: Task | None = None
     failure: str | None = None
     may_pass: bool = False  # it has failed because another server was away or busy
@@ -87,7 +87,7 @@ class _Job:
     task: Task
     deadline: float
     opening: TurnRequest
-    request: Request | None  # of the opening, for all members; None: each asks for itself
+    request: Request | None  # the opening's request, for all members; None: each asks for itself
     began: float = field(default_factory=time.time)
 
 
@@ -95,7 +95,7 @@ class _Job:
 class _PlayedEpisode:
     trajectory: Trajectory
     may_pass: bool  # its failure
-    never_done: int  # turns, where the environment did not end it; else 0
+    never_done: int  # turns, if the environment did not end it; else 0
 
 
 class EpisodeRunner:
@@ -165,7 +165,7 @@ class EpisodeRunner:
 
     async def _ask(self, jobs: Sequence[_Job]) -> list[RequestOutput]:
         requests = [job.request for job in jobs if job.request is not None]
-        client: Any = self._policy.client  # an engine's, where there are requests
+        client: Any = self._policy.client  # an engine's, if there are requests
         if len(requests) == 1:
             return [await client.generate(requests[0])]
         return await client.generate_many(requests)
@@ -221,7 +221,7 @@ class EpisodeRunner:
             bounded=plan.max_steps is not None,
             tools=plan.source.tools_of(job.task),
         )
-        CURRENT.set(episode)  # for this task only: gather gives each episode a context of its own
+        CURRENT.set(episode)  # for this task only: gather gives each episode its own context
         with attempt() as outcome:
             try:
                 async with _deadline(job, lambda: plan.source.endless):
@@ -286,7 +286,7 @@ class GroupPlayer(Protocol):
     result, and `OnError` a bug in this package."""
 
     def play(self, plans: Sequence[GroupPlan]) -> None:
-        """Start groups; those of one call are submitted atomically where the order is fixed."""
+        """Start groups; those of one call are submitted atomically if the order is fixed."""
 
     def use_temperature(self, temperature: float) -> None:
         """Sample at `temperature` in the groups that start from now on."""

@@ -51,7 +51,7 @@ FAILURES_IN_A_ROW = 64
 """This many failed groups in a row, with every environment broken, end the run: more attempts
 would fail too."""
 ALIKE_FROM_THE_START = 8
-"""The same where no group worked yet and all failed for one reason that will not pass
+"""The same if no group worked yet and all failed for one reason that will not pass
 (`GroupResult.may_pass`)."""
 # `stop` waits this long for the threads of steps, which free what episodes held (`end_episode`)
 LAST_STEPS_S = 2.0

@@ -5,7 +5,7 @@
 A `BaseEnvironment` has no rewards inside and stores nothing of an episode on itself: each rollout
 of a group starts from a copy of one `State`, which holds everything that belongs to the episode.
 The default `step` asks the policy `build_prompt(state)` and passes the answer to `update_state`;
-such episodes need no thread. A `step` of your own may
+such episodes need no thread. Your own `step` may
 block: it runs on a thread of its episode, where `self.inference.generate` is a turn of the episode
 (its tokens and log-probabilities are recorded). It may also be async and await
 `self.inference.agenerate`.
@@ -53,7 +53,7 @@ class State:
     history: list[dict[str, str]] = field(default_factory=list)
     # what rewards see: columns, tool calls, spent …
     metadata: dict[str, Any] = field(default_factory=dict)
-    # of the turn that was just taken, with a credit of its own; taken over after each step
+    # reward of the turn that was just taken, for credit by turn; taken over after each step
     turn_reward: float | None = None
     trajectory_id: str = ""  # "<group id>/<number in its group>", set when the episode starts
 
@@ -84,7 +84,7 @@ class BaseEnvironment(ABC):
     many at once."""
 
     default_rewards: tuple[str, ...] = ()
-    """References to the reward functions where the configuration names none."""
+    """References to the reward functions if the configuration names none."""
     inference: Inference | None = None
     blocking: bool = False
     """Whether `update_state` may take long (tools, a simulation): then it runs on a thread of
@@ -105,7 +105,7 @@ class BaseEnvironment(ABC):
     _next_index = 0
 
     def __init__(self, inference: Inference | None = None) -> None:
-        """`inference` may be None where a run sets it."""
+        """`inference` may be None if a run sets it."""
         self.inference = inference
 
     @abstractmethod
@@ -119,7 +119,7 @@ class BaseEnvironment(ABC):
         """
 
     def _index_or_next(self, index: int | None) -> int:
-        """Return `index` for a `reset`; where it is None, the number of the next task, from 0."""
+        """Return `index` for a `reset`; if it is None, the number of the next task, from 0."""
         if index is None:
             index, self._next_index = self._next_index, self._next_index + 1
         return index
@@ -172,7 +172,7 @@ class BaseEnvironment(ABC):
         return None
 
     def advance(self, state: State, prompt: Prompt, response: str) -> State:
-        """Call `update_state`, and record the turn as a step and in the history where it has not
+        """Call `update_state`, and record the turn as a step and in the history if it has not
         done so.
 
         Raises RolloutRejectedError: it returned no State.
@@ -199,7 +199,7 @@ class BaseEnvironment(ABC):
 
 
 def overrides_step(environment: BaseEnvironment) -> bool:
-    """Whether the environment has a `step` of its own."""
+    """Whether the environment has its own `step`."""
     return type(environment).step is not BaseEnvironment.step
 
 

@@ -308,7 +308,7 @@ class StepThread:
     first call.
 
     At the end it calls `last` with the state that the last call returned, even if nobody waited for
-    it any more: on the thread, or where none was started, in `__exit__`. A thread cannot be killed:
+    it any more: on the thread, or if none was started, in `__exit__`. A thread cannot be killed:
     one that blocks when its episode has ended is left behind (`abandoned`), and ends as soon as it
     asks for another turn.
     """

@@ -30,8 +30,8 @@ class SequenceRecorder:
         self._scored = True  # every sampled token has a log-probability
         self._versions: list[int] = []
         self._turns: list[int] = []  # sampled tokens of each
-        self._experts: list[RoutedExperts | None] = []  # of each turn
-        # of what each turn's prompt adds; earlier turns have recorded what is before their last
+        self._experts: list[RoutedExperts | None] = []  # one for each turn
+        # experts of the tokens that each turn's prompt adds; earlier turns recorded those before
         # token
         self._prompt_experts: list[PromptExperts] = []
         self._last_sampled = 0
@@ -116,7 +116,7 @@ def continuation(
     """Return the token ids that follow a sampled turn: its closing marks, the environment's answer,
     the next opening.
 
-    None where the next prompt does not begin with the last one and its answer, because it is
+    None if the next prompt does not begin with the last one and its answer, because it is
     another text or because the template rewrites earlier turns (Qwen3's removes earlier thinking).
     Then the next turn starts a new sequence. White space around `answer` may differ.
 
@@ -124,9 +124,10 @@ def continuation(
         before: text of the prompt that was answered.
         answer: text of the answer.
         after: text of the next prompt.
-        last_token: the last sampled token; where it is the EOS with which the template closes a
+        last_token: the last sampled token; if it is the EOS with which the template closes a
             turn, the closing mark is not repeated.
-        stop: what ended the turn; a stop string with which `after` goes on is not repeated either.
+        stop: what ended the turn; a stop string with which `after` continues is not repeated
+        either.
     """
     rest = after.removeprefix(before)
     if len(rest) != len(after) - len(before):

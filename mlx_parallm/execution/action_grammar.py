@@ -36,19 +36,19 @@ _KINDS: Mapping[str, ActionKind] = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action. It stands at `text[start:end]` of the parsed text."""
+    """One action. It is at `text[start:end]` of the parsed text."""
 
     kind: ActionKind
     start: int
     end: int
-    name: str = ""  # of the tool or expert
+    name: str = ""  # name of the tool or expert
     arguments: Mapping[str, Any] = field(default_factory=dict)  # JSON values
-    text: str = ""  # of an answer or thought, without white space around it
+    text: str = ""  # the answer or thought, stripped
     error: str | None = None  # why a call cannot be read
 
 
 def any_name(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of one of the names, in any case: the longest that stands there ("far
+    """Return a pattern of one of the names, in any case: the longest that is there ("far
     left", not "left"). A name that begins or ends with a letter or digit does so at the edge of a
     word; signs ("→") need no edge."""
     before, behind = r"(?<!\w)", r"(?!\w)"

@@ -3,8 +3,8 @@ structures in it.
 
     (reasoning)? (call+ | schema)          what is asked for decides which of the two there are
 
-The reasoning is there where the model thinks; its text is free up to its end marker. Calls are
-written in the model's own format where this file has its grammar, else in the generic one
+The reasoning is there if the model thinks; its text is free up to its end marker. Calls are
+written in the model's own format if this file has its grammar, else in the generic one
 (`GENERIC`): a JSON object between <tool_call> and </tool_call>. Markers that are special tokens are
 those tokens, others are text.
 """
@@ -66,7 +66,7 @@ GENERIC = ToolFormat("json_tools", MARKERS, read_taught_call)
 
 
 def tool_format(tokenizer: GrammarTokenizer) -> ToolFormat:
-    """The format in which the model is asked to call: its own, or the generic one where its chat
+    """The format in which the model is asked to call: its own, or the generic one if its chat
     template takes no tools or the format of its calls is unknown."""
     markers, parse = tokenizer.tool_markers, tokenizer.parse_tool_call
     if markers is None or parse is None or not tokenizer.template_takes_tools:
@@ -121,8 +121,8 @@ def required_calls(
     reasoning: `tool_choice = "required"` of rollouts. `tools`: OpenAI's definitions, of which there
     is one at least. Raises RequestError.
 
-    The calls are in the model's own format also where its grammar is not here: rewards read that
-    one, and what stands between its markers is then any text."""
+    The calls are in the model's own format also if its grammar is not here: rewards read that
+    one, and what is between its markers is then any text."""
     definitions = [
         tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
     ]
@@ -231,7 +231,7 @@ def literal(text: str) -> str:
 
 
 Written = tuple[str, str | None]
-"""One call with its markers, and what stands between two of them; None: there is one, or it
+"""One call with its markers, and what is between two of them; None: there is one, or it
 holds several."""
 
 
@@ -256,7 +256,7 @@ def _mistral_calls(writer: _Writer, calls: Calls) -> Written:
 
 
 def _any_call(writer: _Writer, calls: Calls) -> Written:
-    """A format whose grammar is not here: whatever stands between its markers."""
+    """A format whose grammar is not here: whatever is between its markers."""
     tokenizer, (start, end) = writer.tokenizer, calls.format.markers
     if end and writer.marker(end) == literal(end):
         return f"{writer.marker(start)} {writer.up_to(end, 'inside')}", '"\\n"?'

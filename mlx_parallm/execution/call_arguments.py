@@ -2,7 +2,8 @@
 values, or as JSON.
 
 Models leave quotation marks away: `path=/tmp/x, date=2026-01-05, city=New York, when=12:30`. Where
-the whole is no Python, each argument is read by itself, and a value that is no literal is a text.
+the whole is not Python, each argument is read by itself, and a value that is not a literal is a
+text.
 """
 
 import ast
@@ -28,8 +29,8 @@ def read_arguments(source: str, parameters: Sequence[str]) -> dict[str, Any]:
     """Return the arguments between the parentheses of a call: nothing, a JSON object, or Python's
     syntax.
 
-    An argument that is no literal (2 + 3, north, /tmp/x) stays text. Positional ones are named by
-    `parameters`. Raises UnreadableError, which names the argument.
+    An argument that is not a literal (2 + 3, north, /tmp/x) stays text. Positional ones are named
+    by `parameters`. Raises UnreadableError, which names the argument.
     """
     if source.lstrip().startswith("{"):
         return read_object(source)
@@ -123,7 +124,7 @@ def _natural_value(key: str | None, text: str) -> Any:
 
 
 def _pieces(source: str) -> list[str]:
-    """The text between the commas that stand in no bracket or quotation."""
+    """The text between the commas that are in no bracket or quotation."""
     pieces, start, depth, quote, before = list[str](), 0, 0, "", "("
     at = 0
     while at < len(source):

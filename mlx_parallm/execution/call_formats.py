@@ -34,7 +34,7 @@ Reader = Callable[[str, Sequence[Mapping[str, Any]]], ReadCalls]
 
 NAME_KEYS = ("name", "tool", "function")
 ARGUMENT_KEYS = ("arguments", "args", "parameters")
-OTHER_KEYS = ("id", "type", "index")  # of a call; any other key makes the object none
+OTHER_KEYS = ("id", "type", "index")  # further keys of a call; with any other key it is not a call
 _SPACE = re.compile(r"\s*")
 _CLOSERS = re.compile(r"[\s,}\]]*")
 _WORD = re.compile(r"[\w.\-]+")
@@ -135,7 +135,7 @@ _MISTRALS_HEAD = re.compile(
 
 
 def _read_mistral(text: str, tools: Any = None) -> ReadCalls:
-    """`name[ARGS]{…}`, several times, or a list of objects; what follows is no call."""
+    """`name[ARGS]{…}`, several times, or a list of objects; what follows is not a call."""
     at = _skip(text, 0)
     if text.startswith("[", at):
         value, end = _DECODER.raw_decode(text, at)
@@ -177,7 +177,7 @@ class _Tags:
     Args:
         head: the beginning of a call, with `NAME` where its name stands.
         key: the opening tag of an argument, with the group `key`.
-        end: of a call; "" where it ends with the text.
+        end: of a call; "" if it ends with the text.
         line: the end of a line belongs to each tag around a value.
     """
 
@@ -257,7 +257,7 @@ def _tagged_reader(form: str) -> Reader:
 
 
 def _check_bare(name: str, tools: Any) -> None:
-    """Raises ValueError: a word that stands alone, and names no tool."""
+    """Raises ValueError: a word that is alone, and names no tool."""
     declared = [each["name"] for each in _functions(tools)]
     if name not in declared if declared else not _WORD.fullmatch(name):
         raise ValueError("no tool has this name")
@@ -531,7 +531,7 @@ _BARE_CALLS: Mapping[str, tuple[str, str]] = {
 
 def bare_calls(form: str, tools: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[str, ...], str]:
     """How a call begins that a model has written without its tool markers, for each declared tool,
-    and how it ends; () where a format has no such tags."""
+    and how it ends; () if a format has no such tags."""
     if form not in _BARE_CALLS:
         return (), ""
     start, end = _BARE_CALLS[form]

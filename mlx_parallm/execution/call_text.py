@@ -21,9 +21,9 @@ class Markup:
     Args:
         begins: how an opening tag begins.
         follows: what comes after an end tag; `may_end`: or the end of the call's text.
-        next: the tag that follows where it is no opening tag.
-        call: how a call begins and ends, "" where there are no such tags.
-        cdata: a value may stand in a CDATA section, which ends it.
+        next: the tag that follows if it is no opening tag.
+        call: how a call begins and ends, "" if there are no such tags.
+        cdata: a value may be in a CDATA section, which ends it.
     """
 
     begins: str
@@ -144,7 +144,7 @@ def _ends_in_quotes(text: str, quotes: str) -> bool:
 
 
 def _values(markup: Markup, text: str, *, final: bool) -> Iterator[tuple[int, int | None]]:
-    """Where each value begins and ends; None: it has not ended, or (not `final`) may go on."""
+    """If each value begins and ends; None: it has not ended, or (not `final`) may continue."""
     at = 0
     while (opening := markup.opened.search(text, at)) is not None:
         end = end_of_value(markup, text, opening.end(), final=final)
@@ -171,7 +171,7 @@ def end_of_value(markup: Markup, text: str, start: int, *, final: bool) -> int |
         ends = ends or (final and markup.may_end and not text[tag.end() :].strip())
         if ends and depth == 0:
             return tag.start()
-        if ends and otherwise is None:  # of a tag within the value that nobody closes
+        if ends and otherwise is None:  # a tag within the value that is not closed
             otherwise = tag.start()
         depth = max(0, depth - 1)
     return otherwise if final else None

@@ -14,7 +14,7 @@ result is plain JSON:
     name          a result of a tool has the name of the function whose call it answers
     reasoning     also under `reasoning_content` and `thinking`, the names that templates read
 
-Other fields are carried along, nulls are left out. What is no text is refused by its place.
+Other fields are carried along, nulls are left out. What is not text is refused by its place.
 
 Where images are asked for, a content of a user or a tool with some is a list of parts, {"type":
 "text", "text"} and {"type": "image", …}, whose further fields are the source that the client wrote
@@ -31,7 +31,7 @@ from mlx_parallm.errors import RequestError
 ROLES = ("system", "user", "assistant", "tool")
 DEVELOPER = "developer"  # OpenAI's name of system for models that reason
 FUNCTION = "function"  # OpenAI's older name of tool
-CUSTOM_ARGUMENT = "input"  # of the function that stands for a custom tool
+CUSTOM_ARGUMENT = "input"  # argument of the function that represents a custom tool
 SHOWERS = ("user", "tool")  # whose messages may hold images
 IMAGE_PARTS = ("image_url", "input_image", "image")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -67,8 +67,8 @@ def read_messages(
     """Return messages in the one form. `where` begins the place that an error names; `images`:
     users and results of tools may hold them.
 
-    Raises RequestError: what is no message, content that is not text, a call without a name or with
-    arguments that are neither an object nor text.
+    Raises RequestError: what is not a message, content that is not text, a call without a name or
+    with arguments that are neither an object nor text.
     """
     read = [_message(message, where, position, images) for position, message in enumerate(messages)]
     names: dict[str, str] = {}
@@ -140,7 +140,7 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependen
 
 
 def without_nulls(schema: Any, *, by_name: bool = False) -> Any:
-    """Return a schema without the nulls that Arrow puts where another row has a key. A default,
+    """Return a schema without the nulls that Arrow puts if another row has a key. A default,
     constant or listed value that is null stays. `by_name`: an object of schemas by name."""
     if isinstance(schema, list | tuple):
         return [without_nulls(each) for each in schema if each is not None]
@@ -175,7 +175,7 @@ def content_text(content: Any, where: str) -> str:
 
 
 def parts_of(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return a content as text, or as a list of parts where it has images. Raises RequestError."""
+    """Return a content as text, or as a list of parts if it has images. Raises RequestError."""
     if not isinstance(content, list | tuple) or not any(map(is_image, content)):
         return content_text(content, where)
     parts: list[dict[str, Any]] = []
@@ -188,7 +188,7 @@ def parts_of(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def add_text(parts: list[dict[str, Any]], text: str) -> None:
-    """Put a text behind the parts of a content; it goes on with the last one."""
+    """Put a text behind the parts of a content; it continues with the last one."""
     if parts and parts[-1]["type"] == "text":
         parts[-1]["text"] += text
     elif text:
@@ -200,7 +200,7 @@ def is_image(part: Any) -> bool:
 
 
 def part_text(part: Any, where: str) -> str:
-    """Return the text of one part of a content. Raises RequestError: a part that is no text."""
+    """Return the text of one part of a content. Raises RequestError: a part that is not a text."""
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else _kind(part)
@@ -217,7 +217,7 @@ def part_text(part: Any, where: str) -> str:
 
 
 def weight_of(message: Mapping[str, Any], where: str) -> int | None:
-    """Return 0 where a field of a message says that it is context, not learned; 1 where one says
+    """Return 0 if a field of a message says that it is context, not learned; 1 if one says
     that it is; None: none says it. Raises RequestError: a weight that is neither 0 nor 1."""
     fields = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
     for key, value in fields.items():
@@ -232,7 +232,7 @@ def weight_of(message: Mapping[str, Any], where: str) -> int | None:
 def in_known_roles(
     messages: Sequence[dict[str, Any]], template: str | None
 ) -> list[dict[str, Any]]:
-    """Return messages whose roles a chat template knows: `developer` becomes `system` where it does
+    """Return messages whose roles a chat template knows: `developer` becomes `system` if it does
     not name it.
 
     A template that meets another role may leave its message out without a word (Qwen3's does).

@@ -29,12 +29,12 @@ MAX_CONCURRENT = 16
 RESTARTS = 3
 RETRY_PAUSE_S = 60.0  # between two starts after `restarts` that failed
 STOP_TIMEOUT_S = 10.0  # it has 2 s to end, 2 s after SIGTERM, and is killed
-CONNECTION_CLOSED = -32000  # of JSON-RPC, as the SDK uses it
+CONNECTION_CLOSED = -32000  # JSON-RPC's code, as the SDK uses it
 ERRORS: Mapping[int, Failure] = {-32602: "arguments", TOO_LARGE: "too_large"}
 LAST_WORDS_S = 0.5  # a server that ended has written its last line by then
-MOST_PAGES, MOST_TOOLS = 1000, 10_000  # of tools/list
+MOST_PAGES, MOST_TOOLS = 1000, 10_000  # limits of tools/list
 ANSWER_BOUNDS = Bounds(body=16 << 20, event=16 << 20)
-KEPT_BYTES, SHOWN_LINES, SHOWN_CHARACTERS = 8192, 8, 800  # of what a server printed
+KEPT_BYTES, SHOWN_LINES, SHOWN_CHARACTERS = 8192, 8, 800  # limits on a server's output in errors
 log = get_logger("tools")
 
 
@@ -49,13 +49,13 @@ class MCPServer:
     # over PATH, HOME, USER and such; nothing else is inherited
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)  # of HTTP
-    timeout_s: float = CALL_TIMEOUT_S  # of a call
+    headers: Mapping[str, str] = field(default_factory=dict)  # HTTP only
+    timeout_s: float = CALL_TIMEOUT_S  # limit of one call
     start_timeout_s: float = START_TIMEOUT_S
     max_concurrent: int = MAX_CONCURRENT  # calls at a time
     # starts in a row that may fail; then there is one a minute, and calls fail at once
     restarts: int = RESTARTS
-    cache: bool = True  # of the tools whose answers cannot change by themselves: `is_cached`
+    cache: bool = True  # cache answers of tools that are pure: `is_cached`
     tools: Sequence[str] = ()  # only these; none named: all
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class MCPConnection:
         self._ending: set[asyncio.Task[None]] = set()  # holders of sessions that were let go
         self._end = asyncio.Event()
         self._stopped = False
-        self._stage = ""  # of a start
+        self._stage = ""  # start-up stage
         self._printed = PrintedOutput()
 
     def is_read_only(self, name: str) -> bool:
@@ -107,7 +107,7 @@ class MCPConnection:
         return self.server.cache and name in self._constant
 
     async def ensure(self) -> Any:
-        """Return the session; start the server where there is none. All who wait share one start,
+        """Return the session; start the server if there is none. All who wait share one start,
         and its failure.
 
         Raises ToolFailedError: it cannot be started. ConfigError: it lacks a tool, or the SDK is
@@ -291,7 +291,7 @@ class MCPConnection:
             seen.add(cursor)
 
     def _output_schema(self, tool: Any) -> str | None:
-        """Return a tool's schema of results as JSON text, where it can be checked."""
+        """Return a tool's schema of results as JSON text, if it can be checked."""
         if tool.output_schema is None:
             return None
         source = json.dumps(tool.output_schema)
@@ -398,7 +398,7 @@ class MCPConnection:
 
 class PrintedOutput(asyncio.Protocol):
     """Keep the end of what a server printed, for the error that says why it failed: its stderr,
-    what on its stdout is no JSON-RPC, and the last HTTP answer if that was an error."""
+    what on its stdout is not JSON-RPC, and the last HTTP answer if that was an error."""
 
     def __init__(self) -> None:
         self._stderr, self._stdout, self._http = bytearray(), list[str](), ""
@@ -437,7 +437,7 @@ class PrintedOutput(asyncio.Protocol):
 
     async def take_message(self, message: Any) -> None:
         """Take a message handler's message: notifications mean nothing here, an error is a line
-        that is no JSON-RPC."""
+        that is not JSON-RPC."""
         if isinstance(message, Exception):
             errors: list[Any] = getattr(message, "errors", list)()
             line = str(errors[0].get("input", "")) if errors else words(message)
@@ -458,7 +458,7 @@ class PrintedOutput(asyncio.Protocol):
         return f"; the server's answer: {self._http}" if self._http else ""
 
     def in_words(self) -> str:
-        """Return what was printed, to be added to an error; nothing where there is none."""
+        """Return what was printed, to be added to an error; nothing if there is none."""
         stderr, stdout = (
             _end_of(self._stderr.decode(errors="replace")),
             _end_of("\n".join(self._stdout)),
@@ -472,7 +472,7 @@ class PrintedOutput(asyncio.Protocol):
 
 def content_text(block: Any) -> str:
     """Return a part of a result as the policy reads it: a text, a resource's text, a link's
-    address; of what is no text what it is and how large."""
+    address; of what is not text what it is and how large."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource":

@@ -123,7 +123,7 @@ def _message(line: bytes) -> Any:
     from mcp_types import ErrorData, JSONRPCError, jsonrpc_message_adapter
 
     number = _ID.search(line) if TOO_LONG in line else None
-    if number is not None:  # the call fails, and the server goes on
+    if number is not None:  # the call fails, and the server continues
         error = ErrorData(code=TOO_LARGE, message=TOO_LONG.decode())
         return SessionMessage(JSONRPCError(jsonrpc="2.0", id=int(number[1]), error=error))
     try:

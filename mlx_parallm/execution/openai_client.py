@@ -19,7 +19,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 
 
 class UnusableAnswerError(EndpointError):
-    """An answer came, and is no JSON object or beyond the bounds."""
+    """An answer came, and is not a JSON object or beyond the bounds."""
 
 
 class OpenAIEndpoint:

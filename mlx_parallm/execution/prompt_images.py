@@ -1,4 +1,4 @@
-"""Images in chats: where they stand in messages, and what stands for them in a prompt's text. No
+"""Images in chats: where they are in messages, and what stands for them in a prompt's text. No
 MLX, no picture is opened here.
 
     messages (`read_messages` with images) → image_sources → ImageReader.read → PromptImage
@@ -52,11 +52,11 @@ class ImageReader(Protocol):
 
     @property
     def token_id(self) -> int:
-        """The token that stands in a prompt for each of an image's features."""
+        """The token that is in a prompt for each of an image's features."""
 
     async def read(self, sources: Sequence[ImageSource]) -> list[PromptImage]:
-        """Return the images in order. Raises RequestError: one that is not there, is no image, or
-        is too large; which and why."""
+        """Return the images in order. Raises RequestError: one that is not there, is not an image,
+        or is too large; which and why."""
 
     def stored(self, name: str) -> PromptImage:
         """Return the image of a name that `STORED` begins: a data set's row has it. Any thread.

@@ -65,12 +65,12 @@ TEMPLATE = r"""{%- if tools %}
 {%- set messages = ns.chat %}
 {%- endif %}
 """.replace("HOW", HOW_TO_CALL.replace("\n", "\\n"))
-"""The same in Jinja, to stand before a chat template that has no tools: for programs that know only
+"""The same in Jinja, to come before a chat template that has no tools: for programs that know only
 the template, such as llama.cpp."""
 
 
 def read_taught_call(text: str, tools: Any) -> Any:
-    """Return what stands between the markers. Raises ValueError: it is no JSON."""
+    """Return what is between the markers. Raises ValueError: it is no JSON."""
     return json.loads(text)
 
 
@@ -111,8 +111,8 @@ def with_taught_tools(
 def with_written_calls(
     messages: Sequence[Mapping[str, Any]], form: str, markers: tuple[str, str]
 ) -> list[dict[str, Any]]:
-    """Return messages whose calls stand at the end of their content as a model writes them, for
-    templates that leave calls out; unchanged where the format has no writer here. `form`,
+    """Return messages whose calls are at the end of their content as a model writes them, for
+    templates that leave calls out; unchanged if the format has no writer here. `form`,
     `markers`: of the model's calls."""
     if form not in WRITERS:
         return [dict(message) for message in messages]
@@ -167,7 +167,7 @@ def _plain_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _joined(*contents: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return contents behind one another: a text, or parts where one of them has images."""
+    """Return contents behind one another: a text, or parts if one of them has images."""
     if all(isinstance(content, str) for content in contents):
         return "".join(str(content) for content in contents)
     parts: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@
     "json"      ```json {"tool": "search", "arguments": {"query": "MLX"}} ```, a list of them, or
                 only JSON
     "use_tool"  USE_TOOL[search](MLX)
-    "tool_line" TOOL: search(query="MLX"), on a line of its own (action_grammar.py)
+    "tool_line" TOOL: search(query="MLX"), on its own line (action_grammar.py)
     "function"  search(query="MLX"), for the names in `tools`
 
 A model may write anything: a text that begins as a call and cannot be read is a `MalformedCall`
@@ -65,7 +65,7 @@ HOW_TO_CALL: Mapping[str, str] = {
     "tool_line": HOW_TO_ACT,
     "function": "To call one, write NAME(KEY=VALUE)",
 }
-# characters that are read to tell whether the marks of a text stand in arguments
+# characters that are read to tell whether the marks of a text are in arguments
 MOST_WORK = 10_000_000
 # the argument that holds the text of a USE_TOOL call whose arguments are plain words
 RAW_INPUT = "input"
@@ -146,8 +146,8 @@ def parse_tool_calls(
             parameters.
         formats: "auto" = all; "function" needs `tools`, "own" needs `model_format`.
 
-    Raises ConfigError: an unknown format, or an entry of `tools` that is no tool. No `text` raises
-    anything.
+    Raises ConfigError: an unknown format, or an entry of `tools` that is not a tool. No `text`
+    raises anything.
     """
     definitions = {definition["name"]: definition for definition in map(tool_definition, tools)}
     calls: list[ToolCall] = []
@@ -183,7 +183,7 @@ def read_calls(
 
 
 def read_region(parse: Callable[[str, Any], Any], text: str, tools: Any) -> ReadCalls:
-    """Return the calls between a model's own markers, and the text behind them where the format
+    """Return the calls between a model's own markers, and the text behind them if the format
     has no end marker; no calls if any other part cannot be read."""
     try:
         if (reader := reader_of(parse)) is not None:
@@ -284,7 +284,7 @@ def _end_of_own(
     tools: Tools,
     work: list[int],
 ) -> re.Match[str] | None:
-    """The first mark that stands in no argument. A broken call, which never ends, does at its
+    """The first mark that is in no argument. A broken call, which never ends, does at its
     first. `work`: how many characters were read to tell, of all calls."""
 
     form = model_format.parse.__module__.rpartition(".")[2]
@@ -336,7 +336,7 @@ def _use_tool_places(text: str, tools: Tools) -> Iterator[Place]:
     while (match := _USE_TOOL.search(text, at)) is not None:
         name, inside = match[1].rstrip(), match.end()
         parameters = _parameters(tools, name)
-        # In plain words an apostrophe is no quotation mark; in a list of arguments it is.
+        # In plain words an apostrophe is not a quotation mark; in a list of arguments it is.
         plain = closing_bracket(text, inside - 1, "\"'", words=True)
         # a mark here, its pair in the next call
         if plain is not None and _USE_TOOL.search(text, inside, plain):
@@ -374,7 +374,7 @@ def _function_places(text: str, tools: Tools) -> Iterator[Place]:
     names = (
         "|".join(re.escape(name) for name in sorted(tools, key=len, reverse=True)) or r"[^\W\d]\w*"
     )
-    # "add" is no part of "re-add" or "ns/add"
+    # "add" is not part of "re-add" or "ns/add"
     pattern, at = re.compile(rf"(?<![\w.])(?<!\w[-/])({names})\s*\("), 0
     while (match := pattern.search(text, at)) is not None:
         end = closing_bracket(text, match.end() - 1, "\"'")
@@ -431,8 +431,8 @@ def _xml_parameters(body: str) -> tuple[list[re.Match[str]], str]:
     """Return the <parameter> elements of a call, and the first text between or after them ("":
     none).
 
-    It stops at the first text that is no parameter: a search behind an unclosed one would read to
-    the end each time.
+    It stops at the first text that is not a parameter: a search behind an unclosed one would read
+    to the end each time.
     """
     parameters, at = list[re.Match[str]](), _end_of_space(body, 0)
     while at < len(body):
@@ -469,7 +469,7 @@ def _json_call(value: Any) -> Call | None:
         return None
     name = next((value[key] for key in NAME_KEYS if key in value), None)
     keys = [key for key in ARGUMENT_KEYS if key in value]
-    if name is None or not (keys or "tool" in value):  # {"name": "Ada"} is no call
+    if name is None or not (keys or "tool" in value):  # {"name": "Ada"} is not a call
         return None
     if not isinstance(name, str) or not name:
         raise UnreadableError(f"the tool's name is {name!r}")

@@ -30,7 +30,7 @@ class ToolQuestion:
     """
     Args:
         tool: its name.
-        arguments: JSON values. In texts "{column}" is the row's value: of any type where it is the
+        arguments: JSON values. In texts "{column}" is the row's value: of any type if it is the
         whole text. {{ and
             }} stand for braces.
         result: which part of a structured result to take: "distance", or "shot.distance"; None: all
@@ -52,7 +52,7 @@ class ToolQuestion:
             raise ToolFailedError(result.text)
         value = result.structured
         if isinstance(value, dict) and set(value) == {"result"} and self.result is None:
-            value = value["result"]  # the SDK wraps what is no object
+            value = value["result"]  # the SDK wraps what is not an object
         if value is None:
             value = result.text
             with suppress(ValueError, RecursionError):

@@ -1,10 +1,10 @@
 """The value of an argument that stands as bare text in a call, by its JSON schema.
 
     kinds_of(schema, root)         the JSON types that a schema allows
-    typed_value(text, schema, root)  the value: text where the schema wants text
+    typed_value(text, schema, root)  the value: text if the schema wants text
 
-Nothing is guessed where the schema decides: a string that looks like null, a number or true stays a
-string, white space included. Where a schema allows a string and something else, JSON of that other
+Nothing is guessed if the schema decides: a string that looks like null, a number or true stays a
+string, white space included. If a schema allows a string and something else, JSON of that other
 type is that type. What does not fit the schema is given as it was written; nothing here raises.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 KINDS = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
-MOST_REFS = 32  # of a schema that refers to itself
+MOST_REFS = 32  # references followed in a schema that refers to itself
 _NAMES: Mapping[str, str] = {  # other programs' names of types
     **dict.fromkeys(("str", "text", "varchar", "char", "enum"), "string"),
     **dict.fromkeys(("int", "long", "short", "unsigned", "uint"), "integer"),
@@ -33,7 +33,7 @@ _PYTHON = {"True": True, "False": False, "None": None}
 
 
 def argument_schema(parameters: Any, key: str) -> Any:
-    """The schema of one argument; True (anything) where the tool does not declare it."""
+    """The schema of one argument; True (anything) if the tool does not declare it."""
     if not isinstance(parameters, Mapping):
         return True
     places: list[Any] = [parameters]
@@ -50,7 +50,7 @@ def argument_schema(parameters: Any, key: str) -> Any:
 
 
 def kinds_of(schema: Any, root: Any = None) -> frozenset[str]:
-    """The JSON types that a schema allows; all of `KINDS` where it does not say. `root`: the
+    """The JSON types that a schema allows; all of `KINDS` if it does not say. `root`: the
     schema that its `$ref`s point into."""
     return _kinds(schema, schema if root is None else root, MOST_REFS)
 
@@ -145,7 +145,7 @@ def is_text(schema: Any, root: Any = None) -> bool:
 
 
 def typed_value(text: str, schema: Any, root: Any = None) -> Any:
-    """Return the value that a text stands for. Where no string is allowed, white space around the
+    """Return the value that a text stands for. If no string is allowed, white space around the
     text does not count, and Python's True, False, None and containers are read too."""
     kinds = kinds_of(schema, root)
     if kinds == {"string"}:

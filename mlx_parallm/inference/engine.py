@@ -40,12 +40,12 @@ from mlx_parallm.types import PolicyClient, PromptImage, Request, RequestOutput,
 from mlx_parallm.weights import SharedWeights
 
 CACHED_ANSWERS = 1000
-MAX_LOGITS_BYTES = 2 << 30  # of one call of get_logits
+MAX_LOGITS_BYTES = 2 << 30  # limit of one get_logits call
 
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A prompt; `chat`: its answer begins a text of its own."""
+    """A prompt; `chat`: its answer begins its own text."""
 
     tokens: tuple[int, ...]
     chat: bool = False

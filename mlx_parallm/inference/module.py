@@ -1,7 +1,7 @@
 """InferenceModule: one interface to the engine in this process and to any OpenAI-compatible
 endpoint.
 
-    InferenceModule("builtin:tiny")                                     an engine of its own
+    InferenceModule("builtin:tiny")                                     its own engine
     InferenceModule(model=model, tokenizer=tokenizer)                   … over mlx_lm.load's result
     InferenceModule("name", backend="openai", base_url="http://…/v1")   another server
     InferenceModule.over(client, tokenizer)                             an engine that runs already
@@ -70,7 +70,7 @@ from mlx_parallm.weights import SharedWeights
 
 Backend = EngineBackend | OpenAIBackend
 
-POLICY = "policy"  # name of the adapter of an engine of its own
+POLICY = "policy"  # name of the adapter of its own engine
 # the specification's backends: here one engine is both
 ENGINE_NAMES = ("mlx", "vllm", "huggingface")
 
@@ -91,9 +91,9 @@ class InferenceModule:
     Attributes:
         source: the argument `model`.
         client: the engine's; None for an endpoint.
-        loaded: the model of an engine of its own, for a trainer: a tree without the engine's
+        loaded: the model of its own engine, for a trainer: a tree without the engine's
             wrappers that shares its arrays.
-        weights: where that trainer publishes, its adapter under the name "policy".
+        weights: if that trainer publishes, its adapter under the name "policy".
         kv_bits: of the engine's keys and values.
 
     Raises ConfigError, ModelError (AdapterError), EndpointError.

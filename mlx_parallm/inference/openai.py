@@ -50,9 +50,9 @@ class OpenAIBackend:
         self._model = model
         self._endpoint = open_endpoint(base_url)
         root = self._endpoint.base_url.removesuffix("/v1")
-        self._root = open_endpoint(root)  # of /tokenize
+        self._root = open_endpoint(root)  # serves /tokenize
         self._gives_token_ids = True
-        self.completion_tokens = 0  # of all answers so far, by the endpoint's count
+        self.completion_tokens = 0  # of all answers so far, as the endpoint counts
 
     async def generate(
         self, prompts: Sequence[Prompt], params: Mapping[str, Any], *, logprobs: bool
@@ -214,7 +214,7 @@ def _body(params: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _completion_tokens(reply: Mapping[str, Any]) -> int:
-    """Return the endpoint's count; 0 where it gives none, or no number."""
+    """Return the endpoint's count; 0 if it gives none, or no number."""
     usage = reply.get("usage")
     count = usage.get("completion_tokens") if isinstance(usage, dict) else None
     return count if isinstance(count, int) else 0

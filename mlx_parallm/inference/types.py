@@ -173,7 +173,8 @@ def is_messages(prompt: Prompt) -> TypeGuard[Messages]:
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """Return one prompt, or several, as a list. Raises RequestError: an entry that is no prompt."""
+    """Return one prompt, or several, as a list. Raises RequestError: an entry that is not a
+    prompt."""
     entries = [prompts] if _is_prompt(prompts) or isinstance(prompts, Mapping) else list(prompts)
     for number, prompt in enumerate(entries):
         if not _is_prompt(prompt):

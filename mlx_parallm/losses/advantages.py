@@ -19,7 +19,7 @@ from mlx_parallm.types import Rollout, RolloutGroup, has_score
 
 STD_EPSILON = 1e-8
 LARGEST_SUMMED = 1e100  # squares and sums of larger rewards leave float64
-# of the largest reward (at least 1): rounding noise divided by its own size is noise amplified
+# relative to the largest reward (at least 1): dividing by rounding noise would amplify it
 EQUAL_TOLERANCE = 1e-6
 
 AdvantageKind = Literal["std", "std_sample", "mean", "rloo", "none"]
@@ -151,9 +151,9 @@ class Shaping:
     `mask_truncated`: no token of a rollout that reached the length limit is trained on, but it
     counts in the group's mean, and as a sequence of loss 0 in the means over sequences: a batch has
     as many sequences and updates with it as without (TRL).
-    `leave_out_marked`: rollouts marked `zero_advantage` are left out too, where the algorithm would
+    `leave_out_marked`: rollouts marked `zero_advantage` are left out too, if the algorithm would
     learn from an advantage of 0. What nothing has scored is left out always.
-    `turn_gamma`: each turn gets an advantage of its own, of rewards discounted by this factor;
+    `turn_gamma`: each turn gets its own advantage, of rewards discounted by this factor;
     None: an episode has one advantage.
     """
 
@@ -178,7 +178,7 @@ class Shaping:
         return truncated or marked or not rollout.is_scored
 
     def credits_turns(self, group: RolloutGroup) -> bool:
-        """Whether each turn of a group gets an advantage of its own: all its scored rollouts have
+        """Whether each turn of a group gets its own advantage: all its scored rollouts have
         rewards of their turns, and nobody else has made their advantages."""
         return (
             self.turn_gamma is not None
@@ -193,11 +193,11 @@ PLAIN = Shaping(0, 0, mask_truncated=False, leave_out_marked=False)
 def token_advantages(
     group: RolloutGroup, estimate: Estimator, shaping: Shaping = PLAIN
 ) -> tuple[tuple[float, ...], ...] | None:
-    """Advantages [G][T] of every token of a group: the environment's own where it brings them, else
+    """Advantages [G][T] of every token of a group: the environment's own if it brings them, else
     `estimate`'s. Zero for a rollout marked `zero_advantage` or left out, whose reward still counts
     in the group's mean; one without a score is zero and counts nowhere.
 
-    T is the length of the rollout; where turns get advantages of their own, that of all its
+    T is the length of the rollout; where turns get their own advantages, that of all its
     segments, end to end (`by_segment` cuts a row).
 
     None: there is nothing to learn from (`estimate` returned None, no rollout is left, or the
@@ -259,9 +259,9 @@ def turn_advantages(
     """Advantages of the turns of a group from their rewards to go. [G][turns] → [G][turns].
 
     Turn k is compared with turn k of the others. A turn that no other episode has is compared with
-    all turns of the group. 0 where the compared ones are equal; None: they are so everywhere.
+    all turns of the group. 0 if the compared ones are equal; None: they are so everywhere.
 
-    Worked, `mean`: [[3, 1], [1]] → turns 1: 3 and 1, mean 2 → 1 and -1; turn 2 stands alone: 1
+    Worked, `mean`: [[3, 1], [1]] → turns 1: 3 and 1, mean 2 → 1 and -1; turn 2 is alone: 1
     against the mean of 3, 1, 1 → -2/3.
     """
     rows = [[0.0] * len(turns) for turns in returns]
@@ -329,8 +329,8 @@ def pair_advantages(
     """Advantages [G][T] of a group of which a pair is made: 1 at each token of the answer that
     `estimate` (`best_and_worst`) calls the best, -1 of the worst, 0 elsewhere.
 
-    An answer is in no pair where it is marked `zero_advantage` or left out, or is several
-    sequences. Where the environment brings advantages, that of an answer's last token is its
+    An answer is in no pair if it is marked `zero_advantage` or left out, or is several
+    sequences. If the environment brings advantages, that of an answer's last token is its
     reward.
 
     None: no pair, because the answers are tied or fewer than two are left.

@@ -9,7 +9,7 @@
                              adds it to a policy loss
 
 β has TRL's meaning (GKD, arXiv:2306.13649): 0 is the forward KL(π_T ‖ π), 1 the reverse KL(π ‖
-π_T). The KL over buckets is a lower bound of the whole one, and equal where there are as many
+π_T). The KL over buckets is a lower bound of the whole one, and equal if there are as many
 buckets as tokens.
 
 Worked: p = (1/2, 1/4, 1/4), p_T = (1/4, 1/4, 1/2). Reverse KL: ½ ln 2 - ¼ ln 2 = 0.173287; the
@@ -36,7 +36,7 @@ Loss = Callable[[LossInputs], LossOutputs]
 
 
 def teacher_advantages(logprobs: np.ndarray, teacher: np.ndarray, *, weight: float) -> np.ndarray:
-    """-weight · (log π - log π_T) of each sampled token; 0 where the teacher has no score (NaN).
+    """-weight · (log π - log π_T) of each sampled token; 0 if the teacher has no score (NaN).
     [N] each → [N] float32.
 
     Worked: log π = -1, log π_T = -0.5, weight 2 → 1: the teacher likes the token better.
@@ -56,7 +56,7 @@ def with_tail(logits: mx.array, ids: mx.array | None) -> mx.array:
     if ids is None:
         return scaled - normalizer
     rest = logsumexp(mx.put_along_axis(scaled, ids, mx.array(OUT), axis=-1))[:, None]
-    rest = mx.maximum(rest, normalizer + LEAST_LOGPROB)  # of no token at all: no mass
+    rest = mx.maximum(rest, normalizer + LEAST_LOGPROB)  # no token: no mass
     chosen = mx.take_along_axis(scaled, ids, axis=-1)
     return mx.concatenate([chosen, rest], axis=-1) - normalizer
 

@@ -59,7 +59,7 @@ def k3_ratio(
 ) -> mx.array:
     """ratio · k3, with the ratio that the policy loss has. [...] → [...].
 
-    DeepSeek-V3.2 (arXiv:2512.02556), TRL's use_bias_correction_kl. Where each token has its own
+    DeepSeek-V3.2 (arXiv:2512.02556), TRL's use_bias_correction_kl. If each token has its own
     ratio, the slope by logprobs is ratio · k3 - ratio · (exp(d) - 1) = ratio · (logprobs -
     ref_logprobs), which is written out: the two exponentials would cancel, and the cap of k3 turn
     the slope's sign.
@@ -95,7 +95,7 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {
 def token_kl(
     inputs: LossInputs, estimator: str, ratio: Ratio | None = None, *, shared: bool = False
 ) -> mx.array:
-    """The estimates of KL(policy || reference) at each token, [B, T]; finite where the mask is
+    """The estimates of KL(policy || reference) at each token, [B, T]; finite if the mask is
     false.
 
     Args:

@@ -1,7 +1,7 @@
 """Policy losses: one number a token, and `policy_loss`, which makes one number of them.
 
 The ratio is exp(logprobs - old_logprobs): the policy now against the one that the tokens are from.
-Where the trainer has not scored the step's tokens itself, that is the sampler's own
+If the trainer has not scored the step's tokens itself, that is the sampler's own
 `rollout_logprobs`, so that staleness, several updates a batch and the sampler's rounding are
 corrected by one number.
 
@@ -46,7 +46,7 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class Terms:
-    """The arrays that a token loss reads: [B, T] float32, and finite where the mask is false."""
+    """The arrays that a token loss reads: [B, T] float32, and finite if the mask is false."""
 
     inputs: LossInputs
     ratio_level: RatioLevel = "token"
@@ -69,8 +69,8 @@ class Terms:
 
         "sequence" (GSPO, arXiv:2507.18071): the geometric mean s of a sequence's ratios, the same
         at all its tokens, log s within ±10. "sequence_token" (GSPO-token): equal in value, but each
-        token has its own gradient, s · ∇logprobs; so the gradient is equal too where a sequence has
-        one advantage, and right where it has several.
+        token has its own gradient, s · ∇logprobs; so the gradient is equal too if a sequence has
+        one advantage, and right if it has several.
 
         Worked: ratios 2 and 0.5 of one sequence → "token" [2, 0.5]; "sequence" exp((ln 2 - ln 2) /
         2) = 1: [1, 1].
@@ -176,7 +176,7 @@ def sapo(terms: Terms, *, sapo_tau_positive: float, sapo_tau_negative: float) ->
 
 
 def dppo(terms: Terms, *, dppo_low: float, dppo_high: float, dppo_kl: float) -> TokenLoss:
-    """-ratio · A, dropped where the *probability* p has moved too far the way that A pushes it, and
+    """-ratio · A, dropped if the *probability* p has moved too far the way that A pushes it, and
     a pull back: + dppo_kl · (logprobs - old_logprobs)². Dropped: A > 0 and p - p_old > dppo_high; A
     <= 0 and p - p_old < -dppo_low.
 
@@ -232,14 +232,14 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 
     `weights` (sampler correction) multiply the policy loss alone, as in TRL. The group enters
     through the advantages alone. "k3_ratio" multiplies the KL by the loss's own ratio. The entropy
-    has an aggregation of its own (`entropy_aggregation`): with "token" it is the mean over tokens
+    has its own aggregation (`entropy_aggregation`): with "token" it is the mean over tokens
     whatever the loss divides by, as in TRL.
 
     Worked: entropies [[1, 2], [6, -]] with weight 0.1 and the aggregation "sequence": -0.1 · (1.5 +
     6) / 2 = -0.375 with entropy_aggregation "sequence", -0.1 · 9 / 3 = -0.3 with "token".
 
-    Metrics: policy_loss; ratio_mean where there is a ratio; clip_fraction, the share of tokens at
-    which the loss's bound acts, where it has one (where ratios are of whole sequences also as
+    Metrics: policy_loss; ratio_mean if there is a ratio; clip_fraction, the share of tokens at
+    which the loss's bound acts, if it has one (where ratios are of whole sequences also as
     sequence_clip_fraction); `kl` and `entropy` (token means) where
     `ref_logprobs` and `entropy` are given. Raises ValueError when the input of a weighted term is
     missing.

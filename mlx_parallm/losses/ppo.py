@@ -84,7 +84,7 @@ def gae(
     """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} - V_t, with V = A = 0 after the end
     (arXiv:1506.02438, eq. 16).
 
-    Columns [N] float64 of sequences one after the other; `last`: where each one's last step is. An
+    Columns [N] float64 of sequences one after the other; `last`: if each one's last step is. An
     episode that was truncated has γ V of the state that it stopped in as part of its last reward.
 
     Worked, γ = 1, λ = 0.5, rewards [0, 1], V [0.4, 0.6]: δ = [0.2, 0.4], A = [0.2 + 0.5 · 0.4, 0.4]

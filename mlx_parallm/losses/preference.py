@@ -292,7 +292,7 @@ def nll_loss(inputs: LossInputs) -> LossOutputs:
 def dft_loss(inputs: LossInputs) -> LossOutputs:
     """Dynamic fine-tuning (arXiv:2508.05629): -p · logprobs, the probability p not differentiated,
     mean over the mini-batch's trained tokens: unlikely tokens count less. Metrics: nll, for this
-    loss also rises where an unlikely token becomes a likely one.
+    loss also rises if an unlikely token becomes a likely one.
 
     Worked: log-probabilities -1, -2 and -6: (e^-1 + 2 e^-2 + 6 e^-6) / 3 = 0.217808.
     """

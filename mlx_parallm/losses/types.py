@@ -50,7 +50,7 @@ class LossInputs:
     max_length: Number | None = None  # L of the aggregation "constant"
     # today's weight of the KL to the reference in the loss; without one the float 0
     kl_beta: Number = 0.0
-    # of the batch, as far as its source knows some
+    # sizes of the batch, as far as its source knows them
     constants: Mapping[str, Number] = field(default_factory=dict)
 
     @property
@@ -58,7 +58,7 @@ class LossInputs:
         """[B, T], what the ratio is against: `old_logprobs`, else `rollout_logprobs`; 0 where
         `mask` is false.
 
-        Raises ValueError where there are none: against itself a policy has the ratio 1, and no clip
+        Raises ValueError if there are none: against itself a policy has the ratio 1, and no clip
         ever acts.
         """
         old = self.rollout_logprobs if self.old_logprobs is None else self.old_logprobs

@@ -18,7 +18,7 @@ from mlx_parallm.execution.tool_results import UNANSWERED
 from mlx_parallm.types import MAX_REWARD, UNSCORED, Rollout, Trajectory, has_score
 
 Scores = Sequence[Mapping[str, Any]]
-"""Numbers by name, the list "turn_rewards" where a reward scores single turns, and "extra": JSON
+"""Numbers by name, the list "turn_rewards" if a reward scores single turns, and "extra": JSON
 values by column."""
 GroupReward = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]
 
@@ -39,7 +39,7 @@ async def score_group(
 def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollout, ...]:
     """Return the rollouts of the group with their scores filled in.
 
-    The rewards that the environment reported for single turns are added to "reward". Where one
+    The rewards that the environment reported for single turns are added to "reward". If one
     rollout has rewards of its turns, all of them get them: 0 for turns that nobody scored. A
     "reward" of None or NaN, or a score `UNSCORED`, marks a trajectory that nothing scored: it
     counts nowhere. So does one with a call of a tool that got no answer: the column "left_out" of
@@ -146,5 +146,5 @@ def verifier(check: Callable[[str], float]) -> GroupReward:
 
 
 def exact_match(answer: str) -> GroupReward:
-    """1 where the text is the answer except for surrounding white space, else 0."""
+    """1 if the text is the answer except for surrounding white space, else 0."""
     return verifier(lambda text: float(text.strip() == answer.strip()))

@@ -47,11 +47,11 @@ class HasTokenizer(Protocol):
 
 
 def tool_call(*, column: str = "calls", threshold: float | None = None) -> "CallCheck":
-    """1 where the answer makes the calls of the row's `column` and no others, else a part of it:
+    """1 if the answer makes the calls of the row's `column` and no others, else a part of it:
     for each wanted call 0.2 for a call, 0.2 for its function, 0.2 for its parameters, 0.4 for their
     values, divided by the number of calls that are wanted or made, whichever is larger. A call that
     begins and cannot be read gets 0.1, and 0.1 for its function; one of a function that is not
-    offered gets 0.1 (a small model copies such a call from an example). Where no calls are wanted:
+    offered gets 0.1 (a small model copies such a call from an example). If no calls are wanted:
     1 without a call, else 0.
 
     Calls are read in the model's own format, or the one that is taught to models without one.

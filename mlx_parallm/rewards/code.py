@@ -160,7 +160,7 @@ def _compile(block: str) -> None:
 def _parses(parse: Callable[[str], Any], block: str) -> bool:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd escapes in somebody else's code
+            warnings.simplefilter("ignore")  # odd escapes in other people's code
             parse(block)
     except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deep
         return False

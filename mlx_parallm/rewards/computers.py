@@ -132,7 +132,7 @@ class WeightedRewardComputer(RewardComputer):
 
 
 class ParetoRewardComputer(WeightedRewardComputer):
-    """Several objectives, each to be maximised, or minimised where its weight is negative. The
+    """Several objectives, each to be maximised, or minimised if its weight is negative. The
     default method is `pareto` (`methods.pareto_rewards`); `absolute` and `relative` use the
     weighted sum."""
 

@@ -13,7 +13,7 @@ keyword arguments:
 
 Functions are called as TRL 1.16 calls them (`GRPOTrainer._calculate_rewards`), once for each group:
 
-    prompts, completions     strings, or lists of messages where the row's prompt is one
+    prompts, completions     strings, or lists of messages if the row's prompt is one
     completion_ids           the sampled tokens, EOS included
     every column of the row  repeated for each completion, except prompt, completion and
                              completion_ids; a value that the episode put into its metadata replaces
@@ -173,7 +173,7 @@ class RewardFunctions:
             key: the configuration key that names the functions.
             options: keyword arguments by the functions' names.
 
-        Raises ConfigError: a reference that cannot be loaded or is no reward, wrong options, a
+        Raises ConfigError: a reference that cannot be loaded or is not a reward, wrong options, a
         parameter that is neither TRL's nor a column, or a column with the name of the sampled
         completions.
         """
@@ -203,7 +203,7 @@ class RewardFunctions:
         columns: Collection[str] | None,
         default: Sequence[str] = (),
     ) -> "RewardFunctions":
-        """Load the functions of an [[environments]] entry; `default`: references where it names
+        """Load the functions of an [[environments]] entry; `default`: references if it names
         none. Raises ConfigError."""
         references = config.rewards or tuple(default)
         if not references:
@@ -508,7 +508,7 @@ def _as_json(value: Any) -> Any:
     try:
         kept = json.loads(json.dumps(value, default=other), parse_constant=str)
         return kept if _is_flat(kept, DEEPEST) else _text_of(value)
-    except (TypeError, ValueError, RecursionError):  # keys that are no texts, or a list in itself
+    except (TypeError, ValueError, RecursionError):  # keys that are not texts, or a list in itself
         return _text_of(value)
 
 
@@ -538,9 +538,9 @@ def load_rewards(
     """One for each reference. `options` by the name at a reference's end; the second of one name is
     "name#2".
 
-    A computer that stands alone applies `method` itself, one among others returns absolute scores.
+    A computer that is alone applies `method` itself, one among others returns absolute scores.
 
-    Raises ConfigError: a reference that cannot be loaded, is no reward, or does not take its
+    Raises ConfigError: a reference that cannot be loaded, is not a reward, or does not take its
     options; options for a name that is none of the rewards.
     """
     names = unique_names([reference.rpartition(":")[2] for reference in references])

@@ -134,7 +134,7 @@ class ModelJudge:
         self._ask, self._mode, self._criteria, self._threshold = ask, mode, criteria, threshold
 
     def attach(self, inference: JudgeInference) -> None:
-        """Take the policy's engine, where the judge is the base."""
+        """Take the policy's engine, if the judge is the base."""
         if isinstance(self._ask, _Base):
             self._ask.inference = inference
 
@@ -180,7 +180,7 @@ class ModelJudge:
         self, prompt: Any, answers: Sequence[str]
     ) -> tuple[list[JudgeReply], list[float | None]]:
         """Compare answers in this order, in one request; 1 for the best, 0 for the worst, None
-        where the reply has no ranking. `prompt`: text or messages."""
+        if the reply has no ranking. `prompt`: text or messages."""
         if len(answers) == 1:
             return [], [0.5]  # nothing to compare: all of the group the same
         reply = await self._ask(_comparison(_text(prompt), answers, self._criteria))

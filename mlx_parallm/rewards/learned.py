@@ -3,7 +3,7 @@
     LearnedReward.fit(trajectories, labels).save("reward.json")  →  rewards = ["builtin:learned"]
 
 Features: how often each tool was called and how often calls succeeded, lengths, steps, and which
-words and pairs of words stand in the answer. scikit-learn counts, scales and fits, with an L2
+words and pairs of words are in the answer. scikit-learn counts, scales and fits, with an L2
 penalty: the result depends only on the data. A policy that is trained on such a reward finds what
 the labels never showed it; `is_known` says of an answer whether it is like those that were
 labelled.
@@ -28,12 +28,12 @@ from mlx_parallm.system.validation import faults
 from mlx_parallm.types import Trajectory
 
 LEAST_OF_EACH = 10
-LEAST_USES = 3  # of a tool, a word or a pair of words that becomes a feature
+LEAST_USES = 3  # fewest uses for a tool, word or word pair to be a feature
 MOST_PHRASES = 5000
 COUNTED = ("calls", "success", "characters", "words", "steps", "spent", "truncated")
 CONSTANT = 1e-9  # a standard deviation, of the largest value: below it is rounding
-TOLERANCE = 1e-10  # of the mean loss's gradient
-KNOWN = 0.5  # the share of an answer's words that stood in a labelled one
+TOLERANCE = 1e-10  # bound on the mean loss's gradient
+KNOWN = 0.5  # the share of an answer's words that was in a labelled one
 BEYOND = 0.5  # deviations that a length may lie outside the labelled ones
 WORD = re.compile(r"\w+|[^\w\s]")
 
@@ -50,7 +50,7 @@ class LearnedReward(BaseModel):
 
     format: Literal[2]
     tools: tuple[str, ...]
-    words: tuple[str, ...]  # all that stood in a labelled answer
+    words: tuple[str, ...]  # all that was in a labelled answer
     phrases: tuple[str, ...]
     mean: tuple[float, ...]
     scale: tuple[float, ...]
@@ -135,7 +135,7 @@ class LearnedReward(BaseModel):
 
     def is_known(self, trajectory: Trajectory) -> bool:
         """Whether an episode is like those that the reward was fitted on: half of its answer's
-        words stood in one of them, and its lengths and calls are about within theirs."""
+        words was in one of them, and its lengths and calls are about within theirs."""
         standard = self._standard(trajectory)
         off = max(np.max(standard - self.high), np.max(np.subtract(self.low, standard)))
         words, seen = _words(trajectory.text), set(self.words)
@@ -143,7 +143,7 @@ class LearnedReward(BaseModel):
         return bool(share >= KNOWN and off <= BEYOND)
 
     def knows_text(self, text: str) -> bool:
-        """Whether half of a text's words stood in a labelled answer."""
+        """Whether half of a text's words was in a labelled answer."""
         words, seen = _words(text), set(self.words)
         return bool(words) and sum(word in seen for word in words) >= KNOWN * len(words)
 
@@ -212,7 +212,7 @@ def _phrases_of(texts: Sequence[str]) -> tuple[tuple[str, ...], Floats]:
     )
     try:
         present = counter.fit_transform(texts).toarray().astype(np.float64)
-    except ValueError:  # no phrase stands in so many texts
+    except ValueError:  # no phrase is in so many texts
         return (), np.zeros((len(texts), 0))
     return tuple(counter.get_feature_names_out().tolist()), present
 

@@ -25,8 +25,8 @@ START_S = 120.0  # sympy takes seconds to import on a busy machine
 
 
 def math(*, column: str = "answer", timeout_s: float = 5.0) -> Callable[..., Any]:
-    """1 where the answer (its last \\boxed{…}, else its last expression) equals the reference, else
-    0; None where the reference cannot be parsed as mathematics. A comparison that takes longer than
+    """1 if the answer (its last \\boxed{…}, else its last expression) equals the reference, else
+    0; None if the reference cannot be parsed as mathematics. A comparison that takes longer than
     `timeout_s` counts as different.
 
     Raises ConfigError: math-verify is not installed.

@@ -48,7 +48,7 @@ def score(reference: str, answer: str) -> float | None:
 
 def last_box(text: str) -> str:
     """The last \\boxed{…}, alone (math-verify takes two of one line for a set); the whole text
-    where it has none."""
+    if it has none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return text

@@ -42,7 +42,7 @@ def average_ranks(values_N: Sequence[float]) -> list[float]:
 
 
 def standardize(values_N: Sequence[float]) -> list[float]:
-    """(value - mean) / population standard deviation; zeros where all are equal. NaN, which is no
+    """(value - mean) / population standard deviation; zeros if all are equal. NaN, which is no
     score, stays NaN, and is in neither."""
     if any(map(math.isnan, values_N)):
         return _of_numbers(standardize, values_N)
@@ -87,7 +87,7 @@ def pareto_ranks(objectives_N_K: Sequence[Sequence[float]]) -> list[int]:
 
 
 def pareto_rewards(objectives_N_K: Sequence[Sequence[float]]) -> list[float]:
-    """1 - front / number of fronts: 1 on the first, so 1 for all where there is one front. NaN for
+    """1 - front / number of fronts: 1 on the first, so 1 for all if there is one front. NaN for
     a point with NaN."""
     ranks = pareto_ranks(objectives_N_K)
     fronts = max(ranks, default=0) + 1
@@ -148,7 +148,7 @@ class RewardComputer(ABC):
     weights.
 
     Any object with `compute_rewards(trajectories, method)` that returns one number for each can
-    stand in its place.
+    are in its place.
     """
 
     default_method: ClassVar[Method] = "absolute"

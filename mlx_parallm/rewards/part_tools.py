@@ -32,7 +32,7 @@ def to_binary(scores: Sequence[float | None], threshold: float | None = 0.5) -> 
 def with_column(
     function: Callable[..., Any], column: str, *others: str, optional: bool = False
 ) -> Callable[..., Any]:
-    """Give `function(**arguments)` the signature (completions, *others, <column>), where an option
+    """Give `function(**arguments)` the signature (completions, *others, <column>), if an option
     names the column.
 
     Raises ConfigError: the column's name cannot be a keyword.
@@ -53,7 +53,7 @@ def with_column(
 
 def by_column(score: Callable[[str, Any], float | None], column: str) -> Callable[..., Scores]:
     """Make a reward function that scores each text with its row's value of the column; None
-    where that is None."""
+    if that is None."""
 
     def part(**arguments: Any) -> Scores:
         pairs = zip(texts_of(arguments["completions"]), arguments[column], strict=True)
@@ -71,7 +71,7 @@ def compiled(pattern: str, flags: int = 0) -> Pattern:
 
 
 def in_time(score: Callable[..., float | None], *arguments: Any) -> float | None:
-    """Return the score; None, and a line in the log, where a pattern takes too long on the answer:
+    """Return the score; None, and a line in the log, if a pattern takes too long on the answer:
     what was not read is neither right nor wrong."""
     try:
         return score(*arguments)

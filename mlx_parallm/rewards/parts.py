@@ -50,11 +50,11 @@ EFFICIENCY = {"tokens": 0.4, "calls": 0.3, "steps": 0.3}
 def answer_match(
     *, column: str = "answer", pattern: str | None = None, exact: bool = False
 ) -> Part:
-    """1 where the answer equals the reference, else 0. Case, runs of white space and punctuation
+    """1 if the answer equals the reference, else 0. Case, runs of white space and punctuation
     around it are ignored, with `exact` only white space around it. `pattern`: a regular expression
-    whose last match is the answer, by its first group where it has one.
+    whose last match is the answer, by its first group if it has one.
 
-    Raises ConfigError: the pattern is no regular expression.
+    Raises ConfigError: the pattern is not a regular expression.
     """
     find = None if pattern is None else compiled(pattern, re.DOTALL)
 
@@ -75,7 +75,7 @@ def answer_match(
 
 
 def regex(*, pattern: str, whole: bool = False) -> Part:
-    """1 where the expression is found in the answer (`whole`: is all of it), else 0. Raises
+    """1 if the expression is found in the answer (`whole`: is all of it), else 0. Raises
     ConfigError."""
     find = compiled(pattern, re.DOTALL)
     match = find.fullmatch if whole else find.search
@@ -83,7 +83,7 @@ def regex(*, pattern: str, whole: bool = False) -> Part:
 
 
 def json_valid(*, schema: Mapping[str, Any] | str | None = None) -> Part:
-    """1 where the answer is JSON (its last ```json block, where it has one) and fits `schema`, else
+    """1 if the answer is JSON (its last ```json block, if it has one) and fits `schema`, else
     0.
     `schema`: a JSON schema, or the path of one.
 
@@ -104,7 +104,7 @@ def json_valid(*, schema: Mapping[str, Any] | str | None = None) -> Part:
 
 
 def format_(*, tags: Sequence[str] = (), threshold: float | None = None) -> Part:
-    """Score the form of the answer. With `tags`: 1 where it is these XML elements in this order and
+    """Score the form of the answer. With `tags`: 1 if it is these XML elements in this order and
     nothing else, each once, else 0. Without: 1, less 0.1 for each XML tag in it, at least 0.5."""
     elements = [rf"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags]
     whole = Pattern(r"\s*" + r"\s*".join(elements) + r"\s*", re.DOTALL)
@@ -153,7 +153,7 @@ def overlong(*, length: int, buffer: int) -> Part:
 def tool_success(*, threshold: float | None = None) -> Part:
     """ok / calls + 0.1 · appropriate / calls, at most 1, of the episode's tool calls:
     metadata["tool_calls"]. A call is appropriate whose tool is in the row's column `tools`, a
-    list of names. Without a call: 0.3 where the row names tools, else None."""
+    list of names. Without a call: 0.3 if the row names tools, else None."""
 
     def part(
         trajectories: Sequence[Trajectory], tools: Sequence[Sequence[str] | None] | None = None
@@ -179,7 +179,7 @@ def tool_success(*, threshold: float | None = None) -> Part:
 
 def task_completion(*, threshold: float | None = None) -> Part:
     """completed / created - 0.2 · failed / created, at least 0, of the episode's tasks:
-    metadata["tasks"] = {"created", "completed", "failed"}, numbers; None where none was created."""
+    metadata["tasks"] = {"created", "completed", "failed"}, numbers; None if none was created."""
 
     def score(trajectory: Trajectory) -> float | None:
         tasks: Mapping[str, int] = trajectory.metadata.get("tasks", {})
@@ -289,7 +289,7 @@ class SVRLRewardComputer(RewardComputer):
             )
         task = self._evaluate(trajectory)
         if not has_score(task):
-            return {}  # nothing judged the answer: its cost alone is no score
+            return {}  # nothing judged the answer: its cost alone is not a score
         return {
             "task": task,
             "cost": metadata["spent"] / metadata["budget"],

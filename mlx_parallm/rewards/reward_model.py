@@ -1,7 +1,7 @@
 """A trained reward model as a reward part: `rewards = ["builtin:reward_model"]`. No MLX here.
 
 path    the model (models/scoring) is loaded at the first score, once in a process whoever asks
-        for it, and works on a thread of its own; what it does not fit is refused before the run
+        for it, and works on its own thread; what it does not fit is refused before the run
         begins
 url     a server's /v1/score, of this package: `mlx_parallm serve --reward-model`
 """
@@ -163,7 +163,7 @@ class ModelReward:
         trajectories: Sequence[Trajectory] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
     ) -> list[float | str | None]:
-        """Score whole conversations: a trajectory's messages, where it has some.
+        """Score whole conversations: a trajectory's messages, if it has some.
 
         An answer that cannot be read (it is too long) is left unscored. Raises
         RolloutRejectedError: none of the group can; EndpointError: the server is away.

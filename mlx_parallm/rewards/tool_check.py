@@ -23,7 +23,7 @@ def tool(
     threshold: float | None = None,
 ) -> "ToolCheck":
     """Score each answer by a tool: the number that it returns, or 1 or 0 for yes or no; with
-    `equals`, 1 where the result agrees with it, else 0. An answer that the tool refuses (an error
+    `equals`, 1 if the result agrees with it, else 0. An answer that the tool refuses (an error
     of the tool, wrong arguments) scores 0; a call that fails otherwise (a time-out, a server that
     ended) leaves the answer unscored.
 
@@ -32,10 +32,10 @@ def tool(
         arguments: with "{completion}" for the answer and "{column}" for the row's columns.
         result: which part of a structured result to take: "distance", "shot.distance".
         equals: a value or text with columns, e.g. "{completion}".
-        pattern: a regular expression whose last match, its first group where it has one, is
+        pattern: a regular expression whose last match, its first group if it has one, is
             "{completion}".
 
-    Raises ConfigError: the pattern is no regular expression.
+    Raises ConfigError: the pattern is not a regular expression.
     """
     find = None if pattern is None else compiled(pattern)
     return ToolCheck(ToolQuestion(name, arguments, result), equals, find, threshold)
@@ -62,7 +62,7 @@ class ToolCheck:
     async def __call__(
         self, completions: Completions, tool_client: ToolClient, **columns: Any
     ) -> Scores:
-        """Raises RolloutRejectedError: a result that is no score."""
+        """Raises RolloutRejectedError: a result that is not a score."""
         texts = texts_of(completions)
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}
         rows = ({name: values[n] for name, values in lists.items()} for n in range(len(texts)))

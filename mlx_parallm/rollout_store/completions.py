@@ -169,7 +169,7 @@ class KeptCompletions:
                     f" {self._max_bytes})"
                 )
             raise RefusedError(f"{response_id!r} {reason}", status, "id")
-        prefix = f"{response_id}-"  # and the prompt's position: the start of an id is no id
+        prefix = f"{response_id}-"  # and the prompt's position: the start of an id is not an id
         if any(name.removeprefix(prefix).isdecimal() for name in self._store.known_ids(prefix)):
             raise RefusedError(f"{response_id!r} has its rewards already", 409, "id")
         raise RefusedError(

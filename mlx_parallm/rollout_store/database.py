@@ -1,9 +1,9 @@
 """A SQLite file that loses nothing: schema, pragmas, transactions, and errors in words.
-`store.RolloutStore` has one with the schema GROUPS; a part may have one with a `Schema` of its own.
+`store.RolloutStore` has one with the schema GROUPS; a part may have one with its own `Schema`.
 
 One connection, one lock: SQLite has a single writer anyway. A commit is on the disk when it returns
 (WAL, synchronous=FULL; on macOS F_FULLFSYNC, because a drive there may keep writes in its cache).
-Payloads are in a table of their own: marking a group does not write its tokens again, and pruning
+Payloads are in their own table: marking a group does not write its tokens again, and pruning
 deletes the tokens and leaves the row.
 """
 
@@ -121,7 +121,7 @@ class Database:
                 raise StoreError(f"{self.path}: the {self._schema.name} database is closed")
             try:
                 if self._unwritten is not None and self._unwritten != _unwritten_since(self.path):
-                    self.connection.close()  # a run that was over goes on, or has gone on
+                    self.connection.close()  # a run that was over continues, or has gone on
                     self._open()
                 yield self.connection
             except sqlite3.Error as error:

@@ -295,7 +295,7 @@ class RolloutStore:
             up_to_step: the last step that no checkpoint can bring back.
             always_up_to_step: steps that are pruned whatever the size of the file.
             max_bytes: later steps are pruned only while the file's content is larger; 0 = no bound.
-            seconds: about how long this may take, one slice at least; the next call goes on.
+            seconds: about how long this may take, one slice at least; the next call continues.
         """
         deadline = time.monotonic() + seconds
         excess = self.database.size_bytes(used=True) - max_bytes if max_bytes else 0

@@ -49,7 +49,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """`settings`: the resolved configuration, flat; None where it cannot be read, which `fault`
+    """`settings`: the resolved configuration, flat; None if it cannot be read, which `fault`
     explains."""
 
     letter: str
@@ -354,7 +354,7 @@ def curve(
     """Draw (step, value) as block characters between the `ends`, ▁ and █, in the steps of `every`
     point.
 
-    A character is the mean of its steps, or the one before where the run has none there: one for
+    A character is the mean of its steps, or the one before if the run has none there: one for
     each step, at most `width`. [(1, 0), (3, 1)] of [(1, 0), (3, 1), (4, 1)] from 0 to 1 in 4
     characters: "▁▁█ ".
     """

@@ -3,8 +3,8 @@ rows for SFT or DPO are written. So a teacher with another vocabulary teaches to
 
     prompts ──► teacher, n answers each ──► reward ──► journal ──► rows, written at once
 
-The journal lies beside the output, with a line a prompt. A call that was ended goes on from it with
-the same settings, and asks again where a prompt failed; once nothing has failed it is removed.
+The journal lies beside the output, with a line a prompt. A call that was ended continues from it
+with the same settings, and asks again if a prompt failed; once nothing has failed it is removed.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from mlx_parallm.types import Rollout, Trajectory
 JOURNAL = ".journal"  # behind the output's name
 SEEDS = 2**31  # most endpoints take a signed 32-bit number
 SEED_STEP = 1_000_003
-NEVER_CALLED = "builtin:format"  # an entry of rows needs a reward, also where none is wanted
+NEVER_CALLED = "builtin:format"  # an entry of rows needs a reward, also if none is wanted
 LONGEST_REASON = 160
 
 Form = Literal["sft", "dpo"]
@@ -267,7 +267,7 @@ async def _answer(
 async def _sampled(
     settings: DistillSettings, number: int, prompt: Any, row: DataRow, inference: InferenceModule
 ) -> tuple[list[Answer], Sequence[Sequence[int]]]:
-    """The teacher's answers to a prompt, and their tokens where it returns them."""
+    """The teacher's answers to a prompt, and their tokens if it returns them."""
     options: GenerateOptions = {
         "temperature": settings.temperature,
         "top_p": settings.top_p,

@@ -67,7 +67,7 @@ NO_ROUTE = (404, 405, 501)
 
 @dataclass(frozen=True)
 class Result:
-    """One evaluation. `completion_tokens`: None where they were not counted."""
+    """One evaluation. `completion_tokens`: None if they were not counted."""
 
     model: str
     settings: EvaluationConfig
@@ -75,7 +75,7 @@ class Result:
     seconds: float
     url: str | None = None
     completion_tokens: int | None = None
-    # by environment: what scored the answers, is no rule, and trained the policy
+    # by environment: judges (not rules) that scored the answers and trained the policy
     examiners: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unknown_training: bool = True  # then `examiners` may have trained it
 
@@ -105,7 +105,7 @@ class CalledCompletion(Completion):
 
 @dataclass(frozen=True)
 class EndpointPolicy:
-    """`TurnPolicy` of an endpoint: it gets prompts as text or messages, and records tokens where it
+    """`TurnPolicy` of an endpoint: it gets prompts as text or messages, and records tokens if it
     returns their ids.
 
     `client` is the module through which code inside the episodes asks the same model.
@@ -160,7 +160,7 @@ class EndpointPolicy:
                 f"RESULT: {note['text']}\n" for note in notes
             )
         answer: dict[str, Any] = {"role": "assistant", "content": completion.text}
-        # they stand in the text
+        # they are in the text
         if any(call.raw_text for call in self.tool_calls(completion, tools)):
             return (
                 *prompt,
@@ -350,7 +350,7 @@ def _trained_on(model: ModelConfig) -> Sequence[EnvironmentConfig] | None:
 def _examiners(
     problems: Sequence[ProblemSet], trained: Sequence[EnvironmentConfig] | None
 ) -> dict[str, tuple[str, ...]]:
-    """Return what scores each environment's answers, is no rule, and trained the policy, or may
+    """Return the judges (not rules) of each environment's answers that trained the policy, or may
     have: `trained` None."""
     return {
         each.source.name: no_rules(each.source.config)

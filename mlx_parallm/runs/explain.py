@@ -1,7 +1,7 @@
 """`mlx_parallm explain`: what a run did and why it does not learn, read from its directory alone.
 No MLX.
 
-    `Run` (metrics lines, evaluations, whether it goes on), `GroupCounts` (of its store) →
+    `Run` (metrics lines, evaluations, whether it continues), `GroupCounts` (of its store) →
     `Explanation` → text or JSON
 
 Each window of the run goes through `health.find`; windows with the same diagnosis become one
@@ -212,7 +212,7 @@ def two_curves(evidence: Evidence, heldout: Sequence[HeldOutChange]) -> Iterator
 
 
 def limits(lines: Sequence[Metrics]) -> Iterator[str]:
-    """Yield where the best answers of the whole run earned the same, below 1: perhaps none can
+    """Yield if the best answers of the whole run earned the same, below 1: perhaps none can
     earn more."""
     for name in (lines[-1].get("environments") or {}) if lines else ():
         limit, times, steps = reward_limit(lines, name)
@@ -286,7 +286,7 @@ def _endless(run: Run) -> str:
 
 
 def _silent_s(run: Run, groups: GroupCounts, received: int) -> float | None:
-    """Return the seconds since anything came, where that is too long. A first step that trains
+    """Return the seconds since anything came, if that is too long. A first step that trains
     (its groups are taken) is fine."""
     written = run.file("metrics").stat().st_mtime if run.metrics else run.started
     last_received = groups.last_received or 0.0

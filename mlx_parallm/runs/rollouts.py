@@ -108,7 +108,7 @@ class Answers:
             )
         self.run, self._store = run, run.open_rollouts()
         self._texts = _Texts(run)
-        # of the last group
+        # the last group's id and advantages
         self._advantages_of: tuple[str, tuple[Advantage, ...] | None] = ("", None)
         self._lost = Counter[str]()
         self._fault: str | None = None
@@ -262,7 +262,7 @@ class Answers:
 
     def _fits(self, answer: _Answer, wanted: Wanted) -> bool:
         lowest, highest = wanted.rewards
-        reward = answer.reward  # NaN, where it is not known, is in no range
+        reward = answer.reward  # NaN, if it is not known, is in no range
         if not ((lowest is None or reward >= lowest) and (highest is None or reward <= highest)):
             return False
         return wanted.text is None or any(map(wanted.text, self._texts.of(answer.rollout)))
@@ -459,7 +459,7 @@ class _Texts:
 
     def of(self, rollout: Rollout) -> tuple[str, str]:
         """Return prompt and answer as people read them, without the chat template. Between two
-        turns, what the environment said stands in ⟦ ⟧."""
+        turns, what the environment said is in ⟦ ⟧."""
         prompt, *turns = _turns(rollout)
         question, *texts = self._decode([prompt[1], *(tokens for _, tokens in turns)])
         shown = zip(turns, texts, strict=True)

@@ -66,7 +66,8 @@ def open_run(path: Path) -> "Run":
 
 
 class Run:
-    """A run directory: of a run that goes on, was killed or has finished. Nothing in it is changed.
+    """A run directory: of a run that continues, was killed or has finished. Nothing in it is
+    changed.
 
     Properties read a part when it is first used and keep it, so one `Run` shows one moment;
     `fresh` returns a later one. Methods read anew. A file that is missing or damaged is named by
@@ -107,7 +108,7 @@ class Run:
 
     @property
     def has_final(self) -> bool:
-        """Whether the checkpoint at total_steps was made; a resume may go on after it."""
+        """Whether the checkpoint at total_steps was made; a resume may continue after it."""
         return (self.path / FINAL).exists()
 
     @property
@@ -140,7 +141,7 @@ class Run:
 
     @cached_property
     def until(self) -> float:
-        """Now while the run goes on, else when its newest file was written; Unix seconds."""
+        """Now while the run continues, else when its newest file was written; Unix seconds."""
         return time.time() if self.running else self._last_written()
 
     def _last_written(self) -> float:
@@ -164,7 +165,7 @@ class Run:
 
     @cached_property
     def config(self) -> Config | None:
-        """The resolved configuration; None where it is missing or not valid."""
+        """The resolved configuration; None if it is missing or not valid."""
         try:
             return self.load_config()
         except ConfigError:
@@ -245,7 +246,7 @@ class Run:
         return RolloutStore(self.file("rollouts"), read_only=True)
 
     def token_values(self, group_id: str, number: int, segment: int) -> Mapping[str, np.ndarray]:
-        """Return what the trainer computed for the tokens of one segment; empty where the run has
+        """Return what the trainer computed for the tokens of one segment; empty if the run has
         not kept it."""
         return read_tokens(self.path, group_id, number, segment)
 

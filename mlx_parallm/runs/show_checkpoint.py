@@ -237,7 +237,7 @@ def _weights(
 def _optimizer(header: Mapping[str, Any] | None, updates: int | None) -> dict[str, Any]:
     if header is None:
         return {"name": None, "updates": updates, "bytes": 0}
-    metadata = header.get("__metadata__") or {}  # MLX writes null where there is none
+    metadata = header.get("__metadata__") or {}  # MLX writes null if there is none
     name = metadata.get("optimizer")
     size = sum(
         e[1] - e[0]

@@ -95,7 +95,7 @@ class AddedRouter:
         basic_auth: below the router's prefix the key may come as the password of Basic
             authentication, for clients that can only put it into the URL
             (`http://name:KEY@host/prefix`).
-        while_loading: path → the body of a 200 while the model loads, where a client would take the
+        while_loading: path → the body of a 200 while the model loads, if a client would take the
             503 badly.
         public: paths whose GET holds no data, such as a page's own files: they need neither key nor
             model. One that ends with a slash means everything below it.

@@ -2,14 +2,14 @@
 only.
 
 A server without a key on loopback could be driven by any web page through DNS rebinding, so then
-only requests whose Host (and Origin, where a browser sends one) is a loopback name are answered.
+only requests whose Host (and Origin, if a browser sends one) is a loopback name are answered.
 `check_bind` refuses a public address without a key.
 
 A page of another port of this machine is another origin too. Browsers send some of its requests
 without asking first (`no-cors`: a form, an image, a POST without a body), so a request that changes
 something must prove that its page was let in: it comes from the page of this very server, from
 `server.cors_origins`, or it is JSON, which a browser sends only after a preflight request. The same
-holds where a browser adds the key by itself (Basic authentication).
+holds if a browser adds the key by itself (Basic authentication).
 
 Which paths need no key: those that an `AddedRouter` calls public (`create_app` gathers them), and
 `HEALTH`.

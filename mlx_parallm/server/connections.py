@@ -1,6 +1,6 @@
 """The bounds of connections: how many there are, and how long one may take to send its request.
 
-uvicorn closes what is idle after an answer. It has no bound of connections of its own that closes
+uvicorn closes what is idle after an answer. It has no bound on connections that closes
 any (its `limit_concurrency` answers requests with 503), and a connection that has sent nothing, or
 half a header, stays for
 ever: without a key, each holds one of the process's files until the trainer can open none.
@@ -20,7 +20,7 @@ FIRST_REQUEST_SECONDS = 30.0  # from the connection to the end of its first requ
 # the same after an answer; above uvicorn's keep-alive, which closes what sends nothing
 NEXT_REQUEST_SECONDS = 120.0
 REPEATED_WARNING_SECONDS = 60.0
-# of server.max_concurrent_requests: clients keep connections open between requests
+# times server.max_concurrent_requests: clients keep connections open between requests
 CONNECTIONS_PER_REQUEST = 4
 FEWEST_CONNECTIONS = 64
 RESERVED_FILES = 512  # for the model, the rollouts, the metrics, checkpoints and sandboxes
@@ -103,7 +103,7 @@ def guarded_protocol(guard: ConnectionGuard) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            """Answer what is no HTTP, unless the connection has no place for another answer: h11
+            """Answer what is not HTTP, unless the connection has no place for another answer: h11
             would raise. The request that it belongs to gets no answer of its own."""
             cycle, conn = self.cycle, getattr(self, "conn", None)  # httptools' has no `conn`
             has_place = conn is None or conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)

@@ -28,7 +28,7 @@ from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.server.stored_responses import ResponseStore
 from mlx_parallm.types import Request
 
-MOST_ALTERNATIVES_AT_ONCE = 2 * MOST_ALTERNATIVES  # of all answers that are being made
+MOST_ALTERNATIVES_AT_ONCE = 2 * MOST_ALTERNATIVES  # over all answers in progress
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.adapter_loader import AdapterLoader

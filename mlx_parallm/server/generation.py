@@ -74,7 +74,7 @@ Part = TypeVar("Part", Completion, CompletionDelta)
 class EncodedPrompt:
     token_ids: tuple[int, ...]
     text: str | None = None  # None when the client sent ids
-    opens_text: bool = False  # what is sampled begins a text of its own: an answer of a chat
+    opens_text: bool = False  # what is sampled begins its own text: an answer of a chat
     images: tuple[PromptImage, ...] = ()
 
     def last(self, count: int | None) -> "EncodedPrompt":
@@ -258,7 +258,7 @@ class AnswerForm(StreamForm, Protocol):
 
 
 class AnswerObserver(Protocol):
-    """Follows one answer. What stands before a route (a dependency) sets it as
+    """Follows one answer. What comes before a route (a dependency) sets it as
     `request.state.observer`."""
 
     def begun(self, body: ChatBody) -> None:
@@ -539,7 +539,7 @@ async def respond(
 
 
 def _with_images(counts: dict[str, Any], requests: Sequence[Request]) -> dict[str, Any]:
-    """Add OpenAI's count of the prompts' image tokens, where there are some."""
+    """Add OpenAI's count of the prompts' image tokens, if there are some."""
     if tokens := sum(image.tokens for request in requests for image in request.images):
         counts["prompt_tokens_details"]["image_tokens"] = tokens
     return counts

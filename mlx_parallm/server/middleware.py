@@ -37,7 +37,7 @@ class RequestContextMiddleware:
     """Adds the request id (echoed or made, bound to the log), the access log and the time limit.
 
     An unforeseen error becomes a 500 without a traceback; the traceback is in the log, other
-    requests go on.
+    requests continue.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, timeout_s: float) -> None:
@@ -89,7 +89,7 @@ class RequestContextMiddleware:
 
 
 class _Sender:
-    """Sends one answer, knows how far it is, and ends it when it cannot go on."""
+    """Sends one answer, knows how far it is, and ends it when it cannot continue."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self.status = 0

@@ -1,4 +1,4 @@
-"""The HTTP thread: uvicorn with an asyncio loop of its own, on a socket that main has bound.
+"""The HTTP thread: uvicorn with its own asyncio loop, on a socket that main has bound.
 
 Bound in main, because uvicorn in a thread answers a taken port with a silent SystemExit; without
 uvicorn's signal handlers, because the daemon takes signals itself.
@@ -77,7 +77,7 @@ def _bind_problem(host: str, port: int, error: OSError) -> str:
 
 
 class ServerThread:
-    """Serves `app` on `listener` from `start` to `stop`, in a thread of its own, with so many
+    """Serves `app` on `listener` from `start` to `stop`, in its own thread, with so many
     connections at most (`connections.connection_limit`). Single use."""
 
     def __init__(
@@ -88,7 +88,7 @@ class ServerThread:
         *,
         lifespan: Literal["on", "off"] = "off",
     ) -> None:
-        """`lifespan`: whether the app starts and ends parts of its own."""
+        """`lifespan`: whether the app starts and ends its own parts."""
         guard = ConnectionGuard(max_connections)
         config = uvicorn.Config(
             app,

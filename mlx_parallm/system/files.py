@@ -29,7 +29,7 @@ BLOCK, SAMPLES = 4096, 64  # bytes of a block, blocks of a file, of `sampled_dig
 RESERVE_SHARE = 0.05  # of a small disk
 TEMPORARY = ".tmp-"  # in the names of unfinished files; the next save removes leftovers
 LONGEST_ID = 7  # digits of a process id; longer numbers in a name are dates
-OPEN_FILES = (65_536, 10_240)  # wanted; macOS refuses what is above a limit of its own
+OPEN_FILES = (65_536, 10_240)  # wanted; macOS refuses what is above its own limit
 # <sys/stdio.h> of macOS, <linux/fs.h>, <fcntl.h>
 RENAME_SWAP, RENAME_EXCHANGE, AT_FDCWD = 2, 2, -100
 
@@ -62,7 +62,7 @@ def is_directory(text: str | Path) -> bool:
 
 def inside(root: Path, name: str | Path) -> Path:
     """Return a path below `root`, without links, that a foreign file, an archive or a request
-    names. Raises OSError: it leads out of `root`, or is no path."""
+    names. Raises OSError: it leads out of `root`, or is not a path."""
     try:
         path = (root / name).resolve()
     except (ValueError, RuntimeError) as error:  # a null character; a circle of links

@@ -106,7 +106,7 @@ def _containers(text: bytes | str) -> int:
 @lru_cache(256)
 def validator(source: str, *, formats: bool = True) -> Any:
     """Return a `jsonschema_rs` validator of a schema as JSON text. `formats`: whether `format` is
-    checked. Raises ValueError: this is no JSON schema, or it refers to another document."""
+    checked. Raises ValueError: this is not a JSON schema, or it refers to another document."""
     schema = json.loads(source)
     options = jsonschema_rs.FancyRegexOptions(backtrack_limit=BACKTRACKS)
     drafts = _DRAFTS[:1] if isinstance(schema, dict) and "$schema" in schema else _DRAFTS

@@ -150,7 +150,7 @@ def async_scheduling(configured: bool | None, *, deterministic: bool) -> bool:
 
 def wire_memory(model_bytes: int, wired: float | str = "off") -> str | None:
     """Let Metal keep a part of its memory from being paged out (`server.wired_memory`). Does
-    nothing where MLX's default device is no Metal GPU. Loads MLX.
+    nothing where MLX's default device is not a Metal GPU. Loads MLX.
 
     Args:
         wired: "off", "weights" (as much as they take), or a share of what Metal recommends. Panics

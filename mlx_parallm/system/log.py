@@ -38,7 +38,8 @@ RUN_LOG_FILE = "run.log"
 MAX_BYTES, KEPT_FILES = 16 << 20, 3  # of run.log: at most 64 MiB with run.log.1 … .3
 HELD_LINES = 1000
 PAUSED, RESUMED, CONFIGURED = "paused", "resumed", "configuration written"
-"""Events that `explain` reads: a client has paused the engine, lets it go on; a process begins."""
+"""Events that `explain` reads: a client has paused the engine, lets it continue; a process
+begins."""
 # a field: this line is for the run log and not for the terminal, which shows it otherwise
 FILE_ONLY = "_file_only"
 

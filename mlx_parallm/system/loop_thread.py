@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own, for callers that block."""
+"""An asyncio loop in its own thread, for callers that block."""
 
 import asyncio
 import threading

@@ -5,7 +5,7 @@ Python's `re` backtracks without a bound and holds the interpreter's lock meanwh
 letters stops every thread of the process. The package `regex` gives the lock away and has a time
 limit. Python's syntax stays the one that counts: what `re` refuses is refused.
 
-Patterns that stand in the source may use `re`; `tests/test_architecture.py` holds the rest to this
+Patterns that are in the source may use `re`; `tests/test_architecture.py` holds the rest to this
 module.
 """
 

@@ -1,6 +1,6 @@
 """A program that was started here, and everything that it started: all of it ends with it.
 
-A server may end while its children go on, and a child may leave its process group. All of them
+A server may end while its children continue, and a child may leave its process group. All of them
 inherit a variable of the environment, so they are found by that; and the group by its number.
 """
 
@@ -31,7 +31,7 @@ def of_no_family() -> dict[str, str]:
 
 
 def end_family(group: int, mark: str, *, patience_s: float = TERMINATION_S) -> None:
-    """End what is left of a program that was started in a session of its own: SIGTERM, then
+    """End what is left of a program that was started in its own session: SIGTERM, then
     SIGKILL after `patience_s`. Blocks until then; whoever started the program reaps it.
 
     Args:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SecretForm:
-    """The form of a kind of secret. `hints`: one of these texts stands in every match, in any
+    """The form of a kind of secret. `hints`: one of these texts is in every match, in any
     case, so that most texts need no search. The secret is the pattern's group "secret", or the
     whole match. `check`: a match is a secret only if it returns True. `in_run`: every match has
     LONG_RUN signs of `RUN` in a row, so the search needs only the runs of a text, a tenth."""
@@ -34,7 +34,7 @@ class SecretForm:
 LONG_RUN = 15
 RUN = re.compile(
     rf"(?:\\[nrt])?[A-Za-z0-9_.+/=:-]{{{LONG_RUN},}}"
-)  # a line break in JSON within JSON is no part of a key
+)  # a line break in JSON within JSON is not part of a key
 _CHARACTER_CLASSES = re.compile(r"[a-z]+|[A-Z]+|[0-9]+|[^A-Za-z0-9]+")
 # of the character class, for each character: random base64 has 0.6, hexadecimal 0.45, names 0.15
 _LEAST_CHANGES = 0.3
@@ -125,7 +125,7 @@ _VALUE = r"[^\s\"'\\,;{}()<>$\[\]|&`]{4,512}"  # without quotes
 
 
 def _prefixed(kind: str, *patterns: str) -> SecretForm:
-    """Keys that begin with a text of their own: the part of each pattern before the first sign
+    """Keys that begin with their own text: the part of each pattern before the first sign
     of a regex."""
     hints = {re.split(r"[\[(\\?{|]", pattern)[0].lower() for pattern in patterns}
     assert all(len(hint) >= 3 for hint in hints), (

@@ -135,7 +135,7 @@ class Shutdown:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore what was; after a signal nothing is left to restore, and the limit goes on."""
+        """Restore what was; after a signal nothing is left to restore, and the limit continues."""
         if not self.stop.is_set():
             self._limit.cancel()
             self._undo.close()
@@ -227,7 +227,7 @@ class EndLimit:
             self._begun.set()
 
     def cancel(self) -> None:
-        """Let the process go on; the limit's thread has ended then."""
+        """Let the process continue; the limit's thread has ended then."""
         self._cancelled.set()
         self._begun.set()
         self._thread.join()

@@ -117,7 +117,7 @@ def write_adapter(path: Path, opened: OpenModel) -> int:
             architecture, f"{mlx_path}.weight", arguments.num_hidden_layers
         )
         order = architectures.row_order(architecture, f"{mlx_path}.weight", arguments)
-        # of stacked experts llama.cpp's are [experts, r, in] and [experts, out, r]
+        # llama.cpp's stacked experts are [experts, r, in] and [experts, out, r]
         a, b = (np.array(array, np.float32).swapaxes(-1, -2) for array in (pair.a, pair.b))
         b = b * np.float32(pair.scale * pair.a.shape[-1] / alpha)
         writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(a))

@@ -10,8 +10,8 @@ MOST_CONTEXT = 32_768  # tokens of a request; more has to be asked for
 LEAST_CONTEXT = 2_048
 CONTEXT_UNIT = 1_024
 MOST_PARALLEL = 4
-USED_SHARE = 0.8  # of the memory; the rest is the system's and for activations
-CACHE_BYTES = 2  # of a number of keys and values
+USED_SHARE = 0.8  # share of the memory; the system and activations take the rest
+CACHE_BYTES = 2  # bytes a key or value
 ALL_LAYERS = 999
 SPARE_CORES = 2
 # a parameter, about

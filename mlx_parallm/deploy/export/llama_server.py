@@ -1,4 +1,4 @@
-"""A real llama.cpp in a process of its own, and its HTTP API.
+"""A real llama.cpp in its own process, and its HTTP API.
 
 `xllamacpp` holds llama.cpp's server as a library; a `llama-server` on the PATH is the same program.
 A wrong file may abort either, so it runs in a child (llama_child.py).
@@ -82,7 +82,7 @@ class LlamaServer:
         return Step(int(reply["tokens"][0]), logprobs)
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Return the most probable tokens one after another: `count`, or fewer where the answer
+        """Return the most probable tokens one after another: `count`, or fewer if the answer
         ends."""
         options = {
             "n_predict": count,

@@ -9,7 +9,7 @@ architectures.py   the table of architectures: tensor names, rows in another ord
 vocabulary.py      the tokenizer as GGUF has it, and the name of its pre-tokenizer
 quantization.py    the type of each tensor, and its bytes
 gguf_file.py       write the file, one tensor in memory at a time; the adapter's file
-llama_server.py    a real llama.cpp in a process of its own, and its HTTP API
+llama_server.py    a real llama.cpp in its own process, and its HTTP API
 verify.py          compare it with our own engine
 ollama.py          the Modelfile, and Ollama's HTTP API
 hosting.py         settings of a server by this machine's hardware

@@ -38,7 +38,7 @@ FILE_TYPES = {
     "q3_k_m": LlamaFileType.MOSTLY_Q3_K_M,
     "q2_k": LlamaFileType.MOSTLY_Q2_K,
 }
-# Where rows are no multiple of 256.
+# Where rows are not multiples of 256.
 FALLBACK = {
     Type.Q2_K: Type.Q4_0,
     Type.Q3_K: Type.Q4_0,

@@ -96,7 +96,7 @@ def divergence(ours: np.ndarray, theirs: Mapping[int, float]) -> float:
     """Return KL(ours ‖ theirs) in nats over the tokens that `theirs` lists, and one more for all
     others together.
 
-    At most the divergence over all tokens, and 0 only where the listed ones agree. Worked: ours (½,
+    At most the divergence over all tokens, and 0 only if the listed ones agree. Worked: ours (½,
     ¼, ¼), theirs lists 0 with ¼: ½ ln 2 + ½ ln (½ / ¾) = 0.1438.
     """
     here, there = ours[np.array(list(theirs))], np.array(list(theirs.values()))

@@ -1,7 +1,7 @@
 """Texts on which a GGUF file is verified: 200 for its tokenizer, conversations for its chat
 template.
 
-The texts are in Unicode's NFC: where a tokenizer normalises, llama.cpp does not.
+The texts are in Unicode's NFC: if a tokenizer normalises, llama.cpp does not.
 """
 
 import random

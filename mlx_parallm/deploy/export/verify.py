@@ -33,7 +33,7 @@ from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.tokenizer import Tokenizer
 
 PROMPTS = 16
-TOKENS = 8  # of each answer: places where the next token is compared
+TOKENS = 8  # places in each answer where the next token is compared
 TOP = 64  # most probable tokens of llama.cpp
 SHOWN = 60  # characters of a text in a message
 TIMES = 20.0
@@ -51,7 +51,7 @@ class Verification:
     Attributes:
         by: the llama.cpp; None = nothing was compared, `reason` says why.
         texts, chats: equal ones of all.
-        choices: places of our answers where both have the same most probable token, of all.
+        choices: places of our answers if both have the same most probable token, of all.
         divergence: mean KL in nats a token, from the model that is served here to llama.cpp.
         rounding: from the served model to its weights in the file's type.
         remainder: from those weights, computed here, to llama.cpp. `allowed`: the most that it may

@@ -2,7 +2,7 @@
 
 llama.cpp splits a text before it merges bytes by rules that are built into it; `tokenizer.ggml.pre`
 names them. A wrong name loads without an error and gives other tokens. So the name follows from how
-the tokenizer itself splits (`PRE_TOKENIZERS`); where that is not in the table, `candidates()` are
+the tokenizer itself splits (`PRE_TOKENIZERS`); if that is not in the table, `candidates()` are
 to be tried with a real llama.cpp.
 """
 

@@ -5,8 +5,8 @@ one is made.
     truncated
 
 The metadata of an episode holds `seed`, `return` (the sum of the rewards), `rewards` (of each
-turn), `actions`, `invalid_actions` (the number of answers that were no action: nothing is done, but
-the turn counts), `terminated` and `truncated`.
+turn), `actions`, `invalid_actions` (the number of answers that were not actions: nothing is done,
+but the turn counts), `terminated` and `truncated`.
 """
 
 import json
@@ -30,7 +30,7 @@ WHOLE_NUMBER = re.compile(r"-?\d+")
 
 @dataclass
 class SimulationState(State):
-    """A State with a live simulation. A copy starts a simulation of its own, from the seed and
+    """A State with a live simulation. A copy starts its own simulation, from the seed and
     the actions."""
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         Args:
             id: as `gymnasium.make` takes it ("FrozenLake-v1", "my_package:My-v0"); `make` holds its
                 keywords.
-            instructions: stand before the first observation; default: what the actions are, where
+            instructions: come before the first observation; default: what the actions are, where
                 they are known.
             observation_text: makes a text of an observation: a function, a reference to one
                 ("python:file.py:name"), or a template with {observation} and {render}, which is
@@ -126,7 +126,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         try:
             shown = self._shown(state, self._begin(state))
         finally:
-            self.end_episode(state)  # every rollout has a copy, and a simulation of its own
+            self.end_episode(state)  # every rollout has a copy, and its own simulation
         opening = f"{self._instructions}\n\n{shown}".strip()
         state.prompt = [{"role": "user", "content": opening}]
         return state

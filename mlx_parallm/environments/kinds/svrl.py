@@ -47,7 +47,7 @@ SHOWN_VERIFICATIONS = 3
 FINAL_ANSWER = re.compile(r"FINAL ANSWER:[ \t]*([^\n]*)", re.IGNORECASE)
 LONGEST_RESULT = 500  # characters of a tool's result that are shown
 LONGEST_EXPRESSION, LARGEST = 200, 1e300
-MOST_BITS = 4096  # of the largest integer power that a calculation may make
+MOST_BITS = 4096  # bits of the largest integer power that a calculation may make
 CODE_TIMEOUT_S = 5.0
 # so that there are no names, no texts, no calls
 _NUMBERS_AND_SIGNS = re.compile(r"[0-9.eE+\-*/%()\s]*")
@@ -91,7 +91,7 @@ class SVRLEnvironment(BaseEnvironment):
             tools: names of built-in ones ("verify_calculation", "check_facts", "run_code"),
                 functions from text to text or references to them ("python:file.py:name"),
                 `VerificationTool`s; or a table of them, name → tool. Default: the built-in ones,
-                with check_facts only where there are `facts`.
+                with check_facts only if there are `facts`.
             budget: most that an episode may spend; a call that costs more than is left is not made.
             max_steps: most turns of the policy.
             tasks: rows {"prompt", "answer", …}, or a JSONL file of them; default:

@@ -112,7 +112,7 @@ def make_problem(task: str, index: int, *, seed: int, split: Split) -> Problem:
 
 
 def score(problem: Problem, completion: str) -> float:
-    """Return 1.0 where the completion is the answer, surrounding white space aside, else 0.0."""
+    """Return 1.0 if the completion is the answer, surrounding white space aside, else 0.0."""
     return 1.0 if completion.strip() == problem.answer else 0.0
 
 

@@ -3,7 +3,7 @@ of one that is full, does not answer, or has ended.
 
     `open`: the server with the fewest sessions → connect → reset → (Session, first StepResult)
 
-A session that cannot be opened is tried again, on another server where there is one; after the
+A session that cannot be opened is tried again, on another server if there is one; after the
 first action an episode that is lost stays lost. Of several servers each gets a few sessions first,
 and one more with each episode that it plays to the end, so that one that hangs holds few episodes
 up. A server that failed is left alone for a while, longer each time. One that is started by a
@@ -51,7 +51,7 @@ TAIL_S = 1.0  # longest wait for its last words: a process that it started may h
 
 @dataclass
 class Server:
-    """A server, and how it is doing. `command` starts it, where it is ours."""
+    """A server, and how it is doing. `command` starts it, if it is ours."""
 
     url: str
     command: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Server:
     most_until: float = 0.0
     process: subprocess.Popen[bytes] | None = None
     output: "Tail | None" = None
-    mark: str = ""  # of what it started
+    mark: str = ""  # marks the processes that it started
 
     @property
     def pid(self) -> int:
@@ -256,7 +256,7 @@ def _start(server: Server) -> None:
     server.url = f"http://127.0.0.1:{port}"
     words = [word.replace(PORT, str(port)) for word in server.command]
     if server.process is not None:
-        end_family(server.pid, server.mark)  # of one that has ended
+        end_family(server.pid, server.mark)  # a server that has ended
     try:
         variables, server.mark = marked()
         server.process = subprocess.Popen(

@@ -27,12 +27,12 @@ class NoCapacityError(EndpointError):
 
 
 class ActionRefusedError(RolloutRejectedError):
-    """The server does not understand an action; the session goes on."""
+    """The server does not understand an action; the session continues."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The answer of an environment. `reward`: None where it gave none."""
+    """The answer of an environment. `reward`: None if it gave none."""
 
     observation: Mapping[str, Any]
     reward: float | None

@@ -67,14 +67,14 @@ class TaskFoldersEnvironment(BaseEnvironment):
         """
         Args:
             path: a task folder, or a directory of them, at any depth.
-            heldout: share of the tasks that are held out, by a hash of their names. Where that is
+            heldout: share of the tasks that are held out, by a hash of their names. If that is
                 none, an evaluation asks the tasks that are trained on, and the log says so.
             skip: leave tasks out that need a container, with a line in the log that counts them by
                 reason; else the first one ends the start.
-            instructions: stand before the task's own; {workdir} is its directory.
+            instructions: come before the task's own; {workdir} is its directory.
             max_steps: turns of the policy.
             command_s: longest time of one block.
-            tests_s: longest time of the tests; the task's own is taken where it is shorter.
+            tests_s: longest time of the tests; the task's own is taken if it is shorter.
             memory_mb: of a block, or of the tests.
             output: characters of a block's output that are shown, its last ones.
 

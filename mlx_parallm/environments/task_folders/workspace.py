@@ -1,4 +1,4 @@
-"""Commands and tests in a task's files: each run is a sandbox of its own, which gets the files and
+"""Commands and tests in a task's files: each run is its own sandbox, which gets the files and
 gives them back. No MLX.
 
 The directories that the task knows (/app, /tests, /logs) lie below the sandbox's own: their names

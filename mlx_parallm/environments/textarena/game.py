@@ -17,7 +17,7 @@ from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import did_you_mean, user_code
 from mlx_parallm.system.packages import require
 
-MOST_PLAYERS = 15  # of any game of TextArena 0.7
+MOST_PLAYERS = 15  # in any game of TextArena 0.7
 GAME = -1  # the sender of what the game itself says
 _ONE_AT_A_TIME = threading.RLock()  # nltk.download and random numbers belong to the process
 
@@ -77,7 +77,8 @@ class Game:
         self.reasons = dict.fromkeys(range(self.players), reason)
 
     def forfeit(self, seat: int, reason: str) -> None:
-        """End the game because a player cannot go on: it loses, and of two the other one wins."""
+        """End the game because a player cannot continue: it loses, and of two the other one
+        wins."""
         others = {other: float(self.players == 2) for other in range(self.players)}
         self.stop(reason, others | {seat: -1.0})
 

@@ -55,7 +55,7 @@ GRACE_S = 0.4  # for the launcher to end what it started
 # the same on a machine so busy that it takes longer, before the launcher itself is killed
 LAST_S = 20.0
 WATCH_S = 0.05
-LEAST_MEMORY_MB = 64  # of an interpreter that does nothing
+LEAST_MEMORY_MB = 64  # an idle interpreter's
 TRIAL_S = 30.0
 
 
@@ -355,9 +355,9 @@ def _stop(process: "subprocess.Popen[bytes]") -> float:
 def _kill(process: "subprocess.Popen[bytes]") -> None:
     """End the launcher, with all that it has started.
 
-    On Linux the code leads a session of its own: a signal to the launcher's group does not reach
+    On Linux the code leads its own session: a signal to the launcher's group does not reach
     it. A launcher that is killed while it ends a fork bomb leaves the bomb behind. It gets LAST_S,
-    which only a busy machine needs. What is left then is ended by its user, where it has one of its
+    which only a busy machine needs. What is left then is ended by its user, if it has one of its
     own (this process is root's).
     """
     if process.returncode is None:

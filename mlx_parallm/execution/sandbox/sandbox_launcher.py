@@ -19,7 +19,7 @@ nothing about many.
 
 Root becomes an unused user, because RLIMIT_NPROC does not count root's processes. That user may
 have no right to enter the home with the interpreter. Namespaces bind the interpreter to a place
-where it may; with Landlock the user keeps the one capability to read, which then reaches no further
+if it may; with Landlock the user keeps the one capability to read, which then reaches no further
 than Landlock's rules.
 """
 
@@ -77,7 +77,7 @@ UNCOUNTED_MEMORY_CALLS = {
 # add_key, request_key, keyctl: the session's keyring belongs to who started the trainer.
 KEY_CALLS = {"x86_64": (248, 249, 250), "aarch64": (217, 218, 219)}
 # unshare, setns, mount, umount2, chroot, pivot_root, open_tree, move_mount, fsopen, fsconfig,
-# fsmount, fspick, mount_setattr: in a user namespace of its own the code might mount a file system
+# fsmount, fspick, mount_setattr: in its own user namespace the code might mount a file system
 # in memory.
 NAMESPACE_CALLS = {
     "x86_64": (272, 308, 165, 166, 161, 155, 428, 429, 430, 431, 432, 433, 442),
@@ -166,7 +166,7 @@ def main() -> None:
 
 
 def user_of(launcher: int) -> int:
-    """Return the user of the code that the launcher with this pid runs, where it is root's."""
+    """Return the user of the code that the launcher with this pid runs, if it is root's."""
     return FIRST_UID + launcher % UIDS
 
 
@@ -274,7 +274,7 @@ def mount(
 
 def execute(specification: Mapping[str, Any], status: int, uid: int | None) -> NoReturn:
     """Apply the remaining restrictions, and become the code, in the working directory."""
-    # where this is the launcher itself, and leads a session already
+    # if this is the launcher itself, and leads a session already
     if specification["way"] != "seatbelt":
         os.setsid()  # or a signal to "my process group" would reach the launcher
     name, arguments = COMMANDS[specification["language"]]
@@ -585,14 +585,14 @@ class Processes:
 
     def _memory(self, pids: Iterable[int], file: str, names: Collection[str]) -> int:
         """Return the sum of the lines of these names, in bytes."""
-        # Not splitlines(): a process may have a form feed and a line of its own in its name.
+        # Not splitlines(): a process may have a form feed and a line break in its name.
         lines = (line.split() for pid in pids for line in self._text(f"{pid}/{file}").split("\n"))
         return sum(int(line[1]) << 10 for line in lines if line and line[0].rstrip(":") in names)
 
     def _written(self, directory: str, pids: Iterable[int]) -> float:
         """Return the bytes of the files in a directory, and of those that are open and removed;
         infinity: too many files, or one that lies too deep to be looked at."""
-        blocks: dict[tuple[int, int], int] = {}  # of each file, which may have several names
+        blocks: dict[tuple[int, int], int] = {}  # by (device, inode): a file may have several names
         waiting, files = [directory], 0
         while waiting and files <= MOST_FILES:
             try:

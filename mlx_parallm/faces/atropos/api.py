@@ -24,13 +24,13 @@ class TrainerRegistration:
     max_token_len: int
     checkpoint_dir: str
     save_checkpoint_interval: int
-    starting_step: int  # 0, or the step that a resumed run goes on from
+    starting_step: int  # 0, or the step that a resumed run continues from
     num_steps: int  # absolute, also after a resume
 
 
 @dataclass(frozen=True, slots=True)
 class BatchReply:
-    """One answer of /batch. `groups` is None where the API answered null; `registered` False:
+    """One answer of /batch. `groups` is None if the API answered null; `registered` False:
     register first."""
 
     groups: list[dict[str, Any]] | None

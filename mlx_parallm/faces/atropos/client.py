@@ -1,7 +1,7 @@
 """Groups from an external Atropos API (`api_url = "http://…"`): register, poll /batch, check,
 store.
 
-`AtroposPoller` runs in a thread with a loop of its own; the trainer makes it over the run's
+`AtroposPoller` runs in a thread with its own loop; the trainer makes it over the run's
 `RolloutStore`, starts it before the first step and shows `health()`. `api.py` is the HTTP side,
 `wire.py` has the wire conventions.
 
@@ -20,7 +20,7 @@ What atroposlib 0.4.0's server does to a trainer, and the answer to each (measur
 * an error comes as 200 with `"batch": []`, and after a restart nobody is registered: register
   again, also while the store is full and /batch is not asked, because environments wait for it;
 * a second /register is ignored, and one after stray data is too ("poisoned"): /info tells. A reset
-  throws queued groups away and ends running environments, so it is done only where nothing can be
+  throws queued groups away and ends running environments, so it is done only if nothing can be
   lost.
 """
 
@@ -71,7 +71,7 @@ class _ApiQueue:
 
 
 class AtroposPoller:
-    """Fetches batches into the store in a thread of its own. `start`, `health`, `stop`."""
+    """Fetches batches into the store in its own thread. `start`, `health`, `stop`."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class AtroposPoller:
     async def _fetch(self) -> bool:
         """One /batch; True when it brought groups."""
         if self._was_away:
-            await self._register()  # nothing happens where the registration still holds
+            await self._register()  # nothing happens if the registration still holds
             self._was_away = False
         try:
             reply = await self._client.batch()

@@ -52,9 +52,9 @@ class AtroposSettings:
     total_steps: int
     wandb_group: str | None
     wandb_project: str | None
-    temperature: float  # of groups that do not name theirs
+    temperature: float  # for groups that do not name theirs
     missing_logprobs: MissingLogprobs
-    # of the other sources that fill the same batches, which may still be added
+    # group sizes of the other sources of the same batches; more may be added
     other_group_sizes: Sequence[int] = ()
     # (layers, experts a token, experts) that the trainer repeats; None: it repeats none
     experts: Callable[[], tuple[int, int, int] | None] = lambda: None

@@ -1,14 +1,14 @@
 """The Atropos wire format → `RolloutGroup`. Only this folder knows its conventions.
 
-On the wire `masks` are labels: -100 where a token was given, the token's own id where the policy
-sampled it; and `inference_logprobs` hold 1.0 where there is none. Here `mask` is 0 or 1; a group
+On the wire `masks` are labels: -100 if a token was given, the token's own id if the policy
+sampled it; and `inference_logprobs` hold 1.0 if there is none. Here `mask` is 0 or 1; a group
 without `inference_logprobs` (server_type openai) has rollouts with `logprobs` None, and a sampled
 token without one among others refuses the group. Zeros for all sampled tokens of a group, as
-environments write that have none, are no log-probabilities either.
+environments write that have none, are not log-probabilities either.
 
 atroposlib's ManagedServer makes sequences of several turns: several sampled spans; after a turn its
 EOS twice, the second one given; earlier turns given again (-100 and 1.0) when a plain completion
-was extended. Only the label counts: a token is trained on where its label says so and nowhere else.
+was extended. Only the label counts: a token is trained on if its label says so and nowhere else.
 A template that rewrites history makes one sequence a turn there; only the environment knows whether
 those belong together, and `episodes` says so.
 
@@ -22,7 +22,7 @@ them in the order of their tokens; these are as many as the server's prompt has.
 change the training and have no counterpart here are refused (`sft`, messages with sound or video).
 Fields without which the group keeps its meaning are listed in `metadata["ignored_fields"]`
 (ref_logprobs: the trainer computes its own reference). The teacher's `distill_token_ids` and
-`distill_logprobs` are in `metadata["distill"]`, where a teacher of kind "group" reads them
+`distill_logprobs` are in `metadata["distill"]`, if a teacher of kind "group" reads them
 (docs/distillation.md). `checks.check_group` checks the ranges.
 """
 
@@ -150,7 +150,7 @@ def from_scored_data(
 
     `policy_version` is given to every sampled token of a group without `policy_versions`
     (environments send none): callers pass the version served when the group arrives, the newest
-    that can have sampled it. `temperature` is used where the group names none; precedence
+    that can have sampled it. `temperature` is used if the group names none; precedence
     overrides[i] > generation_params > group_overrides > `temperature`, and a value <= 0 counts as 1
     (both as in Atropos' own trainer). A group without `group_id` gets one from its content, so that
     a group that is sent twice is known the second time. A score of null or NaN is none: that
@@ -278,7 +278,7 @@ def _joined(sequences: tuple[Rollout, ...], episodes: list[int]) -> tuple[Rollou
 def _versions(
     wire: ScoredData, number: int, mask: list[int], policy_version: int
 ) -> tuple[int, ...]:
-    """Return the versions as sent; else `policy_version` where a token was sampled, and -1
+    """Return the versions as sent; else `policy_version` if a token was sampled, and -1
     (unknown) elsewhere."""
     if wire.policy_versions:
         return tuple(wire.policy_versions[number])

@@ -203,7 +203,7 @@ class BaseAlgorithm(ABC):
         reward_computer: sees all trajectories of a collection; those of one prompt have the same
             `group_id`.
         callbacks: called after every iteration; an error in one ends `train`.
-        loss: a loss of your own in the place of the algorithm's, LossInputs → LossOutputs.
+        loss: your own loss in the place of the algorithm's, LossInputs → LossOutputs.
 
     Raises ConfigError: the parts do not fit together.
     """
@@ -241,7 +241,7 @@ class BaseAlgorithm(ABC):
         self._run: _OpenRun | None = None  # None: not trained yet, or closed
         self._groups = 0  # collected so far
         self._collected: list[Rollout] = []  # for this iteration
-        self._metrics: list[TrainingMetrics] = []  # of this call of `train`
+        self._metrics: list[TrainingMetrics] = []  # this `train` call's
         self._trackers: Trackers | None = None
         self._bar: tuple[Progress, TaskID] | None = None
 

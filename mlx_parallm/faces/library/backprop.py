@@ -143,7 +143,7 @@ class BackpropModule:
 
     def publish(self, *, at_least: int = 0) -> None:
         """Let the attached InferenceModule, if there is one, answer with the trained weights,
-        under the next policy version, or a higher one: that of a run that goes on."""
+        under the next policy version, or a higher one: that of a run that continues."""
         if self.inference is None:
             return
         weights, policy = self.inference.weights, self.policy
@@ -337,7 +337,7 @@ class BackpropModule:
         *,
         needs_reference: bool = False,
     ) -> Loss:
-        """Return a loss of your own, a pure function of `LossInputs`; what it returns is checked
+        """Return your own loss, a pure function of `LossInputs`; what it returns is checked
         when it is called.
 
         Args:

@@ -40,7 +40,7 @@ class Loss:
     terms: tuple[tuple[float, Term], ...]
     advantages: Rows | None = None  # [B][T]
     returns: np.ndarray | None = None  # [N] over the trained tokens
-    needs: frozenset[str] = frozenset()  # of "reference", "values"
+    needs: frozenset[str] = frozenset()  # subset of {"reference", "values"}
     scores: Scores = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 

@@ -6,7 +6,7 @@
     DIRECTORY/NAME/run             its run directory
     DIRECTORY/current              the training that is meant when no name is sent
 
-Nothing is kept in memory alone: a training goes on while its starter restarts, and is read again
+Nothing is kept in memory alone: a training continues while its starter restarts, and is read again
 from there.
 """
 
@@ -157,7 +157,7 @@ class Trainings:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    env=of_no_family(),  # it goes on when an agent's client ends this server
+                    env=of_no_family(),  # it continues when an agent's client ends this server
                 )
             self._children[name] = process
             self._write(

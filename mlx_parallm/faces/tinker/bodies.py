@@ -17,7 +17,7 @@ from mlx_parallm.server.protocol.fields import ListOf, ShortText, TokenId
 
 MOST_METADATA = 64 << 10  # characters and values of a client's metadata
 MOST_UNKNOWN = 64  # fields
-MOST_SAMPLES = 1024  # of one request
+MOST_SAMPLES = 1024  # samples a request
 ADDRESS = 1024  # characters of a tinker:// path, or of a model's name or path
 
 
@@ -40,7 +40,7 @@ Metadata = Annotated[dict[str, Any], AfterValidator(not_too_much)]
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Word = Annotated[str, Field(max_length=256)]
 Address = Annotated[str, Field(max_length=ADDRESS)]
-Number = Annotated[int, Field(ge=0, lt=2**63)]  # of a request, a session, a model
+Number = Annotated[int, Field(ge=0, lt=2**63)]  # number of a request, session or model
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._=+@,:-]{0,127}$")]
 """Of a checkpoint: a directory's name, and a part of a tinker:// path."""

@@ -1,7 +1,8 @@
 """tinker:// names, and the directories behind them.
 
     DIRECTORY/RUN/run.json                              base, LoRA, the client's metadata
-    DIRECTORY/RUN/weights/NAME/                         adapter and AdamW's state: training goes on
+    DIRECTORY/RUN/weights/NAME/                         adapter and AdamW's state: training
+    continues
                                                         from it
     DIRECTORY/RUN/sampler_weights/NAME/                 an adapter of this project, served, merged,
                                                         exported like any
@@ -34,7 +35,7 @@ from mlx_parallm.system.files import (
 SCHEME = "tinker://"
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 KINDS = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
-MOST_CHECKPOINTS = 4096  # of one run and kind
+MOST_CHECKPOINTS = 4096  # for one run and kind
 RUN_FILE, CHECKPOINT_FILE = "run.json", "checkpoint.json"
 
 
@@ -147,7 +148,7 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 
 def shown_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """A client's metadata as the API shows it: text, and what is no character (half of a pair)
+    """A client's metadata as the API shows it: text, and what is not a character (half of a pair)
     as an escape."""
     return {display(key): display(str(value)) for key, value in metadata.items()}
 

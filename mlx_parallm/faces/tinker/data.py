@@ -24,7 +24,7 @@ from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.types import Rollout
 
 TARGETS = "target_tokens"
-MAX_TARGETS = 1024  # of one position
+MAX_TARGETS = 1024  # targets a position
 PAYS_FROM = 2  # datums with the same prompt, on average: its forward pass is one more
 
 

@@ -1,4 +1,4 @@
-"""Tinker's training API, plugged in: the part where a configuration needs it; its packages are
+"""Tinker's training API, plugged in: the part if a configuration needs it; its packages are
 imported then."""
 
 from collections.abc import Mapping

@@ -5,7 +5,7 @@ means.
     q    `logprobs` of the datum: the sampler's
     A    `advantages`; w `weights`; r = exp(lp - q); sg = stop_gradient
 
-    cross_entropy         Σ -lp · w                                  w = 1 where it is not sent
+    cross_entropy         Σ -lp · w                                  w = 1 if it is not sent
     importance_sampling   -Σ r · A
     ppo                   -Σ min(r · A, clip(r, low, high) · A)      low and high: 0.8 and 1.2
     cispo                 -Σ sg(clip(r, low, high)) · lp · A         0 and 4

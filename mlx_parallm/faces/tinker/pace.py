@@ -8,11 +8,11 @@ for all of them.
 import asyncio
 from collections import deque
 
-AT_ONCE = 8  # of a kind, in one turn of the loop
+AT_ONCE = 8  # requests of a kind in one turn of the loop
 
 
 class Pace:
-    """Lets `most` callers go on in one turn of the event loop; the others follow in the next
+    """Lets `most` callers continue in one turn of the event loop; the others follow in the next
     turns, in their order."""
 
     def __init__(self, most: int = AT_ONCE) -> None:
@@ -21,7 +21,7 @@ class Pace:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def turn(self) -> None:
-        """Return when the caller may go on."""
+        """Return when the caller may continue."""
         if self._waiting or self._passed == self._most:
             waits = asyncio.get_running_loop().create_future()
             self._waiting.append(waits)

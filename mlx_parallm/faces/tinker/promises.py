@@ -20,7 +20,7 @@ from mlx_parallm.errors import DeviceFaultError, ParallmError, RefusedError
 from mlx_parallm.faces.tinker.wire import PROTOBUF
 from mlx_parallm.server.errors import ServerBusyError
 
-POLL_S = 25.0  # of a long poll; the SDK gives up after 45
+POLL_S = 25.0  # a long poll's limit; the SDK gives up after 45
 KEPT_AFTER_DELIVERY_S = 120.0
 UNCLAIMED_S = 6 * 3600.0  # without anybody asking: the client is gone
 NEEDED_S = 900.0  # the same where their memory is needed
@@ -29,7 +29,7 @@ PROMISE_BYTES = 2048
 JSON = "application/json"
 
 
-_DONE = asyncio.Event()  # of every promise that has its result: an event of its own is 1 kB
+_DONE = asyncio.Event()  # shared by all promises with a result: an event takes 1 kB
 _DONE.set()
 
 
@@ -113,7 +113,7 @@ class Promises:
     def __init__(self, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._mark = uuid.uuid4().hex[:12]
         self._most_bytes, self._clock = most_bytes, clock
-        self._bytes = 0  # of promises and results
+        self._bytes = 0  # promises and results together
         self._open: dict[str, Promise] = {}
         self._delivered: deque[tuple[float, str]] = deque()  # when, request id
         self._resolved: deque[tuple[float, str]] = deque()

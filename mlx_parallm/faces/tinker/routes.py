@@ -38,7 +38,7 @@ from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
 PREFIX = "/api/v1"
 MOST_DECOMPRESSED = 256 << 20
 IN_A_THREAD = 1 << 18  # bytes of a body whose parsing would hold up the event loop
-CHUNK_BYTES = 24_000_000  # of one forward_backward request: below the server's limit of a body
+CHUNK_BYTES = 24_000_000  # limit of a forward_backward request: below the server's body limit
 # bodies that are decompressed and read at once: each may take MOST_DECOMPRESSED twice
 LARGE_AT_ONCE = 2
 LONGEST_REASON = 64  # characters
@@ -294,7 +294,7 @@ def _paced_route(pace: Pace) -> type[StrictJSONRoute]:
 def _numbered_route(service: Service) -> type[StrictJSONRoute]:
     """The class of routes whose requests have `model_id` and `seq_id`.
 
-    The SDK takes a number before it sends, and goes on with the next one after an error. A number
+    The SDK takes a number before it sends, and continues with the next one after an error. A number
     that never comes would leave all later requests of the model waiting for it, so what cannot be
     run takes its turn and fails as a promise.
     """
@@ -332,7 +332,7 @@ def _why(error: RequestError | RequestValidationError | HTTPException) -> str:
 
 
 def _number(error: Exception, kind: str, body: bytes) -> tuple[str, int] | None:
-    """The model and the number of a request that was refused; None where they cannot be read, or
+    """The model and the number of a request that was refused; None if they cannot be read, or
     it has none."""
     if kind == "forward_backward":
         numbered = leading_number(error.leading if isinstance(error, BodyTooLargeError) else body)

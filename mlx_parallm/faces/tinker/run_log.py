@@ -27,8 +27,8 @@ from mlx_parallm.faces.tinker.learner import Applied, Output
 from mlx_parallm.faces.tinker.recorder import RecordedRun
 from mlx_parallm.faces.tinker.wire import Datum, ForwardBackward
 
-REMEMBERED_BYTES = 64 << 20  # of samples
-RECORD_BYTES = 400  # of a sample, beside 4 a token
+REMEMBERED_BYTES = 64 << 20  # limit on remembered samples
+RECORD_BYTES = 400  # overhead of a sample, beside 4 bytes a token
 LINE_KEYS = {  # of an answer's metrics: what a line of metrics.jsonl calls them
     "trained_tokens:sum": "trained_tokens",
     "ratio:mean": "ratio_mean",
@@ -43,7 +43,7 @@ LINE_KEYS = {  # of an answer's metrics: what a line of metrics.jsonl calls them
 
 def _mean(values: Sequence[tuple[float, float]]) -> float:
     """Return the mean weighted by the trained tokens of each request; the mean of the requests
-    where none is trained."""
+    if none is trained."""
     tokens = math.fsum(weight for _, weight in values)
     if not tokens:
         return math.fsum(value for value, _ in values) / len(values)
@@ -140,7 +140,7 @@ class TinkerRunLog:
     def applied(self, applied: Applied, learning_rate: float, began: float) -> dict[str, float]:
         """The metrics of an optimizer step's answer; writes the step's line.
 
-        Lines are numbered upwards, also where a client has gone back to an earlier checkpoint.
+        Lines are numbered upwards, also if a client has gone back to an earlier checkpoint.
         """
         since, self._since = self._since, _Since()
         now = time.time()

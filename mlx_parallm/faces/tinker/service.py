@@ -67,7 +67,7 @@ from mlx_parallm.system.log import get_logger
 GONE_AFTER_S = 900.0  # without a heartbeat, of which the SDK sends one in 10 s: the client is gone
 # then its session is forgotten; one that was finished, after GONE_AFTER_S
 FORGOTTEN_AFTER_S = 24 * 3600.0
-MOST_QUEUED_BYTES = 1 << 30  # of forward_backward bodies that have not run
+MOST_QUEUED_BYTES = 1 << 30  # limit on forward_backward bodies that wait
 FARTHEST_AHEAD = 4096  # requests of a model that may wait for an earlier one
 KEPT_REQUESTS = 65_536  # answered requests of a model that are still known by their number
 MOST_SESSIONS = 1024
@@ -136,7 +136,7 @@ class TinkerService:
         self.models: dict[str, TrainedModel] = {}
         self.sampling = SamplingSessions()
         self._creating: dict[tuple[str, int], Promise] = {}
-        self._queued_bytes = 0  # of bodies that have not run
+        self._queued_bytes = 0  # bodies that wait
         self._running_bytes = 0  # the part of them that waits for nothing but the learner
 
     # ------------------------------------------------------------------ sessions
@@ -412,7 +412,7 @@ class TinkerService:
                 " may be ahead of it",
                 param="seq_id",
             )
-        # The request that all others wait for is never refused, or nothing would go on.
+        # The request that all others wait for is never refused, or nothing would continue.
         blocked = seq_id != model.next_seq or self._running_bytes > 0
         if size and blocked and self._queued_bytes + size > MOST_QUEUED_BYTES:
             raise ServerBusyError(
@@ -434,7 +434,7 @@ class TinkerService:
         return promise
 
     def refuse(self, model_id: str, seq_id: int, kind: str, why: str, content: bytes) -> Promise:
-        """A numbered request that cannot be run takes its turn and fails: its client goes on
+        """A numbered request that cannot be run takes its turn and fails: its client continues
         with the next number."""
 
         def work(model: TrainedModel) -> PromiseResult:

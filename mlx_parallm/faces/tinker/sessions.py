@@ -11,8 +11,8 @@ from mlx_parallm.server.errors import ServerBusyError
 
 # sampling sessions; the one that was not used for the longest time makes room
 MOST_SAMPLERS = 16_384
-MOST_LINES = 1024  # copies of a sampling client that have a line of completions of their own
-KEPT_EVENTS = 1 << 17  # of a line that nobody reads
+MOST_LINES = 1024  # copies of a sampling client that have a line of their own completions
+KEPT_EVENTS = 1 << 17  # events kept for an unread line
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Sampler:
     model_path: str | None = None
     adapter: str | None = None
     run: str | None = None
-    directory: Path | None = None  # of a named checkpoint
+    directory: Path | None = None  # a named checkpoint's
     weights: Callable[[], tuple[int, int] | None] = lambda: None
     completions: dict[int, Completions] = field(default_factory=dict)  # by copied client
 

@@ -26,7 +26,7 @@ MAX_RANK_OF_TENSOR = 2
 MAX_CELLS = 1 << 24  # numbers of all sparse tensors of a request, once they are dense
 ZSTD_STEP = 1 << 10  # bytes that are decompressed at once: to 32 MiB at most
 LEADING_BYTES = 256
-MODEL_ID_TAG, SEQ_ID_TAG = b"\x0a", b"\x10"  # of a ForwardBackwardRequest: field · 8 + type
+MODEL_ID_TAG, SEQ_ID_TAG = b"\x0a", b"\x10"  # ForwardBackwardRequest's tags: field · 8 + type
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def check_cells(data: Sequence[Any]) -> None:
 
 
 def read_datum(datum: Any, where: str) -> Datum:
-    """Raises RequestError: an image or audio, a tensor that is no tensor."""
+    """Raises RequestError: an image or audio, a tensor that is not a tensor."""
     parts = []
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
@@ -217,7 +217,7 @@ def read_tensor(tensor: Any, where: str) -> np.ndarray:
 
 
 def _dense(csr: Any, values: np.ndarray, shape: tuple[int, ...], where: str) -> np.ndarray:
-    """A CSR matrix as an array: 0 where it holds nothing."""
+    """A CSR matrix as an array: 0 if it holds nothing."""
     rows = _numbers(csr.crow_indices, np.dtype("<i8"), where)
     columns = _numbers(csr.col_indices, np.dtype("<i8"), where)
     fits = (
@@ -291,7 +291,7 @@ def write_samples(
     prompt_top: Sequence[Sequence[tuple[int, float]]] | None = None,
     prompt_top_count: int = 0,
 ) -> bytes:
-    """A SampleResponse. `prompt_logprobs` [P]: NaN where a token has none."""
+    """A SampleResponse. `prompt_logprobs` [P]: NaN if a token has none."""
     response = wire_pb2.SampleResponse()
     for sample in samples:
         sequence = response.sequences.add(stop_reason=STOP if sample.stopped else LENGTH)

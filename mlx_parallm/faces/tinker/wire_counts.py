@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.errors import RequestError
 
-CHUNK_DATUMS = 16_384  # of one request, as clients are told
+CHUNK_DATUMS = 16_384  # limit of a request, as clients are told
 MOST_FIELDS = 1 << 20  # tags of one request: each message has one, each number, each text
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 _FIXED = {FIXED64: 8, FIXED32: 4}

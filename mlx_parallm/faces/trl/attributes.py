@@ -95,7 +95,7 @@ class TrainerAttributes:
         self._callbacks.pop_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Take a callback, or the first of a class, away and return it; None where there is
+        """Take a callback, or the first of a class, away and return it; None if there is
         none."""
         return self._callbacks.pop_callback(callback)
 

@@ -65,7 +65,7 @@ EVALUATED = {
 }
 """Metric of an environment's evaluation → its name behind "eval_". Others keep theirs: pass@1,
 accuracy, problems."""
-ENDS = ("_low", "_high")  # of the metric's 95% interval; TRL has none
+ENDS = ("_low", "_high")  # the metric's 95% interval; TRL has no interval
 
 
 @dataclass
@@ -124,7 +124,7 @@ def evaluation_numbers(numbers: Mapping[str, Any]) -> dict[str, float]:
         name = key.removeprefix(PREFIX)
         if name == key or not isinstance(value, int | float):
             continue
-        if f"{PREFIX}version" not in numbers:  # of rows
+        if f"{PREFIX}version" not in numbers:  # a run on rows
             renamed[f"eval_{name}"] = value
         elif (evaluated := name.removeprefix(f"{EVALUATED_AS}/")) != name:
             end = next((end for end in ENDS if evaluated.endswith(end)), "")
@@ -141,7 +141,7 @@ class Callbacks:
         self.callbacks: list[Any] = []
         self.args, self.state, self.control = args, state, TrainerControl()
         self.failed: ParallmError | None = None
-        self.losses: list[float] = []  # of each step
+        self.losses: list[float] = []  # one a step
         self._lines: list[Mapping[str, float]] = []  # since the last entry of log_history
         self._logged_at = 0
         # evaluations that came before the line of their step
@@ -154,7 +154,7 @@ class Callbacks:
             self.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Take a callback, or the first of a class, away and return it; None where there is
+        """Take a callback, or the first of a class, away and return it; None if there is
         none."""
         matches = (each for each in self.callbacks if each is callback or type(each) is callback)
         if (removed := next(matches, None)) is not None:
@@ -249,7 +249,7 @@ class Callbacks:
         )
         state.num_train_epochs = self.args.num_train_epochs
         state.train_batch_size = self.args.per_device_train_batch_size
-        # of an earlier run
+        # left by an earlier run
         state.global_step, state.epoch, state.num_input_tokens_seen, self._lines = 0, 0.0, 0, []
         self.losses = []
         self._silent = True

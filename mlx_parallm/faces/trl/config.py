@@ -513,7 +513,7 @@ class TaughtConfig(SampledConfig):
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate. For a LoRA adapter 1e-4 to 1e-3 is usual."""
     teacher_model_name_or_path: str | None = None
-    """The teacher, where the trainer's `teacher_model` does not name it: a directory, a hub id or
+    """The teacher, if the trainer's `teacher_model` does not name it: a directory, a hub id or
     a GGUF file."""
     teacher_model_init_kwargs: dict[str, Any] | None = None
     """"revision"; "dtype" (the student's), "trust_remote_code", "attn_implementation" and
@@ -556,7 +556,7 @@ class GKDConfig(TaughtConfig):
     chat_template_path: str | None = None
     """A file with a chat template."""
     disable_dropout: bool = True
-    """Without effect: the adapter's dropout is always off where the model samples."""
+    """Without effect: the adapter's dropout is always off if the model samples."""
     shuffle_dataset: bool = False
     """Without effect: prompts come in a new order each epoch, as train_sampling_strategy =
     "random" is in TRL."""

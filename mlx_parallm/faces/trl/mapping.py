@@ -46,8 +46,8 @@ TRAIN, EVALUATED_AS = "train", "eval_dataset"  # the environments' names in metr
 # PEFT's for Llama, Qwen and their like, where target_modules is None
 PEFT_DEFAULT_MODULES = ("q_proj", "v_proj")
 NO_BOUND = 1 << 30
-SPARE_TOKENS = 256  # of a chat template around a prompt
-RESET_TOKENS = 1024  # of what an environment's `reset` adds to a prompt
+SPARE_TOKENS = 256  # for a chat template around a prompt
+RESET_TOKENS = 1024  # for an environment's `reset`, which adds to the prompt
 
 SAME: Mapping[str, str] = {
     "learning_rate": "rl_training.learning_rate",
@@ -167,7 +167,7 @@ class UpdateSchedule:
     """A run in TRL's unit, the optimizer update (its `global_step`), and in ours, the step."""
 
     rollouts: int  # completions of a step; rows of one
-    batch_size: int  # of one update
+    batch_size: int  # sequences of one update
     updates_per_step: int
     steps_per_epoch: int
     max_steps: int  # updates
@@ -189,7 +189,7 @@ class UpdateSchedule:
 
 
 def grpo_schedule(args: GRPOConfig, prompts: int) -> UpdateSchedule:
-    """Count as TRL does. Raises ConfigError: completions that are no whole groups, or no whole
+    """Count as TRL does. Raises ConfigError: completions that are not whole groups, or no whole
     updates."""
     device, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
     if args.generation_batch_size is not None and args.steps_per_generation is not None:

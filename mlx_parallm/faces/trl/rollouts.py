@@ -1,6 +1,6 @@
 """TRL's `rollout_func`: a function of the user's that samples the completions itself.
 
-    groups that wait → one call, rollout_func(prompts, trainer), on a thread of its own
+    groups that wait → one call, rollout_func(prompts, trainer), on its own thread
                      → a rollout for each prompt, and fields that reward functions get
 
 As in TRL each prompt stands `num_generations` times in `prompts`, and the function samples for all
@@ -340,7 +340,8 @@ def check_rows(rows: DataRows | None, what: str) -> None:
 
 
 def _columns(output: Any, size: int) -> dict[str, Any]:
-    """Return the columns as lists of `size`; a value that is no list is the same for all rows."""
+    """Return the columns as lists of `size`; a value that is not a list is the same for all
+    rows."""
     if not isinstance(output, Mapping):
         raise RolloutRejectedError(
             f"rollout_func returned {type(output).__name__}: expected a dictionary with"

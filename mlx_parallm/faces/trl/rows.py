@@ -34,7 +34,7 @@ def read_rows(
     """Read a data set that has an end. `formatting`: row → text, of SFT.
 
     Raises ConfigError, which begins with `what`: none at all, several splits, a stream, no rows, or
-    entries that are no rows.
+    entries that are not rows.
     """
     if data is None:
         raise ConfigError(
@@ -76,8 +76,8 @@ def read_rows(
 def with_completions(rows: DataRows, what: str, *, needed: bool) -> DataRows:
     """Split each row into `prompt` and `completion`, a text: the last message is the completion.
 
-    Raises ConfigError, which begins with `what`: a row without a completion where it is `needed`,
-    or a completion that is no text and no single message of the assistant.
+    Raises ConfigError, which begins with `what`: a row without a completion if it is `needed`,
+    or a completion that is not text and no single message of the assistant.
     """
     split = []
     for number, original in enumerate(rows.rows):

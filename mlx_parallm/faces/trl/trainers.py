@@ -240,7 +240,7 @@ class TRLTrainer(TrainerAttributes):
         try:
             with ExitStack() as closing:
                 run = self._open
-                if run is None:  # before training: a run of its own that leaves nothing
+                if run is None:  # before training: a separate run that leaves nothing
                     scratch = Path(closing.enter_context(TemporaryDirectory())) / "run"
                     run = _OpenRun(
                         placed(self._configuration(), scratch), self.args, None, self._fit
@@ -439,7 +439,7 @@ class GRPOTrainer(TRLTrainer):
             prompt is what `reset` returns, and max_steps says how long.
         rollout_func: samples the completions: (prompts, trainer) → `prompt_ids`, `completion_ids`,
             `logprobs`, perhaps `env_mask`, and fields for the reward functions (`rollouts.py`).
-        loss: not TRL's: a loss of your own, LossInputs → LossOutputs, in the place of loss_type
+        loss: not TRL's: your own loss, LossInputs → LossOutputs, in the place of loss_type
             (docs/trl.md).
     """
 

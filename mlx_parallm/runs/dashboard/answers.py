@@ -15,7 +15,7 @@ GroupState = Literal["waiting", "taken", "dropped", "quarantined"]
 class RunSummary(TypedDict):
     """`id`: by which routes are asked about the run. `feedback`: it learns from chats, and
     /v1/feedback/review lists them. `live`: this process trains it. `rewards`: /v1/rewards takes
-    its answers' rewards. What follows `steps` is None where the run's configuration cannot be
+    its answers' rewards. What follows `steps` is None if the run's configuration cannot be
     read."""
 
     id: int
@@ -47,7 +47,7 @@ class Mark(TypedDict):
 
 
 class MetricsAnswer(TypedDict):
-    """Columns of metrics.jsonl: one number for each of `steps`, None where a step has none.
+    """Columns of metrics.jsonl: one number for each of `steps`, None if a step has none.
     `reset`: forget what came before. `keys`: all that there are."""
 
     cursor: str
@@ -156,7 +156,7 @@ class ListedGroup(TypedDict):
 
 
 class Groups(TypedDict):
-    """`older`: send it as `older_than` to go on; None: there is nothing more."""
+    """`older`: send it as `older_than` to continue; None: there is nothing more."""
 
     groups: list[ListedGroup]
     older: str | None
@@ -183,7 +183,7 @@ class ShownAnswer(ListedAnswer):
 
 
 class ShownGroup(TypedDict):
-    """`rollouts` is None where the group's tokens are lost, and `lost` says why. `thumbnails`: an
+    """`rollouts` is None if the group's tokens are lost, and `lost` says why. `thumbnails`: an
     image's name → a data URL, of those that can be shown."""
 
     run: str
@@ -208,7 +208,7 @@ class ShownGroup(TypedDict):
 
 class Tokens(TypedDict):
     """A window of `total` tokens of one answer, from `first` on; each list has one entry a
-    token. `mask`: 1 = sampled by the policy. `values`: log-probabilities and, where the trainer
+    token. `mask`: 1 = sampled by the policy. `values`: log-probabilities and, if the trainer
     kept them, its own numbers. `thumbnails`: of the answer's images, as in a group."""
 
     group_id: str

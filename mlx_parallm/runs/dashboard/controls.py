@@ -45,7 +45,7 @@ class ControlBody(Body):
 
     action: Literal["pause", "resume", "checkpoint", "stop", "note", "change"]
     text: Annotated[str, Field(max_length=LONGEST_NOTE)] = ""
-    # strict: true is no number, nor is a text
+    # strict: true is not a number, nor is a text
     settings: ObjectOf[str, Annotated[float, Field(strict=True, allow_inf_nan=False)]] = Field(
         default_factory=dict
     )
@@ -122,7 +122,7 @@ def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
 
 
 async def _pause(context: ServerContext, pause: bool) -> None:
-    """Hold every request where it stands, those of the rollouts too: the training waits for its
+    """Hold every request where it is, those of the rollouts too: the training waits for its
     batch."""
     if pause:
         await pause_for_clients(context.engine, DASHBOARD, freeze=True)

@@ -26,7 +26,7 @@ class EvaluationsView:
     def __init__(self, run: Run, redactor: Redactor) -> None:
         self._run, self._redactor = run, redactor
         self._lock = Lock()
-        self._kept: dict[tuple[Any, ...], Any] = {}  # of one version of the file
+        self._kept: dict[tuple[Any, ...], Any] = {}  # for one version of the file
 
     def _once(self, name: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Return what `make` returned for these evaluations: every tab asks for the same, and

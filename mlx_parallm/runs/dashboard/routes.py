@@ -1,4 +1,4 @@
-"""The routes below /dashboard, in the daemon and in a server of their own (command.py). The page's
+"""The routes below /dashboard, in the daemon and in a server of its own (command.py). The page's
 own files (static/) are public and hold no data; all data needs the server's key. A leaf: `RunView`
 has what is shown, from the disk alone.
 
@@ -237,7 +237,7 @@ def _rollout_routes(router: APIRouter, views: Views) -> None:
         older_than: str = "",
         limit: Annotated[int, Query(ge=1, le=MOST_ANSWERS)] = MOST_ANSWERS,
     ) -> Response:
-        """Answers by group, and where to go on."""
+        """Answers by group, and where to continue."""
         search = Search(
             order=order,
             environment=environment,

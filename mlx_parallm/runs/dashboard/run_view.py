@@ -43,7 +43,7 @@ from mlx_parallm.system.patterns import Pattern, PatternError
 from mlx_parallm.system.redaction import Redactor
 
 THUMBNAIL_SIDE = 192  # pixels at most
-MOST_THUMBNAILS = 32  # of one answer of the routes
+MOST_THUMBNAILS = 32  # in one response
 MOST_PIXELS = 40_000_000
 KEPT_THUMBNAILS = 256
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -87,7 +87,7 @@ MOST_CHARACTERS = 160_000
 """Of all texts of one answer of the API."""
 MOST_TOKENS = 2048
 SEARCH_S, PATTERN_S = 2.0, 0.2
-"""A search answers with what it has found by then, and says where to go on; one text is given up
+"""A search answers with what it has found by then, and says where to continue; one text is given up
 after PATTERN_S."""
 HEALTH_PAUSE = 400
 """Health is judged again after this many times the seconds that it took: at most a quarter of a
@@ -95,14 +95,14 @@ percent of one core."""
 READ_BYTES = 1 << 20
 MOST_MARKS = 100
 MOST_SPANS, MOST_TIMELINE_STEPS = 3000, 64
-CHATS_FILE = "feedback.sqlite"  # of a run that learns from use (docs/traces.md#learning-from-use)
+CHATS_FILE = "feedback.sqlite"  # runs that learn from use (docs/traces.md#learning-from-use)
 MARK_KEY = "rolled_back_to"
 WATCHED = ("metrics", "evaluations", "rollouts", "marks", "spans")
 """Parts of a run whose changes the page is told of."""
 
 
 class MetricColumns:
-    """The numbers of metrics lines, by key: [rows] float64 each, NaN where a line has none.
+    """The numbers of metrics lines, by key: [rows] float64 each, NaN if a line has none.
     Nested keys are joined by a slash."""
 
     def __init__(self) -> None:
@@ -317,7 +317,7 @@ class RunView:
         return sorted([*marks[-MOST_MARKS:], *ordered], key=lambda mark: mark["step"])
 
     def _read(self) -> None:
-        """Take in new lines of metrics.jsonl; all of them where it is another file than before."""
+        """Take in new lines of metrics.jsonl; all of them if it is another file than before."""
         file = self._run.metrics_file
         try:
             stat = file.path.stat()
@@ -384,7 +384,7 @@ class RunView:
         """Return the answers that fit, by group, the newest group first or by the groups' mean
         rewards.
 
-        `older`: the group behind which a further search goes on; None: there is nothing more.
+        `older`: the group behind which a further search continues; None: there is nothing more.
         Raises RequestError: a wrong pattern, no rollouts.
         """
         fits, limit = _condition(search), min(max(search.limit, 1), MOST_ANSWERS)
@@ -503,7 +503,7 @@ def differing_settings(views: Sequence[RunView]) -> dict[str, Any]:
 
 
 def _condition(search: Search) -> Callable[[Mapping[str, Any]], bool]:
-    """Raises RequestError: the pattern is no regular expression."""
+    """Raises RequestError: the pattern is not a regular expression."""
     text = search.text.casefold()
     try:
         pattern = Pattern(search.pattern, seconds=PATTERN_S) if search.pattern else None
@@ -538,7 +538,7 @@ def _until(
     rows: Iterator[dict[str, Any]], limit: int, fits: Callable[[Mapping[str, Any]], bool]
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Return the rows that fit, each with all rewards of its group, until there are `limit` or
-    SEARCH_S are over; and the last group that was looked at, None where it is the last of all."""
+    SEARCH_S are over; and the last group that was looked at, None if it is the last of all."""
     deadline, group_id = math.inf, None
     fitting, rewards = list[dict[str, Any]](), list[float | None]()
     for row in rows:
@@ -582,8 +582,8 @@ def _listed(rows: list[dict[str, Any]], most: int) -> dict[str, Any]:
 
 
 def _rewards(rewards: Sequence[float | None]) -> dict[str, Any]:
-    """`kind`: "right" where none is below 1, "wrong" where none is above 0 (as the metrics count
-    them), "same" where all are equal, else "mixed"; "unknown" where no reward is known. Answers
+    """`kind`: "right" if none is below 1, "wrong" if none is above 0 (as the metrics count
+    them), "same" if all are equal, else "mixed"; "unknown" if no reward is known. Answers
     without a score count nowhere."""
     if not rewards:
         return {"reward_mean": None, "kind": "lost"}

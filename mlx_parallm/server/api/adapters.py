@@ -1,6 +1,6 @@
 """Adapters of a running server, vLLM's names: /v1/load_lora_adapter, /v1/unload_lora_adapter.
 
-Under the root too, where an existing name is replaced: prime-rl loads each step's adapter under one
+Under the root too, if an existing name is replaced: prime-rl loads each step's adapter under one
 name. Both are off until `server.adapter_roots` names the directories that adapters may be loaded
 from.
 """
@@ -36,7 +36,7 @@ class LoadBody(UnloadBody):
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
 async def load(body: LoadBody, context: Context) -> Response:
     """An existing name is replaced with `load_inplace`, or when it was loaded from this very
-    path; requests that run under it go on under the new adapter."""
+    path; requests that run under it continue under the new adapter."""
     await asyncio.to_thread(
         _loader(context).load, body.lora_name, body.lora_path, in_place=body.load_inplace
     )

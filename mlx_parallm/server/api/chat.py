@@ -132,7 +132,7 @@ class AnswerPlan:
     answer_format: AnswerFormat
     structure: Structure | None
     schema: Structure | None
-    # of the arguments of calls that a grammar makes or that are strict
+    # schemas of call arguments, for calls by grammar or strict tools
     called_schemas: Mapping[str, Structure]
     # how its content and calls are told from its reasoning, which the client may not want
     checked_format: AnswerFormat
@@ -177,7 +177,7 @@ def plan_answer(
         forced=bool(forced),
         structured=schema is not None and not mixed,
         starts_reasoning=think is not None and thinking is not None and thinking.opened,
-        # Inside tool markers any special token may stand.
+        # Inside tool markers any special token may be.
         needs_special_tokens=bool(tools)
         or (think is not None and any(map(tokenizer.hides, think))),
         on_malformed=context.metrics.malformed_tool_calls.inc,

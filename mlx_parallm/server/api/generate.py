@@ -338,7 +338,7 @@ def _sglang_objects(
         *,
         in_turn: bool = True,
     ) -> list[list[Any]]:
-        """`in_turn`: the tokens follow one another; otherwise each could stand in the reader's
+        """`in_turn`: the tokens follow one another; otherwise each could be in the reader's
         place."""
         shown = []
         for token_id, logprob in zip(ids, logprobs, strict=True):

@@ -140,7 +140,7 @@ class _TokensResponse(ResponseBuilder):
         return {"choices": choices, "prompt_logprobs": scores}
 
     def _experts(self, completion: Completion, prompt_tokens: int) -> dict[str, Any]:
-        """vLLM's field; where the server records, it is always there."""
+        """vLLM's field; if the server records, it is always there."""
         recorded = completion.routed_experts
         if recorded is None and self._wants_experts and completion.token_ids:
             require_recorded(completion)

@@ -11,7 +11,11 @@ from mlx_parallm.server.protocol.to_chat import ChatFields
 
 Event = dict[str, Any]
 _REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "pause_turn"}
-_KEPT = ("policy_version", "weight_versions", "schema_error")  # of the chat's answer or choice
+_KEPT = (
+    "policy_version",
+    "weight_versions",
+    "schema_error",
+)  # fields kept from the chat's answer or choice
 _START: dict[str, dict[str, Any]] = {
     "thinking": {"thinking": "", "signature": ""},
     "text": {"text": ""},
@@ -173,7 +177,7 @@ def _object(arguments: str) -> dict[str, Any]:
     """A call's input; {} for arguments that `max_tokens` has cut off."""
     try:
         value = json.loads(arguments)
-        json.dumps(value, allow_nan=False)  # NaN and 1e999 are no JSON on the way out
+        json.dumps(value, allow_nan=False)  # NaN and 1e999 are not JSON on the way out
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

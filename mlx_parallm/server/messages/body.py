@@ -219,7 +219,7 @@ def _chat_turn(
 
 
 def _part(block: Any, place: str, images: bool) -> dict[str, Any]:
-    """Return a block as a part of a chat. Raises RequestError: it is none, or an image where none
+    """Return a block as a part of a chat. Raises RequestError: it is none, or an image if none
     is read."""
     if images and isinstance(block, dict) and block.get("type") == "image":
         return _image(block, place)

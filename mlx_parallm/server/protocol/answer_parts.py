@@ -5,12 +5,12 @@ MLX.
 
 An answer that is not streamed goes through the same code in one piece; where the text is cut makes
 no difference. The tokenizer brings the markers and the format of calls (mlx-lm's knowledge of the
-model). Nothing is lost: text between tool markers that is no call becomes content. Whitespace
+model). Nothing is lost: text between tool markers that is not a call becomes content. Whitespace
 beside a marker belongs to the marker. A marker within an argument of a call is text of that
 argument.
 
 Reasoning comes first, and once: behind its end, or behind other text, its markers are text. A call
-within it is a draft, and text, if the reasoning goes on; it is a call if the answer ends with it
+within it is a draft, and text, if the reasoning continues; it is a call if the answer ends with it
 (the model forgot to end its reasoning).
 
 A streamed call is shown as it grows (begun_calls.py). So one answer differs from its stream: of a
@@ -95,7 +95,7 @@ class AnswerParts:
 
 MOST_CALLS = 64  # that an answer may end with which has not ended its reasoning
 MOST_WORK = 10_000_000
-"""Characters that are read, in one answer, to tell whether markers stand in arguments: a
+"""Characters that are read, in one answer, to tell whether markers are in arguments: a
 degenerate answer has no end of them. Beyond it every marker counts."""
 
 
@@ -177,7 +177,7 @@ class AnswerSplitter:
         self._sent: list[str] = []  # … and what was shown of their arguments
         # where in the region the first marker within an argument ended
         self._first_inside: int | None = None
-        self._work = 0  # of MOST_WORK
+        self._work = 0  # spent of MOST_WORK
         self._pending = ""  # may begin a marker
         self._space = ""  # whitespace that the next marker would take
         self._after_marker = answer_format.starts_reasoning
@@ -190,7 +190,7 @@ class AnswerSplitter:
         while (marker := self._patterns[self._state].search(text, at)) is not None:
             self._take(text[at : marker.start()], parts)
             if marker.group() not in self._transitions[self._state]:
-                at = marker.start()  # what stands before it has made it text
+                at = marker.start()  # what comes before it has made it text
                 continue
             again = self._cross(marker.group(), parts)
             at = marker.end()
@@ -261,7 +261,7 @@ class AnswerSplitter:
             self._state = _FINAL
 
     def _cross(self, marker: str, parts: AnswerParts) -> str:
-        """Take a marker. Returns text that is to be read again, now that it stands in no call."""
+        """Take a marker. Returns text that is to be read again, now that it is in no call."""
         after, again = self._transitions[self._state][marker], ""
         if after == _DRAFT:
             self._draft, self._state = self._draft + marker, _DRAFT
@@ -294,7 +294,7 @@ class AnswerSplitter:
         return ""
 
     def _drop_draft(self, parts: AnswerParts) -> None:
-        """Go back to the reasoning if it goes on behind the calls."""
+        """Go back to the reasoning if it continues behind the calls."""
         assert self._format.tool_markers is not None
         start, end = self._format.tool_markers
         at = self._draft.rfind(end) if end else -1
@@ -346,7 +346,7 @@ class AnswerSplitter:
 
     def _end_region(self, end: str, parts: AnswerParts, *, cut_off: bool = False) -> str:
         """Go back to content, which gets the region's text unless it is a call, or a call that was
-        cut off. Of a malformed call the text behind the first marker that seemed to stand in an
+        cut off. Of a malformed call the text behind the first marker that seemed to be in an
         argument is returned, and so is text behind a call without an end marker: it is to be read
         again."""
         calls, again = self._read_region(end, cut_off=cut_off)
@@ -368,7 +368,7 @@ class AnswerSplitter:
         self.calls_made += len(self._sent)
         self._begun, self._sent = None, []
         if not calls and not (cut_off and begun):
-            # the beginning of a call is no content
+            # the beginning of a call is not content
             if not (all_shown or (cut_off and (self._format.forced or self._format.structured))):
                 self._take(whole, parts)
             if not shown:

@@ -175,7 +175,7 @@ def completion_logprobs(
         if logprob is not None:  # the top ones and the sampled one, which may not be among them
             shown = {}
             for t in top or ():
-                # of one text the likeliest
+                # the likeliest of tokens with one text
                 shown.setdefault(_shown(reader, t.token_id, as_ids), finite(t.logprob))
             shown.setdefault(tokens[-1], finite(logprob))
         alternatives.append(shown)

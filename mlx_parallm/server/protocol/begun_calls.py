@@ -4,7 +4,7 @@ that is certain.
     text between tool markers → BegunCalls.feed → calls (name, arguments so far) → AnswerSplitter →
     deltas
 
-Two ways, by the format: where the arguments are JSON, their text is shown as it comes
+Two ways, by the format: if the arguments are JSON, their text is shown as it comes
 (`_JsonCalls`). Elsewhere the text up to the last complete argument is closed and read by the
 format's reader (`_GrowingCalls`); a text argument is shown while it grows, if its format has it
 verbatim. Nothing of such a call is shown before something of its arguments is.
@@ -180,7 +180,7 @@ class _Steps:
     argument ends as call_text.MARKUP says, or in the other formats at `comma`.
 
     `delimiters`: around the texts of a format without tags; within them a text stands as it is.
-    `valid`: whether a closed text may be read, where one may seem to be closed.
+    `valid`: whether a closed text may be read, if one may seem to be closed.
     """
 
     close: str = ""
@@ -273,7 +273,7 @@ class _GrowingCalls:
         return []
 
     def _with_open_text(self, steps: _Steps, text: str, calls: Sequence[Read]) -> list[Read] | None:
-        """The calls with the argument that is being written, where that is a text that will not
+        """The calls with the argument that is being written, if that is a text that will not
         be read otherwise."""
         closed = self._closed_text(steps, text)
         if closed is None or not steps.valid(closed):

@@ -83,7 +83,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-INSTEAD = {  # of a field that this server lacks
+INSTEAD = {  # by field that this server lacks
     "reasoning_effort": "only a chat has it",
     "verbosity": "only a chat has it",
     "enable_thinking": "only a chat has it",
@@ -106,7 +106,7 @@ class OneFault(FailFast):
 Item = TypeVar("Item")
 ListOf = Annotated[list[Item], OneFault()]  # every list of a request body whose items are checked
 LONGEST_NAME = 4096  # characters; of a path too
-ITEMS_AT_ONCE = 256  # of an object whose values are checked: there is no FailFast for objects
+ITEMS_AT_ONCE = 256  # values of an object checked at once: pydantic has no FailFast for objects
 
 
 def give_up_early(value: Any, check: Callable[[Any], dict[Any, Any]]) -> dict[Any, Any]:
@@ -290,7 +290,7 @@ class SamplingFields(Body):
 
 
 def _split_stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Stop strings and, where a client puts token ids into `stop` (Atropos does), the ids."""
+    """Stop strings and, if a client puts token ids into `stop` (Atropos does), the ids."""
     entries = [stop] if isinstance(stop, str) else stop
     words = tuple(dict.fromkeys(entry for entry in entries if isinstance(entry, str)))
     return words, tuple(entry for entry in entries if isinstance(entry, int))

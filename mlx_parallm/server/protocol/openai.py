@@ -320,7 +320,7 @@ class ChatBody(Conversation, GenerationBody):
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """The prompt, where the client has rendered it itself; else ()."""
+        """The prompt, if the client has rendered it itself; else ()."""
         return ()
 
 

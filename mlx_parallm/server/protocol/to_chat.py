@@ -65,7 +65,7 @@ def refuse_choices(body: SamplingFields) -> None:
 
 
 def shared_fields(body: BaseModel) -> dict[str, Any]:
-    """Fields that a chat has under the same name, where the client has sent them."""
+    """Fields that a chat has under the same name, if the client has sent them."""
     return body.model_dump(include=set(SHARED), exclude_unset=True)
 
 

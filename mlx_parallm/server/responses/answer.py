@@ -32,7 +32,7 @@ class ResponseForm:
 
     Args:
         earlier, own: the items that it answers: of earlier responses, and of this request.
-        store: keeps the response once it has ended, where the body says so.
+        store: keeps the response once it has ended, if the body says so.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class ToolNames:
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def fields(self, flat: str) -> dict[str, Any]:
-        """`name`, and `namespace` where it has one."""
+        """`name`, and `namespace` if it has one."""
         namespace, name = self.namespaces.get(flat, (None, flat))
         return {"name": name} | ({"namespace": namespace} if namespace else {})
 

@@ -1,6 +1,6 @@
 """The Responses API's items → messages of a chat.
 
-A chat has one message where the Responses API has several items: the reasoning, the text and the
+A chat has one message if the Responses API has several items: the reasoning, the text and the
 calls of one answer. Items are joined again in that order, so that a conversation has the same
 prompt tokens through either API.
 """
@@ -85,7 +85,7 @@ class _Turns:
         message.setdefault("tool_calls", []).append(call)
 
     def _answer(self, taken: set[str]) -> dict[str, Any]:
-        """The last message where it is an answer without any of these fields, else a new one."""
+        """The last message if it is an answer without any of these fields, else a new one."""
         last = self.messages[-1] if self.messages else {"role": None}
         if last["role"] != "assistant" or not taken.isdisjoint(last):
             last = {"role": "assistant"}
@@ -113,7 +113,7 @@ def _add_message(turns: _Turns, item: Mapping[str, Any], where: str, images: boo
 
 
 def _content(content: Any, where: str, images: bool) -> str | list[dict[str, Any]]:
-    """A content as text, or as parts where it has images that are read. Raises RequestError."""
+    """A content as text, or as parts if it has images that are read. Raises RequestError."""
     if not images or not isinstance(content, list):
         return content_text(content, where)
     placed = [

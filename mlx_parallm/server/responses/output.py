@@ -112,7 +112,7 @@ class _Message(_OpenItem):
 
 
 class _Reasoning(_OpenItem):
-    """The model's own words, or the same as its summary where the client wants one: this server
+    """The model's own words, or the same as its summary if the client wants one: this server
     writes no other."""
 
     def __init__(self, index: int, *, as_summary: bool, sealed: bool) -> None:
@@ -290,7 +290,7 @@ class TextLogprobs:
             self._entries.append((start, len(self._bytes), entry))
 
     def take(self, text: str) -> list[Mapping[str, Any]]:
-        """The tokens that hold the next occurrence of this text, each once; [] where it was not
+        """The tokens that hold the next occurrence of this text, each once; [] if it was not
         sampled so."""
         wanted = text.encode(errors="surrogatepass")
         start = self._bytes.find(wanted, self._at)

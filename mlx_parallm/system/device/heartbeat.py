@@ -6,7 +6,7 @@
     <directory>/writer     touched when a checkpoint begins, at rest when it is written
 
 A file's time is the sign; the time 0 says that the part has no work. A process hangs when one of
-them is silent: a thread of its own cannot tell, since a driver that hangs may hold the interpreter.
+them is silent: its own thread cannot tell, since a driver that hangs may hold the interpreter.
 """
 
 import os
@@ -78,13 +78,13 @@ def beat_for_process() -> None:
 
 
 class Listener:
-    """Hears one process for its supervisor, by a clock of its own: a machine that sleeps, or a
+    """Hears one process for its supervisor, by its own clock: a machine that sleeps, or a
     supervisor that was stopped, is not a process that hangs.
 
     Args:
         limit_s: a part that works and is silent for longer hangs; where evaluations take long,
             for `SILENCES` times as long as its longest silence so far. A checkpoint may take
-            `FIRST` times as long: a slow disk is no hang.
+            `FIRST` times as long: a slow disk is not a hang.
     """
 
     def __init__(self, directory: Path, limit_s: float) -> None:

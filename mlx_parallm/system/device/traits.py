@@ -42,7 +42,7 @@ def half_precision_is_slow() -> bool:
 
 
 def computes_beside_python() -> bool:
-    """Whether the device computes while Python goes on. A CPU shares its cores with Python, and
+    """Whether the device computes while Python continues. A CPU shares its cores with Python, and
     engine and trainer share them with each other."""
     return not on_cpu()
 

@@ -41,7 +41,7 @@ class ExpertConfig:
 
     name: str
     obs_dim: int
-    # of continuous actions; a discrete expert chooses one of `num_actions` instead
+    # size of continuous actions; a discrete expert chooses one of `num_actions`
     action_dim: int = 1
     hidden_dim: int = 128
     num_layers: int = 2

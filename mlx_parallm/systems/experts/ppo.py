@@ -98,7 +98,7 @@ class RewardScale:
     policy's.
 
     A fixed one, or min(1, 5 / (rms · H)): the root mean square of the rewards, and the steps H = 1
-    / (1 - γ (1 - p)) that a return reaches over where an episode ends (is terminated) with
+    / (1 - γ (1 - p)) that a return reaches over if an episode ends (is terminated) with
     probability p a step. A limit of time is no end, so short episodes too have returns of H
     rewards. Smaller returns stay as they are. Older updates count less.
 
@@ -143,7 +143,7 @@ class Columns:
     raw_actions: np.ndarray
     log_probs: np.ndarray
     values: np.ndarray
-    rewards: np.ndarray  # scaled, with γ V where an episode was cut
+    rewards: np.ndarray  # scaled, with γ V if an episode was cut
     ended: np.ndarray
 
 
@@ -204,7 +204,7 @@ class Piece:
     raw_actions: np.ndarray
     log_probs: np.ndarray
     values: np.ndarray
-    rewards: np.ndarray  # with γ V of the state after the last step where it was cut
+    rewards: np.ndarray  # with γ V of the state after the last step if it was cut
     state: np.ndarray
 
 
@@ -300,7 +300,7 @@ class EpisodeStatistics:
 
 
 class RecurrentPPO:
-    """Trains an expert on a task. `train(total_steps)` may be called again; it goes on. Without a
+    """Trains an expert on a task. `train(total_steps)` may be called again; it continues. Without a
     task its owner has the steps, and calls `update(rows_of(…))`.
 
     Raises ConfigError: the expert's sizes are not the task's, or it has no value head.
@@ -371,7 +371,7 @@ class RecurrentPPO:
         return history
 
     def collect(self) -> Columns:
-        """Play `horizon` steps of each episode; episodes go on where the last call left them."""
+        """Play `horizon` steps of each episode; episodes continue where the last call left them."""
         expert, task, config = self.expert, self.task, self.config
         if task is None:
             raise RuntimeError("this RecurrentPPO has no task to play")
@@ -455,7 +455,7 @@ class RecurrentPPO:
         return optimizers.Adam(self.config.learning_rate, eps=1e-5)
 
     def load(self, directory: str | Path) -> None:
-        """Go on from `save`: weights, optimizer, counts. Episodes begin anew. Raises
+        """Continue from `save`: weights, optimizer, counts. Episodes begin anew. Raises
         CheckpointError."""
         directory = Path(directory)
         loaded = load_expert(directory / EXPERT_FILE, type(self.expert))
@@ -545,7 +545,7 @@ class RecurrentPPO:
 
 
 def single_steps(rows: Rows) -> Rows:
-    """Every step a row of its own, from the memory 0: what a policy without memory sees."""
+    """Every step its own row, from the memory 0: what a policy without memory sees."""
     inside = np.arange(rows.values.shape[1]) < rows.lengths[:, None]
     part = lambda array: array[inside][:, None]  # noqa: E731
     count = int(inside.sum())

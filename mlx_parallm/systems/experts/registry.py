@@ -1,4 +1,4 @@
-"""Experts by name, each with a memory of its own, and the ready-made ones.
+"""Experts by name, each with its own memory, and the ready-made ones.
 
 physics_controller(10 → 2 angles and velocities), scheduler(num_tasks), planner(20 → 5),
 arc_solver(1805 → 20 choices)

@@ -22,12 +22,12 @@ GRAVITY = 9.81  # m/s²
 HIT_M = 1.0  # a shot nearer than this hits
 ATTEMPTS = 10
 MAX_VELOCITY = 100.0  # m/s
-TARGETS_M, WINDS = (50.0, 200.0), (-5.0, 5.0)  # of the projectile task; wind in m/s
+TARGETS_M, WINDS = (50.0, 200.0), (-5.0, 5.0)  # the projectile task's ranges; wind in m/s
 
 
 @dataclass(frozen=True)
 class VectorStep:
-    """One step of N episodes. Where an episode ended, `observations` has the first of the next
+    """One step of N episodes. If an episode ended, `observations` has the first of the next
     one."""
 
     observations: np.ndarray  # [N, D] float32

@@ -87,7 +87,7 @@ class FeedbackConfig(Section):
     judge: str | None = None
     """Who reads the user's next message: "base" (this model without its adapter), a server's URL
     ("http://127.0.0.1:8001/v1"), or "python:file.py:function" of (question, answer, reply) that
-    returns -1 to 1, or None where it cannot tell. Default: nobody does."""
+    returns -1 to 1, or None if it cannot tell. Default: nobody does."""
     judge_model: str | None = None
     """The model's name at that server."""
     judge_api_key_file: Path | None = None
@@ -95,7 +95,7 @@ class FeedbackConfig(Section):
     judge_concurrency: int = Field(4, ge=1)
     """Replies that are judged at once; a function is called by so many threads."""
     ambiguous_below: float = Field(0.4, ge=0, le=1)
-    """A judgement closer to 0 than this is no signal, and is counted."""
+    """A judgement closer to 0 than this is not a signal, and is counted."""
     settle_s: float = Field(30.0, ge=0)
     """Time after the first signal in which a stronger one may replace it: a thumb counts before an
     edit, a message, a regenerate, a tool result."""

@@ -2,7 +2,7 @@
 it. No MLX.
 
     X-Feedback: learn        yes, for this request; "no" is no, with a key too
-    X-Feedback-User: NAME    whose chat it is, where several people share a key
+    X-Feedback-User: NAME    whose chat it is, if several people share a key
     X-Feedback-Task: NAME    what its reward is compared with; default: the key's name, or "chat".
                              A new name begins with the mean of the key's own rewards
 """

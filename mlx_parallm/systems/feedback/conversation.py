@@ -1,4 +1,4 @@
-"""Signals in a request about earlier answers: it goes on after one, asks the same again, or sends
+"""Signals in a request about earlier answers: it continues after one, asks the same again, or sends
 an answer back changed. No MLX.
 
 A conversation is known by a chain of digests of its messages, secrets taken out before, and by the
@@ -20,7 +20,7 @@ from mlx_parallm.systems.traces.privacy import TraceRedactor
 from mlx_parallm.systems.traces.schema import text_of
 from mlx_parallm.systems.traces.session import chained_key, compared_text, text_digest
 
-DIGESTS = 20_000  # of messages, in memory: a chat sends its whole history with each request
+DIGESTS = 20_000  # message digests in memory: a chat sends its whole history each time
 LONGEST_WORDS = 4_000
 """Characters of a question, an answer or a reply that are kept for the judge and the review."""
 
@@ -63,7 +63,7 @@ class ConversationReader:
         self._store, self._finder, self._judges = store, finder, judges
         self._regenerate_within_s, self._clock = regenerate_within_s, clock
         self._lock = threading.Lock()
-        # of a message → (digest of its text without secrets, whether there was one)
+        # message → (digest of its text without secrets, whether it had one)
         self._digests: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()
 
     def read(self, user: str, messages: Sequence[Message], tools: Sequence[Any]) -> Reading:
@@ -92,7 +92,7 @@ class ConversationReader:
     def _signals(
         self, user: str, messages: Sequence[Message], keys: Sequence[str]
     ) -> tuple[tuple[Signal, ...], int]:
-        # what stands before the newest answer was read with the request that had it last
+        # what comes before the newest answer was read with the request that had it last
         last = next(
             (at for at in range(len(messages) - 1, -1, -1) if _role(messages[at]) == "assistant"),
             None,

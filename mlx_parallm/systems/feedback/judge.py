@@ -1,7 +1,7 @@
 """Who reads the user's next message: a language model (this one's base, or a server's), or a Python
 function. No MLX.
 
-It judges the answer by what the user wrote back, -1 to 1; None where it cannot tell.
+It judges the answer by what the user wrote back, -1 to 1; None if it cannot tell.
 """
 
 import asyncio

@@ -5,7 +5,7 @@
                                     ▼
                                 RolloutStore → trainer
 
-An answer is a group of its own with the advantage that a running mean gives it. Whole batches are
+An answer is its own group with the advantage that a running mean gives it. Whole batches are
 handed over, at most `max_updates_per_hour` of them.
 """
 
@@ -55,9 +55,9 @@ from mlx_parallm.systems.feedback.store import (
 from mlx_parallm.systems.traces.privacy import secret_finder
 from mlx_parallm.types import Request, RolloutGroup
 
-LONGEST_WAIT_S = 60.0  # between two looks, where nothing is known to be due
+LONGEST_WAIT_S = 60.0  # between two looks, if nothing is known to be due
 RETRY_S = 10.0
-TRIES = 3  # of a judge that does not answer
+TRIES = 3  # when a judge does not answer
 NO_CONSENT = "no consent"
 LOST = "it could not be written"
 ASKED = frozenset(
@@ -123,7 +123,7 @@ class FeedbackSource(RolloutSource):
         )
         self._without_consent = self._lost = 0
         self._lost_at, self._lost_why = 0.0, ""
-        # of the judge, by answer and reply: how many, and when to ask again
+        # judge's failures by answer and reply: how many, and when to ask again
         self._failures: dict[tuple[str, str], tuple[int, float]] = {}
         self._problem: str | None = None
         self._thread = LoopThread(ENVIRONMENT)
@@ -273,7 +273,7 @@ class FeedbackSource(RolloutSource):
         await asyncio.to_thread(self._store.judged, *key, value if is_clear else None, outcome)
 
     def _release(self) -> float | None:
-        """Hand whole batches over to the trainer; return when the next one may follow, where the
+        """Hand whole batches over to the trainer; return when the next one may follow, if the
         bound on updates holds one back."""
         size, most = (
             self._context.config.rl_training.atropos.rollout_batch_size,

@@ -90,7 +90,7 @@ CREATE TABLE counts (
 class NewAnswer:
     """An answer that may be learned. `before`: the key of the conversation that it answers;
     `after`: the same with the answer. `payload`: a packed `RolloutGroup` without scores; None
-    where nothing can be learned, because of `reason`."""
+    if nothing can be learned, because of `reason`."""
 
     id: str
     user: str
@@ -138,7 +138,7 @@ class FeedbackStore:
 
     Args:
         settle_s: between the first signal of an answer and its decision.
-        weights: what a kind of signal counts; a kind of 0 is no signal.
+        weights: what a kind of signal counts; a kind of 0 is not a signal.
         most_per_hour: answers of one key that are learned in an hour; None: no bound.
     """
 
@@ -202,7 +202,7 @@ class FeedbackStore:
             if value is not None:
                 self._settle(connection, answer, self._clock())
                 return
-            # it stood in the place of one that had a value: nothing is left to decide on
+            # it was in the place of one that had a value: nothing is left to decide on
             connection.execute(
                 "UPDATE answers SET settles = NULL WHERE id = ? AND state = 'open' AND NOT EXISTS"
                 " (SELECT 1 FROM signals WHERE answer = answers.id)",
@@ -445,7 +445,7 @@ class FeedbackStore:
 
     def refused(self, answer: str, reason: str) -> None:
         """Note why an answer can be learned after all not. A check's sentence has numbers in it,
-        and each would be a label of its own in /metrics."""
+        and each would be its own label in /metrics."""
         with self._database.transaction() as connection:
             _give_up(connection, answer, reason, outcome=REFUSED)
 

@@ -29,7 +29,7 @@ from mlx_parallm.systems.experts.tasks import ATTEMPTS, TARGETS_M, WINDS, shot_o
 from mlx_parallm.systems.orchestrator.observation import ObservationBuilder
 from mlx_parallm.systems.orchestrator.reward import SIMULATOR, HybridTask
 
-LOOP_TOLERANCE_M = 0.5  # of a task that sets none
+LOOP_TOLERANCE_M = 0.5  # default
 
 T = TypeVar("T")
 RunMLX = Callable[[Callable[[], T]], T]
@@ -150,14 +150,14 @@ class ExpertResult:
     success: bool
     text: str
     trajectory: tuple[Mapping[str, Any], ...] = ()
-    error: str | None = None  # of the call that ended the loop; "unknown_expert", "arguments"
+    error: str | None = None  # error of the call that ended the loop; "unknown_expert", "arguments"
 
 
 @dataclass
 class ExpertSteps:
     """The steps of an expert that explored, as recurrent PPO needs them. JSON by `to_json`.
 
-    `last_value`: γ-less value of the state after the last step where the loop was cut; 0 where it
+    `last_value`: γ-less value of the state after the last step if the loop was cut; 0 if it
     ended.
     """
 
@@ -189,7 +189,7 @@ def run_loop(
     seed: int,
     run: Callable[[Callable[[], Any]], Any] = direct,
 ) -> tuple[ExpertResult, ExpertSteps | None]:
-    """Play one delegation with a memory of its own.
+    """Play one delegation with its own memory.
 
     Args:
         call: calls a tool.

@@ -3,7 +3,7 @@
     the task, how to act → planner: TOOL, DELEGATE, THINK → its result → planner → … → ANSWER, or
     max_steps
 
-Every episode has an `Orchestrator` of its own; tools and experts are shared. What tools and experts
+Every episode has its own `Orchestrator`; tools and experts are shared. What tools and experts
 return is not sampled, so it is masked. An episode's metadata has the task, and at the end `reward`
 (RewardConfig's sum), `solved`, `answer_text`, `steps`, `timed_out`, `delegations_failed` (a truth
 value each), `routes` (what the planner did, in order) and `tool_calls` (a dictionary each: `name`,
@@ -287,7 +287,7 @@ def hybrid(
 def solved(
     trajectories: Sequence[Trajectory], log_metric: Callable[[str, float], None]
 ) -> list[float | None]:
-    """1 where the task was solved, else 0; None where the episode never began. Logs the shares of
+    """1 if the task was solved, else 0; None if the episode never began. Logs the shares of
     tools, delegations and direct answers among first actions, of the solved, and of the
     delegations that failed."""
     for trajectory in trajectories:

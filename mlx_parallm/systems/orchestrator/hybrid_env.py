@@ -91,7 +91,7 @@ class VectorizedHybridEnv:
     """N environments, stepped at the same time on a thread each; one that is done begins its next
     task at once.
 
-    Each needs an Orchestrator of its own; they may share tools and experts, which act on one
+    Each needs its own Orchestrator; they may share tools and experts, which act on one
     thread. Close it at the end.
     """
 
@@ -123,7 +123,7 @@ class VectorizedHybridEnv:
     def step(
         self, texts: Sequence[str]
     ) -> tuple[list[str], list[float], list[bool], list[dict[str, Any]]]:
-        """Step each with its text. Where one was done, the observation is of its next task, and
+        """Step each with its text. If one was done, the observation is of its next task, and
         info["final_observation"] has the last one of the task before. Raises ValueError: not N
         texts."""
         if len(texts) != len(self.envs):

@@ -4,7 +4,7 @@ who learns when.
     episodes → group.metadata["expert_steps"] → `ExpertLearner.learn` → RecurrentPPO.update → the
     acting experts
 
-The planner has its optimizer, each expert another. The acting experts are trees of their own: a
+The planner has its optimizer, each expert another. The acting experts are their own trees: a
 tree that is differentiated holds tracers, and episodes act on other threads meanwhile. In a step in
 which the experts do not learn they take their most likely actions, and nothing is kept.
 """
@@ -28,7 +28,9 @@ from mlx_parallm.systems.orchestrator.control import ExpertSteps
 from mlx_parallm.types import RolloutGroup
 
 Learning = Literal["planner", "experts", "alternate", "both"]
-STEPS = "expert_steps"  # of a group's metadata: a list of ExpertSteps.to_json() for each rollout
+STEPS = (
+    "expert_steps"  # key of a group's metadata: a list of ExpertSteps.to_json() for each rollout
+)
 WAITING_FILE = "waiting.json"
 NO_EFFECT = {
     "horizon": "an update has the steps of whole delegations; set min_steps",
@@ -144,7 +146,7 @@ class ExpertLearner:
     ) -> dict[str, float]:
         """Update each expert that has `min_steps` steps. `settings.anneal` lowers the learning
         rate over `total_steps`; without them it stays. Metrics: experts/NAME/episodes, return
-        and steps of this step's episodes; learned_steps, and what PPO measures, where there was
+        and steps of this step's episodes; learned_steps, and what PPO measures, if there was
         an update."""
         numbers: dict[str, float] = {}
         episodes = [
@@ -223,7 +225,7 @@ def piece_of(steps: ExpertSteps, config: RecurrentPPOConfig, state: np.ndarray) 
 
 
 def settings_of(table: Mapping[str, Any]) -> RecurrentPPOConfig:
-    """Return PPO's settings from a table of the configuration; `reward_scale` is 1 where it has
+    """Return PPO's settings from a table of the configuration; `reward_scale` is 1 if it has
     none, since experts come with a value head in their own units. Raises ConfigError: an unknown
     key, or one that has no effect here."""
     ppo_fields = [entry.name for entry in fields(RecurrentPPOConfig)]

@@ -20,13 +20,13 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import ToolResult
 
 SIMULATOR = "physics_simulate"
-SHOT_TOLERANCE_M = 1.0  # of a task that sets none
+SHOT_TOLERANCE_M = 1.0  # default
 NEAR = 5.0  # times the tolerance: a near miss
 GOALS = ("expected_answer", "target", "tolerance", "wind")
-EXACT = 1e-9  # of math_reward, relative
+EXACT = 1e-9  # relative tolerance of math_reward
 
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
-# digits that are no number: of a unit's power, behind a number or not ("m/s^2", "m2"), of a name
+# digits that are not a number: of a unit's power, behind a number or not ("m/s^2", "m2"), of a name
 # ("x1")
 _IN_A_WORD = re.compile(
     r"(?<![^\W\d_])(?!(?<=\d)[eE][-+]?\d)[^\W\d_]++(?:\s*+\^\s*+[-+]?\d++|\d++)|\^\s*+[-+]?\d++"
@@ -131,7 +131,7 @@ TaskReward = Callable[[EpisodeView], float]
 
 
 def math_reward(episode: EpisodeView) -> float:
-    """0.5 where the answer is the expected number exactly."""
+    """0.5 if the answer is the expected number exactly."""
     expected, answered = (
         _number(episode.task.goal.get("expected_answer")),
         last_number(episode.answer),
@@ -161,7 +161,7 @@ class RewardConfig:
 
     correct_answer_reward: float = 1.0
     # a number within `partial_within` of the expected one; None: as any wrong one. It teaches
-    # guesses where they earn more than what the policy does else
+    # guesses if they earn more than what the policy does else
     partial_answer_reward: float | None = None
     wrong_answer_penalty: float = -0.5
     no_answer_penalty: float = -1.0
@@ -295,8 +295,8 @@ def nearest_shot(episode: EpisodeView) -> float:
 
 def matches(answer: str, expected: Any, tolerance: float) -> bool:
     """Whether an answer is the expected one: of a number the last one within `tolerance`, of a text
-    its words in order. Articles are no words, and the powers of a unit no numbers; a text of one
-    letter, which may be an article, has to be the whole answer, or stand behind "answer", "is", ":"
+    its words in order. Articles are not words, and the powers of a unit no numbers; a text of one
+    letter, which may be an article, has to be the whole answer, or come after "answer", "is", ":"
     or in brackets.
 
     "The sum is 42." and "42 m/s^2" are 42; "421" and "42 or 43" are not. "(A)" and "The answer is
@@ -331,7 +331,7 @@ def _is_letter(answer: str, letter: str) -> bool:
 
 
 def nearly(name: str, names: Sequence[str]) -> str | None:
-    """Return the name that was probably meant; None: it is a name of its own."""
+    """Return the name that was probably meant; None: it is its own name."""
     inside = [candidate for candidate in names if name and name in candidate]
     return next(iter(inside or difflib.get_close_matches(name, names, n=1, cutoff=0.65)), None)
 

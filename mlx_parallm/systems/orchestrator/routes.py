@@ -59,7 +59,7 @@ class ServedPlanner:
 
 
 def hybrid_router(planner: ServedPlanner) -> AddedRouter:
-    """Return the routes of one environment. Where a run has several, the first one answers."""
+    """Return the routes of one environment. If a run has several, the first one answers."""
     router = APIRouter(
         prefix="/v1/hybrid",
         route_class=StrictJSONRoute,

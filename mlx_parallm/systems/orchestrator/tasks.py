@@ -79,7 +79,7 @@ def task_source(tasks: TaskData | Callable[..., Mapping[str, Any]], *, seed: int
 
     Args:
         tasks: rows or a JSONL file of them; "builtin:routing"; a function, or a reference to one
-            ("python:file.py:name"), of `index` and, where it has such parameters, `split` and
+            ("python:file.py:name"), of `index` and, if it has such parameters, `split` and
             `seed`.
 
     Raises ConfigError: none of these.

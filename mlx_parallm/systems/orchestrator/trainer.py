@@ -63,7 +63,7 @@ class PlannerTrainer:
         prompt_source: Iterable[str] | Callable[[], Iterable[str]] | None = None,
         num_iterations: int | None = None,
     ) -> list[TrainingMetrics]:
-        """Train on prompts, in their order and again; a second call goes on.
+        """Train on prompts, in their order and again; a second call continues.
 
         Args:
             prompt_source: the prompts, or a function that returns them; in a second call nothing.

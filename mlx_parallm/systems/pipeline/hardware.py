@@ -31,7 +31,7 @@ RYZEN_OPTIMIZED: Profile = "RYZEN_OPTIMIZED"
 BILLION = 10**9
 SMALL_SHARE = 4  # a model of a quarter of its tier's size is small there
 BF16_BYTES = 2
-# of the memory, for the base's weights; the rest is for activations, the optimizer and the system
+# share of the memory for the base's weights; activations, optimizer and system take the rest
 BASE_SHARE = 0.5
 TARGETS = ("q_proj", "v_proj", "k_proj", "o_proj")
 
@@ -261,7 +261,7 @@ def _fitting(*, backend: str, memory_gb: float, **machine: Any) -> HardwareConfi
 
 
 def _cpu_flags() -> set[str]:
-    """Flags of the first processor; empty where the system has no /proc/cpuinfo (no Mac with
+    """Flags of the first processor; empty if the system has no /proc/cpuinfo (no Mac with
     Apple silicon has AVX)."""
     return set(_cpuinfo("flags").split())
 

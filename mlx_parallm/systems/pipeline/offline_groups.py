@@ -3,7 +3,7 @@
     {"prompt": [messages], "completions": [[messages], …], "rewards": [numbers], "logprobs"?:
     [[numbers], …]}
 
-A group's rewards become GRPO's advantages; nothing is sampled. Where a row has the
+A group's rewards become GRPO's advantages; nothing is sampled. If a row has the
 log-probabilities of the tokens that were sampled (of each completion, its end token too), the
 ratio to the policy is corrected as PPO does, else the answers count as the policy's own.
 """
@@ -68,7 +68,7 @@ class OfflineGroupTrainer:
         """Make one update for each `groups_per_step` groups, in a new order each epoch; return the
         number of updates and the last loss. Groups whose rewards are equal are left out.
 
-        Raises ConfigError: a row that is no group, or none has different rewards.
+        Raises ConfigError: a row that is not a group, or none has different rewards.
         """
         return in_mlx_thread(lambda: self._train(_listed(rows)))
 

@@ -4,8 +4,8 @@
     WORK/<stage>/        the files of a stage; `log.txt` is what its command printed
 
 A stage is skipped when the hash of its inputs is the recorded one and its files are as they were. A
-stage that was cut off begins anew, in an empty directory; one that `resumes` goes on in its own, if
-the inputs are still the same.
+stage that was cut off begins anew, in an empty directory; one that `resumes` continues in its own,
+if the inputs are still the same.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class PipelineStage:
             directory.
         run: does the work in its directory, and returns the result.
         files: those of its directory that later stages read.
-        resumes: a stage that was cut off goes on where it stood.
+        resumes: a stage that was cut off continues where it stood.
     """
 
     name: str
@@ -179,7 +179,7 @@ class WorkDirectory:
                         watch()
             finally:
                 if process.poll() is None:  # Ctrl-C
-                    process.terminate()  # training saves where it stands
+                    process.terminate()  # training saves where it is
                     process.wait()
                 self._state["child"] = None
                 self._write()
@@ -213,7 +213,7 @@ def fingerprint(value: Any) -> str:
 
 
 def digest_of(path: Path) -> str:
-    """Return what stands for the content of a file or a directory; "missing" where there is
+    """Return what stands for the content of a file or a directory; "missing" if there is
     none."""
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if file.is_file())

@@ -1,4 +1,4 @@
-"""The parts of a prompt policy, put together: for a service of its own (`PromptPolicyServer`),
+"""The parts of a prompt policy, put together: for its own service (`PromptPolicyServer`),
 and for a daemon."""
 
 import contextlib
@@ -66,7 +66,7 @@ class ServedEmbedder:
 
 
 def make_deps(config: PromptPolicyConfig, served: ServedEmbedder | None = None) -> PolicyDeps:
-    """Start the policy and its helpers. `served`: where this server serves a model.
+    """Start the policy and its helpers. `served`: if this server serves a model.
 
     Raises ConfigError, CheckpointError, StoreError, EndpointError.
     """
@@ -105,7 +105,7 @@ def mounted(config: PromptPolicyConfig, deps: ServerDeps) -> AddedRouter | None:
 
 
 class PromptPolicyServer:
-    """A service of its own, in two threads of this process, from `start` to `close`.
+    """A separate service, in two threads of this process, from `start` to `close`.
 
     Raises ConfigError: the port, the key, the origins; CheckpointError, StoreError: the checkpoint
     directory.

@@ -23,12 +23,12 @@ LISTED = re.compile(r"^[^\S\n]*(\d+[.)]|[-*•])\s", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Classified:
-    """A category, how sure that is (0.25 to 0.95), and what stands in the prompt."""
+    """A category, how sure that is (0.25 to 0.95), and what is in the prompt."""
 
     category: Category
     confidence: float
     words: int
-    verbs: tuple[str, ...]  # of `phrases.VERBS`, in their order
+    verbs: tuple[str, ...]  # those of `phrases.VERBS`, in their order
     has_constraints: bool
     has_list: bool
     is_question: bool

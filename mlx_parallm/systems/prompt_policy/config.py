@@ -92,7 +92,7 @@ class PromptPolicyConfig(Section):
     """File with the API key of the servers at `embedding`, `chat_url` and `task_url`."""
     task_url: str | None = None
     """An OpenAI-compatible server, with its /v1, whose model answers prompts for POST /rollout.
-    Without it: the model that this server serves, where it serves one."""
+    Without it: the model that this server serves, if it serves one."""
     task_model: str | None = None
     """Name of that model."""
     rewards: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class PromptPolicyConfig(Section):
     timeout_s: float = Field(60.0, gt=0)
     """Longest time of a request to another server."""
     conservative_above: float = Field(0.5, ge=0, le=1)
-    """POST /mutate with conservative = true leaves a prompt as it is where the uncertainty is
+    """POST /mutate with conservative = true leaves a prompt as it is if the uncertainty is
     above this."""
     reward_source: Literal["client", "model"] = "client"
     """Who rewards a mutation: the client by POST /feedback, or the fitted reward model at once."""

@@ -22,7 +22,7 @@ from mlx_parallm.execution.openai_client import OpenAIEndpoint
 
 WORD = re.compile(r"\w+|[^\w\s]")
 LETTERS = (3, 4)  # lengths of the parts of words
-PART_WEIGHT = 0.3  # of a part of a word, beside a word's 1
+PART_WEIGHT = 0.3  # weight of a part of a word; a word has 1
 
 
 class Embedder(Protocol):

@@ -1,7 +1,7 @@
 """The mutations: rules that rewrite a prompt. Each is `(prompt, classified) → Mutation`, or None
-where it would change nothing. The same prompt gives the same result. No MLX.
+if it would change nothing. The same prompt gives the same result. No MLX.
 
-    try-catch-style       says what to do when the task cannot be done as it stands
+    try-catch-style       says what to do when the task cannot be done as it is
     context-reduction     drops greetings, politeness and small talk
     expansion             defines vague words, adds steps and what a good answer is
     constraint-addition   adds two constraints of the prompt's category
@@ -40,8 +40,8 @@ Effect = Literal["increase", "decrease", "neutral"]
 CHAT_REWRITE = "chat-rewrite"
 SHORTEST = 5  # characters that a reduction leaves at least
 DEFINED_TERMS = 3
-PARTS = (2, 6)  # of a task that is split
-ASKING = 1  # of OPENINGS: a question for politeness alone
+PARTS = (2, 6)  # fewest and most parts of a split task
+ASKING = 1  # index in OPENINGS of a question that is only polite
 # what is quoted is not ours to change
 _KEPT = re.compile(r"```.*?```|`[^`\n]*`|\"[^\"\n]*\"|“[^“”\n]*”", re.DOTALL)
 _TALK, _OPENINGS, _INSIDE = (
@@ -68,7 +68,7 @@ class Mutation:
     text: str
     mutation_type: str
     change_description: str
-    expected_impact: Mapping[str, Effect]  # of quality, cost, latency, reliability
+    expected_impact: Mapping[str, Effect]  # on quality, cost, latency, reliability
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -79,7 +79,7 @@ def _impact(
 
 
 def add_fallback(prompt: str, classified: Classified) -> Mutation | None:
-    """try-catch-style: say what to do when the task cannot be done as it stands."""
+    """try-catch-style: say what to do when the task cannot be done as it is."""
     if FALLBACK.search(prompt):
         return None
     family = verb_family(classified)
@@ -94,7 +94,7 @@ def add_fallback(prompt: str, classified: Classified) -> Mutation | None:
 
 
 def reduce_context(prompt: str, classified: Classified) -> Mutation | None:
-    """context-reduction: drop greetings, politeness and small talk. What stands in quotation
+    """context-reduction: drop greetings, politeness and small talk. What is in quotation
     marks, and what follows a colon, is not touched; nor is a prompt with indented lines, or with
     code in a fence."""
     if _INDENTED.search(prompt) or "```" in prompt:
@@ -199,7 +199,7 @@ def add_constraints(prompt: str, classified: Classified) -> Mutation | None:
 
 
 def decompose(prompt: str, classified: Classified) -> Mutation | None:
-    """task-decomposition: number the parts of the task; where it has one only, the steps of its
+    """task-decomposition: number the parts of the task; if it has one only, the steps of its
     category."""
     if classified.has_list:
         return None

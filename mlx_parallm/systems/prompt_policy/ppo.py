@@ -88,10 +88,10 @@ class PPOTrainer:
 
     def __init__(self, config: PromptPPOConfig | None = None, store_id: str = "") -> None:
         self.config = config or PromptPPOConfig()
-        # of the store whose sequence numbers `trained_through` and `history.through` are
+        # id of the store that `trained_through` and `history.through` count in
         self.store_id = store_id
         self.networks = ActorCritic(self.config)
-        self._lock = threading.Lock()  # of history and novelty
+        self._lock = threading.Lock()  # guards history and novelty
         self.history = History()
         self.novelty = Novelty(self.config.input_dim, self.config.seed)
         self.trained_through = 0  # the sequence number of the last experience that was learned from
@@ -222,7 +222,7 @@ class PPOTrainer:
         write_directory(directory, fill)
 
     def load(self, directory: Path) -> None:
-        """Go on from a checkpoint. Raises CheckpointError, and changes nothing: none, damaged,
+        """Continue from a checkpoint. Raises CheckpointError, and changes nothing: none, damaged,
         other sizes."""
         try:
             for name in (STATE_FILE, WEIGHTS_FILE, OPTIMIZER_FILE):

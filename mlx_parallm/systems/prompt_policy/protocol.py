@@ -12,7 +12,7 @@ from mlx_parallm.types import MAX_REWARD
 
 LARGEST = 1e6  # number of an embedding, and value: float32 and its squares hold it
 LONGEST_PROMPT, MOST_PROMPTS = 20_000, 256
-MOST_CHARACTERS = 400_000  # of the prompts of one request
+MOST_CHARACTERS = 400_000  # in the prompts of one request
 SCORES = (1, 5)  # a person's
 
 
@@ -228,7 +228,7 @@ class MutateAnswer(BaseModel):
 
 
 class RolloutAnswer(BaseModel):
-    """`stored`: the mean reward was stored as an experience; not where the prompt was left as it
+    """`stored`: the mean reward was stored as an experience; not if the prompt was left as it
     is."""
 
     mutation: MutateAnswer

@@ -3,8 +3,8 @@
     features(prompt) → z-scores → ridge regression → logistic function
 
 It is fitted to the logits of (rating - 1) / 4, held within [EDGE, 1 - EDGE], so scores do not
-saturate. What a rewriting is worth depends on the prompt: fallbacks where a task may well fail,
-numbers where there are several tasks. So features say what a prompt needs, and whether it has that.
+saturate. What a rewriting is worth depends on the prompt: fallbacks if a task may well fail,
+numbers if there are several tasks. So features say what a prompt needs, and whether it has that.
 `rated_prompts.jsonl` holds ratings of our own, of prompts as they are and after each mutation;
 `RewardModel.fit` takes anyone's.
 """

@@ -43,7 +43,7 @@ class PolicyDeps:
 async def rewrite(deps: PolicyDeps, body: MutateBody, *, by_model: bool = True) -> MutateAnswer:
     """Choose a mutation for a prompt, apply it, and keep the decision until its reward comes.
     Mutations that would change nothing are not chosen. With `reward_source = "model"` the reward
-    model's score is the reward, unless `by_model` is False: the caller has a reward of its own.
+    model's score is the reward, unless `by_model` is False: the caller has its own reward.
 
     Raises RequestError: no such mutation; RefusedError (502): another server cannot be asked;
     StoreError.

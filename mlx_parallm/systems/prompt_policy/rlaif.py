@@ -2,7 +2,7 @@
 MLX.
 
 Each round: prompts are rewritten by the policy → the judge scores each rewriting → rewards → an
-update. Every `human_every` rounds a person rates some of the same rewritings. Where the two differ
+update. Every `human_every` rounds a person rates some of the same rewritings. If the two differ
 by more than `correct_above`, the person's rating is the reward; the mean difference so far corrects
 the judge's later scores.
 """
@@ -37,7 +37,7 @@ class RLAIFOptions:
     rounds: int = 10
     prompts_per_round: int = 20
     human_every: int = 3
-    human_share: float = 0.25  # of a round's rewritings that the person sees
+    human_share: float = 0.25  # share of a round's rewritings that a person sees
     correct_above: float = 0.2
 
     def __post_init__(self) -> None:

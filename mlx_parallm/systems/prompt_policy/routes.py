@@ -1,4 +1,4 @@
-"""The routes of a prompt policy. A service of its own has them at the root, a daemon below
+"""The routes of a prompt policy. Its own service has them at the root, a daemon below
 /prompt_policy.
 
 POST /select_action      embedding → mutation           POST /mutate    prompt → mutation and new prompt
@@ -150,7 +150,7 @@ def _add_learning(router: APIRouter, deps: PolicyDeps) -> None:
 
     @router.post("/load", responses=_OTHER_SIZES)
     async def load_policy(body: LoadCheckpointBody) -> LoadedAnswer:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         await done(service.load(body.path))
         return LoadedAnswer(path=body.path)
 

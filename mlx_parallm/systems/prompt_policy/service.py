@@ -7,7 +7,7 @@ HTTP in front of it.
 
 `checkpoint_dir` holds `latest`, `update_N`, checkpoints that clients name, and
 `experiences.sqlite`. A checkpoint knows the last experience it has learned from. So after a kill -9
-the policy goes on from `latest` with the experiences that came after it: none is lost, and none is
+the policy continues from `latest` with the experiences that came after it: none is lost, and none is
 learned from twice.
 """
 
@@ -68,7 +68,7 @@ class PolicyService:
                 " prompt_policy.checkpoint_dir"
             ) from error
         remove_leftovers(self.directory)
-        self._lock = threading.Lock()  # of the buffer
+        self._lock = threading.Lock()  # guards the buffer
         self._buffer: list[Experience] = []
         self._update_waits = False
         self._acting, self._learning = (
@@ -214,7 +214,7 @@ class PolicyService:
             except CheckpointError as error:
                 raise RefusedError(str(error), 409, "path") from error
             self._publish()
-            if directory.name != LATEST:  # a restart goes on from here
+            if directory.name != LATEST:  # a restart continues from here
                 self._write(self.directory / LATEST)
 
         return self._learning.submit(read)

@@ -65,7 +65,7 @@ class Following:
         return functools.update_wrapper(functools.partial(drive, self, method), method)
 
     def given_back(self, result: Any, begun: Any) -> Any:
-        """Return what a method has given, followed to its end where that is still to come."""
+        """Return what a method has given, followed to its end if that is still to come."""
         going_on = replace(self, before=lambda: begun)
         if isinstance(result, asyncio.Future | Future):
             result.add_done_callback(functools.partial(self._done, begun))
@@ -255,8 +255,8 @@ class _OtherAsyncStream(_Other):
 
 
 class ThreadContexts:
-    """While it is in use, a new thread, and what a pool of threads is given, goes on in the context
-    of the code that began it: a run's tool may work in a thread."""
+    """While it is in use, a new thread, and what a pool of threads is given, continues in the
+    context of the code that began it: a run's tool may work in a thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
 """A recorder in front of another OpenAI-compatible server: `mlx_parallm traces record --upstream
 URL`.
 
-Every request goes on to the upstream as it came, its key too, which is kept nowhere; answers come
+Every request continues to the upstream as it came, its key too, which is kept nowhere; answers come
 back byte for byte. Chat completions, Responses and Messages are recorded, whole or streamed, before
 the client sees their end. Recording never fails a call: what cannot be read or written is left out,
 with a line in the log that says why and how many there are by now.
@@ -59,7 +59,7 @@ _HOP_BY_HOP = (
     "content-length",
     "accept-encoding",
 )
-_DECODED = (*_HOP_BY_HOP, "content-encoding")  # of an answer, which is unpacked here
+_DECODED = (*_HOP_BY_HOP, "content-encoding")  # headers of an answer that is decoded here
 UNREADABLE = (
     ValueError,
     TypeError,
@@ -134,7 +134,7 @@ class _Relay:
         recording = _Recording(self._recorder, OTHER_APIS[path]() if path in OTHER_APIS else None)
         if path in (CHAT, *OTHER_APIS) and request.method == "POST":
             recording.begin(name, body)
-        # as it was sent: "%2F" is no slash
+        # as it was sent: "%2F" is not a slash
         rest = request.scope["raw_path"].split(b"/", 4)[4].decode("ascii")
         query = request.scope["query_string"].decode("ascii")
         url = f"{self._upstream}/{rest}" + (f"?{query}" if query else "")
@@ -227,7 +227,7 @@ class _Recording:
                 await self.end(COMPLETE)
 
     async def part(self, data: bytes) -> None:
-        """Take the next bytes of a stream; record the call where they end it."""
+        """Take the next bytes of a stream; record the call if they end it."""
         if (call := self._call) is None or self._reader is None:
             return
         with self._giving_up(call.session):
@@ -319,7 +319,7 @@ class _EventSplitter:
     """Finds the events of a stream. Raises ValueError: one has more than LONGEST_EVENT bytes."""
 
     def __init__(self) -> None:
-        self._lines: list[bytes] = []  # of the event that goes on
+        self._lines: list[bytes] = []  # lines of the unfinished event
         self._line = bytearray()
         self._size = 0
 

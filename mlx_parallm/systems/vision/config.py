@@ -9,13 +9,13 @@ from mlx_parallm.config.environment import Section
 
 class VisionConfig(Section):
     enabled: Literal["auto"] | bool = "auto"
-    """Read images (docs/vision.md). "auto": where the model has a tower that is known here and the
+    """Read images (docs/vision.md). "auto": if the model has a tower that is known here and the
     extra `vision` is installed; true: it is an error where not; false: only the model's text part
     is loaded."""
     train: Literal["none", "connector", "tower"] = "none"
     """What a training trains of the part that sees, beside the language part: nothing, the
     connector between the two, or the tower and the connector. With LoRA their linear layers get
-    adapters of their own, whatever `rl_training.lora.target_modules` says; with full weights they
+    their own adapters, whatever `rl_training.lora.target_modules` says; with full weights they
     learn as they are. Gemma 3's connector has no such layer: it learns with full weights alone."""
     max_images: int = Field(16, ge=1)
     """Images of one request."""

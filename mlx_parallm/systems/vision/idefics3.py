@@ -75,7 +75,7 @@ class TileProcessor:
 
 
 def prompt_text(rows: int, columns: int, tokens: int) -> str:
-    """Return what stands in a prompt for a picture of so many tiles, `tokens` each, and the
+    """Return what is in a prompt for a picture of so many tiles, `tokens` each, and the
     whole."""
     one = IMAGE * tokens
     lines = [

@@ -1,4 +1,4 @@
-"""Vision-language models, plugged in: their towers are loaded where a checkpoint has one that is
+"""Vision-language models, plugged in: their towers are loaded if a checkpoint has one that is
 known and the extra `vision` is there."""
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""LFM2-VL: a picture in its own proportions, or, where it is large, tiles of it and the whole;
+"""LFM2-VL: a picture in its own proportions, or, if it is large, tiles of it and the whole;
 SigLIP 2 reads the patches of each, of which a square becomes one token.
 
 transformers has this processor of pictures for torch alone (`Lfm2VlImageProcessor`), so it is
@@ -176,7 +176,7 @@ class ViewProcessor:
         return PromptImage(digest.hexdigest(), text, sum(counts), arrays=arrays)
 
     def _text(self, across: int, down: int, counts: list[int]) -> str:
-        """Return what stands in a prompt for views of so many tokens."""
+        """Return what is in a prompt for views of so many tokens."""
         names = [
             f"<|img_row_{row}_col_{column}|>"
             for row in range(1, down + 1)

@@ -1,6 +1,7 @@
 """Bytes → a picture, bounded: nothing is decoded before its kind and size are known.
 
-What is no picture, too large, cut off, or moving is refused with a reason that a client can read.
+What is not a picture, too large, cut off, or moving is refused with a reason that a client can
+read.
 """
 
 import io
@@ -41,7 +42,7 @@ class PictureError(ValueError):
 
 
 def open_picture(data: bytes, max_pixels: int) -> Image.Image:
-    """Return the picture in RGB, upright (EXIF's orientation), on white where it is transparent.
+    """Return the picture in RGB, upright (EXIF's orientation), on white if it is transparent.
     Raises PictureError."""
     if data[:512].lstrip().lower().startswith(_SVG):
         raise PictureError(f"SVG is not read: expected {', '.join(FORMATS)}")

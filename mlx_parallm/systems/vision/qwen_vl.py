@@ -1,6 +1,6 @@
 """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: a picture in its own proportions, cut into patches of
 which a square becomes one token; tokens have positions of three axes (models/images/positions.py).
-Qwen3-VL's first blocks add features of their own.
+Qwen3-VL's first blocks add their own features.
 
 The pixels are transformers' own (its processor for Pillow), up to the division by 255 and the
 normalisation, which the encoder does.
@@ -26,7 +26,7 @@ IMAGE = "<|image_pad|>"
 ACTIVATION = "gelu_pytorch_tanh"
 ACTIVATIONS = {"qwen2_vl": "quick_gelu", "qwen2_5_vl": "silu"}
 ROPES = [(kind, 10000.0) for kind in ("axial", "default", None)]
-LOW_PIXELS = 512 * 512  # of a picture with detail = "low", as OpenAI's
+LOW_PIXELS = 512 * 512  # most pixels with detail = "low", as OpenAI's
 
 
 class PatchProcessor:
@@ -83,7 +83,7 @@ class PatchEncoder(TowerEncoder):
         self.rope_axes: np.ndarray = rope_axes(config)
         self.levels = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
         self._model, self._dtype = model, dtype
-        self._patches = config.vision_config.spatial_merge_size**2  # of a token
+        self._patches = config.vision_config.spatial_merge_size**2  # patches a token
         factor, mean, deviation = patches.pixels
         self._scale = np.array(factor / np.array(deviation), np.float32)[:, None]
         self._shift = np.array(np.array(mean) / np.array(deviation), np.float32)[:, None]
@@ -152,7 +152,7 @@ def processor(path: Path) -> PatchProcessor:
     rope_axes(config)
     vision, computed = config.vision_config, ACTIVATIONS.get(config.model_type, ACTIVATION)
     check_activation(path, "vision_config.hidden_act", vision.hidden_act, computed)
-    turned = getattr(vision, "rope_parameters", None) or {}  # of transformers 5.24
+    turned = getattr(vision, "rope_parameters", None) or {}  # transformers 5.24's name
     if turned and (turned.get("rope_type"), turned.get("rope_theta")) not in ROPES:
         raise ModelError(
             f"{path}: vision_config.rope_parameters = {turned}: mlx-vlm's tower turns patches by"

@@ -3,7 +3,7 @@ loop.
 
     ImageSource → bytes (sources.py) → a picture (pictures.py) → Processor → PromptImage
 
-Pictures are opened in two threads of their own, so memory holds two decoded ones at a time. What
+Pictures are opened in two threads, so memory holds two decoded ones at a time. What
 was read is kept for the next turn of a conversation, which sends it again.
 """
 
@@ -34,7 +34,7 @@ from mlx_parallm.systems.vision.sources import bounded, fetched_bytes, file_byte
 from mlx_parallm.types import PromptImage
 
 THREADS = 2
-KEPT_BYTES = 128 << 20  # of pictures that were read
+KEPT_BYTES = 128 << 20  # cache of read pictures
 PACKED_BYTES = {"U32": 4, "U8": 1}
 """Types of arrays that hold quantised weights → bytes of an entry."""
 CONNECTOR_NAMES = ("connector.", "multi_modal_projector.", "merger")
@@ -228,7 +228,7 @@ def tower_shape(
     per_token, most, together, span = processor.patches()
     hidden = first_of(
         "embed_dim", "hidden_size"
-    )  # of Qwen2-VL's tower the second is the language's
+    )  # in Qwen2-VL's tower the second is the language's
     levels = len(first_of("deepstack_visual_indexes") or ())
     return TowerShape(
         processor.token_id,

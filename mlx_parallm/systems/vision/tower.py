@@ -218,7 +218,7 @@ def _weights(path: Path) -> dict[str, mx.array]:
 
 
 def _of_parts(weights: Mapping[str, mx.array], parts: Sequence[str]) -> dict[str, mx.array]:
-    """Return the arrays of these parts. A part may stand behind others: mlx-vlm's names take some
+    """Return the arrays of these parts. A part may come after others: mlx-vlm's names take some
     newer checkpoints' towers for something of the language part."""
     places = {
         name: min((at for part in parts if (at := f".{name}".find(f".{part}")) >= 0), default=-1)

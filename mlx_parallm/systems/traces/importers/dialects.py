@@ -10,7 +10,7 @@ rows of `build`.
                 `functionResponse`
 
 A message that is OpenAI's already stays as it is. A part of an unknown type stays in the content;
-an unknown field stays in the message, or in the `extra.fields` of its step where the message is
+an unknown field stays in the message, or in the `extra.fields` of its step if the message is
 split. Nothing is dropped here.
 """
 
@@ -96,7 +96,7 @@ def linked(messages: Sequence[Json]) -> list[Json]:
 
 
 def converted(message: Mapping[str, Any]) -> list[Json]:
-    """Convert one message: each result in it is a message of its own, and what follows a result
+    """Convert one message: each result in it is its own message, and what follows a result
     too."""
     fields = foreign_message(message)
     if "role" not in fields and "from" in fields:
@@ -167,7 +167,7 @@ def _split(fields: Json, parts: Sequence[Any]) -> list[Json]:
     step = {key: fields[key] for key in ("step",) if key in fields}
     role = fields.get("role")
     if role == "tool" and any(_kind(part) == "result" for part in parts):
-        role = "user"  # of what stands beside the results
+        role = "user"  # role of content beside the results
     made: list[Json] = []
     current = _Open(role)
     current.calls += fields.get("tool_calls") or []
@@ -181,7 +181,7 @@ def _split(fields: Json, parts: Sequence[Any]) -> list[Json]:
             made.append(_result(part))
         else:
             if current.has_own_call and (_kind(part) != "call" or not is_own_call(_call(part))):
-                made.append(current.message())  # an answer goes on behind what the API did for it
+                made.append(current.message())  # an answer continues behind what the API did for it
                 current = _Open(role)
             current.add(part)
     if not current.is_empty or not made:
@@ -204,7 +204,7 @@ class _Open:
         self.parts: list[Any] = []
         self.thoughts: list[str] = []
         self.calls: list[Any] = []
-        self.rests: list[Json] = []  # of thoughts, which become text
+        self.rests: list[Json] = []  # unread parts of thoughts, which become text
 
     @property
     def is_empty(self) -> bool:
@@ -358,7 +358,7 @@ def _result(part: Mapping[str, Any]) -> Json:
 
 
 def result_content(value: Any) -> Any:
-    """Return a tool's result as the content of a message: text, parts where there is more than
+    """Return a tool's result as the content of a message: text, parts if there is more than
     text, or JSON text."""
     if value is None or isinstance(value, str):
         return value or ""
@@ -374,7 +374,7 @@ def result_content(value: Any) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Text, where all parts are nothing but text; else a list of parts, texts in OpenAI's form."""
+    """Text, if all parts are nothing but text; else a list of parts, texts in OpenAI's form."""
     plain = [
         part if isinstance(part, str) else part.get("text", part.get("content"))
         for part in parts

@@ -21,7 +21,7 @@ class Forest(Generic[Key]):
     """Messages and the one that each follows, in the order of the log.
 
     Args:
-        parents: each message → the one before it; None for the first. A parent that is no key
+        parents: each message → the one before it; None for the first. A parent that is not a key
             counts as None.
 
     Attributes:
