@@ -37,7 +37,7 @@ SUMS = (
 SHOTS = (
     "Hit a target at {target} m. The wind is {wind} m/s.",
     "Aim at {target} m with a wind of {wind} m/s.",
-    "A target stands at {target} m, wind {wind} m/s. Hit it.",
+    "A target is at {target} m, wind {wind} m/s. Hit it.",
     "Land a shot at {target} m; wind: {wind} m/s.",
 )
 

@@ -290,13 +290,13 @@ def _prompts(tokens: list[int]) -> list[tuple[int, ...]]:
 TEMPERATURE = 0.8
 # fewer sequences where asking for them one by one would take longer than this
 MIN_SEQUENCES, ALONE_S = 4, 8.0
-DISTINCT = 20  # tokens that a comparison must have seen to say something
+DISTINCT = 20  # fewest distinct tokens for a comparison to count
 PUBLISHES, MIN_PUBLISHES, PUBLISH_S = 200, 20, 15.0  # fewer where they would take longer
 STREAMS, PAUSE_S = 8, 0.02
 HELD_MS, WHOLE_MS = 2.0, 5.0  # p99
 BANDWIDTH_SHARE = 0.5  # of the bound, by one sequence
 LARGE_STEP_S = 5e-3  # below, a decode step is mostly launching: its rate says nothing about memory
-SHARED = 0.5  # of the tokens come before the first that half precision turns another way
+SHARED = 0.5  # share of tokens before half precision diverges
 MEMORY_SHARE, MEMORY_BYTES = 0.15, 50e6  # above the prediction
 
 

@@ -49,7 +49,7 @@ class ConvertReport:
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter as it is written: its layers, and what its configuration says of all of them."""
+    """An adapter as it is written: its layers, and their common configuration."""
 
     layers: Mapping[str, LoraPair]
     num_layers: int  # -1: all; layers without arrays stay as they are

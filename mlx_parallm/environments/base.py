@@ -88,7 +88,7 @@ class Task:
     """One question: the messages that open every episode of its group, and the reward that sees
     the whole group."""
 
-    key: str  # what makes two tasks the same task; the splits share none
+    key: str  # two tasks with one key are the same task; the splits share none
     messages: Messages
     reward: GroupReward | None  # None: the rollouts are not scored here
     answer: str | None = None  # the reference answer, for reports
@@ -97,7 +97,7 @@ class Task:
     state: State | None = None  # a BaseEnvironment's: each episode begins with a copy of it
     # columns of the data set's row, for teachers
     columns: Mapping[str, Any] = field(default_factory=dict)
-    # definitions that the chat template shows; nobody makes their calls
+    # definitions that the chat template shows; their calls are not made
     tools: tuple[Mapping[str, Any], ...] = ()
     # names of the environment's tools that it shows; None: all
     tool_names: tuple[str, ...] | None = None
@@ -122,12 +122,12 @@ class EnvironmentSource(ABC):
     # set for each source by a run that trains
     progress: Callable[[], TrainingProgress] = TrainingProgress
     endless: str | None = None
-    """What to tell about episodes that nothing ends, from the first one on; None once the
+    """Warning about episodes that do not end; None once the
     environment has ended one."""
     rewards: RewardFunctions | None = None
     """Those of the configuration, if the source scores with them."""
     tools: EpisodeTools | None = None
-    """What the policy may call in its episodes."""
+    """Return the tools that the policy may call in its episodes."""
     in_order = False
     """Whether `task` is not a pure function of its arguments: then it is called once for each
     group, in their order."""
@@ -139,12 +139,12 @@ class EnvironmentSource(ABC):
     """Whether an episode may have several turns: then a dry run plans for all of max_token_length,
     though its own episodes may have had one."""
     structure: Structure | None = None
-    """What the text of every answer is held to while it is sampled."""
+    """Return the structure that every answer is held to while it is sampled."""
     keeps_rows = False
     """Whether the store keeps each group's row and messages, which teachers are asked with."""
 
     learner: Learner | None = None
-    """What learns beside the policy from this environment's groups."""
+    """Return the learner beside the policy, fed by this environment's groups."""
 
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
         """Raises ConfigError: the class has a method `environment`, which nothing calls."""
@@ -167,7 +167,7 @@ class EnvironmentSource(ABC):
 
     @property
     def how_to_end(self) -> str:
-        """Say what has not ended an episode, and what would."""
+        """Return why no episode ended, and what would end one."""
         return (
             "each answer was a call of a tool, or play() asked again: lower tools.max_rounds, or"
             " let play() end"
@@ -216,7 +216,8 @@ class EnvironmentSource(ABC):
         """
         names, what = self.config.tools, f"environments: {self.name}: tools"
         if tools is None and names:
-            raise ConfigError(f"{what}: there are none: set [[tools.mcp]] or tools.functions")
+            raise ConfigError(f"{what}: no tools are configured: set [[tools.mcp]] or
+            tools.functions")
         self.tools = self.policy_tools(
             tools if tools is None or names is None else tools.only(names, what)
         )

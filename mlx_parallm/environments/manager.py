@@ -230,7 +230,7 @@ class Collector:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Drop what nobody took."""
+        """Drop groups that were not taken."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -458,7 +458,7 @@ class RolloutManager(RolloutScheduler):
                 self._collector.end()
 
     def close(self) -> None:
-        """`stop`, for good: what nobody took is dropped."""
+        """`stop`, for good: groups that were not taken are dropped."""
         try:
             self.stop()
         finally:

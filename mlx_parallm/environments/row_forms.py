@@ -44,7 +44,7 @@ def known_row(row: dict[str, Any], where: str) -> tuple[dict[str, Any], str | No
     """Return a row with the columns that are read here, and the layout that it had; None: it had
     them already.
 
-    Raises ConfigError, which begins with `where`: a turn of nobody that is known, a column of a
+    Raises ConfigError, which begins with `where`: a turn of an unknown role, a column of a
     layout that does not hold what it should.
     """
     if row.get(KTO_TAG) is not None and row.get("label") is None:

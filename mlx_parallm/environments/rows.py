@@ -237,7 +237,7 @@ def read_splits(
 
     Args:
         read: (file or hub data set, split) → its rows.
-        train: what is read to train on; `heldout`: what is held out instead of a fraction, None for
+        train: rows to train on; `heldout`: rows that are held out instead of a fraction, None for
             the same.
         key: begins the errors.
 
@@ -299,7 +299,8 @@ def rows_of(
 def formed_rows(
     data: str, subset: str | None, split: str, key: str
 ) -> Iterator[tuple[str, dict[str, Any], str | None]]:
-    """Yield (place, row, layout), as `rows_of`. `layout`: what the row was read as; None: ours."""
+    """Yield (place, row, layout), as `rows_of`. `layout`: the form that the row was read in; None:
+    ours."""
     forms: Counter[str] = Counter()
     for where, row in _as_they_are(data, subset, split, key):
         converted, form = known_row(row, f"{key}: {where}")

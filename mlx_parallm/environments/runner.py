@@ -362,7 +362,7 @@ def attempt() -> Iterator[Outcome]:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # raised by foreign code: nobody has cancelled this episode
+        # raised by foreign code: this episode was not cancelled
         outcome.failure = describe(error)
 
 
@@ -401,7 +401,7 @@ async def _deadline(job: _Job, why: Callable[[], str | None] = lambda: None) -> 
 
 
 def task_in_words(task: Task, source: EnvironmentSource) -> dict[str, Any]:
-    """A task's messages and its row as JSON, for a group's metadata: what a teacher is asked with.
+    """Return a task's messages and row as JSON, for a group's metadata: the teacher's prompt.
 
     `columns_left_out`: columns that JSON does not know. `taught_tools`: the policy's prompt has
     tools, which a prompt made of these messages would lack.

@@ -51,7 +51,7 @@ class State:
     done: bool = False
     # {"prompt", "response"} of each turn
     history: list[dict[str, str]] = field(default_factory=list)
-    # what rewards see: columns, tool calls, spent …
+    # read by rewards: columns, tool calls, spent …
     metadata: dict[str, Any] = field(default_factory=dict)
     # reward of the turn that was just taken, for credit by turn; taken over after each step
     turn_reward: float | None = None
@@ -95,10 +95,10 @@ class BaseEnvironment(ABC):
     """Whether the rewards of the turns are the whole reward: then no reward functions are
     needed."""
     episode_tools: EpisodeTools | None = None
-    """What the policy may call in the episodes; None: the tools of the configuration."""
+    """Tools that the policy may call in the episodes; None: the tools of the configuration."""
 
     structure: Structure | None = None
-    """What the text of every answer is held to while it is sampled; a `step` of its own passes
+    """Structure that every answer is held to while it is sampled; a custom `step` passes
     none."""
     learner: Any = None
     """A `base.Learner` that learns beside the policy from the groups of this environment."""

@@ -54,7 +54,7 @@ class GrammarTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """The format of calls: `name` is that of mlx-lm's parser, `markers` stand around one call or
+    """The format of calls: `name` is that of mlx-lm's parser, `markers` enclose one call or
     several of them."""
 
     name: str
@@ -231,7 +231,7 @@ def literal(text: str) -> str:
 
 
 Written = tuple[str, str | None]
-"""One call with its markers, and what is between two of them; None: there is one, or it
+"""One call with its markers, and the separator of two; None: there is one call, or it
 holds several."""
 
 

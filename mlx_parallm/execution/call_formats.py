@@ -1,10 +1,10 @@
-"""Read the calls that stand between a model's own tool markers, in each format that mlx-lm names.
+"""Read the calls between a model's own tool markers, in each format that mlx-lm names.
 
     READERS[form](text, tools) -> ReadCalls      the whole text is calls, or ValueError: it is text
 
 mlx-lm finds a model's format and its markers. Its parsers are not used here: they guess the types
 of values, strip white space, take what they can find and drop the rest. A reader here takes all of
-the text or none of it. Values that stand as bare text get their type from the tool's schema
+the text or none of it. Values written as bare text get their type from the tool's schema
 (`typed_values`).
 """
 
@@ -175,7 +175,7 @@ class _Tags:
     """A format of tags.
 
     Args:
-        head: the beginning of a call, with `NAME` where its name stands.
+        head: the beginning of a call, with `NAME` in place of its name.
         key: the opening tag of an argument, with the group `key`.
         end: of a call; "" if it ends with the text.
         line: the end of a line belongs to each tag around a value.

@@ -178,7 +178,7 @@ def end_of_value(markup: Markup, text: str, start: int, *, final: bool) -> int |
 
 
 def decided_end(markup: Markup, text: str) -> int:
-    """The place behind the last argument that has certainly ended; 0: there is none."""
+    """Return the place behind the last argument that has certainly ended; 0: none has."""
     ends = [
         end + len(markup.closed) for _, end in _values(markup, text, final=False) if end is not None
     ]

@@ -52,7 +52,7 @@ WEIGHTS = ("weight", "train", "trainable", "loss", "loss_weight", "loss_mask")
 ARGUMENT_NAMES = ("arguments", "parameters", "input", "args")
 """Names of a call's arguments in rows and logs; the first is OpenAI's."""
 _OF_CALLS = ("name", "id", "call_id", "tool_call_id", "type", "index", "description", "strict")
-# what an assistant may write in place of content
+# fields that an assistant may have in place of content
 ANSWERS = (*REASONING, "tool_calls", "function_call", "refusal")
 
 # `role == "…"`, `["role"] != '…'`, `role in ("…", "…")`: what a chat template compares a role with
@@ -67,8 +67,8 @@ def read_messages(
     """Return messages in the one form. `where` begins the place that an error names; `images`:
     users and results of tools may hold them.
 
-    Raises RequestError: what is not a message, content that is not text, a call without a name or
-    with arguments that are neither an object nor text.
+    Raises RequestError: a value that is not a message, content that is not text, a call without a
+    name or with arguments that are neither an object nor text.
     """
     read = [_message(message, where, position, images) for position, message in enumerate(messages)]
     names: dict[str, str] = {}

@@ -123,7 +123,7 @@ class MCPConnection:
     def _started(self, start: "asyncio.Task[Any]") -> None:
         self._starting = None
         if not start.cancelled():
-            # who waited has it; it is no "exception was never retrieved" where nobody waits any
+            # who waited has it; it is no "exception was never retrieved" when all waiters are gone
             # more
             start.exception()
 
@@ -186,7 +186,7 @@ class MCPConnection:
                 await self._list(session)
                 ready.set_result(session)
                 await end.wait()
-        except Exception as error:  # noqa: BLE001 - boundary: whoever waits for the start is told
+        except Exception as error:  # noqa: BLE001 - boundary: those who wait for the start get it
             if not ready.done():
                 ready.set_exception(error)
                 ready.exception()  # a start that has timed out asks no more
@@ -330,7 +330,7 @@ class MCPConnection:
                 answer = await session.call_tool(name, dict(arguments))
         except TimeoutError:
             if at_first is not None and at_first is self._session and answered == self._answered:
-                self._let_go()  # it answers nobody: begin anew
+                self._let_go()  # it does not answer: begin anew
             return ToolResult(f"{name}: no answer within {seconds:g} s", error="timeout")
         except ToolFailedError as error:
             return ToolResult(str(error), error="server")
@@ -458,7 +458,7 @@ class PrintedOutput(asyncio.Protocol):
         return f"; the server's answer: {self._http}" if self._http else ""
 
     def in_words(self) -> str:
-        """Return what was printed, to be added to an error; nothing if there is none."""
+        """Return the server's output, to be added to an error; "" without any."""
         stderr, stdout = (
             _end_of(self._stderr.decode(errors="replace")),
             _end_of("\n".join(self._stdout)),

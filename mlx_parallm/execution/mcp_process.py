@@ -71,7 +71,7 @@ async def server_process(
 
 
 async def _read(process: asyncio.subprocess.Process, to_session: Any) -> None:
-    """Give the session each line as a message, what is none as an exception, until the end; then
+    """Give the session each line as a message, or as an exception if it is not one; at the end
     read on, so that the server never waits for a reader."""
     import anyio
 
@@ -144,7 +144,7 @@ async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
     await _exited(process)
     transport = getattr(process, "_transport", None)
     if transport is not None:
-        transport.close()  # a pipe that somebody still holds would be reported as not closed
+        transport.close()  # a pipe that another process holds would be reported as not closed
 
 
 async def _exited(process: asyncio.subprocess.Process) -> None:

@@ -1,4 +1,4 @@
-"""Images in chats: where they are in messages, and what stands for them in a prompt's text. No
+"""Images in chats: their places in messages, and their tokens in a prompt's text. No
 MLX, no picture is opened here.
 
     messages (`read_messages` with images) → image_sources → ImageReader.read → PromptImage
@@ -73,7 +73,7 @@ class ImageReader(Protocol):
 def image_sources(
     messages: Iterable[Mapping[str, Any]], where: str = "messages"
 ) -> list[ImageSource]:
-    """Return the images of messages, in the order in which they stand. `place` of a part is its
+    """Return the images of messages, in their order. `place` of a part is its
     place in the body of another API. Raises RequestError."""
     return [
         _source(part, str(part.get("place") or f"{where}.{position}.content.{index}"))
@@ -115,7 +115,7 @@ def data_url_bytes(url: str, most: int | None = None) -> bytes:
 
 
 def without_sources(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as a chat template gets them: it sees where images stand, and not the
+    """Return messages as a chat template gets them: it sees where images are, and not the
     megabytes that they are written in."""
     return [
         {

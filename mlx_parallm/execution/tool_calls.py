@@ -229,7 +229,7 @@ def _chosen(formats: Any, model_format: OwnFormat | None, tools: Tools) -> list[
     return [form for form in FORMATS if form in requested]
 
 
-# ------------------------------------------------------------------ where calls stand
+# ------------------------------------------------------------------ where calls are
 
 
 def _own_places(text: str, model_format: OwnFormat, tools: Tools) -> Iterator[Place]:

@@ -1,4 +1,4 @@
-"""The value of an argument that stands as bare text in a call, by its JSON schema.
+"""The value of an argument written as bare text in a call, by its JSON schema.
 
     kinds_of(schema, root)         the JSON types that a schema allows
     typed_value(text, schema, root)  the value: text if the schema wants text
@@ -115,7 +115,7 @@ def _kind(value: Any) -> str:
 
 
 def _target(ref: Any, root: Any) -> Any:
-    """Return the part of `root` that a local `$ref` names; None: there is none."""
+    """Return the part of `root` that a local `$ref` names; None: it is missing."""
     if not isinstance(ref, str) or not ref.startswith("#"):
         return None
     place = root

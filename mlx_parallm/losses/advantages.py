@@ -179,7 +179,7 @@ class Shaping:
 
     def credits_turns(self, group: RolloutGroup) -> bool:
         """Whether each turn of a group gets its own advantage: all its scored rollouts have
-        rewards of their turns, and nobody else has made their advantages."""
+        rewards of their turns, and no other source made their advantages."""
         return (
             self.turn_gamma is not None
             and group.advantages is None
@@ -288,7 +288,7 @@ def _turn_rows(
     gamma = shaping.turn_gamma
     assert gamma is not None
     returns = []
-    for rollout in group.scored:  # the others are compared with nobody, and are silent
+    for rollout in group.scored:  # the others are not compared, and get no advantage
         *before, last = rollout.turn_rewards
         rest = shaping.reward(rollout) - math.fsum(rollout.turn_rewards)
         returns.append(turn_returns([*before, last + rest], gamma))

@@ -38,7 +38,7 @@ class LossInputs:
     sequence_normalizer: Number  # sequences in the whole mini-batch
     ref_logprobs: mx.array | None = None  # [B, T] float32
     entropy: mx.array | None = None  # [B, T] float32, nats
-    # [B, T] float32, what the ratio is against; None: rollout_logprobs
+    # [B, T] float32, denominator of the ratio; None: rollout_logprobs
     old_logprobs: mx.array | None = None
     # [B, T] float32, sampler correction: multiplies each token's policy loss
     weights: mx.array | None = None
@@ -55,7 +55,7 @@ class LossInputs:
 
     @property
     def ratio_logprobs(self) -> mx.array:
-        """[B, T], what the ratio is against: `old_logprobs`, else `rollout_logprobs`; 0 where
+        """[B, T], denominator of the ratio: `old_logprobs`, else `rollout_logprobs`; 0 where
         `mask` is false.
 
         Raises ValueError if there are none: against itself a policy has the ratio 1, and no clip

@@ -40,7 +40,7 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
     """Return the rollouts of the group with their scores filled in.
 
     The rewards that the environment reported for single turns are added to "reward". If one
-    rollout has rewards of its turns, all of them get them: 0 for turns that nobody scored. A
+    rollout has rewards of its turns, all of them get them: 0 for turns without a score. A
     "reward" of None or NaN, or a score `UNSCORED`, marks a trajectory that nothing scored: it
     counts nowhere. So does one with a call of a tool that got no answer: the column "left_out" of
     its "extra" says which.
@@ -89,7 +89,7 @@ def _marked(trajectory: Trajectory, scores: Mapping[str, Any]) -> Mapping[str, A
 
 def unanswered_call(trajectory: Trajectory) -> str | None:
     """Return the words of the first call of the episode to which its tool, or the tool's server,
-    gave no answer; None: all were answered. What the policy did then was nobody's choice."""
+    gave no answer; None: all were answered. The policy did not choose its action then."""
     for call in trajectory.metadata.get("tool_calls") or ():
         if isinstance(call, Mapping) and call.get("error") in UNANSWERED:
             return f"{call.get('name')}: {str(call.get('text'))[:200]}"

@@ -498,7 +498,7 @@ def _number(value: Any, what: str) -> float:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a JSON value: arrays as lists, what JSON does not know as its text, and so are numbers
+    """Return a JSON value: arrays as lists, other types as their text, as are numbers
     that are not finite and what lies deeper than DEEPEST. Raises nothing: people read it, no
     training depends on it."""
 

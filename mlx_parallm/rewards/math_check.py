@@ -76,7 +76,7 @@ class MathWorker:
 
 
 def _line(process: "subprocess.Popen[str]", timeout_s: float) -> str:
-    """Return the next line; empty: there was none in time, or the process has ended."""
+    """Return the next line; empty: none came in time, or the process has ended."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
     return process.stdout.readline() if ready else ""

@@ -335,7 +335,7 @@ def _add_curves(
             (_fixed(end, 3) for end in began_and_now(values)[:2]) if values else ("", UNKNOWN)
         )
         name = names[number] if number < len(names) else ""
-        # A line through two points would be flat and then jump: the steps are said instead.
+        # A line through two points would be flat and then jump: print the steps.
         few = Text(", ".join(f"step {step}: {value:.3f}" for step, value in points), style="dim")
         line = (
             few

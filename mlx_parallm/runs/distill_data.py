@@ -128,7 +128,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnsweredPrompt:
-    """A line of the journal: the answers to a prompt, or why there are none."""
+    """A line of the journal: the answers to a prompt, or the reason for their absence."""
 
     row: int
     answers: tuple[Answer, ...] = ()
@@ -137,7 +137,7 @@ class AnsweredPrompt:
 
 @dataclass(frozen=True)
 class DistillOutcome:
-    """The rows, and what became of every answer: kept + filtered = answers. `failed` counts
+    """The rows, and the counts of answers: kept + filtered = answers. `failed` counts
     prompts."""
 
     rows: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""`mlx_parallm explain`: what a run did and why it does not learn, read from its directory alone.
+"""`mlx_parallm explain`: why a run does not learn, read from its directory alone.
 No MLX.
 
     `Run` (metrics lines, evaluations, whether it continues), `GroupCounts` (of its store) →

@@ -6,7 +6,7 @@ same data.
         each variant: model → trainer → steps on the groups that the run's steps took → a directory
         of its own → table
 
-What a variant would have sampled is not known: after its first update it learns from another
+A variant's own samples are unknown: after its first update it learns from another
 policy's answers.
 """
 

@@ -1,4 +1,4 @@
-"""`mlx_parallm rollouts`: the answers of a run, and what became of them. Reads only.
+"""`mlx_parallm rollouts`: the answers of a run, and how each was used. Reads only.
 `rollouts_text.py` prints.
 
     rows      single answers: newest, worst or best first, filtered
@@ -90,7 +90,7 @@ class _Answer:
 
 
 class Answers:
-    """The answers of one run. `notes`: what could not be read or said, after the rows were read.
+    """The answers of one run. `notes`: remarks on what could not be read, after the rows were read.
 
     Raises StoreError: no rollouts, or they cannot be read.
     """

@@ -213,7 +213,7 @@ class Run:
         return EvaluationLog(self.path).done()
 
     def marks(self, most: int) -> list[dict[str, Any]]:
-        """Return the newest marks: what people ordered. Raises CheckpointError: a damaged line."""
+        """Return the newest marks: people's commands. Raises CheckpointError: a damaged line."""
         return MetricsFile(self.file("marks")).last(most)
 
     def spans(self, first: int, last: int) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`mlx_parallm checkpoint`: what a checkpoint holds, and whether it is complete. No MLX.
+"""`mlx_parallm checkpoint`: a checkpoint's content, and whether it is complete. No MLX.
 
 `describe` returns JSON values, `as_text` makes text of them.
 """
@@ -26,7 +26,7 @@ def describe(path: Path) -> dict[str, Any]:
     """Describe a step_* directory, a link to one, the newest of a run directory, or an adapter in
     PEFT's files.
 
-    `problems`: what is damaged.
+    `problems`: the damaged parts.
 
     Raises CheckpointError: there is no checkpoint.
     """
@@ -175,7 +175,7 @@ def _checksums(checkpoint: Path, problems: list[str]) -> str:
         problems += [] if problems else [str(error)]
         return "cannot be compared"
     if damaged is None:
-        return "there are none: an older version wrote it, or somebody removed them"
+        return "missing: an older version wrote it, or they were removed"
     problems += [
         f"{name} is not what was written (SHA-256)"
         for name in damaged

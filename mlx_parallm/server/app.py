@@ -89,7 +89,7 @@ EVERYWHERE = {401, 403, 500, 503, TIMED_OUT}
 
 @dataclass(frozen=True)
 class AddedRouter:
-    """A router from outside of the server, and what its clients need of the layers around it.
+    """A router from outside the server, and its demands on the layers around it.
 
     Attributes:
         basic_auth: below the router's prefix the key may come as the password of Basic
@@ -103,7 +103,7 @@ class AddedRouter:
         close: ends what is behind the routes, once no request runs.
         observe: follows the answers of the server's own chats (`generation.AnswerObserver`), asked
             for each request; None = it does not follow this one. Raises RequestError.
-        metrics: what /metrics shows beside the server's own, read at each scrape.
+        metrics: further lines of /metrics, read at each scrape.
         user_keys: keys that let in beside the server's, to `user_paths` alone.
     """
 

@@ -269,7 +269,7 @@ def _unasked(scope: Scope, allowed: Collection[str]) -> str | None:
     origins = [origin.decode("latin-1") for origin in _header(scope, b"origin")]
     hosts = [host.decode("latin-1") for host in _header(scope, b"host")]
     same = all(origin in allowed or _authority(origin) in hosts for origin in origins)
-    # only a browser sends Sec-Fetch-Site; with a link somebody opens the page himself
+    # only a browser sends Sec-Fetch-Site; with a link a person opens the page
     if not origins:
         sites = _sites(scope)
         same = sites.isdisjoint({_CROSS_SITE, _SAME_SITE})

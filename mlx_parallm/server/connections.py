@@ -43,7 +43,7 @@ class ConnectionGuard:
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
-        # oldest first: what the connection is at, and since when
+        # oldest first: the connection's state, and since when
         self._open: dict[Any, tuple[object, float]] = {}
 
     def opened(self, connection: Any) -> None:
@@ -79,7 +79,7 @@ class ConnectionGuard:
 
 
 def _is_idle(connection: Any) -> bool:
-    """No request is being answered: half a header, or a body that nobody reads any more, counts
+    """No request is being answered: half a header, or a body that is not read any more, counts
     as idle."""
     return connection.cycle is None or connection.cycle.response_complete
 

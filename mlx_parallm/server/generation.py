@@ -74,7 +74,7 @@ Part = TypeVar("Part", Completion, CompletionDelta)
 class EncodedPrompt:
     token_ids: tuple[int, ...]
     text: str | None = None  # None when the client sent ids
-    opens_text: bool = False  # what is sampled begins its own text: an answer of a chat
+    opens_text: bool = False  # the completion starts a new text, as a chat's answer does
     images: tuple[PromptImage, ...] = ()
 
     def last(self, count: int | None) -> "EncodedPrompt":

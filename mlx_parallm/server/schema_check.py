@@ -1,4 +1,4 @@
-"""The check of finished answers: what a choice that ended by itself must be, and what happens to
+"""The check of finished answers: the schema of a choice that ended by itself, and what happens to
 one that is not.
 
     answer_check(context, params) → AnswerCheck ─ with_header ─► X-Unenforced-Schema-Keywords:
@@ -42,7 +42,7 @@ class AnswerCheck:
     Args:
         unenforced: keywords that the grammar does not hold; () = it holds all that this server
             knows of.
-        content: what the content must match, unless there are calls; `called`: the arguments of
+        content: the content's schema, unless there are calls; `called`: the arguments of
             calls, by function.
         must_call: an answer without a call is a fault.
         read: a text's parts.

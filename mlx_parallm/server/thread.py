@@ -27,7 +27,8 @@ from mlx_parallm.system.files import raise_file_limit
 from mlx_parallm.system.signals import END_S, Shutdown
 
 BACKLOG = 2048
-# Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): whoever closes first while
+# Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): the side that closes first
+# while
 # the other sends makes a request fail.
 KEEP_ALIVE_SECONDS = 75
 STARTUP_SECONDS = 30.0
@@ -153,7 +154,7 @@ def serve_until_signal(
         draining: is called before running requests get `drain_s` seconds to end.
         connections: most of them; 0: as `connection_limit` does.
 
-    Raises ConfigError: the port, and what `make` raises.
+    Raises ConfigError: the port. Also errors of `make`.
     """
     with Shutdown() as shutdown:
         shutdown.limit_s = drain_s + END_S

@@ -28,7 +28,7 @@ class OllamaHostingProfile:
         num_thread: CPU threads.
         num_gpu: layers on the GPU; 0 = none.
         flash_attention: for less memory; on a GPU.
-        note: what does not fit, "" = it fits.
+        note: the reason why it does not fit; "" = it fits.
     """
 
     num_parallel: int

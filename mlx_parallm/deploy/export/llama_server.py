@@ -238,7 +238,7 @@ def _wait_for(process: subprocess.Popen[bytes], port_file: Path, file: Path, log
         url = port_file.read_text() if port_file.is_file() else ""
         if url.endswith("\n") or (url and _healthy(url)):
             return url.strip()
-        time.sleep(PAUSE_S)  # another program: it tells nobody when it is ready
+        time.sleep(PAUSE_S)  # another program: it does not signal when it is ready
     raise ModelError(f"llama.cpp has not loaded {file.name} in {START_S:g} seconds")
 
 

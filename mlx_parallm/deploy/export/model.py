@@ -50,7 +50,7 @@ class ModelSource:
         name: of the files, and in the file.
         chat_template: text or file, in the place of the tokenizer's own; None = that one; "none" =
             there need be none.
-        notes: what a reader of the report has to know.
+        notes: remarks for the reader of the report.
         revision: of a hub id.
         run: the directory of the run that trained it, if any.
     """

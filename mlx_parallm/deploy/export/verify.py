@@ -56,7 +56,7 @@ class Verification:
         rounding: from the served model to its weights in the file's type.
         remainder: from those weights, computed here, to llama.cpp. `allowed`: the most that it may
             be.
-        faults: what is wrong; empty = passed.
+        faults: empty = passed.
     """
 
     by: str | None

@@ -50,7 +50,7 @@ class Vocabulary:
         pre: the pre-tokenizer's name; None = it is not in the table.
         stops: the ids that end an answer, the first one the tokenizer's own.
         chat_template: Jinja; None = the model has none.
-        sampling: what generation_config.json recommends, by GGUF's names.
+        sampling: generation_config.json's values, by GGUF's names.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Vocabulary:
         if self.kind == "llama":
             writer.add_token_scores(self.scores)
             writer.add_add_space_prefix(self.add_space_prefix)
-        else:  # an empty list is refused: two tokens that never stand side by side
+        else:  # an empty list is refused: two tokens that are never side by side
             writer.add_token_merges(
                 self.merges or [f"{self.tokens[self.stops[0]]} {self.tokens[self.stops[0]]}"]
             )

@@ -68,7 +68,7 @@ def _reverse(rng: random.Random) -> Problem:
 
 
 def _count(rng: random.Random) -> Problem:
-    """How often one of the letters stands among three to six, drawn from an alphabet of three."""
+    """How often one of the letters occurs among three to six, drawn from an alphabet of three."""
     letters = _letters(rng, 3, 6, "abc")
     wanted = rng.choice(letters)
     return _problem(

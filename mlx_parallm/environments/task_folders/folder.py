@@ -52,7 +52,7 @@ class TaskFolder:
         verifier: how it is scored: test.sh, verifier.py's `verify`, or the functions of test_*.py.
         verifier_s: longest time of the tests.
         environment: environment variables.
-        metadata: what the task says of itself.
+        metadata: the task's own description.
     """
 
     name: str

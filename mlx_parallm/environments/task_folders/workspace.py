@@ -149,7 +149,7 @@ class Workspace:
         return self._run(folder, files, command, self._timeout_s, tests={}, keeps=True)
 
     def verify(self, folder: TaskFolder, files: Mapping[str, bytes]) -> tuple[float, str]:
-        """Run the task's tests on the files; return the reward and what the tests printed.
+        """Run the task's tests on the files; return the reward and the tests' output.
 
         Raises RolloutRejectedError: they wrote no reward; SandboxError.
         """

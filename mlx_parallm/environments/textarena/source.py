@@ -99,7 +99,7 @@ class Settings:
 
 
 class Seat:
-    """The part of an episode in a game; what rewards see of it."""
+    """One player's part of a game, as rewards see it."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.metadata: dict[str, Any] = {**metadata, "reward": 0.0, "played": False}
@@ -261,7 +261,7 @@ class TextArenaSource(EnvironmentSource):
         return talk
 
     def _seated(self, table: Table, opponent: str) -> tuple[dict[int, Player], str]:
-        """Return the player of each seat, and what the opponent is called in the metadata."""
+        """Return the player of each seat, and the opponent's name in the metadata."""
         label, other = opponent, self._opponent(opponent)
         if isinstance(other, str):
             label = other

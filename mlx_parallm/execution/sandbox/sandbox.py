@@ -106,7 +106,8 @@ class Sandbox:
         """
         Args:
             timeout_s: wall time after which a run is killed, with all processes that it started.
-            memory_mb: what its processes hold together, which ends the run, and (Linux) the address
+            memory_mb: bound on the memory of all its processes, which ends the run, and (Linux) the
+            address
                 space of each one, which is a MemoryError.
             processes: processes and threads at once.
             disk_mb: bytes that it may write (macOS: to each file). More is an OSError, or ends the

@@ -602,7 +602,7 @@ class Processes:
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
             except (FileNotFoundError, PermissionError):
-                continue  # it was removed meanwhile, or nobody may enter it
+                continue  # it was removed meanwhile, or may not be entered
             except OSError:  # its path is too long
                 return float("inf")
         for name in (f"{pid}/fd/{name}" for pid in pids for name in self._list(f"{pid}/fd")):

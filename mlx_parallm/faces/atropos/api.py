@@ -11,7 +11,7 @@ from mlx_parallm.system.foreign_http import Bounds, async_client, json_of
 
 REQUEST_TIMEOUT_S = 120.0  # a 52 MB batch takes the server 12 s, and it blocks meanwhile
 BOUNDS = Bounds(body=256 << 20, seconds=REQUEST_TIMEOUT_S)
-UNSET = -1  # the batch size of an API where nobody is registered
+UNSET = -1  # the batch size of an API without a registered trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class EnvironmentReport:
     """The answer of /status-env about one environment, and about the queue as a whole."""
 
     own_groups: int  # queued, in groups of its own size
-    # sequences of the largest group queued, whoever sent it; 1 when the queue is empty
+    # sequences of the largest group queued, from any environment; 1 when the queue is empty
     largest_group: int
-    unallocated: float  # what `min_batch_allocation` of all environments leaves of a batch
+    unallocated: float  # share of a batch that the environments' `min_batch_allocation` leaves
 
 
 class AtroposClient:

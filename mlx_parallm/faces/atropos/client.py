@@ -17,7 +17,7 @@ What atroposlib 0.4.0's server does to a trainer, and the answer to each (measur
 * a NaN in a group makes /batch fail, and the batch is gone: counted, and asked again;
 * after an unhandled error it answers 500 and closes the socket: a transport error is tried again on
   a new one;
-* an error comes as 200 with `"batch": []`, and after a restart nobody is registered: register
+* an error comes as 200 with `"batch": []`, and after a restart no trainer is registered: register
   again, also while the store is full and /batch is not asked, because environments wait for it;
 * a second /register is ignored, and one after stray data is too ("poisoned"): /info tells. A reset
   throws queued groups away and ends running environments, so it is done only if nothing can be

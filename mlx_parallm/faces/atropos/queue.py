@@ -41,7 +41,7 @@ _ENV_ID = TypeAdapter(NonNegativeInt | None)
 
 @dataclass(frozen=True, slots=True)
 class AtroposSettings:
-    """Hold what environments ask for, and what their groups are checked against. `batch_size`
+    """Hold what environments ask for, and the bounds of their groups. `batch_size`
     counts sequences."""
 
     batch_size: int

@@ -426,7 +426,7 @@ def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _without_pictures(content: Any) -> Any:
-    """Return a message's content in which an image stands without its bytes."""
+    """Return a message's content with its images' bytes left out."""
     if not isinstance(content, list):
         return content
     return [{"type": "image"} if is_image(part) else part for part in content]

@@ -285,7 +285,7 @@ class Trainings:
             child.poll()
         try:
             process = psutil.Process(training.pid)
-            # Its arguments name the training: the time of its beginning changes when somebody sets
+            # Its arguments name the training: the time of its beginning changes when a person sets
             # the clock.
             same = str(self.directory / training.name / EXIT_CODE) in process.cmdline()
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None

@@ -1,4 +1,4 @@
-"""`python -m mlx_parallm.primitives.inference`: what InferenceModule does, on the model that
+"""`python -m mlx_parallm.primitives.inference`: InferenceModule, demonstrated on the model that
 comes with the package."""
 
 from mlx_parallm.execution.tool_calls import parse_tool_calls

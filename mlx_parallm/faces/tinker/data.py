@@ -65,8 +65,8 @@ class DatumBatch:
 
 @dataclass(frozen=True)
 class PromptSplit:
-    """A batch of answers to few prompts, in two parts: what is trained, and the prompts, which are
-    scored once each.
+    """A batch of answers to few prompts, in two parts: the trained tokens, and the prompts, which
+    are scored once each.
 
     Attributes:
         sequences, loss: the datums from their first position on that changes the loss; those that

@@ -45,7 +45,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class LossKind:
-    """`inputs`: what each datum must bring, beside target_tokens; `optional`: what it may.
+    """`inputs`: fields that each datum must bring, beside target_tokens; `optional`: that it may.
     `settings`: keys of the configuration and their defaults, None = must be sent. `idle`: where
     these are 0 a position changes nothing."""
 

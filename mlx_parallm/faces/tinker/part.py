@@ -8,7 +8,7 @@ the model is loaded.
                     sampling.py: samples
     promises.py     results that wait for their clients · pace.py: how much the event loop does in
                     one turn
-    learner.py      the thread that trains all models · losses.py, data.py: what one request asks of
+    learner.py      the thread that trains all models · losses.py, data.py: one request's work for
                     it
     samplers.py     the weights that samples are drawn with · checkpoints.py: tinker:// names and
                     their directories

@@ -2,7 +2,7 @@
 
 A request is answered at once with a promise's id; the client asks for the result until it is there.
 A result is kept until well after its first delivery, because two polls may overlap and a client may
-ask again. An id is the process's own mark and a random part, which nobody can guess: an id with
+ask again. An id is the process's own mark and a random part, which cannot be guessed: an id with
 another mark is a promise that was lost with its process.
 """
 

@@ -119,7 +119,7 @@ def _checkpoint_routes(router: APIRouter, service: Service) -> None:
 
 
 class Links:
-    """Addresses of a checkpoint's files for clients that send no key: whoever has one may read,
+    """Addresses of a checkpoint's files for clients that send no key: anyone who has one may read,
     for an hour."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Tinker's routes below /api/v1: sessions, promises, training, sampling. rest.py has runs and
 checkpoints.
 
-What a request may do wrong is either answered with an HTTP status at once (a body that cannot be
+A faulty request is either answered with an HTTP status at once (a body that cannot be
 read, an unknown session), or by its promise: 200 with `{"error", "category"}`, which the SDK raises
 as RequestFailedError.
 """

@@ -112,7 +112,7 @@ class TinkerService:
 
     Args:
         names: names by which clients may ask for the base; answers show the first.
-        tokenizer_id: what the SDK loads the tokenizer from.
+        tokenizer_id: the SDK's source of the tokenizer.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class TinkerService:
             self.unload(model_id)
 
     def unload(self, model_id: str) -> None:
-        """Forget a model; what was submitted ends before it is gone."""
+        """Forget a model, after its submitted requests."""
         model = self.models.pop(model_id, None)
         if model is not None:
             lost = failure(

@@ -41,8 +41,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Datum:
-    """One example. `tokens` [N] int32; `inputs`: the loss's, [N] or [N, K]; `spans`: what the N
-    targets come from."""
+    """One example. `tokens` [N] int32; `inputs`: the loss's, [N] or [N, K]; `spans`: the parts
+    that the N targets come from."""
 
     tokens: np.ndarray
     inputs: Mapping[str, np.ndarray]

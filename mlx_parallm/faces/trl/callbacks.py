@@ -134,8 +134,8 @@ def evaluation_numbers(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Callbacks:
-    """Calls the callbacks. What one raises ends the training in order, and `Trainer.train`
-    raises it."""
+    """Call the callbacks. An exception in one stops the run cleanly; `Trainer.train` raises
+    it."""
 
     def __init__(self, callbacks: Sequence[Any], args: TrainerConfig, state: TRLState) -> None:
         self.callbacks: list[Any] = []

@@ -174,6 +174,6 @@ def warn_of_router(model_config: Mapping[str, Any]) -> None:
     if coefficient:
         warnings.warn(
             f"{ROUTER}=None: TRL would add {coefficient:g} times the router's balancing loss, as"
-            f" the model's configuration says; here there is none: set {ROUTER}=0 (docs/trl.md)",
+            f" the model's configuration says; here it is off: set {ROUTER}=0 (docs/trl.md)",
             stacklevel=2,
         )

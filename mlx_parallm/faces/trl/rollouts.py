@@ -3,9 +3,10 @@
     groups that wait → one call, rollout_func(prompts, trainer), on its own thread
                      → a rollout for each prompt, and fields that reward functions get
 
-As in TRL each prompt stands `num_generations` times in `prompts`, and the function samples for all
-of them. `generate_rollout_completions` asks the engine of the run; the server at `trainer.url` does
-it too. `with_rollout_func` makes an entry of [[environments]] of such rollouts out of one of rows.
+As in TRL each prompt is repeated `num_generations` times in `prompts`, and the function samples for
+all of them. `generate_rollout_completions` asks the engine of the run; the server at `trainer.url`
+does it too. `with_rollout_func` makes an entry of [[environments]] of such rollouts out of one of
+rows.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 MASK = "env_mask"
 OVERRIDES = ("max_tokens", "stop")
-"""What a call may change of the run's sampling; the rest is the policy that is trained."""
+"""The sampling options that a call may change; all else is the trained policy's."""
 ENDED = "the time for these rollouts is over, or the run has ended"
 
 
@@ -366,7 +367,7 @@ def _columns(output: Any, size: int) -> dict[str, Any]:
         if listed is not None and len(listed) != size:
             raise RolloutRejectedError(
                 f"rollout_func: {name!r} has {len(listed)} entries for {size} prompts: one for"
-                " each; every prompt stands num_generations times in the list"
+                " each; every prompt is in the list num_generations times"
             )
         columns[name] = [value] * size if listed is None else listed
     return columns

@@ -91,7 +91,7 @@ OF_A_RUN = (
     "tensorboard",
     "wandb",
 )
-"""What overwrite_output_dir removes: output_dir may hold the user's own files, too."""
+"""Files that overwrite_output_dir removes: output_dir may hold the user's own files, too."""
 
 NOT_ARGUMENTS: Mapping[str, str] = {
     "reward_processing_classes": "a reward model is a function that calls it",
@@ -204,8 +204,9 @@ class TRLTrainer(TrainerAttributes):
             resume_from_checkpoint: True for the newest checkpoint in output_dir, or a step_…
                 directory.
 
-        Raises ConfigError: output_dir holds a run already; what a callback raised. CheckpointError:
-        nothing to resume, a full disk. EnvironmentFailedError: no reward function worked.
+        Raises ConfigError: output_dir holds a run already. Also an exception of a callback.
+        CheckpointError: nothing to resume, a full disk. EnvironmentFailedError: no reward function
+        worked.
         """
         self.close()
         resume = self._where_from(resume_from_checkpoint)

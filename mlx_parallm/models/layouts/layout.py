@@ -246,7 +246,7 @@ class SharedPrompts:
         self._offset = int(shared.lengths[0]) if equal else mx.array(shared.lengths[shared.owner])
 
     def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]:
-        caches = make_prompt_cache(stack.model)  # of some architectures fewer than there are blocks
+        caches = make_prompt_cache(stack.model)  # some architectures have fewer caches than blocks
         before = [
             _Recurrent(len(cache.cache)) if isinstance(cache, ArraysCache) else _PromptCache()
             for cache in caches

@@ -38,7 +38,7 @@ class Runs(TypedDict):
 
 
 class Mark(TypedDict):
-    """A command that somebody gave after `step` finished steps, at Unix time `time`."""
+    """A person's command after `step` finished steps, at Unix time `time`."""
 
     step: int
     kind: str

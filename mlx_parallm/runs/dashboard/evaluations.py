@@ -90,7 +90,7 @@ class EvaluationsView:
 def _compared(
     name: str, lines: Sequence[Mapping[str, Any]], chosen: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return one environment in two evaluations."""
+    """Compare one environment between two evaluations."""
     before, after = (line["environments"][name] for line in chosen)
     earlier = {problem["key"]: reward_of(problem) for problem in before["problems"]}
     texts = {example["key"]: example for example in before["examples"]}

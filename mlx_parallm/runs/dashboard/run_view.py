@@ -172,7 +172,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _short(value: float) -> float:
-    """Six digits: what a chart can show."""
+    """Round to six digits, as many as a chart shows."""
     return float(f"{value:.6g}")
 
 
@@ -299,7 +299,7 @@ class RunView:
             }
 
     def _marks(self, columns: MetricColumns) -> list[dict[str, Any]]:
-        """Return what happened to the run: rollbacks, and what people ordered; the newest
+        """Return the run's events: rollbacks, and people's commands; the newest
         MOST_MARKS, by step.
 
         A rollback is in both files, in metrics.jsonl with the step after it; runs of older versions

@@ -164,7 +164,7 @@ def plan_answer(
         thinking if thinking is not None and (thinking.opened or not body.thinking_is_off) else None
     )
     think = tokenizer.think_markers if body.separate_reasoning else None
-    # the content is reasoning and answer: nobody tells where it begins
+    # reasoning and answer are not separated
     mixed = may_think is not None and think is None
     answer_format = AnswerFormat(
         think_markers=think if may_think is not None or (schema is None and not forced) else None,
@@ -189,7 +189,7 @@ def plan_answer(
     called = {tool["function"]["name"]: arguments_schema(tool) for tool in checked}
     checked_format = replace(answer_format, on_malformed=lambda: None)
     if mixed and may_think is not None:
-        if any(map(tokenizer.hides, may_think.markers)):  # nobody tells where the content begins
+        if any(map(tokenizer.hides, may_think.markers)):  # reasoning and content are not separated
             schema = None
         checked_format = replace(
             checked_format,

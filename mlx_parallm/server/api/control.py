@@ -79,7 +79,7 @@ async def pause(
     clear_cache: bool = True,
 ) -> Response:
     """New requests are accepted and wait until /resume. Running ones end with finish_reason
-    "abort" ("abort"), end by themselves ("wait"), or stand still until /resume ("keep").
+    "abort" ("abort"), end by themselves ("wait"), or stop until /resume ("keep").
     Answered once that is so."""
     engine = context.engine
     await pause_for_clients(engine, "POST /pause", freeze=mode == "keep")

@@ -64,7 +64,7 @@ class RewardsBody(Body):
                 param="id",
             )
         if len(set(self.all_ids)) < len(self.all_ids):
-            raise RequestError("an id stands twice in 'ids'", param="ids")
+            raise RequestError("'ids' has an id twice", param="ids")
         return self
 
     @property

@@ -133,7 +133,8 @@ async def score(body: ScoreBody, context: Context) -> Response:
 
 
 def _scorer(context: Context, name: str | None) -> ConversationScorer:
-    """The reward model. Raises RefusedError (409): there is none. ModelNotFoundError (404)."""
+    """The reward model. Raises RefusedError (409): the server has none. ModelNotFoundError
+    (404)."""
     scorer = context.deps.scorer
     if scorer is None:
         raise RefusedError(

@@ -277,7 +277,7 @@ def _chat_answer(blocks: Sequence[Block], where: str) -> dict[str, Any]:
         place, kind = f"{where}.{index}", block.get("type")
         if kind == "thinking":
             reasoning += _string(block, "thinking", place)
-        elif kind == "redacted_thinking":  # another server's; nobody here can read it
+        elif kind == "redacted_thinking":  # another server's; it cannot be read here
             continue
         elif kind == "tool_use":
             function = {

@@ -1,7 +1,7 @@
 """A chat answer's text → reasoning, content and tool calls, piece by piece while it streams. No
 MLX.
 
-    engine's text → AnswerSplitter.feed … finish → AnswerParts (what may be shown now) → api/chat.py
+    engine's text → AnswerSplitter.feed … finish → AnswerParts (shown now) → api/chat.py
 
 An answer that is not streamed goes through the same code in one piece; where the text is cut makes
 no difference. The tokenizer brings the markers and the format of calls (mlx-lm's knowledge of the
@@ -101,7 +101,7 @@ degenerate answer has no end of them. Beyond it every marker counts."""
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """The format of the answers to one request. `tools`: what may be called; empty = calls are
+    """The format of the answers to one request. `tools`: callable functions; empty = calls are
     text like any other."""
 
     think_markers: tuple[str, str] | None = None
@@ -112,7 +112,7 @@ class AnswerFormat:
     tools: Sequence[Mapping[str, Any]] = ()
     tool_format: str = ""  # the name of mlx-lm's parser, for begun_calls.py
     parallel: bool = True  # False: only an answer's first call is given
-    forced: bool = False  # a grammar makes it call: what is cut off is a call, too
+    forced: bool = False  # a grammar makes it call: a part that is cut off is a call, too
     # a grammar makes it call or follow a schema: once content has begun, markers are text
     structured: bool = False
     starts_reasoning: bool = False  # the prompt has opened the reasoning
@@ -174,7 +174,7 @@ class AnswerSplitter:
         self._region: list[str] = []  # the tool region's text, its start marker first
         self._draft = ""  # the reasoning's text from a tool marker on
         self._begun: BegunCalls | None = None  # the region's calls …
-        self._sent: list[str] = []  # … and what was shown of their arguments
+        self._sent: list[str] = []  # … and their arguments as shown so far
         # where in the region the first marker within an argument ended
         self._first_inside: int | None = None
         self._work = 0  # spent of MOST_WORK
@@ -190,7 +190,7 @@ class AnswerSplitter:
         while (marker := self._patterns[self._state].search(text, at)) is not None:
             self._take(text[at : marker.start()], parts)
             if marker.group() not in self._transitions[self._state]:
-                at = marker.start()  # what comes before it has made it text
+                at = marker.start()  # the text before it made it text
                 continue
             again = self._cross(marker.group(), parts)
             at = marker.end()

@@ -113,7 +113,7 @@ def version_spans(policy_versions: tuple[int, ...]) -> list[dict[str, int]]:
 
 
 def last_version(outputs: Iterable[RequestOutput], default: int) -> int:
-    """The version that sampled the last token; `default` when there is none."""
+    """The version that sampled the last token; `default` without tokens."""
     versions = [
         c.policy_versions[-1] for output in outputs for c in output.completions if c.policy_versions
     ]

@@ -107,7 +107,7 @@ class _JsonCalls:
         self.calls: list[BegunCall] = []
         self._headers = headers
         self._text = ""
-        self._at = 0  # what was read
+        self._at = 0  # characters read so far
         self._depth = 0  # open brackets of the arguments
         self._in_text = False
 
@@ -155,7 +155,7 @@ class _JsonCalls:
                 break
             sign = match.group()
             if sign == "\\":
-                if match.end() == len(self._text):  # what it escapes is still to come
+                if match.end() == len(self._text):  # the escaped character is still to come
                     self._at = match.start()
                     break
                 self._at = match.end() + 1
@@ -179,7 +179,7 @@ class _Steps:
     """How the beginning of a call becomes a whole one: `close` ends it behind an argument. An
     argument ends as call_text.MARKUP says, or in the other formats at `comma`.
 
-    `delimiters`: around the texts of a format without tags; within them a text stands as it is.
+    `delimiters`: around the texts of a format without tags; within them a text is literal.
     `valid`: whether a closed text may be read, if one may seem to be closed.
     """
 
@@ -339,7 +339,7 @@ _CLOSED = re.compile(r"""(?:[^"'\\]|"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')*+""",
 
 
 def _first_escape(text: str) -> int:
-    """Where the first escape stands of the quotation in which a text ends; 0: there is none."""
+    """Return the place of the first escape in the quotation in which a text ends; 0: none."""
     closed = _CLOSED.match(text)
     at = 0 if closed is None else closed.end()
     return max(text.find("\\", at), 0)

@@ -185,7 +185,7 @@ def screen_fields(
 
 
 class QueueFields(BaseModel):
-    """Fields that say how a request stands to the others."""
+    """Fields that rank a request among the others."""
 
     # prefixes are shared with requests of the same salt only
     cache_salt: str | None = Field(None, min_length=1)
@@ -196,7 +196,7 @@ class StreamOptions(Body):
     include_usage: bool = False
     # vLLM's: with include_usage, every chunk has the usage so far
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # padding against traffic analysis; there is none here
+    include_obfuscation: bool = False  # padding against traffic analysis; not done here
 
     @property
     def usage_so_far(self) -> bool:

@@ -55,7 +55,7 @@ def joined_text(content: Any, where: str, text: Callable[[Any, str], str]) -> st
 
 
 def refuse_choices(body: SamplingFields) -> None:
-    """Raises RequestError: what an answer of one choice cannot show."""
+    """Raises RequestError: the body asks for more than one choice can show."""
     if body.n != 1:
         raise RequestError(
             "'n' must be 1 here: /v1/chat/completions gives several answers", param="n"

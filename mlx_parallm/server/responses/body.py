@@ -87,7 +87,7 @@ class ReasoningConfig(Body):
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: bool = False  # padding against traffic analysis; there is none here
+    include_obfuscation: bool = False  # padding against traffic analysis; not done here
 
 
 @dataclass(frozen=True, slots=True)

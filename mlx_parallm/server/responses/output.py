@@ -192,7 +192,7 @@ class _CustomCall(_OpenItem):
 
 
 def custom_input(arguments: str) -> str:
-    """The string in the arguments; what is no such object is given as it is."""
+    """Return the string in the arguments, or the arguments if they have another form."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -205,7 +205,7 @@ class OutputItems:
     """The items of one response.
 
     Args:
-        names: what the chat's functions are called in the request.
+        names: the request's names of the chat's functions.
         as_summary: reasoning is shown as its own summary.
         sealed: reasoning has `encrypted_content`.
     """

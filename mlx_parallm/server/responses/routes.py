@@ -1,4 +1,4 @@
-"""POST /v1/responses and what belongs to it: a chat in the words of OpenAI's Responses API."""
+"""POST /v1/responses and its siblings: a chat in the form of OpenAI's Responses API."""
 
 import uuid
 from collections.abc import Sequence

@@ -545,7 +545,7 @@ class RecurrentPPO:
 
 
 def single_steps(rows: Rows) -> Rows:
-    """Every step its own row, from the memory 0: what a policy without memory sees."""
+    """Make every step a row, from the memory 0: the view of a policy without memory."""
     inside = np.arange(rows.values.shape[1]) < rows.lengths[:, None]
     part = lambda array: array[inside][:, None]  # noqa: E731
     count = int(inside.sum())

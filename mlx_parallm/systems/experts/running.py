@@ -18,7 +18,7 @@ from mlx_parallm.systems.experts.saving import load_expert, save_expert
 from mlx_parallm.systems.experts.tasks import VectorTask
 
 SAVE_EVERY = 8  # updates
-LIMIT_S = 60.0  # after a signal: an update, and what is saved
+LIMIT_S = 60.0  # after a signal: an update and the saving
 BEST = "best.safetensors"
 LATEST = "latest"
 

@@ -34,9 +34,9 @@ class VectorStep:
     rewards: np.ndarray  # [N] float64
     terminated: np.ndarray  # [N] bool
     truncated: np.ndarray  # [N] bool
-    # [N, D] float32: of the episode that made the step, also at its end
+    # [N, D] float32: observation after the step, of the same episode
     last_observations: np.ndarray
-    # [N] each: what a task says of the episode so far
+    # [N] each: the task's numbers of the episode so far
     info: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property

@@ -87,7 +87,7 @@ class FeedbackConfig(Section):
     judge: str | None = None
     """Who reads the user's next message: "base" (this model without its adapter), a server's URL
     ("http://127.0.0.1:8001/v1"), or "python:file.py:function" of (question, answer, reply) that
-    returns -1 to 1, or None if it cannot tell. Default: nobody does."""
+    returns -1 to 1, or None if it cannot tell. Default: replies are not judged."""
     judge_model: str | None = None
     """The model's name at that server."""
     judge_api_key_file: Path | None = None
@@ -130,7 +130,7 @@ class FeedbackConfig(Section):
                 raise ValueError(f"{others[0]} is set, but enabled is false: set enabled = true")
             return self
         if not self.opt_in:
-            raise ValueError("opt_in is empty: then nobody can agree, and nothing is learned")
+            raise ValueError("opt_in is empty: then no chat can agree, and nothing is learned")
         if "key" in self.opt_in and "header" not in self.opt_in and self.keys_file is None:
             raise ValueError('opt_in = ["key"] needs keys_file: lines "NAME KEY"')
         if self.keys_file is not None and "key" not in self.opt_in:

@@ -92,7 +92,7 @@ def read_keys(path: Path) -> Mapping[str, str]:
         if len(key) < SHORTEST_KEY:
             raise ConfigError(f"{where}: a key has {SHORTEST_KEY} characters or more")
         if key in keys:
-            raise ConfigError(f"{where}: the key of {keys[key]!r} stands there twice")
+            raise ConfigError(f"{where}: the key of {keys[key]!r} is there twice")
         keys[key] = name
     if not keys:
         raise ConfigError(f"feedback.keys_file: {path} holds no key")

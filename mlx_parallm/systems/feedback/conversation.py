@@ -35,7 +35,7 @@ class Reading:
     question: str
     redacted: bool
     signals: tuple[Signal, ...]
-    unjudged: int  # messages that say something, and nobody judges them
+    unjudged: int  # messages with a meaning, without a judge
 
     @property
     def key(self) -> str:
@@ -47,7 +47,7 @@ class ConversationReader:
 
     Args:
         finder: finds secrets; None = nothing is redacted.
-        judges: whether somebody reads the user's next message.
+        judges: whether a judge reads the user's next message.
         regenerate_within_s: the same question later than this is a new one.
     """
 
@@ -92,7 +92,7 @@ class ConversationReader:
     def _signals(
         self, user: str, messages: Sequence[Message], keys: Sequence[str]
     ) -> tuple[tuple[Signal, ...], int]:
-        # what comes before the newest answer was read with the request that had it last
+        # messages before the newest answer were read with the request that had it last
         last = next(
             (at for at in range(len(messages) - 1, -1, -1) if _role(messages[at]) == "assistant"),
             None,

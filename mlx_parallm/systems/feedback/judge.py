@@ -41,7 +41,7 @@ class ReplyJudge(Protocol):
 
 
 def reply_judge(config: FeedbackConfig) -> ReplyJudge | None:
-    """Return the configured judge; None: nobody reads replies. Raises ConfigError."""
+    """Return the configured judge; None: replies are not judged. Raises ConfigError."""
     if config.judge is None:
         return None
     if is_reference(config.judge):

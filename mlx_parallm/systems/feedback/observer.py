@@ -39,7 +39,7 @@ class ChatObserver:
 
     Args:
         is_policy: whether a request is answered by the policy that is being trained.
-        heard: called when something was written that somebody has to look at.
+        heard: called when something was written that a worker has to look at.
         lost: called when nothing could be written. The person gets the answer all the same.
     """
 
@@ -62,7 +62,7 @@ class ChatObserver:
 
     def begun(self, body: ChatBody) -> None:
         self._call.messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-        # what a template may show beside the messages
+        # fields that a template may show beside the messages
         self._call.tools = [*body.callable_tools, *(body.chat_template_kwargs or {}).values()]
         self._as_tokens = bool(body.prompt_tokens)
         self._began, self._continues = True, body.continues_final_message
@@ -110,7 +110,7 @@ class ChatObserver:
         if self._written or not self._began:
             return
         self._written = True
-        # the disk may take its time: nobody else waits for it
+        # the disk may be slow: no other request waits for it
         try:
             says = await asyncio.to_thread(self._record)
         except StoreError as error:

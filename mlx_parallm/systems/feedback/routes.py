@@ -41,7 +41,7 @@ CHAT_PATHS = (
     "/v1/models/",
     "/v1/feedback",
 )
-"""What keys of people who agree open."""
+"""Paths that the keys of people who agree open."""
 
 
 AnswerId = Annotated[str, Field(min_length=1, max_length=256)]

@@ -28,7 +28,7 @@ class Signal:
 
 
 def strongest(values: Mapping[str, float]) -> tuple[Kind, float] | None:
-    """Return the kind that decides, and its value; None: there is none.
+    """Return the kind that decides, and its value; None: no signal decides.
 
     Worked: {"message": 1, "thumb": -1} → ("thumb", -1).
     """

@@ -1,4 +1,4 @@
-"""FeedbackStore: answers that may be learned, what users said about them, and what became of both.
+"""FeedbackStore: answers that may be learned, users' signals about them, and the fate of both.
 One SQLite file in the run directory. No MLX.
 
     open ── first signal, settle_s later ──► (review ── approved ──►) ready ── a batch ──► released
@@ -25,7 +25,7 @@ LISTED = 100
 HOUR_S = 3600.0
 MOST_BASELINES = 1000
 AFTER_KEY = chr(ord("/") + 1)
-# what becomes of an answer or a signal that is not used, beside the reasons of checks
+# reasons why an answer or a signal is not used, beside those of checks
 NO_SIGNAL = "no signal within keep_s"
 REJECTED = "rejected in the review"
 REFUSED = "a check refused it"
@@ -138,7 +138,7 @@ class FeedbackStore:
 
     Args:
         settle_s: between the first signal of an answer and its decision.
-        weights: what a kind of signal counts; a kind of 0 is not a signal.
+        weights: the weight of each kind of signal; a kind of 0 is not a signal.
         most_per_hour: answers of one key that are learned in an hour; None: no bound.
     """
 

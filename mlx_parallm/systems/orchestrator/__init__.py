@@ -2,7 +2,7 @@
 docs/systems.md#hybrid.
 
 orchestrator.py   `Orchestrator`: one episode; an action in, a `StepResult` out
-reward.py         `RewardConfig`, what a step and an end are worth
+reward.py         `RewardConfig`, the values of a step and an end
 observation.py    `ObservationBuilder`: the text that the model reads, the numbers that experts read
 control.py        an expert's loop over tool calls
 environment.py    kind = "hybrid": an environment of a training run

@@ -176,7 +176,8 @@ class HybridEnvironment(BaseEnvironment):
         assert isinstance(state, HybridState), "reset() makes it"
         orchestrator = state.orchestrator = state.orchestrator or self.begin(state)
         result = orchestrator.step_text(response)
-        # After every turn: an episode may end here for lack of room, and nobody would ask again.
+        # After every turn: an episode may end here for lack of room, and the policy is not asked
+        # again.
         state.metadata |= {
             "routes": [*state.metadata.get("routes", ()), _route(result.info)],
             **outcome(orchestrator),

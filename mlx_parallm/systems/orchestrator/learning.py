@@ -116,7 +116,7 @@ class ExpertLearner:
     """The `environments.base.Learner` of a hybrid environment: an optimizer for each expert.
 
     Args:
-        acting: what acts; it gets the new weights after every update.
+        acting: the expert that acts; it gets the new weights after every update.
         settings: of recurrent PPO, for every expert.
 
     Raises ConfigError: an expert without a value head.

@@ -1,4 +1,4 @@
-"""`ObservationBuilder`: what the model reads of an episode (text), and what experts read
+"""`ObservationBuilder`: the model's view of an episode (text), and the experts'
 (numbers)."""
 
 from collections.abc import Sequence

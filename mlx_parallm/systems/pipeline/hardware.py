@@ -62,7 +62,7 @@ QUANTS = ((32, "q8_0"), (16, "q6_k"), (8, "q4_k_m"), (4, "q3_k_m"), (0, "q2_k"))
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """A machine, and what fits it.
+    """A machine, and its settings.
 
     Attributes:
         backend: "cpu", "metal" or "cuda".
@@ -135,7 +135,7 @@ class HardwareConfig:
         }
 
     def to_training_args(self) -> dict[str, Any]:
-        """Return TRL's names: what `mlx_parallm.faces.trl` takes."""
+        """Return the settings by TRL's names, as `mlx_parallm.faces.trl` takes them."""
         return {
             "per_device_train_batch_size": self.recommended_batch_size,
             "gradient_accumulation_steps": max(1, 8 // self.recommended_batch_size),

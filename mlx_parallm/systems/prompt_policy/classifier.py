@@ -23,7 +23,7 @@ LISTED = re.compile(r"^[^\S\n]*(\d+[.)]|[-*•])\s", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Classified:
-    """A category, how sure that is (0.25 to 0.95), and what is in the prompt."""
+    """A category, its confidence (0.25 to 0.95), and the prompt's parts."""
 
     category: Category
     confidence: float

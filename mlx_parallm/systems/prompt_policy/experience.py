@@ -11,18 +11,18 @@ import numpy as np
 
 SIZE = 128
 PRIOR = 4.0  # λ: after so many experiences of one prompt the uncertainty is about 0.7
-RECENT_REWARDS, RECENT_UPDATES = 100, 10  # what /stats averages
+RECENT_REWARDS, RECENT_UPDATES = 100, 10  # how many /stats averages
 
 
 @dataclass(frozen=True)
 class Experience:
-    """One mutation and what came of it.
+    """One mutation and its result.
 
     Attributes:
         state: embedding of the prompt, [input_dim] float32.
         log_prob: of `action` when it was chosen.
         next_state: embedding of the prompt after it, [input_dim]; unused where `done`.
-        allowed: [action_dim] bool, what could be chosen; None = everything.
+        allowed: [action_dim] bool, actions that could be chosen; None = all.
         episode_id: experiences of one episode have the same; None = an episode of one step.
         sequence: its number in the store, from 1.
     """

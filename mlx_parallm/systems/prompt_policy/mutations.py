@@ -42,7 +42,7 @@ SHORTEST = 5  # characters that a reduction leaves at least
 DEFINED_TERMS = 3
 PARTS = (2, 6)  # fewest and most parts of a split task
 ASKING = 1  # index in OPENINGS of a question that is only polite
-# what is quoted is not ours to change
+# quotations are not ours to change
 _KEPT = re.compile(r"```.*?```|`[^`\n]*`|\"[^\"\n]*\"|“[^“”\n]*”", re.DOTALL)
 _TALK, _OPENINGS, _INSIDE = (
     [re.compile(phrase, re.IGNORECASE) for phrase in phrases]
@@ -63,7 +63,7 @@ FALLBACK = re.compile(
 
 @dataclass(frozen=True)
 class Mutation:
-    """A rewritten prompt, what was changed, and what that should do to the answer."""
+    """A rewritten prompt, its changes, and their expected effect on the answer."""
 
     text: str
     mutation_type: str

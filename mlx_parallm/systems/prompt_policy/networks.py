@@ -55,7 +55,7 @@ class PolicyNetwork(nn.Module):
 
         Args:
             allowed: [B, actions] bool; the others get the probability 0.
-            key: of dropout, in training mode.
+            key: random key of dropout (training only).
         """
         logits = self.head(self.hidden(x, key)).astype(mx.float32)
         if allowed is not None:

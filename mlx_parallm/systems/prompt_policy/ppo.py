@@ -42,7 +42,7 @@ WEIGHTS_FILE, OPTIMIZER_FILE, STATE_FILE = (
     "optimizer.safetensors",
     "state.json",
 )
-# what the history keeps of an update
+# an update in the history
 LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl")
 
 

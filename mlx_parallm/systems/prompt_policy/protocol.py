@@ -94,7 +94,7 @@ class MutateBody(Body):
 
 
 class RolloutBody(MutateBody):
-    """`columns`: what the reward functions compare the answers with, e.g. {"answer": "42"}."""
+    """`columns`: arguments of the reward functions, e.g. {"answer": "42"}."""
 
     columns: dict[str, Any] = Field(default_factory=dict)
 

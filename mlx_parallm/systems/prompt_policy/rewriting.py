@@ -1,4 +1,4 @@
-"""A prompt in, a mutation and the new prompt out: what /mutate and /rollout do."""
+"""A prompt in, a mutation and the new prompt out: /mutate and /rollout."""
 
 import asyncio
 import uuid

@@ -32,7 +32,7 @@ Opinion = Callable[[str, str], Awaitable[float | None]]
 
 @dataclass(frozen=True)
 class RLAIFOptions:
-    """Rounds, and what a person is asked. Raises ConfigError: a number that cannot be."""
+    """Rounds, and the person's share. Raises ConfigError: a number out of range."""
 
     rounds: int = 10
     prompts_per_round: int = 20

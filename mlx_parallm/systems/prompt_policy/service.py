@@ -155,7 +155,7 @@ class PolicyService:
         next_state: np.ndarray | None = None,
     ) -> "Future[Experience]":
         """Reward an open mutation. `next_state`: embedding [input_dim] of the prompt after it;
-        None = the episode has ended. The Future raises RefusedError (404): there is none of this
+        None = the episode has ended. The Future raises RefusedError (404): unknown
         id."""
         return self._store.reward(decision_id, reward, episode_id, next_state)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 @dataclass
 class Streamed:
-    """The parts of a stream, in order. `value`: what a generator returned at its end."""
+    """The parts of a stream, in order. `value`: a generator's return value."""
 
     parts: list[Any] = field(default_factory=list)
     value: Any = None

@@ -3,8 +3,8 @@ URL`.
 
 Every request continues to the upstream as it came, its key too, which is kept nowhere; answers come
 back byte for byte. Chat completions, Responses and Messages are recorded, whole or streamed, before
-the client sees their end. Recording never fails a call: what cannot be read or written is left out,
-with a line in the log that says why and how many there are by now.
+the client sees their end. Recording never fails a call: unreadable parts and failed writes are left
+out, with a line in the log that says why and how many there are by now.
 """
 
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator

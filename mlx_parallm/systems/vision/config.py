@@ -13,7 +13,7 @@ class VisionConfig(Section):
     extra `vision` is installed; true: it is an error where not; false: only the model's text part
     is loaded."""
     train: Literal["none", "connector", "tower"] = "none"
-    """What a training trains of the part that sees, beside the language part: nothing, the
+    """Trained modules of the part that sees, beside the language part: none, the
     connector between the two, or the tower and the connector. With LoRA their linear layers get
     their own adapters, whatever `rl_training.lora.target_modules` says; with full weights they
     learn as they are. Gemma 3's connector has no such layer: it learns with full weights alone."""
@@ -25,8 +25,8 @@ class VisionConfig(Section):
     """Pixels of one image, as its file says: a picture of 40 megapixels takes 120 MB while it is
     read."""
     hosts: tuple[str, ...] = ()
-    """Hosts from which images are fetched by http and https, by their exact names. None: a request
-    makes the server ask nobody."""
+    """Hosts from which images are fetched by http and https, by their exact names. None: the
+    server fetches no image."""
     directories: tuple[str, ...] = ()
     """Directories from which images are read by file URLs. None: a request reads no file."""
     timeout_s: float = Field(10.0, gt=0)

@@ -41,7 +41,7 @@ class TileProcessor:
 
     @property
     def pixels(self) -> tuple[float, list[float], list[float]]:
-        """How 0 … 255 become numbers: the factor, and the mean and deviation of each colour."""
+        """Pixel scale, and mean and deviation per channel."""
         tiles = self._tiles
         factor = tiles.rescale_factor if tiles.do_rescale else 1.0
         mean, deviation = [*tiles.image_mean], [*tiles.image_std]

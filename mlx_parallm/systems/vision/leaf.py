@@ -90,5 +90,5 @@ def why_without_tower(path: Path) -> str:
                 if any(part in name for name in arrays.keys() for part in TOWERS):  # noqa: SIM118
                     return ""
         except (OSError, SafetensorError):
-            return ""  # whoever loads it says what is wrong
+            return ""  # loading it reports the fault
     return f"{path} has no arrays of the part that sees"

@@ -261,7 +261,7 @@ def processor(path: Path) -> ViewProcessor:
         }
         tiles = ViewProcessor(settings, config.image_token_id)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise ModelError(f"{path}: no processor of images: {error}") from error
+        raise ModelError(f"{path}: cannot load the image processor: {error}") from error
     for name, (written, computed) in activations.items():
         check_activation(path, name, written, computed)
     return tiles

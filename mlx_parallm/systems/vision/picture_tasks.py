@@ -72,7 +72,7 @@ class PictureProblem:
     pixels: Pixels
     question: str
     answer: str
-    key: str  # what is to be seen, whose hash decides the split, and a part of the pixels' hash
+    key: str  # the content, whose hash decides the split, and a part of the pixels' hash
 
 
 def _background(rng: random.Random) -> Pixels:
@@ -117,7 +117,7 @@ def _one_colour(rng: random.Random) -> tuple[Pixels, str, str]:
 
 
 def _number(rng: random.Random) -> tuple[Pixels, str, str]:
-    """A number of two digits. What is to be seen is the number, wherever it stands."""
+    """A number of two digits; the content is the number, at any place."""
     pixels, colour, number = _background(rng), _colour(rng), str(rng.randint(10, 99))
     left, top = 7 + rng.randint(-4, 4), 13 + rng.randint(-4, 4)
     for place, digit in enumerate(map(int, number)):

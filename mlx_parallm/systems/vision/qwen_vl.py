@@ -46,7 +46,7 @@ class PatchProcessor:
 
     @property
     def pixels(self) -> tuple[float, list[float], list[float]]:
-        """How 0 … 255 become numbers: the factor, and the mean and deviation of each colour."""
+        """Pixel scale, and mean and deviation per channel."""
         patches = self._patches
         return patches.rescale_factor, [*patches.image_mean], [*patches.image_std]
 
@@ -135,9 +135,7 @@ def rope_axes(config: Any) -> np.ndarray:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     sections = rope.get("mrope_section")
     if not sections or len(sections) != 3:
-        raise ModelError(
-            "config.json has no mrope_section of three numbers: no positions of images"
-        )
+        raise ModelError("config.json has no mrope_section of three numbers: cannot place images")
     interleaved = bool(rope.get("mrope_interleaved")) or config.model_type.startswith("qwen3")
     return interleaved_axes(sections) if interleaved else chunked_axes(sections)
 
@@ -148,7 +146,7 @@ def processor(path: Path) -> PatchProcessor:
         config = AutoConfig.from_pretrained(path)
         patches = PatchProcessor(path, config)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise ModelError(f"{path}: no processor of images: {error}") from error
+        raise ModelError(f"{path}: cannot load the image processor: {error}") from error
     rope_axes(config)
     vision, computed = config.vision_config, ACTIVATIONS.get(config.model_type, ACTIVATION)
     check_activation(path, "vision_config.hidden_act", vision.hidden_act, computed)

@@ -249,7 +249,7 @@ def tower_shape(
 
 def _arrays(path: Path) -> list[tuple[str, str, list[int]]]:
     """Return names, types and shapes of the part that sees; none: a file cannot be read, and
-    whoever loads it says why."""
+    loading it reports why."""
     every: list[tuple[str, str, list[int]]] = []
     for file in weight_files(path):
         try:
