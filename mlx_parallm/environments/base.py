@@ -216,8 +216,7 @@ class EnvironmentSource(ABC):
         """
         names, what = self.config.tools, f"environments: {self.name}: tools"
         if tools is None and names:
-            raise ConfigError(f"{what}: no tools are configured: set [[tools.mcp]] or
-            tools.functions")
+            raise ConfigError(f"{what}: none configured: set [[tools.mcp]] or tools.functions")
         self.tools = self.policy_tools(
             tools if tools is None or names is None else tools.only(names, what)
         )

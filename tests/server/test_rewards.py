@@ -183,7 +183,7 @@ def test_wrong_requests_say_what_is_wrong_and_use_nothing_up(
     assert "valid number" in refused(client, 400, id=answer.id, rewards=[0, 1, 2, "high"])
     assert "either 'id'" in refused(client, 400, rewards=[0, 1])
     assert "either 'id'" in refused(client, 400, id=answer.id, ids=[answer.id], rewards=[0, 1])
-    assert "stands twice" in refused(client, 400, ids=[answer.id] * 2, rewards=[0, 1])
+    assert "'ids'" in refused(client, 400, ids=[answer.id] * 2, rewards=[0, 1])
     assert "environment" in refused(
         client, 400, id=answer.id, rewards=[0, 1, 2, 3], environment="a b"
     )

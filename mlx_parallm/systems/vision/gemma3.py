@@ -123,7 +123,7 @@ def processor(path: Path) -> SquareProcessor:
         square = SquareProcessor(path, config)
         vision = config.vision_config
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise ModelError(f"{path}: no processor of images: {error}") from error
+        raise ModelError(f"{path}: cannot load the image processor: {error}") from error
     check_activation(path, "vision_config.hidden_act", vision.hidden_act, ACTIVATION)
     return square
 

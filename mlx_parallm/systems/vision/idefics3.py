@@ -139,7 +139,7 @@ def processor(path: Path) -> TileProcessor:
         scale, token_id = config.scale_factor, config.image_token_id
         tiles = TileProcessor(path, vision.patch_size, scale, token_id)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise ModelError(f"{path}: no processor of images: {error}") from error
+        raise ModelError(f"{path}: cannot load the image processor: {error}") from error
     check_activation(path, "vision_config.hidden_act", vision.hidden_act, ACTIVATION)
     return tiles
 

@@ -155,7 +155,7 @@ export interface paths {
         put?: never;
         /**
          * Load Policy
-         * @description Go on from a checkpoint.
+         * @description Continue from a checkpoint.
          */
         post: operations["load_policy_load_post"];
         delete?: never;
@@ -382,7 +382,7 @@ export interface components {
             next_prompt?: string | null;
         };
         /**
-         * @description `stored`: the mean reward was stored as an experience; not where the prompt was left as it
+         * @description `stored`: the mean reward was stored as an experience; not if the prompt was left as it
          *     is.
          */
         RolloutAnswer: {
@@ -393,7 +393,7 @@ export interface components {
             stored: boolean;
             buffer_size: number;
         };
-        /** @description `columns`: what the reward functions compare the answers with, e.g. {"answer": "42"}. */
+        /** @description `columns`: arguments of the reward functions, e.g. {"answer": "42"}. */
         RolloutBody: {
             prompt: string;
             /** @default false */

@@ -170,7 +170,7 @@ export interface paths {
         /**
          * Pause
          * @description New requests are accepted and wait until /resume. Running ones end with finish_reason
-         *     "abort" ("abort"), end by themselves ("wait"), or stand still until /resume ("keep").
+         *     "abort" ("abort"), end by themselves ("wait"), or stop until /resume ("keep").
          *     Answered once that is so.
          */
         post: operations["pause_pause_post"];
@@ -388,7 +388,7 @@ export interface paths {
         };
         /**
          * Groups
-         * @description Answers by group, and where to go on.
+         * @description Answers by group, and where to continue.
          */
         get: operations["groups_dashboard_api_groups_get"];
         put?: never;
@@ -544,7 +544,7 @@ export interface components {
             by?: string;
             group?: string | null;
         };
-        /** @description `older`: send it as `older_than` to go on; None: there is nothing more. */
+        /** @description `older`: send it as `older_than` to continue; None: there is nothing more. */
         Groups: {
             groups: components["schemas"]["ListedGroup"][];
             older: string | null;
@@ -631,7 +631,7 @@ export interface components {
             kind: "right" | "wrong" | "same" | "mixed" | "unknown" | "lost";
             answers: components["schemas"]["ListedAnswer"][];
         };
-        /** @description A command that somebody gave after `step` finished steps, at Unix time `time`. */
+        /** @description A person's command after `step` finished steps, at Unix time `time`. */
         Mark: {
             step: number;
             kind: string;
@@ -639,7 +639,7 @@ export interface components {
             time: number | null;
         };
         /**
-         * @description Columns of metrics.jsonl: one number for each of `steps`, None where a step has none.
+         * @description Columns of metrics.jsonl: one number for each of `steps`, None if a step has none.
          *     `reset`: forget what came before. `keys`: all that there are.
          */
         MetricsAnswer: {
@@ -727,7 +727,7 @@ export interface components {
         /**
          * @description `id`: by which routes are asked about the run. `feedback`: it learns from chats, and
          *     /v1/feedback/review lists them. `live`: this process trains it. `rewards`: /v1/rewards takes
-         *     its answers' rewards. What follows `steps` is None where the run's configuration cannot be
+         *     its answers' rewards. What follows `steps` is None if the run's configuration cannot be
          *     read.
          */
         RunSummary: {
@@ -808,7 +808,7 @@ export interface components {
             segments: number[];
         };
         /**
-         * @description `rollouts` is None where the group's tokens are lost, and `lost` says why. `thumbnails`: an
+         * @description `rollouts` is None if the group's tokens are lost, and `lost` says why. `thumbnails`: an
          *     image's name → a data URL, of those that can be shown.
          */
         ShownGroup: {
@@ -848,7 +848,7 @@ export interface components {
         };
         /**
          * @description A window of `total` tokens of one answer, from `first` on; each list has one entry a
-         *     token. `mask`: 1 = sampled by the policy. `values`: log-probabilities and, where the trainer
+         *     token. `mask`: 1 = sampled by the policy. `values`: log-probabilities and, if the trainer
          *     kept them, its own numbers. `thumbnails`: of the answer's images, as in a group.
          */
         Tokens: {
