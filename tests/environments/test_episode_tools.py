@@ -395,7 +395,7 @@ async def test_a_hanging_tool_holds_up_no_other_episode(tokenizer):
         (
             {"kind": "simple_text", "options": {"prompts": ["x"]}, "tools": ("add",)},
             False,
-            "there are none",
+            r"set \[\[tools\.mcp\]\]",
         ),
         ({"kind": "svrl"}, True, r"reads calls by itself: set `tools = \[\]`"),
         ({"kind": "svrl", "tools": ("add",)}, True, "tools of its own"),
