@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ import httpx
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_model
-from scripts.bench.distillation import four_times
 from scripts.server_process import command, server_process
 from tests.tiny_models import QWEN3, save_checkpoint
 
@@ -48,6 +47,13 @@ class Measured:
     answers: list[float] = field(default_factory=list)
     speed_alone: list[float] = field(default_factory=list)
     speed: list[float] = field(default_factory=list)
+
+
+def four_times(shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a Qwen3's shape, twice as wide as the student's."""
+    wide = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    kept = ("head_dim", "num_hidden_layers", "vocab_size")
+    return {key: 2 * shape[key] for key in wide} | {key: shape[key] for key in kept}
 
 
 def p95(seconds: Sequence[float]) -> float:
@@ -200,7 +206,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         args.teacher = Path(name) / "teacher"
         save_checkpoint(
-            args.teacher, QWEN3 | four_times(load_model(ModelConfig(base_path=args.model)))
+            args.teacher, QWEN3 | four_times(load_model(ModelConfig(base_path=args.model)).config)
         )
         for _ in range(args.rounds):
             for case in dict.fromkeys([SERVE, *args.cases]):

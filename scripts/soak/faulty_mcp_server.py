@@ -1,4 +1,4 @@
-"""An MCP server whose tools fail in every way, for tool_faults.py and bench/tool_calls.py.
+"""An MCP server whose tools fail in every way, for tool_faults.py.
 
     python faulty_mcp_server.py NAME [SECONDS before it starts]
 

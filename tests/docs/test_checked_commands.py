@@ -99,7 +99,7 @@ def test_checked_blocks_run(session: Place, clone: Path, tmp_path: Path, shims: 
     shutil.copytree(clone, place, symlinks=True)
     if session[1] == "operations":  # which starts this run itself
         shutil.rmtree(place / "checkpoints" / RUNS[0])
-    for name in ("examples", "scripts", "train_configs"):
+    for name in ("scripts", "train_configs"):
         (place / name).symlink_to(ROOT / name)
     blocks = [here(block) if block in CHECKED else block for block in of(session)]
     page = Page(blocks, place, shims)

@@ -10,7 +10,7 @@ merged.
 One adapter is used as it was published: y + scale · (xA)B, no copy, and with DoRA times each
 output's `gain` (dora.py). Several are stacked, A [S, r, in], B [S, r, out], and `gather_mm`
 multiplies each row with its own, so a row's sums hold nothing of other rows' adapters: their NaN
-stays with them. Measured on CPU (scripts/bench/adapters.py), that beats a product per adapter and
+stays with them. Measured on CPU (docs/benchmarks/serving.md), that beats a product per adapter and
 all adapters side by side. A decode step on the CPU takes xA row by row for one adapter too: MKL
 splits so narrow a product among its threads, by the arrays' alignment, and then waits for them
 (0.09 ms a layer instead of 0.02).
