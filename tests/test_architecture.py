@@ -83,6 +83,8 @@ MLX_FREE = (
     "errors",
     "engine.client",
     "engine.grammar",
+    "engine.prefills",
+    "engine.room",
     "engine.scheduler",
     "engine.sequence",
     "execution",

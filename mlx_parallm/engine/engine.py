@@ -39,6 +39,7 @@ from mlx_parallm.engine.model_runner import LaunchedStep, ModelRunner, SampledTo
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.engine.prefill_pace import PrefillPace
 from mlx_parallm.engine.prompt_lookup import Drafts
+from mlx_parallm.engine.room import cache_room
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.engine.scoring import Score, Scorer
 from mlx_parallm.engine.sequence import Sequence, random_stream
@@ -140,9 +141,7 @@ class Engine:
             prompt_cost,
             None if images is None else images.token_id,
         )
-        self.scheduler = Scheduler(
-            options.max_rows,
-            options.prefill_chunk,
+        room = cache_room(
             bound,
             options.prefix_cache_bytes // max(token_bytes, 1),
             rewindable=self.cache.rewindable,
@@ -150,6 +149,7 @@ class Engine:
             by_tokens=self.cache.shares,
             prompt_cost=prompt_cost,
         )
+        self.scheduler = Scheduler(options.max_rows, options.prefill_chunk, room)
         self._pace = PrefillPace(options.prefill_chunk, options.max_prefill_ms)
         self._drafts: tuple[Sequence, Drafts] | None = None  # of the only row
         self._alone: tuple[Sequence, list[Any]] | None = None  # that row, out of the cache
@@ -235,7 +235,7 @@ class Engine:
 
         `ahead`: the next step may be started too.
         """
-        self.scheduler.beside = self._scores[0].positions if self._scores else 0
+        self.scheduler.room.beside = self._scores[0].positions if self._scores else 0
         self._lap()
         if self._ahead is None and (alone := self._lookup_row()) is not None:
             if self._step_with_draft(*alone):
@@ -531,7 +531,7 @@ class Engine:
         assert all(s.cached == len(s.prompt) + len(s.tokens) - 1 for s in rows if not s.finished)
         assert len(self.scheduler.active) <= self.options.max_rows
         self.cache.check_integrity([s.cached for s in rows])
-        self.scheduler.prefix_cache.check_integrity()
+        self.scheduler.room.prefix_cache.check_integrity()
         unfinished = {id(s) for live in self._live for s in live.sequences if not s.finished}
         queued = {id(s) for s in [*self.scheduler.waiting, *self.scheduler.active]}
         assert unfinished == queued, "a sequence is lost or left over"
@@ -614,7 +614,9 @@ class Engine:
         )
         newest = {(adapter.serial, False) for adapter in view.adapters.values()} | {(0, False)}
         pinned = {(serial, True) for serial in self.weights.history.serials}
-        self.scheduler.prefix_cache.keep_only({(*key, view.base_serial) for key in newest | pinned})
+        self.scheduler.room.prefix_cache.keep_only(
+            {(*key, view.base_serial) for key in newest | pinned}
+        )
         if self.images is not None:
             serials = {serial for serial, _ in newest | pinned}
             self.images.keep_only(serials, view.base_serial)

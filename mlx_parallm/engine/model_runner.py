@@ -30,9 +30,10 @@ from mlx_parallm.engine.cache.prefill import arrays_of, present, states_of
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows, end_of
 from mlx_parallm.engine.images import ImageFeatures, Piece
+from mlx_parallm.engine.prefills import PrefillChunk, PrefixSave
 from mlx_parallm.engine.prompt_routes import PromptRoutes, pieces_between
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
-from mlx_parallm.engine.scheduler import PrefillChunk, PrefixSave, SchedulerOutput
+from mlx_parallm.engine.scheduler import SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.experts.routing import ForwardRouting, routed

@@ -10,38 +10,20 @@ Prefill: any number of prompts may be under way; each step advances the one with
 a short prompt does not wait for a long one), but one that was passed over gains a chunk a step.
 While rows decode, a prompt of several chunks advances by smaller ones. A chunk that would end
 inside an image whose tokens see each other both ways ends behind it. A prompt is computed once
-for all requests that bring it meanwhile, and its keys and values stay in the prefix cache
-(cache/prefix.py) under the weights that computed it (`weights_of`), as far as that has room.
-Recurrent states: prompts are computed one by one, and stop where a snapshot of the state will be
-wanted: where others that wait, or were computed, go on in another way, every SNAPSHOT_EVERY tokens,
-and at the end.
+for all requests that bring it meanwhile. What it begins with, where it stops and what is kept of it
+is the cache's business (`CacheRoom`, room.py), as is whether there is room for one more.
 """
 
 from bisect import insort
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
-from math import ceil
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from mlx_parallm.engine.cache.prefix import Key, PrefixCache, PrefixChunk, Segment, common_beginning
-from mlx_parallm.engine.cache.sharing import (
-    SHARED_FROM,
-    PromptRows,
-    end_of,
-    referenced,
-    rows_of,
-    shared_positions,
-    size_class,
-    worth_a_segment,
-)
-from mlx_parallm.engine.prompt_routes import PromptRoutes, pieces_between
+from mlx_parallm.engine.cache.prefix import Key, PrefixChunk
+from mlx_parallm.engine.prefills import Prefill, PrefillChunk, PrefillRow, PrefixSave
+from mlx_parallm.engine.room import CacheRoom, WeightsOf
 from mlx_parallm.engine.sequence import Sequence, Status
 
 AGEING_STEPS = 256
-SNAPSHOT_EVERY = 512  # tokens of a long prompt
-SNAPSHOT_FROM = 16  # tokens: a shorter beginning is not worth one
-COMPARED = 64  # waiting prompts that a prompt is compared with before it is computed
 DECODING_SHARE = 4  # while all rows decode, a long prompt advances by this part of prefill_chunk
 
 
@@ -52,91 +34,6 @@ class SlotMove:
     source: int
     target: int
     length: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixSave:
-    """Positions [segment.start, segment.stop) of a row go into the prefix cache, and the states
-    after them as snapshot `position` of the segment `of`. Either may be None. `row` is the
-    running cache's, or the prefill's only one."""
-
-    segment: Segment | None
-    row: int
-    of: Segment | None = None
-    position: int = 0
-
-
-@dataclass(slots=True)
-class PrefillRow:
-    """One prompt being computed and the sequences that wait for it. Its first `reused` positions
-    are in `prefix`, until ModelRunner has taken them from there; its rows will read those in
-    `chunks` where they lie."""
-
-    key: Key
-    owner: Sequence  # the first that brought the prompt
-    prefix: tuple[PrefixChunk, ...]
-    reused: int
-    sequences: list[Sequence]
-    chunks: tuple[PrefixChunk, ...] = ()
-    routes: PromptRoutes = field(default_factory=PromptRoutes)
-
-    def reuse_routes(self) -> None:
-        """Note where the experts of its reused positions are recorded, for its sequences too."""
-        for chunk in self.prefix:
-            self.routes.pieces += pieces_between(chunk.segment.routes, chunk.start, chunk.stop)
-        for sequence in self.sequences:
-            sequence.prompt_routes = self.routes
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """The prompt without its last token, which the first decode step feeds."""
-        return self.owner.prompt[:-1]
-
-    @property
-    def computed_tokens(self) -> int:
-        """The prompt's tokens but for the reused ones; the last one alone does not count."""
-        return 0 if 0 < self.reused == len(self.tokens) else len(self.owner.prompt) - self.reused
-
-
-@dataclass(slots=True)
-class Prefill:
-    """Several short prompts in one chunk, or one long prompt in several. `done` counts the
-    positions that are there: at first those of the rows' reused prefixes, which are equally
-    long. `caches` is ModelRunner's."""
-
-    rows: list[PrefillRow]
-    length: int  # longest `tokens` of the rows
-    done: int
-    last_step: int  # when it advanced; at first, when it was made up
-    started: bool = False
-    in_chunks: bool = False  # it was longer than one chunk
-    places: tuple[int, ...] = ()  # where it stops for a snapshot, in order
-    caches: list[Any] = field(default_factory=list)
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [sequence for row in self.rows for sequence in row.sequences]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Positions [start, stop) of every row of `prefill`.
-
-    `prompts` is empty but for the last chunk: then the rows of the cache from `first_row` on begin
-    with them.
-    """
-
-    prefill: Prefill
-    start: int
-    stop: int
-    first_row: int
-    prompts: tuple[PromptRows, ...]
-    save: PrefixSave | None = None  # what is kept of it, after it
-
-    @property
-    def sources(self) -> list[int]:
-        """The place in `prefill.rows` of each new row's prompt."""
-        return rows_of(self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,47 +59,17 @@ class Scheduler:
     Args:
         max_rows: sequences that decode together at most.
         prefill_chunk: prompt tokens (padding included) computed between two decode steps.
-        max_kv_tokens: upper bound of `reserved`; None = unbounded.
-        max_cached_tokens: positions that the prefix cache holds at most.
-        rewindable: False: a row holds nothing but its whole text (a recurrent state), so its
-        beginning cannot be used
-            by others, and prompts are computed one by one, without padding.
-        snapshot_tokens: of such a row, positions that take the memory of its state; None: the state
-        cannot be read.
-        by_tokens: rows take what they hold and share segments; False: rows × longest sequence among
-        them.
-        prompt_cost: memory of a position of a prompt that is being computed, over that of a row's
-        position.
+        room: of the cache that holds the rows.
     """
 
-    def __init__(
-        self,
-        max_rows: int,
-        prefill_chunk: int,
-        max_kv_tokens: int | None,
-        max_cached_tokens: int,
-        *,
-        rewindable: bool,
-        snapshot_tokens: int | None = None,
-        by_tokens: bool = False,
-        prompt_cost: float = 1.0,
-    ) -> None:
-        self.by_tokens = by_tokens
-        self.prompt_cost = prompt_cost
+    def __init__(self, max_rows: int, prefill_chunk: int, room: CacheRoom) -> None:
         self.max_rows = max_rows
         self.prefill_chunk = prefill_chunk
-        self.max_kv_tokens = max_kv_tokens
-        self.rewindable = rewindable
-        self.takes_snapshots = not rewindable and snapshot_tokens is not None
-        self.prefix_cache = PrefixCache(
-            max_cached_tokens if rewindable or self.takes_snapshots else 0,
-            snapshot_tokens if self.takes_snapshots else None,
-        )
+        self.room = room
         self.waiting: list[Sequence] = []  # in the order in which they are admitted
         self.rows: list[Sequence] = []
         self.prefills: list[Prefill] = []
         self.paused = False
-        self.beside = 0  # positions of a text that is scored, which has a cache of its own
         self._step = 0
         self._blocked: Sequence | None = None  # waits until a row ends
 
@@ -229,21 +96,21 @@ class Scheduler:
                 or self.waiting[0] is self._blocked
             )
             and not any(
-                s.finished or (s.is_new and self.prefix_cache.max_tokens) for s in self.rows
+                s.finished or (s.is_new and self.room.prefix_cache.max_tokens) for s in self.rows
             )
         )
-
-    @property
-    def reserved(self) -> int:
-        """Positions that the sequences admitted so far can come to hold (prompt + max_tokens
-        each; what they share counts once), the prompts being computed, and the text beside them."""
-        return self._row_positions() + self._computed(self._prompt_tokens + self.beside)
 
     @property
     def has_room_beside(self) -> bool:
         """Whether the text beside the sequences may begin. No sequence is admitted into its
         place meanwhile."""
-        return self.max_kv_tokens is None or not self.active or self.reserved <= self.max_kv_tokens
+        most = self.room.max_tokens
+        return most is None or not self.active or self.reserved <= most
+
+    @property
+    def reserved(self) -> int:
+        """Positions that the sequences admitted so far can come to hold (`CacheRoom.reserved`)."""
+        return self.room.reserved(self.rows, self.prefills)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -261,20 +128,18 @@ class Scheduler:
         for sequence in [*self.rows, *lost]:
             sequence.row, sequence.chunks = -1, ()
         self.rows, self.prefills = [], []
-        self.prefix_cache.clear()
+        self.room.prefix_cache.clear()
         return lost
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache; finished sequences that still have a row do not come into it
         either."""
-        self.prefix_cache.clear()
+        self.room.prefix_cache.clear()
         for sequence in self.rows:
             if sequence.finished:
                 sequence.prefix_key = None
 
-    def schedule(
-        self, weights_of: Callable[[Sequence], Hashable], version: int = -1
-    ) -> SchedulerOutput:
+    def schedule(self, weights_of: WeightsOf, version: int = -1) -> SchedulerOutput:
         """Plans one step. Finished sequences lose their rows here.
 
         Args:
@@ -284,14 +149,13 @@ class Scheduler:
         """
         self.pass_step()
         self._blocked = None
-        saves = self._saves(weights_of)
+        saves = self.room.keep_rows(self.rows, weights_of)
         moves = self._compact()
         kept = len(self.rows)
         self._drop_ended_prefills()
         if self.waiting and not self.paused:
             self._admit(weights_of, version)
-        computed = self._computed(self._prompt_tokens + self.beside)
-        limit = None if self.max_kv_tokens is None else self.max_kv_tokens - computed
+        limit = self.room.left_for_rows(self.prefills)
         chunks = self._next_chunks(weights_of)
         prefilled = sum(
             row.computed_tokens for chunk in chunks if chunk.prompts for row in chunk.prefill.rows
@@ -303,50 +167,6 @@ class Scheduler:
     def pass_step(self) -> None:
         """Counts a step, also one that needs no plan: who waits grows older."""
         self._step += 1
-
-    def _saves(self, weights_of: Callable[[Sequence], Hashable]) -> list[PrefixSave]:
-        """Puts new rows' prompts and finished rows' texts into the prefix cache, unless their
-        weights have changed, or they are doubtful (a failed row may hold NaN)."""
-        saves: list[PrefixSave] = []
-        if not self.prefix_cache.max_tokens:
-            return saves
-        for sequence in self.rows:
-            if not (sequence.finished or sequence.is_new) or not sequence.feeds_prefix_cache:
-                continue
-            if sequence.is_new and self.takes_snapshots:  # its prefill has kept the prompt
-                sequence.is_new = False
-                if not sequence.finished:
-                    continue
-            sequence.is_new = False
-            key = (weights_of(sequence), sequence.cache_salt)
-            if key == sequence.prefix_key:
-                end = end_of(sequence.chunks)  # a whole prompt in segments is stored as it lies
-                stop = (
-                    end
-                    if end and not sequence.finished and end == len(sequence.prompt) - 1
-                    else sequence.cached
-                )
-                text = [*sequence.prompt, *sequence.tokens][:stop]
-                if save := self._save(key, tuple(text), sequence.row):
-                    saves.append(save)
-                    if new := save.segment:
-                        new.routes = sequence.routes_between(new.start, new.stop)
-        return saves
-
-    def _save_prefill(
-        self, row: PrefillRow, stop: int, weights_of: Callable[[Sequence], Hashable]
-    ) -> PrefixSave | None:
-        """Keeps a beginning that was computed under one version, unless only measurements ask
-        for it."""
-        same_weights = row.key == (weights_of(row.owner), row.owner.cache_salt)
-        if not same_weights or not any(sequence.feeds_prefix_cache for sequence in row.sequences):
-            return None
-        return self._save(row.key, row.tokens[:stop], 0)
-
-    def _save(self, key: Key, text: tuple[int, ...], row: int) -> PrefixSave | None:
-        segment = self.prefix_cache.store(key, text)
-        of, position = self.prefix_cache.snapshot(key, text) or (None, 0)
-        return None if segment is of is None else PrefixSave(segment, row, of, position)
 
     def _compact(self) -> list[SlotMove]:
         """Fills the rows of finished sequences with the last ones. No row is both a source and a
@@ -376,7 +196,7 @@ class Scheduler:
                 row.sequences = [s for s in row.sequences if not s.finished]
         self.prefills = [prefill for prefill in self.prefills if prefill.sequences]
 
-    def _admit(self, weights_of: Callable[[Sequence], Hashable], version: int) -> None:
+    def _admit(self, weights_of: WeightsOf, version: int) -> None:
         """Promises rows to the sequences at the head of the queue, as many as there is room for."""
         admitted = 0
         for sequence in self.waiting:
@@ -385,9 +205,9 @@ class Scheduler:
                 break
             key = (weights_of(sequence), sequence.cache_salt)
             row = self._row_of(key, sequence.prompt)
-            prompts = self._prompt_tokens + (len(sequence.prompt) - 1 if row is None else 0)
-            if (active or self.beside) and not self._fits(sequence, row, prompts):
-                self._blocked = None if self.prefills or self.beside else sequence
+            more = len(sequence.prompt) - 1 if row is None else 0
+            if (active or self.room.beside) and not self._fits(sequence, row, more):
+                self._blocked = None if self.prefills or self.room.beside else sequence
                 break
             if row is None:
                 row = self._new_row(key, sequence)
@@ -401,49 +221,8 @@ class Scheduler:
             admitted += 1
         del self.waiting[:admitted]
 
-    @property
-    def _prompt_tokens(self) -> int:
-        """Positions of the caches of prompts that are being computed."""
-        return sum(len(prefill.rows) * prefill.length for prefill in self.prefills)
-
-    def _fits(self, joining: Sequence, row: PrefillRow | None, prompts: int) -> bool:
-        """Whether there is room for one more, which waits for `row`, beside so many positions of
-        prompts."""
-        if self.max_kv_tokens is None:
-            return True
-        return (
-            self._row_positions(joining, row) + self._computed(prompts + self.beside)
-            <= self.max_kv_tokens
-        )
-
-    def _computed(self, positions: int) -> int:
-        """How many positions of rows take as much memory as so many of texts that are being
-        computed."""
-        return ceil(self.prompt_cost * positions)
-
-    def _row_positions(self, joining: Sequence | None = None, row: PrefillRow | None = None) -> int:
-        """Positions that the rows can come to take, with one more that waits for `row` or a row
-        of its own."""
-        more = [] if joining is None else [joining]
-        if not self.by_tokens:
-            active = [*self.active, *more]  # a rectangle: all rows are as long as the longest
-            return len(active) * max((len(s.prompt) + s.max_tokens for s in active), default=0)
-        running = [s for s in self.rows if not s.finished]
-        positions = sum(
-            size_class(len(s.prompt) + s.max_tokens - end_of(s.chunks)) for s in running
-        )
-        shared = [chunk for s in running for chunk in s.chunks]
-        waiting = [
-            (r, [*r.sequences, *more] if r is row else r.sequences)
-            for p in self.prefills
-            for r in p.rows
-        ]
-        for prompt, sequences in waiting:
-            shared += prompt.chunks
-            positions += _positions_of(len(prompt.tokens) - end_of(prompt.chunks), sequences)
-        if joining is not None and row is None:
-            positions += _positions_of(len(joining.prompt) - 1, more)
-        return positions + shared_positions(shared)
+    def _fits(self, joining: Sequence, waits_for: PrefillRow | None, more: int) -> bool:
+        return self.room.fits(joining, waits_for, self.rows, self.prefills, more)
 
     def _row_of(self, key: Key, prompt: tuple[int, ...]) -> PrefillRow | None:
         """The row in which this very prompt is being computed already."""
@@ -453,117 +232,63 @@ class Scheduler:
     def _new_row(self, key: Key, sequence: Sequence) -> PrefillRow:
         """Adds the prompt to a group that has not started, where it fits beside the others, or
         makes one up."""
-        # `_begin` looks later
-        prefix = () if self.takes_snapshots else self.prefix_cache.find(key, sequence.prompt)
-        chunks = referenced(prefix) if self.by_tokens else ()
-        row = PrefillRow(key, sequence, prefix, prefix[-1].stop if prefix else 0, [], chunks)
-        if not self.takes_snapshots:
-            self.prefix_cache.count(sequence.prompt, row.reused)
+        row = self.room.new_row(key, sequence)
         length = len(row.tokens)
-        for prefill in self.prefills:
+        for prefill in self.prefills if self.room.computes_together else ():
             rows, longest = len(prefill.rows) + 1, max(prefill.length, length)
             if (
-                prefill.started
-                or prefill.done != row.reused
-                or not self.rewindable
-                or rows * (longest - row.reused) > self.prefill_chunk
-                or not self._fits(
-                    sequence,
-                    None,
-                    self._prompt_tokens + rows * longest - (rows - 1) * prefill.length,
-                )
+                not prefill.started
+                and prefill.done == row.reused
+                and rows * (longest - row.reused) <= self.prefill_chunk
+                and self._fits(sequence, None, rows * longest - prefill.positions)
             ):
-                continue
-            prefill.rows.append(row)
-            prefill.length = longest
-            return row
+                prefill.rows.append(row)
+                prefill.length = longest
+                return row
         in_chunks = length - row.reused > self.prefill_chunk
         self.prefills.append(Prefill([row], length, row.reused, self._step, in_chunks=in_chunks))
         return row
 
-    def _begin(self, prefill: Prefill) -> None:
-        """Begin the prefill of a recurrent model's prompt: look again for a stored prefix, since
-        earlier prompts may have been computed meanwhile, and pick the places of the snapshots."""
-        [row] = prefill.rows
-        row.prefix = self.prefix_cache.find(row.key, row.owner.prompt)
-        row.reused = prefill.done = row.prefix[-1].stop if row.prefix else 0
-        if self.by_tokens:
-            row.chunks = referenced(row.prefix)
-            if self.max_kv_tokens is not None and self.reserved > self.max_kv_tokens:
-                row.chunks = ()  # a part of a long segment keeps all of it alive
-        for sequence in row.sequences:
-            sequence.cached_prompt_tokens = row.reused
-        others = [
-            r.owner for p in self.prefills if p is not prefill for r in p.rows if r.key == row.key
-        ]
-        others += [
-            s
-            for s in self.waiting[:COMPARED]
-            if s.cache_salt == row.key[1] and s.adapter is row.owner.adapter
-        ]
-        common = Counter(
-            common_beginning(row.tokens, other.prompt[:-1]) for other in others[:COMPARED]
-        )
-        places = {length for length, _ in common.most_common(2)}
-        places |= {self.prefix_cache.parting(row.key, row.tokens), len(row.tokens)}
-        places |= set(range(SNAPSHOT_EVERY, len(row.tokens) - SNAPSHOT_EVERY // 2, SNAPSHOT_EVERY))
-        prefill.places = tuple(
-            sorted(place for place in places if place >= max(SNAPSHOT_FROM, prefill.done + 1))
-        )
-
-    def _next_chunks(self, weights_of: Callable[[Sequence], Hashable]) -> list[PrefillChunk]:
+    def _next_chunks(self, weights_of: WeightsOf) -> list[PrefillChunk]:
         """Picks the prompts that can be finished within this step's `prefill_chunk` tokens, the
         most urgent first; when that one cannot, a part of it. Finished prompts get their rows."""
         chunks: list[PrefillChunk] = []
         left = self.prefill_chunk
         for prefill in sorted(self.prefills, key=self._urgency):
-            if self.takes_snapshots and not prefill.started:
-                if not left:
+            if not prefill.started:
+                if not left and self.room.begins_late:
                     continue
-                self._begin(prefill)
-            limit = min(left, self._part_of_long_prompts()) if prefill.in_chunks else left
-            start, stop = (
-                prefill.done,
-                min(prefill.length, prefill.done + limit // len(prefill.rows)),
-            )
+                self.room.begin(prefill, self.rows, self.prefills, self.waiting)
+            start, stop = prefill.done, self._end_of_chunk(prefill, left)
             if stop < prefill.length and chunks:
                 continue
-            stop = _outside_images(prefill, stop)
+            stop = prefill.outside_images(stop)
             stop = min([stop, *[place for place in prefill.places if place > start]])
-            save = None
-            if self.takes_snapshots:
-                [row] = prefill.rows
-                save = self._save_prefill(row, stop, weights_of) if stop in prefill.places else None
-                if not prefill.started:
-                    self.prefix_cache.count(row.owner.prompt, row.reused)
+            save = self.room.advance(prefill, stop, weights_of)
             left = max(0, left - (stop - start) * len(prefill.rows))
             prefill.done, prefill.last_step, prefill.started = stop, self._step, True
-            first_row = len(self.rows)
-            prompts: tuple[PromptRows, ...] = ()
-            if stop == prefill.length:
-                prompts = tuple(
-                    self._prompt_rows(i, row) for i, row in enumerate(prefill.rows) if row.sequences
-                )
-                for prompt in prompts:
-                    for sequence in prefill.rows[prompt.source].sequences:
-                        self._give_row(sequence, prompt.chunks)
-                self.prefills.remove(prefill)
-            chunks.append(PrefillChunk(prefill, start, stop, first_row, prompts, save))
+            chunks.append(self._chunk(prefill, start, save))
         return chunks
 
-    def _prompt_rows(self, index: int, row: PrefillRow) -> PromptRows:
-        """Return which segments the new rows of a computed prompt read. The rest behind stored
-        segments may become a new one."""
-        chunks, length = row.chunks, len(row.tokens)
-        start = end_of(chunks)
-        if self.by_tokens and worth_a_segment(length - start, len(row.sequences)):
-            # its prefill kept it
-            kept = self.prefix_cache.held(row.key, row.tokens) if self.takes_snapshots else ()
-            if end_of(kept) == length >= SHARED_FROM * len(kept):
-                chunks = kept
-            else:
-                chunks = (*chunks, PrefixChunk(Segment(None, start, row.tokens[start:]), length))
-        return PromptRows(index, len(row.sequences), length, chunks)
+    def _end_of_chunk(self, prefill: Prefill, left: int) -> int:
+        """Return how far a prefill can advance within `left` tokens."""
+        limit = min(left, self._part_of_long_prompts()) if prefill.in_chunks else left
+        return min(prefill.length, prefill.done + limit // len(prefill.rows))
+
+    def _chunk(self, prefill: Prefill, start: int, save: PrefixSave | None) -> PrefillChunk:
+        """Return the chunk from `start` to where the prefill is now; give rows to those whose
+        prompt it ends."""
+        first_row = len(self.rows)
+        if prefill.done < prefill.length:
+            return PrefillChunk(prefill, start, prefill.done, first_row, (), save)
+        prompts = tuple(
+            self.room.prompt_rows(i, row) for i, row in enumerate(prefill.rows) if row.sequences
+        )
+        for prompt in prompts:
+            for sequence in prefill.rows[prompt.source].sequences:
+                self._give_row(sequence, prompt.chunks)
+        self.prefills.remove(prefill)
+        return PrefillChunk(prefill, start, prefill.done, first_row, prompts, save)
 
     def _urgency(self, prefill: Prefill) -> int:
         """Lower goes first: what is left to compute, less a chunk for each step that it was
@@ -593,17 +318,3 @@ class Scheduler:
         sequence.row, sequence.cached = len(self.rows), len(sequence.prompt) - 1
         sequence.status, sequence.is_new = Status.RUNNING, True
         self.rows.append(sequence)
-
-
-def _outside_images(prefill: Prefill, stop: int) -> int:
-    """Return the end of a chunk, moved behind the images that a forward must have whole."""
-    moved = max(row.owner.outside_images(stop) for row in prefill.rows)
-    return stop if moved == stop else _outside_images(prefill, moved)
-
-
-def _positions_of(prompt: int, sequences: list[Sequence]) -> int:
-    """Return how many positions the rows of sequences with one prompt take at most; `prompt`
-    positions of it are not computed yet."""
-    if worth_a_segment(prompt, len(sequences)):
-        return prompt + sum(size_class(1 + s.max_tokens) for s in sequences)
-    return sum(size_class(prompt + 1 + s.max_tokens) for s in sequences)

@@ -117,7 +117,7 @@ class EngineThread:
                 **vars(Counters()),
             )
         lanes = engine.lanes
-        prefix_caches = [lane.scheduler.prefix_cache for lane in lanes]
+        prefix_caches = [lane.scheduler.room.prefix_cache for lane in lanes]
         return EngineStats(
             alive=alive,
             ready=alive and not self._stopping,

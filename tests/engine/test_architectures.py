@@ -344,7 +344,7 @@ def test_the_next_turn_goes_on_from_what_was_read(name):
     turn = [*prompt, *first.token_ids, 5, 6, 7]
     second = run(served.engine, [request("second", turn, **params)])["second"].completions[0]
     assert list(second.token_ids) == naive_greedy(served.plain, turn, 8, eos=None)
-    assert served.engine.scheduler.prefix_cache.hit_tokens == (47 if reused else 0)
+    assert served.engine.scheduler.room.prefix_cache.hit_tokens == (47 if reused else 0)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -469,7 +469,7 @@ def test_a_model_that_takes_one_row_only_is_served_without_prefixes():
             assert list(outputs[f"r{i}"].completions[0].token_ids) == naive_greedy(
                 served.plain, prompt, 4
             )
-    assert served.engine.scheduler.prefix_cache.tokens == 0
+    assert served.engine.scheduler.room.prefix_cache.tokens == 0
 
 
 def test_a_model_that_cannot_even_go_on_alone_is_refused_by_name():

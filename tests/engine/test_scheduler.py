@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.engine.output_text import OutputText
+from mlx_parallm.engine.room import cache_room
 from mlx_parallm.engine.scheduler import AGEING_STEPS, Scheduler, SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence, Status
 from mlx_parallm.types import SamplingParams
@@ -39,9 +40,8 @@ def new_scheduler(
     max_cached_tokens: int = 0,
     **options: bool,
 ) -> Scheduler:
-    return Scheduler(
-        max_rows, prefill_chunk, max_kv_tokens, max_cached_tokens, **{"rewindable": True} | options
-    )
+    room = cache_room(max_kv_tokens, max_cached_tokens, **{"rewindable": True} | options)
+    return Scheduler(max_rows, prefill_chunk, room)
 
 
 def under(epoch: int):
@@ -162,11 +162,11 @@ def test_rows_stay_dense_hold_their_tokens_and_keep_within_the_bounds(
         assert scheduler.reserved <= bound, "no more is promised than there is"
         assert len(plan.rows) * max((s.cached for s in plan.rows), default=0) <= plan.max_row_tokens
         end_some(generator, scheduler)
-        scheduler.prefix_cache.check_integrity()
+        scheduler.room.prefix_cache.check_integrity()
         if step > 80 and not scheduler.has_work:
             break
     assert everyone and all(s.finished for s in everyone)
-    assert scheduler.prefix_cache.hit_tokens == 0 or (cached and rewindable)
+    assert scheduler.room.prefix_cache.hit_tokens == 0 or (cached and rewindable)
 
 
 def test_first_come_first_served():
@@ -285,7 +285,7 @@ def test_a_known_prefix_is_not_computed_again():
     assert rows.computed == 29 + 3 + 29
     assert plan.prefilled_tokens == 4 + 30
     assert [s.cached_prompt_tokens for s in plan.rows if s.request_id == "next"] == [34]
-    assert (scheduler.prefix_cache.hit_tokens, scheduler.prefix_cache.query_tokens) == (
+    assert (scheduler.room.prefix_cache.hit_tokens, scheduler.room.prefix_cache.query_tokens) == (
         34 + 29,
         30 + 38 + 30 + 30,
     )
@@ -346,14 +346,14 @@ def test_a_text_that_is_scored_waits_for_its_place_and_keeps_it():
     scheduler = new_scheduler(max_rows=8, prefill_chunk=64, max_kv_tokens=100)
     scheduler.add([sequence(str(i), (i,), max_tokens=29) for i in range(8)])  # 30 positions each
     running = scheduler.schedule(under(0)).rows
-    scheduler.beside = 50
+    scheduler.room.beside = 50
     assert not scheduler.has_room_beside, "90 and 50"
     running[0].finish("length")
     assert len(scheduler.schedule(under(0)).rows) == 2, "nobody takes the place that became free"
     assert not scheduler.has_room_beside, "60 and 50"
     running[1].finish("length")
     assert len(scheduler.schedule(under(0)).rows) == 1 and scheduler.has_room_beside
-    scheduler.beside = 0
+    scheduler.room.beside = 0
     assert len(scheduler.schedule(under(0)).rows) == 3
 
 

@@ -137,7 +137,7 @@ def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on(by_tokens):
     served.engine.add(request("queued", [4, 5, 6], temperature=0.0, max_tokens=7))
     served.engine.step()
     served.engine.step()
-    assert served.engine.scheduler.prefix_cache.tokens > 0
+    assert served.engine.scheduler.room.prefix_cache.tokens > 0
     cache = served.engine.cache
     if by_tokens:
         [pool] = cache.step_pools
@@ -151,7 +151,7 @@ def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on(by_tokens):
     assert [(e.request_id, e.output.completions[0].error) for e in events] == [
         ("hit", "out of luck")
     ]
-    assert served.engine.scheduler.prefix_cache.tokens == 0
+    assert served.engine.scheduler.room.prefix_cache.tokens == 0
     outputs = collect(served.engine)
     assert list(outputs["queued"].completions[0].token_ids) == naive_greedy(
         served.plain, [4, 5, 6], 7

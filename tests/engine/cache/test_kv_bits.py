@@ -275,7 +275,7 @@ def test_memory_is_what_the_bits_need():
     layers, numbers = 2, 2 * HEADS * WIDTH
     assert cache.token_bytes() == layers * numbers * 4 / 6.4
     assert cache.prefill_token_bytes() == layers * numbers * 4
-    assert served.engine.scheduler.prefix_cache.max_tokens == (1 << 20) // cache.token_bytes()
+    assert served.engine.scheduler.room.prefix_cache.max_tokens == (1 << 20) // cache.token_bytes()
     [prompt] = ragged_prompts(1, shortest=1201, longest=1201)
     served.engine.add(request("r", prompt, n=8, max_tokens=20, ignore_eos=True))
     while len(served.engine.scheduler.rows) < 8:
@@ -284,11 +284,11 @@ def test_memory_is_what_the_bits_need():
     assert cache.nbytes == counters.kv_bytes == (1200 + 8 * 64) * cache.token_bytes()
     assert counters.kv_bytes_shared == 7 * 1200 * cache.token_bytes()
     run(served.engine, [])
-    stored = [segment for _, segment in served.engine.scheduler.prefix_cache._by_age.values()]
+    stored = [segment for _, segment in served.engine.scheduler.room.prefix_cache._by_age.values()]
     held = sum(array.nbytes for segment in stored for array in segment.arrays)
     assert (
         held
-        == served.engine.scheduler.prefix_cache.tokens * cache.token_bytes()
+        == served.engine.scheduler.room.prefix_cache.tokens * cache.token_bytes()
         > 1200 * cache.token_bytes()
     )
 
@@ -300,7 +300,7 @@ def test_a_hit_begins_a_prefill_with_unpacked_keys_and_values_and_a_publish_ends
     cache, [prompt] = served.engine.cache, ragged_prompts(1, shortest=40, longest=40)
     first = run(served.engine, [request("a", prompt, temperature=0.0, max_tokens=9)])["a"]
     weights = served.engine._weights_of(SimpleNamespace(adapter=None))
-    chunks = served.engine.scheduler.prefix_cache.find((weights, None), tuple(prompt))
+    chunks = served.engine.scheduler.room.prefix_cache.find((weights, None), tuple(prompt))
     assert chunks[-1].stop == 39
     begun = cache.new_prefill(50, [chunks, chunks])
     for layer, arrays in zip(begun, cache.kv_format.layers(chunks[0].segment.arrays), strict=True):
@@ -337,7 +337,7 @@ def test_what_a_hit_brings_keeps_its_bits(length):
     cache, scheduler = served.engine.cache, served.engine.scheduler
     [prompt] = ragged_prompts(1, shortest=length, longest=length)
     run(served.engine, [request("a", prompt, temperature=0.0, max_tokens=9)])
-    [kept] = scheduler.prefix_cache.find(
+    [kept] = scheduler.room.prefix_cache.find(
         (served.engine._weights_of(SimpleNamespace(adapter=None)), None), (*prompt, 0)
     )
     wanted = [array[:, :, : kept.stop] for array in kept.segment.arrays]
@@ -399,7 +399,7 @@ def test_a_prompt_that_is_computed_counts_in_full():
     ).values()
     assert scored.prompt_logprobs is not None, "no row will hold it"
     scheduler = served.engine.scheduler
-    assert (scheduler.max_kv_tokens, scheduler.prompt_cost) == (600, 6.4)
+    assert (scheduler.room.max_tokens, scheduler.room.prompt_cost) == (600, 6.4)
     for i, prompt in enumerate(ragged_prompts(2, shortest=41, longest=41)):
         served.engine.add(request(f"r{i}", prompt, max_tokens=60, ignore_eos=True))
     served.engine.step()  # 40 · 6.4 + 128 positions fit once, and not twice beside each other

@@ -159,9 +159,9 @@ def test_conversations_are_answered_as_without_the_cache(temperature):
     assert without.prefill_tokens == without.prompt_tokens == counts.prompt_tokens
     # Of each later turn: the last token of the answer before it, and what is new (1 to 9 tokens).
     assert counts.prefill_tokens <= 6 * 41 + 18 * 10
-    cache = cached.engine.scheduler.prefix_cache
+    cache = cached.engine.scheduler.room.prefix_cache
     assert cache.query_tokens - cache.hit_tokens <= counts.prefill_tokens
-    assert naive.engine.scheduler.prefix_cache.hit_tokens == 0
+    assert naive.engine.scheduler.room.prefix_cache.hit_tokens == 0
 
 
 def test_adapters_salts_and_publishes_never_share():
@@ -215,12 +215,12 @@ def test_old_weights_entries_go_at_once():
         served.engine,
         [request("p", prompt, adapter="policy", max_tokens=2), request("b", prompt, max_tokens=2)],
     )
-    held = served.engine.scheduler.prefix_cache.tokens
+    held = served.engine.scheduler.room.prefix_cache.tokens
     served.weights.publish_adapter(random_adapter(served, 2))
     run(served.engine, [request("x", [1, 2], max_tokens=1)])
-    assert served.engine.scheduler.prefix_cache.tokens < 0.6 * held, "only the base's are left"
+    assert served.engine.scheduler.room.prefix_cache.tokens < 0.6 * held, "only the base's are left"
     served.engine.reset_prefix_cache()
-    assert served.engine.scheduler.prefix_cache.tokens == 0
+    assert served.engine.scheduler.room.prefix_cache.tokens == 0
     output = run(served.engine, [request("again", prompt, temperature=0.0, max_tokens=9)])["again"]
     assert list(output.completions[0].token_ids) == naive_greedy(served.plain, prompt, 9)
 
@@ -249,7 +249,7 @@ def test_memory_stays_within_both_bounds():
     )
     engine = served.engine
     token = engine.cache.token_bytes()
-    bound = engine.scheduler.max_kv_tokens
+    bound = engine.scheduler.room.max_tokens
     assert bound == (1 << 20) // token
     generator = random.Random(3)
     prompts = [
@@ -272,9 +272,14 @@ def test_memory_stays_within_both_bounds():
             for array in (cache.keys, cache.values)
         ]
         used = engine.cache.nbytes + sum(array.nbytes for array in prefills)
-        stored = [a for _, s in engine.scheduler.prefix_cache._by_age.values() for a in s.arrays]
+        stored = [
+            a for _, s in engine.scheduler.room.prefix_cache._by_age.values() for a in s.arrays
+        ]
         assert used <= bound * token and sum(array.nbytes for array in stored) <= 1 << 18
-        assert sum(array.nbytes for array in stored) == engine.scheduler.prefix_cache.tokens * token
+        assert (
+            sum(array.nbytes for array in stored)
+            == engine.scheduler.room.prefix_cache.tokens * token
+        )
         most, most_rows = max(most, used), max(most_rows, len(engine.scheduler.rows))
     assert len(outputs) == 60 and most > 0.5 * bound * token and most_rows >= 4
     for number in range(0, 60, 7):

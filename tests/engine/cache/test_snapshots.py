@@ -6,7 +6,7 @@ import random
 import pytest
 
 from mlx_parallm.engine.cache.prefix import PrefixCache, common_beginning
-from mlx_parallm.engine.scheduler import SNAPSHOT_EVERY
+from mlx_parallm.engine.room import SNAPSHOT_EVERY
 from mlx_parallm.models.recurrent.layers import use_chunks
 from scripts.generate_model_table import small_model
 from tests.engine.helpers import naive_greedy, random_adapter, request, run, serve
@@ -113,7 +113,7 @@ def test_a_group_of_a_hybrid_holds_its_prompt_once():
         id(chunk.segment): chunk.segment for row in cache._rows for chunk in row.chunks
     }.values()
     assert sum(len(segment.tokens) for segment in segments) == 699
-    known = served.engine.scheduler.prefix_cache.held(
+    known = served.engine.scheduler.room.prefix_cache.held(
         (served.engine._weights_of(request("any", [1])), None), prompt
     )
     assert {id(segment) for segment in segments} <= {id(chunk.segment) for chunk in known}, (
@@ -162,7 +162,7 @@ def test_a_measured_prompt_is_not_kept():
     """`prompt_logprobs`: neither where its prefill stops nor where its answer ends; the same
     prompt after it is."""
     served = serve(recurrent(STATES_ALONE))
-    cache, prompt = served.engine.scheduler.prefix_cache, prompt_of(100)
+    cache, prompt = served.engine.scheduler.room.prefix_cache, prompt_of(100)
     run(served.engine, [request("measured", prompt, prompt_logprobs=0, max_tokens=2, **GREEDY)])
     assert cache.tokens == 0
     run(served.engine, [request("asked", prompt, max_tokens=2, **GREEDY)])
@@ -179,7 +179,7 @@ def test_a_prompt_that_waits_for_its_turn_is_counted_once(name):
     outputs = run(
         served.engine, [request(f"r{i}", p, max_tokens=2, **GREEDY) for i, p in enumerate(prompts)]
     )
-    cache = served.engine.scheduler.prefix_cache
+    cache = served.engine.scheduler.room.prefix_cache
     assert cache.query_tokens == 32 * 50
     reused = [output.completions[0].cached_tokens for output in outputs.values()]
     assert cache.hit_tokens == sum(reused) == 31 * 40
@@ -197,7 +197,7 @@ def test_one_instruction_before_many_questions_is_computed_once(rows):
     )
     questions = sum(len(prompt) - 200 for prompt in prompts)
     assert served.engine.counters.prefill_tokens <= 200 + questions
-    cache = served.engine.scheduler.prefix_cache
+    cache = served.engine.scheduler.room.prefix_cache
     assert cache.query_tokens == sum(map(len, prompts)), (
         "a prompt that waits for its turn is counted once"
     )
@@ -245,7 +245,7 @@ def test_any_order_of_texts_and_little_room(name, ahead):
     """Beginnings of one another, aborts, groups, and a cache that drops what is old: answers are
     the twin's."""
     served = serve(recurrent(name), max_rows=4, prefill_chunk=24, async_scheduling=ahead)
-    cache = served.engine.scheduler.prefix_cache
+    cache = served.engine.scheduler.room.prefix_cache
     cache.max_tokens = 3 * cache.snapshot_tokens + 200
     generator = random.Random(5)
     texts = [prompt_of(30, seed=9)]
