@@ -141,7 +141,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     " go, whatever it was",
     "mlx_parallm/execution/mcp_connection.py:MCPConnection.call": "a server may answer anything;"
     " it is a result",
-    "mlx_parallm/engine/engine.py:Engine._advance_score": (
+    "mlx_parallm/engine/scoring.py:ScoreQueue.advance": (
         "a text is scored alone: what fails is its own"
     ),
     "mlx_parallm/engine/engine.py:Engine.recover": "who fails alone is told so; the others go on",

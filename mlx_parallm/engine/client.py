@@ -106,10 +106,12 @@ class NotifyIdle:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Runs `function(engine)` on the engine thread between two steps."""
+    """Runs `function(engine)` on the engine thread between two steps. `each`: with the engine of
+    every lane; the future has the first one's result."""
 
     function: Callable[[Any], Any]
     future: "Future[Any]"
+    each: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +285,10 @@ class EngineClient:
         The pause lasts until every holder has resumed. The future is done once the engine has
         paused.
         """
-        return self.call(lambda engine: engine.pause(holder, freeze=freeze))
+        return self.call(lambda engine: engine.pause(holder, freeze=freeze), each=True)
 
     def resume_admission(self, holder: str = TRAINER) -> "Future[Any]":
-        return self.call(lambda engine: engine.resume(holder))
+        return self.call(lambda engine: engine.resume(holder), each=True)
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Blocks (not for use in a loop's thread) until nothing runs; False when the time ran
@@ -295,19 +297,20 @@ class EngineClient:
         self.queue.send(NotifyIdle(event))
         return event.wait(timeout_s)
 
-    def call(self, function: Callable[[Any], Any]) -> "Future[Any]":
-        """Runs `function(engine)` on the engine thread between two steps."""
+    def call(self, function: Callable[[Any], Any], *, each: bool = False) -> "Future[Any]":
+        """Runs `function(engine)` on the engine thread between two steps; `each`: with every
+        engine of the thread."""
         future: Future[Any] = Future()
-        self.queue.send(Call(function, future))
+        self.queue.send(Call(function, future, each))
         return future
 
     def release_caches(self) -> "Future[Any]":
         """Gives back what no running sequence needs."""
-        return self.call(lambda engine: engine.release_caches())
+        return self.call(lambda engine: engine.release_caches(), each=True)
 
     def reset_prefix_cache(self) -> "Future[Any]":
         """Forgets every prompt that was kept."""
-        return self.call(lambda engine: engine.reset_prefix_cache())
+        return self.call(lambda engine: engine.reset_prefix_cache(), each=True)
 
     def rank_stats(self) -> Mapping[int, EngineStats]:
         """Returns the counters of each rank's engine; empty where there is one rank."""

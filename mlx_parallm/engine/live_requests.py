@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.errors import ParallmError
+from mlx_parallm.errors import ParallmError, RequestError
 from mlx_parallm.types import CompletionDelta, FinishReason, PromptLogprobs, Request, RequestOutput
 
 
@@ -208,6 +208,11 @@ class LiveRequests:
 
 def _behind(column: list[_T] | None, since: int) -> tuple[_T, ...] | None:
     return None if column is None else tuple(column[since:])
+
+
+def id_in_use(request_id: str) -> RequestError:
+    """Return the error of a request whose id one that has not ended has."""
+    return RequestError(f"request_id {request_id!r} is in use", param="request_id")
 
 
 @contextmanager

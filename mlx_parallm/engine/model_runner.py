@@ -18,7 +18,6 @@ import copy
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -35,6 +34,7 @@ from mlx_parallm.engine.prompt_routes import PromptRoutes, pieces_between
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.engine.steps import DraftStep, LaunchedStep, SampledToken
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.experts.routing import ForwardRouting, routed
 from mlx_parallm.models.sums import COPY, evaluated, has_signal
@@ -45,32 +45,6 @@ from mlx_parallm.weights import SharedWeights, WeightsView
 
 CHECKED = 8  # arrays of keys and values that are looked at, of those that go to the prefix cache
 PROBED = 16  # tokens of a text by which zeros are explained
-
-
-@dataclass(frozen=True)
-class LaunchedStep:
-    """A step's graph: the decoding rows, their policy version, and the arrays that the host will
-    read."""
-
-    rows: tuple[Sequence, ...]
-    version: int
-    batch: SamplingBatch | None
-    sampled: Sampled | None
-    pending: list[mx.array]
-    prefilled_tokens: int = 0  # of prompts that it completes
-    prompt_tokens: int = 0  # of prompts that it computes
-    experts: mx.array | None = None  # [rows, layers, k] uint8 or uint16, where they are recorded
-    written: SequenceOf[mx.array] = ()  # of `pending`: keys and values, and states, of prompts
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    sequence: Sequence
-    token: int
-    logprob: float
-    processed_logprob: float | None
-    top_logprobs: tuple[TopLogprob, ...] | None
-    experts: bytes = b""  # as in `types.RoutedExperts.ids`
 
 
 def _with_images(piece: tuple[SequenceOf[int], Sequence]) -> Piece:
@@ -365,10 +339,10 @@ class ModelRunner:
         sequence.chunks = ()
 
     def launch_draft(
-        self, sequence: Sequence, draft: SequenceOf[int], caches: list[Any], view: WeightsView
-    ) -> LaunchedStep:
+        self, sequence: Sequence, draft: tuple[int, ...], caches: list[Any], view: WeightsView
+    ) -> DraftStep:
         """Build the graph of a step that feeds the row its next token and a draft behind it, and
-        samples after each of them: `rows` is the sequence so many times."""
+        samples after each of them."""
         rows = (sequence,) * (1 + len(draft))
         self._lora.activate([sequence.adapter])
         logits = self._model(mx.array([[sequence.next_token, *draft]]), cache=caches)[0]
@@ -376,7 +350,7 @@ class ModelRunner:
         start = len(sequence.tokens)
         sampled = sample(logits, batch, [*range(start, start + len(rows))])
         pending = sampled.arrays + arrays_of(caches)
-        return LaunchedStep(rows, view.policy_version, batch, sampled, pending)
+        return DraftStep(rows, view.policy_version, batch, sampled, pending, draft=draft)
 
     def try_forward(self) -> None:
         """Computes one token of the base alone. Raises when the model cannot compute at all."""

@@ -7,6 +7,7 @@ chunk, and when the base itself is published in between, the text starts again.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,16 +17,19 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.cache.prefill import arrays_of
-from mlx_parallm.engine.images import ImageFeatures
+from mlx_parallm.engine.images import ImageFeatures, image_ids
 from mlx_parallm.engine.sampler import ordered_alternatives, top_logprobs
+from mlx_parallm.errors import RequestError
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.sums import has_signal
-from mlx_parallm.system.device.faults import wrong_numbers
+from mlx_parallm.system.device.faults import raise_device_fault, wrong_numbers
 from mlx_parallm.system.device.traits import may_lose_results
-from mlx_parallm.types import Pooling, PromptImage, PromptLogprobs, TopLogprob
+from mlx_parallm.types import Pooling, PromptImage, PromptLogprobs, Request, TopLogprob
+from mlx_parallm.weights import SharedWeights
 
+NOT_FINITE = "the model's logits are not finite"
 CHUNK_LOGITS = 1 << 24  # logits of one chunk: 64 MB of float32
 
 
@@ -177,3 +181,107 @@ class Scorer:
         score.top_logprobs += (
             ordered_alternatives(arrays[1], arrays[2]) if score.top_count else [None] * len(values)
         )
+
+
+@dataclass(frozen=True)
+class ScoreEnd:
+    """How a text's score has ended: with a result, or with an error."""
+
+    request_id: str
+    result: PromptLogprobs | tuple[float, ...] | None = None
+    error: str | None = None
+
+
+class ScoreQueue:
+    """Texts to be scored or embedded, one after the other, a chunk at a time.
+
+    Args:
+        scorer: of the engine's model.
+        weights: the read lock.
+        images: what stands in texts beside words; None: nothing does.
+    """
+
+    def __init__(
+        self, scorer: Scorer, weights: SharedWeights, images: ImageFeatures | None
+    ) -> None:
+        self._scorer, self._weights, self._images = scorer, weights, images
+        self._scores: deque[Score] = deque()
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    @property
+    def oldest(self) -> Score:
+        """The text that is computed next."""
+        return self._scores[0]
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of the oldest is computed."""
+        return bool(self._scores) and self.oldest.done > 0
+
+    @property
+    def positions(self) -> int:
+        """Positions of the oldest; 0: there is none."""
+        return self.oldest.positions if self._scores else 0
+
+    def bound(self, chunk: int) -> None:
+        """Take at most so many tokens a chunk from now on."""
+        self._scorer.bound(chunk)
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError: it has images that chunks of a given text cannot be cut behind."""
+        if request.images and self._images is not None and self._images.table.spans is not None:
+            raise RequestError(
+                "texts behind images are not scored where an image's tokens see each other",
+                param="prompt_logprobs",
+            )
+
+    def text(self, request: Request, adapter: AdapterSlot | None) -> Score:
+        """Return a request's prompt as a text to be scored. Raises RequestError (`check`)."""
+        self.check(request)
+        params = request.params
+        score = Score(
+            request.request_id, request.prompt_token_ids, adapter, params.prompt_logprobs or 0
+        )
+        score.pooling = params.pooling
+        if self._images is not None and request.images:
+            score.images = request.images
+            score.shown = image_ids(score.tokens, request.images, self._images.token_id)
+            score.places, _ = self._images.positions_of(score.tokens, request.images)
+        return score
+
+    def add(self, score: Score) -> None:
+        self._scores.append(score)
+
+    def remove(self, request_id: str) -> None:
+        self._scores = deque(score for score in self._scores if score.request_id != request_id)
+
+    def advance(self) -> ScoreEnd | None:
+        """Compute one chunk of the oldest; returns how it has ended, None: it goes on."""
+        score = self.oldest
+        try:
+            with self._weights.read() as view:
+                chunk = self._scorer.launch(score, view.base_serial)
+            self._scorer.collect(score, chunk)
+        except Exception as error:  # noqa: BLE001 - boundary: a text is computed alone, the failure is its own
+            raise_device_fault(error)
+            return self._end(error=f"the text cannot be scored: {error!r}")
+        if not score.finite:
+            return self._end(error=NOT_FINITE)
+        return self._end(score.embedding() or score.result()) if score.finished else None
+
+    def _end(
+        self,
+        result: PromptLogprobs | tuple[float, ...] | None = None,
+        error: str | None = None,
+    ) -> ScoreEnd:
+        return ScoreEnd(self._scores.popleft().request_id, result, error)
+
+    def next_logits(self, text: Score) -> np.ndarray:
+        """Logits [C, V] float32 of the text's positions up to `text.done`, until it is
+        `finished`."""
+        with self._weights.read() as view:
+            logits = self._scorer.next_logits(text, view.base_serial).astype(mx.float32)
+        mx.eval(logits, arrays_of(text.caches))
+        return np.array(logits)

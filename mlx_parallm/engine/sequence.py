@@ -2,7 +2,7 @@
 parallel lists elsewhere.
 
 `types.Request` → n × `Sequence` → `Scheduler` gives it a row of the KV cache → `ModelRunner`
-samples its tokens → `Engine._decide` ends it (stop rules: engine.py, stop strings: output_text.py)
+samples its tokens → `apply_stop_rules` ends it (stop strings: output_text.py)
 → `Completion`.
 """
 

@@ -3,13 +3,14 @@
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.engine.chat_lane import ChatLaneEngine
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.images import ImageFeatures
+from mlx_parallm.engine.lanes import divided
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError
@@ -134,9 +135,13 @@ def start_engine(
         )
         images = ImageFeatures(encoder, table, lora.activate)
     engine_tokenizer = tokenizer()
-    kind = ChatLaneEngine if chats_first else Engine
+    others, chats = divided(options) if chats_first else (options, None)
+    build = partial(Engine, loaded.model, engine_tokenizer, weights, lora)
     thread = EngineThread(
-        lambda: kind(loaded.model, engine_tokenizer, weights, lora, options, images), names, turns
+        lambda: build(others, images),
+        names,
+        turns,
+        chats=None if chats is None else lambda engine: build(chats, images, engine.grammars),
     )
     thread.start()
     return StartedEngine(thread, names, shapes)

@@ -34,6 +34,7 @@ from mlx_parallm.engine.client import (
     post,
 )
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.lanes import Lanes
 from mlx_parallm.engine.live_requests import Counters, Event, Failed, StreamDelta, summed
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import (
@@ -60,26 +61,32 @@ class EngineThread:
     """
     Args:
         build: makes the engine; runs on the new thread. What it raises is raised by `start`.
+        chats: makes one more, for chats beside the requests of the first.
         models: names under which the engine answers.
         turns: the order of engine and trainer where they share the device.
     """
 
     def __init__(
-        self, build: Callable[[], Engine], models: ServedModels, turns: Turns | None = None
+        self,
+        build: Callable[[], Engine],
+        models: ServedModels,
+        turns: Turns | None = None,
+        *,
+        chats: Callable[[Engine], Engine] | None = None,
     ) -> None:
         self._queue = CommandQueue()
         self.client = EngineClient(self._queue, self.stats)
-        self._build = build
+        self._build, self._build_chats = build, chats
         self._models = models
         self._turns = turns or Turns()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._started = threading.Event()
-        self._engine: Engine | None = None
+        self.lanes: Lanes | None = None  # once they are built
         self._build_error: BaseException | None = None
         self._error: str | None = None
         self._mailboxes: dict[str, Mailbox] = {}
         self._idle_waiters: list[threading.Event] = []
-        self._failed_steps: dict[int, int] = {}  # in a row, by lane
+        self._failed_steps: dict[Engine, int] = {}  # in a row
         self._last_turn = time.monotonic()
         self._stopping = False
 
@@ -105,8 +112,8 @@ class EngineThread:
 
     def stats(self) -> EngineStats:
         """A snapshot without a lock: single reads of plain numbers."""
-        engine, alive = self._engine, self._thread.is_alive() and self._error is None
-        if engine is None:
+        lanes, alive = self.lanes, self._thread.is_alive() and self._error is None
+        if lanes is None:
             return EngineStats(
                 alive=alive,
                 ready=False,
@@ -116,30 +123,32 @@ class EngineThread:
                 error=self._error,
                 **vars(Counters()),
             )
-        lanes = engine.lanes
-        prefix_caches = [lane.scheduler.room.prefix_cache for lane in lanes]
+        engine = lanes.others
+        prefix_caches = [each.scheduler.room.prefix_cache for each in lanes]
         return EngineStats(
             alive=alive,
             ready=alive and not self._stopping,
             last_step_time=self._last_turn,
-            waiting=sum(len(lane.scheduler.waiting) for lane in lanes),
+            waiting=sum(len(each.scheduler.waiting) for each in lanes),
             policy_version=engine.weights.version,
             error=self._error,
             prefix_cache_query_tokens=sum(cache.query_tokens for cache in prefix_caches),
             prefix_cache_hit_tokens=sum(cache.hit_tokens for cache in prefix_caches),
             holders=tuple(engine.holders),
             kv_layout=engine.cache.layout,
-            **summed([lane.counters for lane in lanes]),
+            **summed([each.counters for each in lanes]),
         )
 
     def _main(self) -> None:
         reason = "the engine has stopped"
         try:
-            engine = self._engine = self._build()
+            engine = self._build()
+            chats = None if self._build_chats is None else self._build_chats(engine)
+            lanes = self.lanes = Lanes(engine, chats)
             self._queue.open(EngineInfo(engine.limits, self._models, engine.grammars))
             self._started.set()
             while not self._stopping:
-                self._turn(engine)
+                self._turn(lanes)
         except BaseException as error:  # noqa: BLE001 - boundary: all waiting callers must learn of the thread's end
             fault = self._turns.faults.note(error, ends=True)
             self._error = reason = (
@@ -158,34 +167,34 @@ class EngineThread:
             mx.clear_streams()
             self._started.set()
 
-    def _turn(self, engine: Engine) -> None:
-        self._take_commands(engine)
-        self._deliver(engine.take_events())
-        self._turns.chats(engine.serves_chats)
-        if engine.has_work and not self._stopping:
+    def _turn(self, lanes: Lanes) -> None:
+        self._take_commands(lanes)
+        self._deliver(lanes.take_events())
+        self._turns.chats(lanes.serves_chats)
+        if lanes.has_work and not self._stopping:
             with self._turns.step():
-                self._step(engine)
-            self._turns.chats(engine.serves_chats)
-        if self._idle_waiters and engine.idle:
+                self._step(lanes)
+            self._turns.chats(lanes.serves_chats)
+        if self._idle_waiters and lanes.idle:
             for event in self._idle_waiters:
                 event.set()
             self._idle_waiters.clear()
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, lanes: Lanes) -> None:
         try:
-            events = engine.step(ahead=not self._turns.engine_rests)
+            events = lanes.step(ahead=not self._turns.engine_rests)
             self._turns.faults.check()
-            self._failed_steps[engine.lane] = 0
+            self._failed_steps[lanes.last] = 0
         except Exception as error:  # boundary: a failed forward ends its requests, not the engine
             if self._turns.faults.note(error) is not None:
                 raise
             get_logger(__name__).exception("engine_step_failed")
-            lane = engine.lane
-            failed = self._failed_steps[lane] = self._failed_steps.get(lane, 0) + 1
+            engine = lanes.last
+            failed = self._failed_steps[engine] = self._failed_steps.get(engine, 0) + 1
             if failed == 1:
                 if engine.recover():
-                    self._failed_steps[lane] = 0
-                events = engine.take_events()
+                    self._failed_steps[engine] = 0
+                events = lanes.take_events()
             else:
                 events = engine.fail_active(f"the engine's step failed: {error!r}")
             if failed >= MAX_FAILED_STEPS:
@@ -193,17 +202,17 @@ class EngineThread:
                 raise
         self._deliver(events)
 
-    def _take_commands(self, engine: Engine) -> None:
+    def _take_commands(self, lanes: Lanes) -> None:
         """Take every command of the queue; when there is nothing to do, wait for one."""
         idle_turns = 0
         while not self._stopping:
             self._turns.faults.check()
             # also when commands alone keep it awake: paused is not stalled
             self._last_turn = time.monotonic()
-            busy = engine.has_work or (bool(self._idle_waiters) and engine.idle)
+            busy = lanes.has_work or (bool(self._idle_waiters) and lanes.idle)
             if not busy:
                 self._turns.engine_idle()
-                self._turns.chats(engine.serves_chats)  # one may have been frozen just now
+                self._turns.chats(lanes.serves_chats)  # one may have been frozen just now
             try:
                 command = self._queue.commands.get(block=not busy, timeout=IDLE_TURN_S)
             except queue.Empty:
@@ -211,29 +220,32 @@ class EngineThread:
                     return
                 idle_turns += 1
                 if idle_turns == IDLE_TURNS_BEFORE_RELEASE:
-                    engine.release_memory()
+                    for engine in lanes:
+                        engine.release_memory()
                 continue
-            self._execute(engine, command)
+            self._execute(lanes, command)
 
-    def _execute(self, engine: Engine, command: Command) -> None:
+    def _execute(self, lanes: Lanes, command: Command) -> None:
         match command:
             case Submit(letters):
                 for request, mailbox in letters:
-                    self._accept(engine, request, mailbox)
+                    self._accept(lanes, request, mailbox)
             case Abort(request_id):
-                engine.abort(request_id)
+                for engine in lanes:
+                    engine.abort(request_id)
             case NotifyIdle(event):
                 self._idle_waiters.append(event)
-            case Call(function, future):
+            case Call(function, future, each):
                 self._turns.engine_works()
-                if (error := _call(function, engine, future)) is not None:
+                engines = [*lanes] if each else [lanes.others]
+                if (error := _call(function, engines, future)) is not None:
                     self._turns.faults.note(error)
             case StopThread():
                 self._stopping = True
 
-    def _accept(self, engine: Engine, request: Request, mailbox: Mailbox) -> None:
+    def _accept(self, lanes: Lanes, request: Request, mailbox: Mailbox) -> None:
         try:
-            engine.add(request)
+            lanes.add(request)
         except ParallmError as error:
             self._send([(mailbox, Failed(mailbox.request_id, error))])
         except Exception as error:  # boundary: one request's bad values must not end the engine
@@ -286,13 +298,14 @@ class EngineThread:
 
 
 def _call(
-    function: Callable[[Engine], Any], engine: Engine, future: "Future[Any]"
+    function: Callable[[Engine], Any], engines: list[Engine], future: "Future[Any]"
 ) -> Exception | None:
     """Return the error that the caller has got."""
     if not future.set_running_or_notify_cancel():
         return None  # the caller has gone: a time limit, a shutdown
     try:
-        future.set_result(function(engine))
+        results = [function(engine) for engine in engines]
+        future.set_result(results[0])
     except Exception as error:  # noqa: BLE001 - boundary: the caller's function fails in the caller
         future.set_exception(error)
         return error

@@ -196,7 +196,9 @@ class EngineBackend:
             client.call(lambda engine: engine.begin_logits(before + after, adapter, images))
         )
         while not text.finished:
-            chunk = await asyncio.wrap_future(client.call(lambda engine: engine.next_logits(text)))
+            chunk = await asyncio.wrap_future(
+                client.call(lambda engine: engine.scores.next_logits(text))
+            )
             start = text.done - len(chunk)
             if start == 0:  # the first chunk, or the base has changed
                 rows.clear()

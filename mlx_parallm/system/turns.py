@@ -5,7 +5,7 @@ after each piece (a decode step, an evaluation of a few blocks) for the time tha
 the other one has the device alone about half of the time, no rest is longer than the last piece,
 and nothing can hang. With "balanced" the trainer, whose pieces are longer, rests half as long
 (docs/benchmarks/serving.md#serving-while-training). With "chat" it does so too, and while the
-engine answers a chat (engine/chat_lane.py) it rests until that has ended, at most `REST` times as
+engine answers a chat (engine/lanes.py) it rests until that has ended, at most `REST` times as
 long as the piece took.
 
 They also share the device's faults: one of either ends both. And a supervisor hears of each piece.

@@ -176,11 +176,11 @@ def check_at_rest(serving: Serving) -> None:
     """Nothing runs, waits or is left over, and no memory of keys and values is held once the
     engine has gone idle."""
     assert serving.client.wait_idle(60)
-    serving.client.call(lambda engine: engine.check_integrity()).result(60)
+    serving.client.call(lambda engine: engine.check_integrity(), each=True).result(60)
     stats = serving.client.stats()
     assert (stats.alive, stats.running, stats.waiting) == (True, 0, 0), stats
     assert httpx.get(serving.url + "/health").status_code == 200
-    serving.client.call(lambda engine: engine.release_memory()).result(60)
+    serving.client.call(lambda engine: engine.release_memory(), each=True).result(60)
     assert not serving.client.stats().kv_bytes, "keys and values of no sequence"
 
 

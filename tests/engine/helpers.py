@@ -112,14 +112,13 @@ def serve(
     policy: str | None = None,
     keep_versions: int = 1,
     tokenizer: Any = None,
-    kind: type[Engine] = Engine,
     **options: Any,
 ) -> Served:
     plain = copy.deepcopy(model)
     layers = linear_layers(plain)
     weights = SharedWeights(model, policy=policy, keep_versions=keep_versions)
     lora = prepare_for_serving(model)
-    engine = kind(model, tokenizer or ByteTokenizer(), weights, lora, engine_options(**options))
+    engine = Engine(model, tokenizer or ByteTokenizer(), weights, lora, engine_options(**options))
     return Served(engine, plain, weights, lora, layers)
 
 

@@ -175,7 +175,7 @@ def test_a_scored_text_waits_for_room_also_while_steps_run_ahead():
         served.engine.step()
     served.engine.add(request("text", list(range(80)), prompt_logprobs=1, max_tokens=0))
     served.engine.step()
-    assert served.engine._scores[0].done == 0 and served.engine.scheduler.reserved > 200
+    assert served.engine.scores.oldest.done == 0 and served.engine.scheduler.reserved > 200
 
 
 def test_requests_grow_older_while_steps_run_ahead(monkeypatch):

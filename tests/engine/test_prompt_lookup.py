@@ -185,10 +185,10 @@ def test_others_come_and_go_meanwhile() -> None:
 def test_a_drafted_row_takes_no_more_room_than_it_can_come_to_hold() -> None:
     engine = serve(circling_model(), prompt_lookup=8).engine
     engine.add(request("a", REPEATED, temperature=0.0, max_tokens=40, ignore_eos=True))
-    while engine._alone is None:
+    while not engine._draft_row.is_out:
         engine.step()
     most = (len(REPEATED) + 40) * engine.cache.token_bytes()
-    while engine._alone is not None:
+    while engine._draft_row.is_out:
         assert engine.counters.kv_bytes <= most
         engine.step()
 

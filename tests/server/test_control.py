@@ -112,7 +112,7 @@ def test_waiting_lets_what_runs_end_and_holds_the_rest(server, client):
         scored = pool.submit(
             http.post, "/v1/completions", json={"prompt": "ab", "max_tokens": 0, **SCORED}
         )
-        until(lambda: server.engine.call(lambda engine: len(engine._scores)).result(20) == 1)
+        until(lambda: server.engine.call(lambda engine: len(engine.scores)).result(20) == 1)
         steps(server)
         assert not held.done() and not scored.done()
         with server.http() as other:

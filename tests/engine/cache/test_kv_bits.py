@@ -299,7 +299,7 @@ def test_a_hit_begins_a_prefill_with_unpacked_keys_and_values_and_a_publish_ends
     served = quantised(model_of_width(), 4, max_rows=8)
     cache, [prompt] = served.engine.cache, ragged_prompts(1, shortest=40, longest=40)
     first = run(served.engine, [request("a", prompt, temperature=0.0, max_tokens=9)])["a"]
-    weights = served.engine._weights_of(SimpleNamespace(adapter=None))
+    weights = served.engine._present.of(SimpleNamespace(adapter=None))
     chunks = served.engine.scheduler.room.prefix_cache.find((weights, None), tuple(prompt))
     assert chunks[-1].stop == 39
     begun = cache.new_prefill(50, [chunks, chunks])
@@ -338,7 +338,7 @@ def test_what_a_hit_brings_keeps_its_bits(length):
     [prompt] = ragged_prompts(1, shortest=length, longest=length)
     run(served.engine, [request("a", prompt, temperature=0.0, max_tokens=9)])
     [kept] = scheduler.room.prefix_cache.find(
-        (served.engine._weights_of(SimpleNamespace(adapter=None)), None), (*prompt, 0)
+        (served.engine._present.of(SimpleNamespace(adapter=None)), None), (*prompt, 0)
     )
     wanted = [array[:, :, : kept.stop] for array in kept.segment.arrays]
     kept_positions, others = kept.stop, ragged_prompts(2, seed=1, shortest=1200, longest=1200)

@@ -114,7 +114,7 @@ def test_a_group_of_a_hybrid_holds_its_prompt_once():
     }.values()
     assert sum(len(segment.tokens) for segment in segments) == 699
     known = served.engine.scheduler.room.prefix_cache.held(
-        (served.engine._weights_of(request("any", [1])), None), prompt
+        (served.engine._present.of(request("any", [1])), None), prompt
     )
     assert {id(segment) for segment in segments} <= {id(chunk.segment) for chunk in known}, (
         "the prefix cache's own"
@@ -166,7 +166,7 @@ def test_a_measured_prompt_is_not_kept():
     run(served.engine, [request("measured", prompt, prompt_logprobs=0, max_tokens=2, **GREEDY)])
     assert cache.tokens == 0
     run(served.engine, [request("asked", prompt, max_tokens=2, **GREEDY)])
-    weights = served.engine._weights_of(request("any", [1]))
+    weights = served.engine._present.of(request("any", [1]))
     assert [chunk.stop for chunk in cache.find((weights, None), tuple(prompt))] == [99]
 
 

@@ -1,0 +1,99 @@
+"""Make the sequences of a request: one for each choice, with its stop tokens, images, grammar and
+random stream."""
+
+import random
+from functools import partial
+from typing import Any
+
+from mlx_parallm.engine.grammar import Grammars
+from mlx_parallm.engine.images import ImageFeatures, image_ids
+from mlx_parallm.engine.logit_edits import LogitEdits, spellings
+from mlx_parallm.engine.output_text import OutputText
+from mlx_parallm.engine.sequence import Sequence, random_stream
+from mlx_parallm.engine.validation import RequestLimits
+from mlx_parallm.models.adapters.adapter import AdapterSlot
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.types import Request
+
+
+class SequenceMaker:
+    """
+    Args:
+        seed: of requests without one.
+        routing: see Sequence.
+        images: None: the model reads none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        grammars: Grammars,
+        limits: RequestLimits,
+        *,
+        seed: int,
+        routing: tuple[int, int, int] | None = None,
+        images: ImageFeatures | None = None,
+    ) -> None:
+        self._tokenizer, self._grammars, self._limits = tokenizer, grammars, limits
+        self._random = random.Random(seed)
+        self._routing, self._images = routing, images
+
+    def make(self, request: Request, adapter: AdapterSlot | None) -> list[Sequence]:
+        """Return one sequence for each choice of a request that `check_request` lets through.
+        Raises RequestError."""
+        params, prompt = request.params, request.prompt_token_ids
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        eos = frozenset() if params.ignore_eos else self._tokenizer.eos_token_ids
+        stop_ids = eos | frozenset(params.stop_token_ids)
+        # With a grammar min_tokens is the matcher's business: an end may be all that the grammar
+        # leaves.
+        forbidden = stop_ids if params.structure is None else frozenset()
+        bad_words = [
+            ids
+            for word in params.bad_words
+            for ids in spellings(word, self._tokenizer.encode_within)
+        ]
+        longest = self._limits.default_length(len(prompt))
+        placed: dict[str, Any] = {}
+        if self._images is not None and request.images:
+            positions, shift = self._images.positions_of(prompt, request.images)
+            prompt = image_ids(prompt, request.images, self._images.token_id)
+            spans = self._images.spans_of(prompt, request.images)
+            placed = {"positions": positions, "shift": shift, "spans": spans}
+        make_detokenizer = partial(
+            self._tokenizer.detokenizer,
+            opens_text=request.opens_text,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        return [
+            Sequence(
+                request_id=request.request_id,
+                index=index,
+                prompt=prompt,
+                images=request.images,
+                **placed,
+                params=params,
+                adapter=adapter,
+                routing=self._routing,
+                max_tokens=longest if params.max_tokens is None else params.max_tokens,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+                random_stream=random_stream(seed, index),
+                stop_ids=stop_ids,
+                text=OutputText(
+                    make_detokenizer,
+                    params.stop,
+                    include_stop=params.include_stop_str_in_output,
+                    eager=request.stream,
+                    reasoning=params.reasoning,
+                ),
+                edits=LogitEdits(params, request.prompt_token_ids, forbidden, bad_words)
+                if LogitEdits.needed(params)
+                else None,
+                matcher=self._grammars.matcher_of(params, stop_ids),
+                processed_logprobs=[] if params.reshapes_distribution else None,
+                forced=[] if params.is_constrained else None,
+                top_logprobs=[] if params.logprobs else None,
+            )
+            for index in range(params.n)
+        ]

@@ -1,0 +1,44 @@
+"""Decode steps under way, between `ModelRunner`, which builds and reads them, and `Engine`."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.engine.sampler import Sampled, SamplingBatch
+from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.types import TopLogprob
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step's graph: the decoding rows, their policy version, and the arrays that the host will
+    read."""
+
+    rows: tuple[Sequence, ...]
+    version: int
+    batch: SamplingBatch | None
+    sampled: Sampled | None
+    pending: list[mx.array]
+    prefilled_tokens: int = 0  # of prompts that it completes
+    prompt_tokens: int = 0  # of prompts that it computes
+    experts: mx.array | None = None  # [rows, layers, k] uint8 or uint16, where they are recorded
+    written: SequenceOf[mx.array] = ()  # of `pending`: keys and values, and states, of prompts
+
+
+@dataclass(frozen=True)
+class DraftStep(LaunchedStep):
+    """A step of the only row, which feeds its next token and a draft behind it: `rows` is the
+    sequence once more than the draft has tokens."""
+
+    draft: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    sequence: Sequence
+    token: int
+    logprob: float
+    processed_logprob: float | None
+    top_logprobs: tuple[TopLogprob, ...] | None
+    experts: bytes = b""  # as in `types.RoutedExperts.ids`
