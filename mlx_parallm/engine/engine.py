@@ -26,6 +26,7 @@ import mlx.nn as nn
 
 from mlx_parallm.engine.cache.batch import RunningCache, choose_cache
 from mlx_parallm.engine.draft_row import DraftRow
+from mlx_parallm.engine.forward import ForwardContext
 from mlx_parallm.engine.grammar import NO_TOKEN_CODE, Grammars
 from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.live_requests import (
@@ -137,16 +138,14 @@ class Engine:
         self.scheduler = Scheduler(options.max_rows, options.prefill_chunk, room)
         self.weights = weights
         self.images = images
+        forward = ForwardContext(model, lora, images, options.experts)
         self._runner = ModelRunner(
-            model,
-            lora,
+            forward,
             weights,
             self.cache,
             prefill_chunk=options.prefill_chunk,
             processed_alternatives=options.processed_alternatives,
-            experts=options.experts,
-            prompt_experts=options.prompt_experts,
-            images=images,
+            prompt_experts=options.prompt_experts and options.experts is not None,
         )
         self._tokenizer = tokenizer
         self._maker = SequenceMaker(
@@ -157,14 +156,7 @@ class Engine:
             routing=options.experts,
             images=images,
         )
-        scorer = Scorer(
-            model,
-            self.cache.new_prefill,
-            lora.activate,
-            options.prefill_chunk,
-            options.vocab_size,
-            images,
-        )
+        scorer = Scorer(forward, self.cache.new_prefill, options.prefill_chunk, options.vocab_size)
         self.scores = ScoreQueue(scorer, weights, images)
         self._draft_row = DraftRow(self._runner, self._longest_draft(), self.counters)
         self._live = LiveRequests(self.counters)

@@ -10,11 +10,12 @@ embedding.py` reads, and the features of its positions alone.
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.errors import RequestError
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.images.embedding import ImageTable
@@ -48,6 +49,22 @@ Piece = tuple[SequenceOf[int], SequenceOf[PromptImage], AdapterSlot | None]
 """Tokens of a prompt, all images of the prompt, and its adapter."""
 FeatureKey = tuple[int, int, int]
 """An image's digest; serials of the adapter and of the base that its features were computed by."""
+
+
+class ShownText(Protocol):
+    """A text as a forward reads it: a `Sequence`, or another one."""
+
+    @property
+    def adapter(self) -> AdapterSlot | None: ...
+
+    @property
+    def images(self) -> tuple[PromptImage, ...]: ...
+
+    @property
+    def positions(self) -> Any: ...
+
+    @property
+    def shift(self) -> int: ...
 
 
 class ImageFeatures:
@@ -221,7 +238,9 @@ class ImageFeatures:
                 next(places)
         return image_positions(len(prompt), starts)
 
-    def positions(self, sequences: SequenceOf[Sequence], start: int, width: int) -> mx.array | None:
+    def positions(
+        self, sequences: SequenceOf[ShownText], start: int, width: int
+    ) -> mx.array | None:
         """Return the positions [3, rows, width] of rows from the place `start` on; None where these
         are their places."""
         if all(sequence.positions is None for sequence in sequences):
@@ -235,11 +254,12 @@ class ImageFeatures:
                 positions[:, row, : part.shape[1]] = part
         return mx.array(positions)
 
-    def shifts(self, sequences: SequenceOf[Sequence]) -> mx.array | None:
-        """Return the rows' shifts [rows] in a decode step; None where there is none."""
+    def shifted(self, sequences: SequenceOf[ShownText]) -> AbstractContextManager[None]:
+        """Let rows behind images decode at their own positions, for the length of a block."""
         if not any(sequence.shift for sequence in sequences):
-            return None
-        return mx.array([sequence.shift for sequence in sequences], dtype=mx.int32)
+            return nullcontext()
+        shifts = mx.array([sequence.shift for sequence in sequences], dtype=mx.int32)
+        return self.table.at(None, shifts)
 
     def clear(self) -> None:
         self._kept.clear()

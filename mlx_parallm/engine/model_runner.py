@@ -15,78 +15,58 @@ and fails alone. This costs one prefill a row and happens after a failure only.
 """
 
 import copy
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.cache.batch import RunningCache
 from mlx_parallm.engine.cache.prefill import arrays_of, present, states_of
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows, end_of
-from mlx_parallm.engine.images import ImageFeatures, Piece
+from mlx_parallm.engine.forward import ForwardContext, GivenText
 from mlx_parallm.engine.prefills import PrefillChunk, PrefixSave
 from mlx_parallm.engine.prompt_routes import PromptRoutes, pieces_between
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.engine.steps import DraftStep, LaunchedStep, SampledToken
-from mlx_parallm.models.adapters.served import LoraContext
-from mlx_parallm.models.experts.routing import ForwardRouting, routed
 from mlx_parallm.models.sums import COPY, evaluated, has_signal
 from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.system.device.traits import may_lose_results
-from mlx_parallm.types import NARROW_IDS, TopLogprob
+from mlx_parallm.types import TopLogprob
 from mlx_parallm.weights import SharedWeights, WeightsView
 
 CHECKED = 8  # arrays of keys and values that are looked at, of those that go to the prefix cache
 PROBED = 16  # tokens of a text by which zeros are explained
 
 
-def _with_images(piece: tuple[SequenceOf[int], Sequence]) -> Piece:
-    tokens, owner = piece
-    return tokens, owner.images, owner.adapter
-
-
 class ModelRunner:
     """
     Args:
-        model: the serving tree (after `prepare_for_serving`).
-        lora: what its linear layers read.
+        forward: of the serving tree.
         weights: the read lock, for `rebuild`.
         cache: keys, values and states of the running rows.
         prefill_chunk: tokens of one forward, for `rebuild`.
         processed_alternatives: see SamplingBatch.
-        experts: (layers, experts a token, experts) of a model whose choice of experts is recorded,
-            and which `models.experts.routing.prepare_routing` has prepared.
-        prompt_experts: those of the prompts' tokens are recorded too.
-        images: what stands in prompts beside text; None: nothing does.
+        prompt_experts: the experts of the prompts' tokens are recorded too.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        lora: LoraContext,
+        forward: ForwardContext,
         weights: SharedWeights,
         cache: RunningCache,
         *,
         prefill_chunk: int,
         processed_alternatives: bool,
-        experts: tuple[int, int, int] | None = None,
         prompt_experts: bool = False,
-        images: ImageFeatures | None = None,
     ) -> None:
-        self._experts = experts
-        self._records_prompts = prompt_experts and experts is not None
-        self._images = images
+        self.forward = forward
+        self._records_prompts = prompt_experts
         self._processed_alternatives = processed_alternatives
         self.prefill_chunk = prefill_chunk
-        self._model = model
-        self._lora = lora
         self._weights = weights
         self._cache = cache
         self._rows: tuple[Sequence, ...] = ()
@@ -115,11 +95,12 @@ class ModelRunner:
                 [move.source for move in plan.moves], [move.target for move in plan.moves], longest
             )
         self._cache.truncate(plan.kept)
-        self._prepare_images(
+        pieces = (
             (row.tokens[chunk.start : chunk.stop], row.owner)
             for chunk in plan.prefill
             for row in chunk.prefill.rows
         )
+        self.forward.prepare_images(pieces, self._weights)
         for chunk in plan.prefill:
             if chunk.prompts:
                 self._cache.place(chunk.prompts, chunk.first_row)
@@ -129,15 +110,6 @@ class ModelRunner:
         elif plan.prefill and not plan.kept and not any(chunk.prompts for chunk in plan.prefill):
             # no row is left: their room is the prompt's, which has none of its own yet
             self._cache.shrink_to([])
-
-    def _prepare_images(self, pieces: Iterable[tuple[SequenceOf[int], Sequence]]) -> None:
-        """Compute the features of pieces of prompts. The tower's graph is built under the read
-        lock, and evaluated outside of it."""
-        if self._images is None:
-            return
-        with self._weights.read() as view:
-            new = self._images.prepare(map(_with_images, pieces), view.base_serial)
-        mx.eval(new)
 
     def launch(self, plan: SchedulerOutput, view: WeightsView) -> LaunchedStep:
         """Builds the step's graph under the read lock of `view`; nothing is evaluated here."""
@@ -246,7 +218,7 @@ class ModelRunner:
         """Drop rows, adapter stacks and the last batch, after a failed step or when idle."""
         self._cache.clear()
         self._rows, self._batch = (), None
-        self._lora.release()
+        self.forward.release()
 
     def _begin(self, by_row: SequenceOf[Sequence], ahead: int) -> tuple[Sequence, ...]:
         """Prepares a decode step, `ahead` tokens after what was read. Returns the rows in the
@@ -272,27 +244,12 @@ class ModelRunner:
     ) -> tuple[mx.array, mx.array | None]:
         """Feeds each row its next token, tokens [n]; returns logits [n, V] and, where they are
         recorded, the experts [n, layers, k]."""
-        logits, experts = [], []
-        for start, stop, caches in self._cache.batches():
-            self._lora.activate([sequence.adapter for sequence in rows[start:stop]])
-            routing = None if self._experts is None else ForwardRouting()
-            with routed(routing), self._shifted(rows[start:stop]):
-                logits.append(self._model(tokens[start:stop, None], cache=caches)[:, -1])
-            if routing is not None:
-                experts.append(self._ids(routing))
-        return _joined(logits), _joined(experts) if experts else None
-
-    def _ids(self, routing: ForwardRouting) -> mx.array:
-        """Return the experts of a forward, [tokens, layers, k] uint8 or uint16."""
-        assert self._experts is not None
-        return routing.by_token().astype(mx.uint16 if self._experts[2] > NARROW_IDS else mx.uint8)
-
-    def _shifted(self, rows: SequenceOf[Sequence]) -> AbstractContextManager[None]:
-        """Let rows behind images decode at their own positions."""
-        shifts = None if self._images is None else self._images.shifts(rows)
-        if self._images is None or shifts is None:
-            return nullcontext()
-        return self._images.table.at(None, shifts)
+        parts = [
+            self.forward.decode(rows[start:stop], tokens[start:stop], caches)
+            for start, stop, caches in self._cache.batches()
+        ]
+        experts = present([part.experts for part in parts])
+        return _joined([part.logits for part in parts]), _joined(experts) if experts else None
 
     def rebuild(self, sequence: Sequence, row: int) -> None:
         """Computes the sequence's prompt and output without its newest token, and puts that into
@@ -302,7 +259,7 @@ class ModelRunner:
         """
         tokens = (*sequence.prompt, *sequence.tokens)
         length = len(tokens) - 1
-        self._prepare_images([(tokens, sequence)])
+        self.forward.prepare_images([(tokens, sequence)], self._weights)
         caches = self._cache.new_prefill(len(tokens))
         start = 0
         while start < length:
@@ -344,8 +301,8 @@ class ModelRunner:
         """Build the graph of a step that feeds the row its next token and a draft behind it, and
         samples after each of them."""
         rows = (sequence,) * (1 + len(draft))
-        self._lora.activate([sequence.adapter])
-        logits = self._model(mx.array([[sequence.next_token, *draft]]), cache=caches)[0]
+        ids = mx.array([[sequence.next_token, *draft]])
+        logits = self.forward.plain(ids, [sequence.adapter], caches)[0]
         batch = SamplingBatch(rows, processed_alternatives=self._processed_alternatives)
         start = len(sequence.tokens)
         sampled = sample(logits, batch, [*range(start, start + len(rows))])
@@ -361,23 +318,12 @@ class ModelRunner:
     ) -> mx.array:
         """Logits [1, V] of the last of the sequence's tokens from the place `start` on; None: of
         none."""
-        owners = [] if sequence is None else [sequence]
+        owner = GivenText() if sequence is None else sequence
         with self._weights.read() as view:
-            self._have_images([tokens], owners, view)
-            self._lora.activate([None if sequence is None else sequence.adapter])
-            return self._run([tokens], len(tokens), caches, owners, start)[:, -1]
-
-    def _have_images(
-        self,
-        pieces: SequenceOf[tuple[int, ...]],
-        owners: SequenceOf[Sequence],
-        view: WeightsView,
-    ) -> None:
-        """Have features by the very weights of `view`: others may have come since they were
-        prepared. Before the rows' adapters are activated."""
-        if self._images is not None:
-            rows = zip(pieces, owners, strict=False)  # a trial has no owner
-            self._images.ensure(map(_with_images, rows), view.base_serial)
+            read = self.forward.read(
+                [tokens], [owner], start, caches, view.base_serial, width=len(tokens)
+            )
+        return read.logits[:, -1]
 
     def _prefill(self, chunk: PrefillChunk, view: WeightsView) -> list[mx.array]:
         prefill = chunk.prefill
@@ -407,46 +353,25 @@ class ModelRunner:
 
     def _compute(self, chunk: PrefillChunk, view: WeightsView) -> list[mx.array]:
         """Put a chunk of a prefill through the model; returns what else is to be evaluated."""
-        prefill = chunk.prefill
-        pieces = [row.tokens[chunk.start : chunk.stop] for row in prefill.rows]
-        owners = [row.owner for row in prefill.rows]
-        self._have_images(pieces, owners, view)
-        self._lora.activate([owner.adapter for owner in owners])
-        routing = ForwardRouting() if self._records_prompts else None
-        with routed(routing):
-            self._run(pieces, chunk.stop - chunk.start, prefill.caches, owners, chunk.start)
-        return [] if routing is None else self._note_routes(chunk, routing)
+        rows = chunk.prefill.rows
+        read = self.forward.read(
+            [row.tokens[chunk.start : chunk.stop] for row in rows],
+            [row.owner for row in rows],
+            chunk.start,
+            chunk.prefill.caches,
+            view.base_serial,
+            width=chunk.stop - chunk.start,
+            record=self._records_prompts,
+        )
+        return [] if read.experts is None else self._note_routes(chunk, read.experts)
 
-    def _note_routes(self, chunk: PrefillChunk, routing: ForwardRouting) -> list[mx.array]:
+    def _note_routes(self, chunk: PrefillChunk, by_token: mx.array) -> list[mx.array]:
         """Give each row of a prefill the experts of its tokens; returns them to be evaluated."""
-        by_token = self._ids(routing)
         by_row = by_token.reshape(len(chunk.prefill.rows), -1, *by_token.shape[1:])
         arrays = [mx.contiguous(by_row[index]) for index in range(len(by_row))]
         for row, array in zip(chunk.prefill.rows, arrays, strict=True):
             row.routes.add(chunk.start, min(chunk.stop, len(row.tokens)), array)
         return arrays
-
-    def _run(
-        self,
-        rows: SequenceOf[tuple[int, ...]],
-        width: int,
-        caches: list[Any],
-        sequences: SequenceOf[Sequence],
-        start: int,
-    ) -> mx.array:
-        """Return the logits [rows, width, V] of pieces of texts, padded to `width`, of these
-        sequences from the place `start` on."""
-        if self._images is not None:
-            adapters = [sequence.adapter for sequence in sequences]
-            ids, features = self._images.inputs(rows, width, adapters)
-            positions = self._images.positions(sequences, start, width)
-            numbers = self._images.numbers(rows, width)
-            with self._images.table.using(features, ids, positions, numbers):
-                return self._model(ids, cache=caches)
-        tokens = np.zeros((len(rows), width), np.int32)
-        for index, row in enumerate(rows):
-            tokens[index, : len(row)] = row
-        return self._model(mx.array(tokens), cache=caches)
 
     def _keep(self, caches: list[Any], save: PrefixSave, routes: PromptRoutes) -> list[mx.array]:
         """Puts what a prefill of one row has computed into the prefix cache; returns arrays to

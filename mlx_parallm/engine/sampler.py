@@ -153,7 +153,7 @@ class SamplingBatch:
         self.constrained = [i for i, sequence in enumerate(rows) if sequence.matcher is not None]
         self.matchers = [sequence.matcher for sequence in rows if sequence.matcher is not None]
         self.reshaped = [i for i, p in enumerate(params) if p.reshapes_distribution]
-        self.filter = _Filter(params)
+        self.filter = _Filter.of(params)
         self.wants_top = [i for i, p in enumerate(params) if p.logprobs]
         self.top_count = max((p.logprobs or 0 for p in params), default=0)
 
@@ -278,60 +278,73 @@ def ordered_alternatives(tokens: mx.array, logprobs: mx.array) -> list[tuple[Top
     ]
 
 
+@dataclass(frozen=True)
 class _Filter:
-    """min_p, top_k and top_p of the rows that have any of them."""
+    """min_p, top_k and top_p of the rows that have any of them.
 
-    def __init__(self, params: list[SamplingParams]) -> None:
-        filtered = [i for i, p in enumerate(params) if p.filters]
-        self._all = len(filtered) == len(params)
-        self._some = bool(filtered)
-        self._index = mx.array(filtered or [0])
-        chosen = [params[i] for i in filtered]
-        self._has_min_p = any(p.min_p > 0.0 for p in chosen)
-        self._has_rank = any(p.top_p < 1.0 or p.top_k > 0 for p in chosen)
-        self._every_top_k = all(p.top_k > 0 for p in chosen)
-        self._largest_top_k = max((p.top_k for p in chosen), default=0)
-        with np.errstate(divide="ignore"):
-            self._log_min_p = mx.array(np.log(np.array([p.min_p for p in chosen], np.float32)))[
-                :, None
-            ]
-        everything = np.iinfo(np.int32).max
-        self._top_k = mx.array(
-            [min(p.top_k, everything) if p.top_k > 0 else everything for p in chosen]
-        )[:, None]
-        self._top_p = mx.array(
-            [p.top_p if p.top_p < 1.0 else _OFF for p in chosen], dtype=mx.float32
-        )[:, None]
+    `index`: these rows, m of n; None: there are none. `log_min_p`, `top_k`, `top_p`: [m, 1] each;
+    None: no row has it. `most`: the largest top_k, where each of the rows has one.
+    """
+
+    index: mx.array | None = None
+    all_rows: bool = False
+    log_min_p: mx.array | None = None
+    top_k: mx.array | None = None
+    top_p: mx.array | None = None
+    most: int | None = None
+
+    @classmethod
+    def of(cls, params: list[SamplingParams]) -> "_Filter":
+        """Return the filter of rows with these parameters."""
+        rows = [row for row, p in enumerate(params) if p.filters]
+        chosen = [params[row] for row in rows]
+        if not chosen:
+            return cls()
+        log_min_p = top_k = top_p = None
+        if any(p.min_p > 0.0 for p in chosen):
+            with np.errstate(divide="ignore"):
+                logs = np.log(np.array([p.min_p for p in chosen], np.float32))
+            log_min_p = mx.array(logs)[:, None]
+        if any(p.top_p < 1.0 or p.top_k > 0 for p in chosen):
+            everything = np.iinfo(np.int32).max
+            ranks = [min(p.top_k, everything) if p.top_k > 0 else everything for p in chosen]
+            shares = [p.top_p if p.top_p < 1.0 else _OFF for p in chosen]
+            top_k = mx.array(ranks)[:, None]
+            top_p = mx.array(shares, dtype=mx.float32)[:, None]
+        every_top_k = all(p.top_k > 0 for p in chosen)
+        most = max(p.top_k for p in chosen) if every_top_k else None
+        return cls(mx.array(rows), len(rows) == len(params), log_min_p, top_k, top_p, most)
 
     def apply(self, scaled: mx.array) -> mx.array:
         """Sets what is filtered out to -inf; [n, V] logits divided by the temperature."""
-        if not self._some:
+        if self.index is None:
             return scaled
-        if self._all:
+        if self.all_rows:
             return self._keep(scaled)
         filtered = scaled * 1.0
-        filtered[self._index] = self._keep(scaled[self._index])
+        filtered[self.index] = self._keep(scaled[self.index])
         return filtered
 
     def _keep(self, x: mx.array) -> mx.array:
-        if self._has_min_p:
-            x = mx.where(x < x.max(axis=-1, keepdims=True) + self._log_min_p, -mx.inf, x)
-        return mx.where(x < self._threshold(x), -mx.inf, x) if self._has_rank else x
+        if self.log_min_p is not None:
+            x = mx.where(x < x.max(axis=-1, keepdims=True) + self.log_min_p, -mx.inf, x)
+        if self.top_k is None or self.top_p is None:
+            return x
+        return mx.where(x < self._threshold(x, self.top_k, self.top_p), -mx.inf, x)
 
-    def _threshold(self, x: mx.array) -> mx.array:
+    def _threshold(self, x: mx.array, top_k: mx.array, top_p: mx.array) -> mx.array:
         """[m, 1]: the smallest logit kept. Tokens tied with it are kept too, so the order of a sort
         does not matter.
 
         A token is kept when its rank is below top_k and the tokens before it have less than top_p
         of the mass.
         """
-        vocab = x.shape[-1]
         # a partition is 8 times cheaper than a sort
-        if self._every_top_k and self._largest_top_k < vocab:
-            x = mx.topk(x, self._largest_top_k, axis=-1)
+        if self.most is not None and self.most < x.shape[-1]:
+            x = mx.topk(x, self.most, axis=-1)
         ordered = mx.sort(x, axis=-1)[:, ::-1]
-        in_top_k = mx.arange(ordered.shape[-1])[None] < self._top_k
+        in_top_k = mx.arange(ordered.shape[-1])[None] < top_k
         mass = mx.softmax(mx.where(in_top_k, ordered, -mx.inf), axis=-1)
-        kept = in_top_k & (mx.cumsum(mass, axis=-1) - mass < self._top_p)
+        kept = in_top_k & (mx.cumsum(mass, axis=-1) - mass < top_p)
         last = mx.maximum(kept.sum(axis=-1, keepdims=True) - 1, 0)
         return mx.take_along_axis(ordered, last, axis=-1)

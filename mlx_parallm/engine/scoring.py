@@ -8,15 +8,15 @@ chunk, and when the base itself is published in between, the text starts again.
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.cache.prefill import arrays_of
+from mlx_parallm.engine.forward import ForwardContext, GivenText
 from mlx_parallm.engine.images import ImageFeatures, image_ids
 from mlx_parallm.engine.sampler import ordered_alternatives, top_logprobs
 from mlx_parallm.errors import RequestError
@@ -90,26 +90,20 @@ class Score:
 class Scorer:
     """
     Args:
-        model: the serving tree.
+        forward: of the serving tree.
         new_caches: caches for a forward over so many positions (`BatchCache.new_prefill`).
-        activate: tells its linear layers which adapter each row uses (`LoraContext.activate`).
         chunk: most tokens of one chunk.
-        images: what stands in texts beside words; None: nothing does.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        forward: ForwardContext,
         new_caches: Callable[[int], list[Any]],
-        activate: Callable[[Sequence[AdapterSlot | None]], None],
         chunk: int,
         vocab_size: int,
-        images: ImageFeatures | None = None,
     ) -> None:
-        self._images = images
-        self._model = model
+        self._forward = forward
         self._new_caches = new_caches
-        self._activate = activate
         self._vocab_size = vocab_size
         self.bound(chunk)
 
@@ -125,8 +119,11 @@ class Scorer:
         if score.finished:
             return []
         if score.pooling is not None:
-            tokens = self._next_tokens(score, base_serial, self._hidden_chunk)
-            hidden = LayerStack(self._model).hidden(tokens, score.caches)[0].astype(mx.float32)
+            start = self._advance(score, base_serial, self._hidden_chunk)
+            self._forward.activate([score.used])
+            tokens = mx.array(score.tokens[start : score.done], dtype=mx.int32)[None]
+            stack = LayerStack(self._forward.model)
+            hidden = stack.hidden(tokens, score.caches)[0].astype(mx.float32)
             return [hidden.sum(axis=0) if score.pooling == "mean" else hidden[-1]]
         logits = self.next_logits(score, base_serial)
         targets = mx.array(
@@ -141,26 +138,21 @@ class Scorer:
         """Builds the next chunk's logits under the read lock, [C, V]: row i says what follows
         its token i. `score.done` is its end; it is the first one again where the base has
         changed."""
-        tokens = self._next_tokens(score, base_serial, self._chunk)
-        if not score.images:
-            return self._model(tokens, cache=score.caches)[0]
-        assert self._images is not None, "others are refused (`validation.check_request`)"
-        start = score.done - tokens.shape[1]
-        piece = score.shown[start : score.done]
-        self._images.ensure([(piece, score.images, score.used)], base_serial)
-        ids, features = self._images.inputs([piece], len(piece), [score.used])
-        places = None if score.places is None else score.places[:, None, start : score.done]
-        turned = None if places is None else mx.array(places)
-        with self._images.table.using(features, ids, turned):
-            return self._model(ids, cache=score.caches)[0]
+        start = self._advance(score, base_serial, self._chunk)
+        tokens = (score.shown or score.tokens)[start : score.done]
+        owner = GivenText(score.used, score.images, score.places)
+        read = self._forward.read(
+            [tokens], [owner], start, score.caches, base_serial, width=len(tokens)
+        )
+        return read.logits[0]
 
-    def _next_tokens(self, score: Score, base_serial: int, most: int) -> mx.array:
-        """The next chunk's tokens [1, C], under the weights of the first one."""
+    def _advance(self, score: Score, base_serial: int, most: int) -> int:
+        """Go on to the next chunk's end, under the weights of the first one; returns where it
+        begins."""
         if score.base_serial != base_serial:
             score.begin(base_serial, self._new_caches(score.positions))
         start, score.done = score.done, min(score.done + most, score.positions)
-        self._activate([score.used])
-        return mx.array(score.tokens[start : score.done], dtype=mx.int32)[None]
+        return start
 
     def collect(self, score: Score, arrays: list[mx.array]) -> None:
         """Waits for a chunk and appends its values. Raises DeviceFaultError: they are zeros."""

@@ -40,7 +40,7 @@ def _each_step_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 def two_lanes(**options: Any) -> Lanes:
     main, lane = divided(engine_options(**options))
     served = serve(qwen3_model(), **vars(main))
-    others, model = served.engine, served.engine._runner._model
+    others, model = served.engine, served.engine._runner.forward.model
     chats = Engine(
         model, ByteTokenizer(), served.weights, served.lora, lane, grammars=others.grammars
     )

@@ -179,7 +179,7 @@ async def test_over_http_the_bad_one_is_a_500_the_others_end_and_health_is_hones
                     served.plain, prompt, 40, eos=None
                 )
             assert (health.status_code, health.json()["status"]) == (200, "ok")
-            broken = served.engine._runner._model.model.embed_tokens
+            broken = served.engine._runner.forward.model.model.embed_tokens
             thread.client.call(lambda engine: setattr(broken, "broken", True)).result(9)
             assert (await http.post("/v1/completions", json=body([1, 2]))).status_code in (500, 503)
             await until(lambda: not thread.stats().alive)
