@@ -35,8 +35,8 @@ BEGINNINGS = ("Of ", "What ", "From ", "As ", "On ")
 PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
-    "engine.prefill_pace": "plain Python beside the engine, which computes",
-    "engine.prompt_lookup": "plain Python beside the engine, which computes",
+    "engine.scheduling.prefill_pace": "plain Python beside the engine, which computes",
+    "engine.decoding.prompt_lookup": "plain Python beside the engine, which computes",
     "cli.model_report": "a report of doctor, beside doctor_report and contracts",
     "models.published.fp8": "a format of weights, beside the classes that read them",
     "models.layouts.forced_experts": "which experts a batch forces is apart from how its blocks are computed",

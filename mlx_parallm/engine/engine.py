@@ -1,7 +1,7 @@
 """The engine: add and abort requests, and `step()`, which gives every running sequence one token.
 One thread only.
 
-    step:  schedule (scheduler.py) → run (model_runner.py: moves, prefill chunk, decode) →
+    step:  schedule (scheduling/) → run (decoding/: moves, prefill chunk, decode) →
            postprocess (here) → events
 
 With `async_scheduling` the next step of the same rows is started before this one is read, unless
@@ -18,15 +18,17 @@ which the engine goes on with an empty cache.
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import mlx.nn as nn
 
 from mlx_parallm.engine.cache.batch import RunningCache, choose_cache
-from mlx_parallm.engine.draft_row import DraftRow
-from mlx_parallm.engine.forward import ForwardContext
+from mlx_parallm.engine.decoding.draft_row import DraftRow
+from mlx_parallm.engine.decoding.forward import ForwardContext
+from mlx_parallm.engine.decoding.model_runner import ModelRunner
+from mlx_parallm.engine.decoding.steps import DraftStep, LaunchedStep, SampledToken
 from mlx_parallm.engine.grammar import NO_TOKEN_CODE, Grammars
 from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.live_requests import (
@@ -36,16 +38,12 @@ from mlx_parallm.engine.live_requests import (
     id_in_use,
     own_failure,
 )
-from mlx_parallm.engine.model_runner import ModelRunner
-from mlx_parallm.engine.prefill_pace import PrefillPace
-from mlx_parallm.engine.present_weights import PresentWeights
-from mlx_parallm.engine.room import CacheRoom, cache_room
-from mlx_parallm.engine.scheduler import Scheduler
+from mlx_parallm.engine.scheduling.prefill_pace import PrefillPace
+from mlx_parallm.engine.scheduling.room import CacheRoom, cache_room
+from mlx_parallm.engine.scheduling.scheduler import Scheduler
 from mlx_parallm.engine.scoring import NOT_FINITE, Score, ScoreQueue, Scorer
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.engine.sequence_maker import SequenceMaker
-from mlx_parallm.engine.steps import DraftStep, LaunchedStep, SampledToken
-from mlx_parallm.engine.stop_rules import apply_stop_rules
 from mlx_parallm.engine.validation import RequestLimits, check_request
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.models.adapters.adapter import AdapterSlot
@@ -80,13 +78,51 @@ class EngineOptions:
     architecture: str  # for error texts
     processed_alternatives: bool  # see SamplingBatch
     close_objects: bool  # see Grammars
-    prompt_lookup: int  # tokens of a draft (prompt_lookup.py); 0 = none
+    prompt_lookup: int  # tokens of a draft (decoding/prompt_lookup.py); 0 = none
     async_scheduling: bool = False  # see ModelRunner.launch_after
     # 8 or 4: keys and values are quantised, by tokens; see cache/kv_format.py
     kv_bits: int | None = None
     # (layers, experts a token, experts): those of each sampled token are recorded
     experts: tuple[int, int, int] | None = None
     prompt_experts: bool = False  # and those of each prompt's token that is computed
+
+
+class PresentWeights:
+    """The weights as the engine last saw them under their read lock.
+
+    Args:
+        forget_others: called after a change of weights with those whose prefixes and images may be
+            kept: (adapter's serial, whether a request names its version) each, and the base's
+            serial.
+    """
+
+    def __init__(
+        self,
+        weights: SharedWeights,
+        forget_others: Callable[[set[tuple[int, bool]], int], None],
+    ) -> None:
+        self._weights, self._forget_others = weights, forget_others
+        self.version = self._revision = self.base_serial = -1
+
+    def note(self, view: WeightsView) -> None:
+        """Note what is served now, under the read lock."""
+        if view.revision == self._revision:
+            return
+        self.version, self._revision = view.policy_version, view.revision
+        self.base_serial = view.base_serial
+        newest = {(adapter.serial, False) for adapter in view.adapters.values()} | {(0, False)}
+        pinned = {(serial, True) for serial in self._weights.history.serials}
+        self._forget_others(newest | pinned, view.base_serial)
+
+    def of(self, sequence: Sequence) -> Hashable:
+        """Identify the weights that compute the sequence now: its adapter's arrays and the base's.
+
+        A pinned version shares no prefix with requests that had it as the newest: a publish may
+        have come while their prompts were computed.
+        """
+        adapter = sequence.adapter
+        arrays = (0, False) if adapter is None else (adapter.weights.serial, adapter.pinned)
+        return (*arrays, self.base_serial)
 
 
 class Engine:
@@ -479,7 +515,7 @@ class Engine:
         sequence.experts += sampled.experts
         self.counters.generation_tokens += 1
         with own_failure(sequence):
-            apply_stop_rules(sequence, sampled.token, self._tokenizer.eos_token_ids)
+            sequence.apply_stop_rules(self._tokenizer.eos_token_ids)
         if sequence.matcher is not None:
             sequence.advance_matcher(sampled.token)
         if sequence.finished:

@@ -4,7 +4,7 @@ a grammar. No MLX.
     Structure (types.py) → `Grammars.prepare` (off the event loop, before the request enters the
     queue)
                          → `Grammars.matcher` → one `Matcher` a choice → `allowed_tokens` →
-                         sampler.py
+                         decoding/sampler.py
 
 The grammar library is llguidance (MIT): one wheel of 3 MB for macOS arm64, Linux x86-64 and aarch64
 and every Python, no dependencies, masks computed in Rust in microseconds, and bounds on the work of

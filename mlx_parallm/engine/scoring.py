@@ -16,9 +16,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.engine.cache.prefill import arrays_of
-from mlx_parallm.engine.forward import ForwardContext, GivenText
+from mlx_parallm.engine.decoding.forward import ForwardContext, GivenText
+from mlx_parallm.engine.decoding.sampler import ordered_alternatives, top_logprobs
 from mlx_parallm.engine.images import ImageFeatures, image_ids
-from mlx_parallm.engine.sampler import ordered_alternatives, top_logprobs
 from mlx_parallm.errors import RequestError
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.layer_stack import LayerStack

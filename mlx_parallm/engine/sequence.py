@@ -6,7 +6,7 @@ samples its tokens → `apply_stop_rules` ends it (stop strings: output_text.py)
 → `Completion`.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -143,6 +143,22 @@ class Sequence:
         self.status = Status.FINISHED
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.error, self.error_code = error, code
+
+    def apply_stop_rules(self, eos: Set[int]) -> None:
+        """Feed the newest token to the text, and end it when it stops (stop tokens, stop strings),
+        or has no room for more."""
+        params, token = self.params, self.tokens[-1]
+        if token in self.stop_ids:
+            is_eos = token in eos
+            if params.include_stop_str_in_output and not is_eos:
+                self.text.add(token, check_stop=False)
+            self.finish("stop", None if is_eos and token not in params.stop_token_ids else token)
+            return
+        matched = self.text.add(token, check_stop=len(self.tokens) > params.min_tokens)
+        if matched is not None:
+            self.finish("stop", matched)
+        elif len(self.tokens) >= self.max_tokens:
+            self.finish("length")
 
     def completion(self) -> Completion:
         """The finished choice; ends the text."""

@@ -128,10 +128,7 @@ def start_engine(
     images = None
     if encoder is not None:
         table = admit_images(
-            loaded.model,
-            encoder.rope_axes,
-            encoder.levels,
-            bidirectional=encoder.bidirectional,
+            loaded.model, encoder.rope_axes, encoder.levels, bidirectional=encoder.bidirectional
         )
         images = ImageFeatures(encoder, table, lora.activate)
     engine_tokenizer = tokenizer()

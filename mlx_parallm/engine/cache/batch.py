@@ -70,6 +70,15 @@ class RunningCache(Protocol):
     scheduler's rows[i].
 
     This is all that engine and runner use of a cache, so its memory may be laid out in any way.
+    A subclass may leave these out, and then has:
+
+        shares, order, saved_positions   rows share nothing, and are numbered as in the batch
+        place, truncate                  nothing: rows that come are written, those that end stay
+        reserve                          nothing: each row grows by itself
+        scrub_row                        nothing: no row reads another's positions
+        snapshot_bytes                   None: no recurrent states, or none that can be read; then
+                                         read_states is never called
+        read_prefill                     is called with recurrent states only
     """
 
     @property
@@ -92,6 +101,7 @@ class RunningCache(Protocol):
     @property
     def saved_positions(self) -> int:
         """Positions that the rows would hold besides, if each had a copy of what it shares."""
+        return 0
 
     def token_bytes(self) -> int:
         """Memory of one position of one row, all layers; 0 when it does not grow with the text."""
@@ -109,13 +119,16 @@ class RunningCache(Protocol):
     @property
     def shares(self) -> bool:
         """True when rows can read segments that others read too (`PromptRows.chunks`)."""
+        return False
 
     @property
     def order(self) -> list[int] | None:
         """The rows' numbers in the order of the step's batch; None: as they are numbered."""
+        return None
 
     def place(self, prompts: SequenceOf[PromptRows], first_row: int) -> None:
         """Announces rows first_row, first_row + 1, …: `reserve` follows, and `write_prefixes`."""
+        return
 
     def write_prefixes(
         self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int
@@ -127,12 +140,15 @@ class RunningCache(Protocol):
 
     def read_prefill(self, prefill: SequenceOf[Any], start: int, stop: int) -> list[mx.array]:
         """Positions [start, stop) of a prefill of one row for the prefix cache, not evaluated."""
+        raise RuntimeError("a cache without states that can be read has no snapshots")
 
     def snapshot_bytes(self) -> int | None:
         """Memory of a row's recurrent states; None where there are none, or they cannot be read."""
+        return None
 
     def read_states(self, row: int) -> list[mx.array | None]:
         """The row's recurrent states for the prefix cache, [1, …] each, not evaluated."""
+        raise RuntimeError("a cache without states that can be read has no snapshots")
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copies rows of at most `length` positions onto other rows. No row may be source and
@@ -140,10 +156,12 @@ class RunningCache(Protocol):
 
     def truncate(self, rows: int) -> None:
         """The rows from number `rows` on have ended."""
+        return
 
     def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
         """Makes room for cached[i] + 1 tokens in row i, within `max_tokens` positions in all
         where possible."""
+        return
 
     def begin_step(self, positions: list[int]) -> None:
         """Prepares a decode step: row i writes at positions[i]."""
@@ -153,6 +171,7 @@ class RunningCache(Protocol):
 
     def scrub_row(self, row: int) -> None:
         """Removes a failed row's NaN."""
+        return
 
     def shrink_to(self, cached: list[int]) -> None:
         """Gives memory back that rows of these token counts do not need."""
@@ -165,7 +184,7 @@ class RunningCache(Protocol):
         idle times."""
 
 
-class BatchCache(SlotCache):
+class BatchCache(SlotCache, RunningCache):
     """A rectangle for each layer of keys and values, and the recurrent states.
 
     Args:
@@ -179,9 +198,6 @@ class BatchCache(SlotCache):
     """
 
     layout = "rectangle"
-    shares = False
-    order = None
-    saved_positions = 0
 
     def __init__(
         self, model: nn.Module, max_rows: int, max_positions: int, *, mask_axes: int = MASK_AXES[0]
@@ -257,12 +273,6 @@ class BatchCache(SlotCache):
                     array[mx.array(targets)] = array[mx.array(sources)]
                     state.cache[index] = array
 
-    def place(self, prompts: SequenceOf[PromptRows], first_row: int) -> None:
-        """Nothing: `reserve` knows all rows."""
-
-    def truncate(self, rows: int) -> None:
-        """Nothing: rows that have ended are overwritten."""
-
     def write_prefixes(
         self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int
     ) -> None:
@@ -310,7 +320,7 @@ class BatchCache(SlotCache):
         raise CannotBatchError(f"a layer needs {type(cache).__name__}")
 
 
-class RowCaches:
+class RowCaches(RunningCache):
     """mlx-lm's own caches, one set a row. `rows` of the step being built decode one after the
     other.
 
@@ -318,9 +328,6 @@ class RowCaches:
     """
 
     layout = "rows"
-    shares = False
-    order = None
-    saved_positions = 0
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -377,12 +384,6 @@ class RowCaches:
         for target, caches in zip(targets, [self._rows[source] for source in sources], strict=True):
             self._rows[target] = caches
 
-    def place(self, prompts: SequenceOf[PromptRows], first_row: int) -> None:
-        """Nothing: each row grows by itself."""
-
-    def truncate(self, rows: int) -> None:
-        """Nothing: the next owner brings its own."""
-
     def write_prefixes(
         self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int
     ) -> None:
@@ -403,23 +404,8 @@ class RowCaches:
                 self._rows[row] = copy.deepcopy(computed)
                 row += 1
 
-    def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
-        """Nothing: each row grows by itself."""
-
-    def snapshot_bytes(self) -> int | None:
-        return None
-
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
         return keys_and_values(self._rows[row], start, stop)
-
-    def read_prefill(self, prefill: SequenceOf[Any], start: int, stop: int) -> list[mx.array]:
-        raise NotImplementedError("caches of the model's own are not read")
-
-    def read_states(self, row: int) -> list[mx.array | None]:
-        raise NotImplementedError("caches of the model's own are not read")
-
-    def scrub_row(self, row: int) -> None:
-        """Nothing: no row reads another's cache, and the next owner brings its own."""
 
     def shrink_to(self, cached: list[int]) -> None:
         del self._rows[len(cached) :]

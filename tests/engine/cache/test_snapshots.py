@@ -6,7 +6,7 @@ import random
 import pytest
 
 from mlx_parallm.engine.cache.prefix import PrefixCache, common_beginning
-from mlx_parallm.engine.room import SNAPSHOT_EVERY
+from mlx_parallm.engine.scheduling.room import SNAPSHOT_EVERY
 from mlx_parallm.models.recurrent.layers import use_chunks
 from scripts.generate_model_table import small_model
 from tests.engine.helpers import naive_greedy, random_adapter, request, run, serve

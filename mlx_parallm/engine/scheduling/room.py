@@ -26,7 +26,7 @@ from mlx_parallm.engine.cache.sharing import (
     size_class,
     worth_a_segment,
 )
-from mlx_parallm.engine.prefills import Prefill, PrefillRow, PrefixSave
+from mlx_parallm.engine.scheduling.prefills import Prefill, PrefillRow, PrefixSave
 from mlx_parallm.engine.sequence import Sequence
 
 SNAPSHOT_EVERY = 512  # tokens of a long prompt

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.engine.cache.prefill import arrays_of, leaves
+from mlx_parallm.engine.decoding.model_runner import ModelRunner
+from mlx_parallm.engine.decoding.prompt_lookup import Drafts
+from mlx_parallm.engine.decoding.steps import DraftStep, SampledToken
 from mlx_parallm.engine.live_requests import Counters
-from mlx_parallm.engine.model_runner import ModelRunner
-from mlx_parallm.engine.prompt_lookup import Drafts
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.engine.steps import DraftStep, SampledToken
 from mlx_parallm.weights import WeightsView
 
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.engine.output_text import OutputText
-from mlx_parallm.engine.room import cache_room
-from mlx_parallm.engine.scheduler import AGEING_STEPS, Scheduler, SchedulerOutput
+from mlx_parallm.engine.scheduling.room import cache_room
+from mlx_parallm.engine.scheduling.scheduler import AGEING_STEPS, Scheduler, SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence, Status
 from mlx_parallm.types import SamplingParams
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_parallm.config.load import hardware_defaults
-from mlx_parallm.engine.prefill_pace import FEWEST_TOKENS, PrefillPace
+from mlx_parallm.engine.scheduling.prefill_pace import FEWEST_TOKENS, PrefillPace
 from mlx_parallm.system.hardware import GIB, Hardware
 from tests.engine.helpers import qwen3_model, request, run, serve
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_parallm.engine.sampler import Sampled, SamplingBatch
+from mlx_parallm.engine.decoding.sampler import Sampled, SamplingBatch
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.types import TopLogprob
 

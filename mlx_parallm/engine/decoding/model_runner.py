@@ -25,13 +25,13 @@ from mlx_parallm.engine.cache.batch import RunningCache
 from mlx_parallm.engine.cache.prefill import arrays_of, present, states_of
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows, end_of
-from mlx_parallm.engine.forward import ForwardContext, GivenText
-from mlx_parallm.engine.prefills import PrefillChunk, PrefixSave
+from mlx_parallm.engine.decoding.forward import ForwardContext, GivenText
+from mlx_parallm.engine.decoding.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
+from mlx_parallm.engine.decoding.steps import DraftStep, LaunchedStep, SampledToken
 from mlx_parallm.engine.prompt_routes import PromptRoutes, pieces_between
-from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
-from mlx_parallm.engine.scheduler import SchedulerOutput
+from mlx_parallm.engine.scheduling.prefills import PrefillChunk, PrefixSave
+from mlx_parallm.engine.scheduling.scheduler import SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.engine.steps import DraftStep, LaunchedStep, SampledToken
 from mlx_parallm.models.sums import COPY, evaluated, has_signal
 from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.system.device.traits import may_lose_results

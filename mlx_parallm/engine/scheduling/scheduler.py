@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlx_parallm.engine.cache.prefix import Key, PrefixChunk
-from mlx_parallm.engine.prefills import Prefill, PrefillChunk, PrefillRow, PrefixSave
-from mlx_parallm.engine.room import CacheRoom, WeightsOf
+from mlx_parallm.engine.scheduling.prefills import Prefill, PrefillChunk, PrefillRow, PrefixSave
+from mlx_parallm.engine.scheduling.room import CacheRoom, WeightsOf
 from mlx_parallm.engine.sequence import Sequence, Status
 
 AGEING_STEPS = 256

@@ -4,9 +4,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.engine.decoding.sampler import (
+    BLOCK,
+    BlockedLogits,
+    SamplingBatch,
+    random_keys,
+    sample,
+)
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
-from mlx_parallm.engine.sampler import BLOCK, BlockedLogits, SamplingBatch, random_keys, sample
 from mlx_parallm.engine.sequence import Sequence, random_stream, splitmix64
 from mlx_parallm.types import SamplingParams
 from tests.engine.helpers import EOS, ByteTokenizer, qwen3_model, request, run, serve
