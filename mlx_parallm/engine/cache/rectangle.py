@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.engine.cache.sharing import PromptRows, rows_of
+from mlx_parallm.engine.cache.size_classes import head_places
 from mlx_parallm.models.sums import COPY, evaluated
 
 POSITION_BLOCK = 32  # attention reads up to a multiple of this: few shapes, little padding
@@ -47,8 +48,9 @@ class LayerCache:
         if self.keys is None or self.values is None:
             self.keys, self.values = slots.allocate(keys), slots.allocate(values)
         if slots.same_position is None:
-            self.keys[slots.indices, :, slots.positions] = keys[:, :, 0]
-            self.values[slots.indices, :, slots.positions] = values[:, :, 0]
+            places = slots.places(keys.shape[1])
+            self.keys[places] = keys[:, :, 0]
+            self.values[places] = values[:, :, 0]
         else:
             rows, position = slots.rows, slots.same_position
             self.keys[:rows, :, position : position + 1] = keys
@@ -108,7 +110,9 @@ class SlotCache:
         self.positions = mx.zeros((0,), dtype=mx.int32)
         # of all rows: a slice is written 5 times faster than a scatter, no mask
         self.same_position: int | None = None
-        self.indices = mx.zeros((0,), dtype=mx.int32)
+        self._indices = mx.zeros((0, 1), dtype=mx.int32)
+        self._position_column = self._indices  # of `positions`
+        self._head_places: dict[int, mx.array] = {}
         self._masks: dict[int | None, mx.array] = {}
 
     @property
@@ -169,9 +173,16 @@ class SlotCache:
         self.same_position = positions[0] if min(positions) == max(positions) else None
         blocks = min(self.position_capacity, -(-longest // POSITION_BLOCK) * POSITION_BLOCK)
         self.span = blocks if self.same_position is None else longest
-        if self.indices.shape[0] != self.rows:
-            self.indices = mx.arange(self.rows, dtype=mx.int32)
+        self._position_column = self.positions[:, None]
+        if self._indices.shape[0] != self.rows:
+            self._indices = mx.arange(self.rows, dtype=mx.int32)[:, None]
         self._masks = {}
+
+    def places(self, heads: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Where the step's tokens go, as all layers share it: rows [n, 1], heads [1, heads],
+        positions [n, 1]. With a slice in a place of an array each layer would make its own."""
+        of_heads = head_places(heads, self._head_places)
+        return self._indices, of_heads, self._position_column
 
     def mask(self, window_size: int | None) -> mx.array:
         if window_size not in self._masks:

@@ -19,6 +19,13 @@ SLACK = 8  # a pool that grows has room for an eighth more rows
 READ_STEP = 32  # attention reads up to a multiple of this: few shapes, little padding
 
 
+def head_places(heads: int, known: dict[int, mx.array]) -> mx.array:
+    """Return [1, heads] int32: 0, 1, …, made once for each number of heads."""
+    if heads not in known:
+        known[heads] = mx.arange(heads, dtype=mx.int32)[None]
+    return known[heads]
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """Where a running sequence's positions lie: those of `chunks` in segments, [offset, …) in
@@ -49,7 +56,10 @@ class Pool:
         self.span = 0  # positions that the step's attention reads
         # the position that all rows write; a slice is 5 times as fast as a scatter
         self.same: int | None = None
-        self.positions = self.slots = mx.zeros((0,), dtype=mx.int32)
+        # where each row writes, [n, 1] int32 each; the heads' places [1, H] by their number. All
+        # layers share them, and none has its own Arange or AsType.
+        self.positions = self.slots = mx.zeros((0, 1), dtype=mx.int32)
+        self.head_places: dict[int, mx.array] = {}
         self.compiled = False  # whether the step's attention is `attention_of_rows`
         # [n or 1, 1, 1, span] bool: what each row sees; None: all
         self.mask: mx.array | None = None
@@ -83,14 +93,14 @@ class Pool:
             longest + 1 if exact else min(self.size, -(-(longest + 1) // READ_STEP) * READ_STEP)
         )
         if self.same is None:
-            self.positions = mx.array(positions, dtype=mx.int32)
+            self.positions = mx.array(positions, dtype=mx.int32)[:, None]
             if self.slots.shape[0] != len(positions):
-                self.slots = mx.arange(len(positions), dtype=mx.int32)
+                self.slots = mx.arange(len(positions), dtype=mx.int32)[:, None]
         self.mask = None
         if self.same is not None and self.span > longest + 1:
             self.mask = (mx.arange(self.span) <= longest)[None, None, None]
         elif self.same is None:
-            self.mask = (mx.arange(self.span, dtype=mx.int32)[None] <= self.positions[:, None])[
+            self.mask = (mx.arange(self.span, dtype=mx.int32)[None] <= self.positions)[
                 :, None, None
             ]
         self.bias = (
@@ -102,7 +112,8 @@ class Pool:
         rows, position = len(self.rows), self.same
         for stored, array in zip(self._of_layer(layer, arrays), arrays, strict=True):
             if position is None:
-                stored[self.slots, :, self.positions] = array[:, :, 0]
+                heads = head_places(array.shape[1], self.head_places)
+                stored[self.slots, heads, self.positions] = array[:, :, 0]
             else:
                 stored[:rows, :, position : position + 1] = array
 

@@ -114,6 +114,8 @@ class LoraContext:
         self.stacked: Mapping[str, tuple[mx.array, mx.array]] = {}  # several …
         self.gains: Mapping[str, mx.array] = {}
         self.indices: mx.array | None = None  # … and each row's index, [B] uint32
+        # [B] uint32: 0, 1, …; without it each product would make its own
+        self.each_row: mx.array | None = None
         self.experts: mx.array | None = None  # [..., k] of the block of experts that runs
         self._stacks: list[AdapterStack] = []
         self._turn = 0
@@ -138,6 +140,8 @@ class LoraContext:
                 stack.gains,
                 mx.array(indices, dtype=mx.uint32),
             )
+            if self.each_row is None or self.each_row.shape[0] != self.batch:
+                self.each_row = mx.arange(self.batch, dtype=mx.uint32)
         elif distinct:
             self.pairs = distinct[0].weights.layers
             if self._all_first is None or self._all_first.shape[0] != self.batch:
@@ -230,8 +234,9 @@ class ServedLinear(_Served):
             return updated if context.rows is None else mx.where(context.rows, updated, y)
         if arrays := context.stacked.get(self._path):
             a, b = arrays
-            h = mx.gather_mm(x.astype(a.dtype), a.swapaxes(1, 2), rhs_indices=context.indices)
-            updated = y + mx.gather_mm(h, b, rhs_indices=context.indices)
+            rows, slots = context.each_row, context.indices
+            h = mx.gather_mm(x.astype(a.dtype), a.swapaxes(1, 2), rows, slots)
+            updated = y + mx.gather_mm(h, b, rows, slots)
             if (gains := context.gains.get(self._path)) is not None:
                 updated = scaled(updated, gains[context.indices][:, None], self.linear)
             return updated.astype(y.dtype)

@@ -1,0 +1,97 @@
+"""How many operations a decode step asks of the device: on a GPU a step of a small model costs what
+they cost to start. Counted on the way of a GPU, from the graph that is evaluated."""
+
+import re
+from collections import Counter
+from io import StringIO
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_parallm.models.cpu import attention, kernels
+from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
+from tests.engine.helpers import qwen3_model, random_adapter, request, serve
+
+# they cost nothing: other shapes of the same memory
+VIEWS = {"Broadcast", "Transpose", "Reshape", "Flatten", "Unflatten", "ExpandDims", "Squeeze"}
+VIEWS |= {"Slice", "Split", "StopGradient", "NumberOfElements", "Full"}
+LAYERS = 2  # that the deeper model has more
+# what is one operation on a GPU, and several on a CPU: the tokens mean nothing then
+FUSED = {
+    "rms_norm": lambda x, *_, **__: mx.tanh(x),
+    "rope": lambda x, *_, **__: -x,
+    "scaled_dot_product_attention": lambda queries, keys, values, **__: mx.maximum(
+        queries, mx.maximum(keys[:, :1, :1], values[:, :1, :1])
+    ),
+}
+# of a layer: 7 projections, 4 norms, 2 ropes, 2 written arrays, attention (2 here), 2 sums, SwiGLU
+A_LAYER = 20
+BESIDE = 60  # head, sampling, and what all layers share
+
+
+@pytest.fixture(autouse=True)
+def _the_way_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, GPU_LIKE)
+    for module in (attention, kernels):
+        monkeypatch.setattr(module, "available", lambda: False)
+
+
+def operations(
+    layers: int, rows: int, adapters: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> Counter[str]:
+    """Return the operations of a step of ragged rows, by kind."""
+    served = serve(qwen3_model(num_hidden_layers=layers), prefix_cache_bytes=0, **options)
+    for name, stand_in in FUSED.items():
+        monkeypatch.setattr(mx.fast, name, stand_in)
+    for number in range(adapters):
+        served.weights.add_adapter(f"a{number}", random_adapter(served, seed=number))
+    for number in range(rows):
+        prompt = [3 + (7 * number + place) % 50 for place in range(12 + 5 * number)]
+        adapter = f"a{number % adapters}" if adapters else None
+        served.engine.add(
+            request(f"r{number}", prompt, max_tokens=40, ignore_eos=True, adapter=adapter)
+        )
+    for _ in range(3):
+        served.engine.step()
+    found: Counter[str] = Counter()
+
+    def counted(*arrays: Any) -> None:
+        text = StringIO()
+        mx.export_to_dot(text, *[a for _, a in tree_flatten(arrays) if isinstance(a, mx.array)])
+        found.update(re.findall(r'\[label ="([^"]*)", shape=rectangle\]', text.getvalue()))
+
+    evaluate = mx.eval
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", lambda *arrays: (counted(*arrays), evaluate(*arrays))[1])
+        served.engine.step()
+    return Counter({kind: count for kind, count in found.items() if kind not in VIEWS})
+
+
+@pytest.mark.parametrize(
+    ("rows", "adapters", "options", "most"),
+    [
+        pytest.param(1, 0, {}, A_LAYER, id="one row"),
+        pytest.param(6, 0, {}, A_LAYER, id="ragged rows"),
+        pytest.param(6, 0, {"by_tokens": False}, A_LAYER, id="a rectangle"),
+        pytest.param(6, 1, {}, A_LAYER + 7 * 2, id="one adapter"),
+        pytest.param(6, 3, {}, A_LAYER + 7 * 3, id="three adapters"),
+    ],
+)
+def test_a_layer_costs_no_more_operations(
+    rows: int,
+    adapters: int,
+    options: dict[str, Any],
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        few = operations(1, rows, adapters, patch, **options)
+    with monkeypatch.context() as patch:
+        many = operations(1 + LAYERS, rows, adapters, patch, **options)
+    more = many - few
+    assert not {"Arange", "AsType"} & set(more), "indices and masks are made once for all layers"
+    assert sum(more.values()) / LAYERS <= most, more
+    beside = sum(few.values()) - sum(more.values()) / LAYERS
+    assert beside <= BESIDE, few
