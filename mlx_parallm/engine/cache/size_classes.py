@@ -19,11 +19,11 @@ SLACK = 8  # a pool that grows has room for an eighth more rows
 READ_STEP = 32  # attention reads up to a multiple of this: few shapes, little padding
 
 
-def head_places(heads: int, known: dict[int, mx.array]) -> mx.array:
-    """Return [1, heads] int32: 0, 1, …, made once for each number of heads."""
-    if heads not in known:
-        known[heads] = mx.arange(heads, dtype=mx.int32)[None]
-    return known[heads]
+def head_places(heads: int, made: dict[int, mx.array]) -> mx.array:
+    """Return [1, heads] int32: 0, 1, …, one array for each number of heads."""
+    if heads not in made:
+        made[heads] = mx.arange(heads, dtype=mx.int32)[None]
+    return made[heads]
 
 
 @dataclass(slots=True, eq=False)
