@@ -155,7 +155,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/environments/runner.py:attempt": "a failed episode is a recorded result",
     "mlx_parallm/environments/scheduler.py:RolloutScheduler._run": "the thread's end is kept for"
     " health() and check()",
-    "mlx_parallm/environments/state_source.py:StepThread.run.job": (
+    "mlx_parallm/environments/step_thread.py:StepThread.run.job": (
         "what a step raises ends its episode"
     ),
     "mlx_parallm/models/threads.py:MLXThread.submit.run": (

@@ -18,10 +18,10 @@ from mlx_parallm.distributed.players import RankRolloutWorker
 from mlx_parallm.distributed.ranks import EXIT_LOST, BeginRun, JoinedRanks, Publish, agree, samples
 from mlx_parallm.distributed.requests import RankRequestWorker
 from mlx_parallm.environments.base import EnvironmentSource
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import open_tools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.models.loading import check_model, resolve_model_path
 from mlx_parallm.models.scoring.reward_model import load_shared_scorers

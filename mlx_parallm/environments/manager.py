@@ -20,12 +20,13 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from mlx_parallm.config.environment import EnvironmentConfig, unique_names
 from mlx_parallm.environments.base import EnvironmentSource, PolicyInference
-from mlx_parallm.environments.episode import EpisodePolicy, failed_trajectories
+from mlx_parallm.environments.episode import failed_trajectories
 from mlx_parallm.environments.room import check_room
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, MakePlayer
 from mlx_parallm.environments.scheduler import RolloutScheduler
 from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError, RolloutRejectedError
 from mlx_parallm.system.log import FILE_ONLY, get_logger, words_of
 from mlx_parallm.system.terminal import Console

@@ -24,15 +24,8 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
-from mlx_parallm.environments.episode import (
-    CURRENT,
-    Episode,
-    EpisodeOver,
-    EpisodePolicy,
-    Opening,
-    TurnPolicy,
-    TurnRequest,
-)
+from mlx_parallm.environments.episode import CURRENT, Episode, EpisodeOver, Opening
+from mlx_parallm.environments.turn_policy import EpisodePolicy, TurnPolicy, TurnRequest
 from mlx_parallm.errors import (
     EndpointError,
     EngineUnavailableError,

@@ -7,18 +7,14 @@ the environments' loop and needs none.
 """
 
 import asyncio
-import contextvars
 import functools
 import hashlib
 import inspect
-import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Messages, PolicyInference, Split, Task
@@ -34,6 +30,7 @@ from mlx_parallm.environments.state import (
     overrides_step,
     text_of,
 )
+from mlx_parallm.environments.step_thread import StepThread
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.prompt_images import image_refs
 from mlx_parallm.execution.user_code import check_call, user_code
@@ -47,7 +44,6 @@ HELDOUT_FIRST = 2**20
 """Held-out tasks begin at this index where `reset` takes an index and no split."""
 RESET_KEYWORDS = ("index", "split", "seed")
 
-T = TypeVar("T")
 Step = Callable[[State], Awaitable[State]]
 
 
@@ -276,7 +272,7 @@ def _end(environment: BaseEnvironment, name: str, state: State) -> None:
         log.warning("an episode was not closed", episode=name, error=str(error))
 
 
-def _step_of(environment: BaseEnvironment, episode: Episode, thread: "StepThread") -> Step:
+def _step_of(environment: BaseEnvironment, episode: Episode, thread: StepThread) -> Step:
     if not overrides_step(environment):
 
         async def ask(state: State) -> State:
@@ -301,75 +297,3 @@ def _step_of(environment: BaseEnvironment, episode: Episode, thread: "StepThread
 
     is_async = inspect.iscoroutinefunction(environment.step)
     return step
-
-
-class StepThread:
-    """Runs the code of one episode that may block, always on the same thread, which starts with the
-    first call.
-
-    At the end it calls `last` with the state that the last call returned, even if nobody waited for
-    it any more: on the thread, or if none was started, in `__exit__`. A thread cannot be killed:
-    one that blocks when its episode has ended is left behind (`abandoned`), and ends as soon as it
-    asks for another turn.
-    """
-
-    def __init__(
-        self, name: str, state: State, last: Callable[[State], None], abandoned: "list[StepThread]"
-    ) -> None:
-        self.state = state
-        self._name, self._abandoned, self._last = name, abandoned, last
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> "StepThread":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._thread is None:
-            self._last(self.state)
-        self._jobs.put(None)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def join(self, timeout_s: float) -> None:
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-
-    async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """Return the function's result, or raise what it raises. A cancelled call leaves the
-        thread behind."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-        context, future = contextvars.copy_context(), Future[T]()
-
-        def job() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = context.run(function, *arguments)
-            # a future cannot hold the one, the loop not the other
-            except (StopIteration, KeyboardInterrupt) as error:
-                unlike = RuntimeError(f"{type(error).__name__}: {error}")
-                future.set_exception(unlike.with_traceback(error.__traceback__))
-            except BaseException as error:  # noqa: BLE001  boundary: what a step raises ends its episode
-                future.set_exception(error)
-            else:
-                if isinstance(result, State):
-                    self.state = result
-                future.set_result(result)
-
-        self._jobs.put(job)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if future.running():
-                self._abandoned.append(self)
-            raise
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-        self._last(self.state)

@@ -41,8 +41,8 @@ import mlx_parallm  # the fast BLAS comes before MLX
 from mlx_parallm.config.data import DataConfig
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.server import ModelConfig, ServerConfig
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.kinds.dataset import DatasetSource
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, RequestError, TraceError
 from mlx_parallm.execution.chat_messages import in_known_roles, read_messages
 from mlx_parallm.execution.user_code import reference_to

@@ -24,10 +24,10 @@ from mlx_parallm.distributed.players import (
     hang_up,
 )
 from mlx_parallm.environments.base import EnvironmentSource
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupResult
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import EngineUnavailableError, EnvironmentFailedError
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.types import Request, RolloutGroup

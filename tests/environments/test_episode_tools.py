@@ -11,13 +11,14 @@ from structlog.testing import capture_logs
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.tools import ToolsConfig
-from mlx_parallm.environments.episode import CURRENT, EpisodePolicy
+from mlx_parallm.environments.episode import CURRENT
 from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.kinds.tools import ToolsEnvironment
 from mlx_parallm.environments.registry import build_sources, create_environment
 from mlx_parallm.environments.room import check_room
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state import BaseEnvironment, State
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.system.log import configure_logging

@@ -9,10 +9,10 @@ import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.state import BaseEnvironment, State
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.rl_training.evaluation.evaluate import draw_problems, evaluate
 from mlx_parallm.types import Request, RolloutGroup, SamplingParams

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.episode import CURRENT, Episode, EpisodePolicy
+from mlx_parallm.environments.episode import CURRENT, Episode
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.types import Completion

@@ -11,11 +11,11 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
 from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.tool_client import ToolClient, ToolResult
 from mlx_parallm.models.tokenizer import Tokenizer

@@ -15,10 +15,10 @@ from mlx_parallm import cli
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.environments.episode import TurnRequest
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.trajectory import SequenceRecorder
+from mlx_parallm.environments.turn_policy import TurnRequest
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.inference.module import InferenceModule

@@ -10,10 +10,10 @@ import pytest
 
 from mlx_parallm import GRPOConfig, GRPOTrainer
 from mlx_parallm.config.tools import ToolsConfig
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import open_tools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.faces.trl.environments import Factories, _called
 from tests.engine.helpers import until

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from mlx_parallm import GRPOConfig, GRPOTrainer, generate_rollout_completions
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from tests.engine.helpers import until
 from tests.environments.scripted_client import ScriptedClient, end_of_turn

@@ -23,8 +23,8 @@ from typing import Any
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import PREFIX, EvaluationConfig
 from mlx_parallm.environments.base import EnvironmentSource
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import EpisodeTools
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import CheckpointError, RefusedError
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.tokenizer import Tokenizer

@@ -8,11 +8,11 @@ import threading
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.kinds.gymnasium import GymnasiumEnvironment, episode_return
 from mlx_parallm.environments.registry import create_environment
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.types import Rollout, Trajectory
 from tests.environments.scripted_client import ScriptedClient

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.openenv.actions import Actions, Observations, text_field
 from mlx_parallm.environments.openenv.servers import _check_schema
 from mlx_parallm.environments.openenv.session import ActionRefusedError, Session, _step_result
 from mlx_parallm.environments.openenv.source import _tool_result
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
 from mlx_parallm.execution.tool_results import ToolResult
 from mlx_parallm.system import patterns

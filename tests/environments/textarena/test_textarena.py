@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.registry import build_sources, create_environment
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import AdapterError, ConfigError, RolloutRejectedError
 from mlx_parallm.types import UNSCORED, Structure
 from tests.environments.scripted_client import ScriptedClient

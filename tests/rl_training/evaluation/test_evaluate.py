@@ -6,8 +6,8 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.environments.base import EnvironmentSource, Task
-from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rl_training.evaluation.evaluate import (
     ProblemSet,
