@@ -191,6 +191,7 @@ PROVOCATIONS: dict[str, Provocation] = {
     "rewards by prompt": Provocation("no-variance", "by_prompt"),
     "all wrong": Provocation("too-hard", "all_wrong"),
     "all right": Provocation("too-easy", "all_right"),
+    "no number": Provocation("not-scored", "no_number", {"dynamic_sampling": False}),
     "all right in the end": Provocation("solved", "solved"),
     "most groups dropped": Provocation("oversampling", "rarely", {"max_oversampling": 16}),
     "a part for nothing": Provocation("reward-part-constant", "unused_part"),

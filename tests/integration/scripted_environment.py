@@ -2,6 +2,7 @@
 chooses it."""
 
 import asyncio
+import math
 import time
 import zlib
 from collections.abc import Sequence
@@ -113,6 +114,7 @@ class Scripted(EnvironmentSource):
             "up_to_0.7": lambda: min(0.7, noise(text)),
             "rarely": lambda: 0.4 if index % 8 else noise(text),
             "hardly": lambda: 0.5 + 2e-4 * noise(text),
+            "no_number": lambda: math.nan,
             "raises": lambda: {}["answer"],
         }
         return float(rewards.get(self.config.name, lambda: noise(text))())

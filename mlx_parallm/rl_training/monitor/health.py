@@ -334,7 +334,7 @@ def _uniform(evidence: Evidence, name: str) -> dict[str, float]:
         return {}
     if is_taught(evidence) or evidence.fell or reward_signs.one_answer(evidence):
         return {}
-    if reward_signs.zero_advantages(evidence):
+    if reward_signs.zero_advantages(evidence) or reward_signs.not_scored(evidence):
         return {}
     wrong, right = (
         evidence.mean("groups_all_wrong") or 0.0,
@@ -480,7 +480,7 @@ def _oversampled(evidence: Evidence) -> bool:
 @_rule("nothing-trained", reward_signs.FINER)
 def _nothing_trained(evidence: Evidence) -> Sign | None:
     groups = evidence.total("groups")
-    if not _trains_nothing(evidence):
+    if not _trains_nothing(evidence) or reward_signs.not_scored(evidence):
         return None
     right, wrong = (
         evidence.mean("groups_all_right") or 0.0,
@@ -513,6 +513,8 @@ def _oversampling(evidence: Evidence) -> Sign | None:
     groups, dropped = evidence.total("groups"), evidence.total("dropped_without_variance")
     if not _oversampled(evidence) or _has_learned(evidence) or _trains_nothing(evidence):
         return None
+    if reward_signs.not_scored(evidence):
+        return None
     trained, short = groups - dropped, sum(bool(line.get("gave_up")) for line in evidence.window)
     right, wrong = (
         evidence.mean("groups_all_right") or 0.0,
@@ -540,6 +542,10 @@ _rule(
         " small by design wants a weight"
     ),
 )(reward_signs.hardly_differs)
+_rule(
+    "not-scored",
+    "let the reward functions return numbers; see the log for what failed",
+)(reward_signs.not_scored)
 _rule(
     "zero-advantages",
     "see advantage, reward_weights and what masks the tokens: no rate makes 0 larger",

@@ -19,6 +19,8 @@ from mlx_parallm.rl_training.step.batch import ONE_ANSWER
 HARDLY = 1e-3
 """Deviation of the rewards over the larger of 1 and their mean. A reward model that tells answers
 apart differs by tenths; rounding in bfloat16 alone makes 1e-3."""
+MOST_UNSCORED = 0.5
+"""Share of the answers of a window without a score. A judge that is away now and then leaves few."""
 NO_ROOM = 0.05
 """A reward this close to 1 has no room to gain."""
 PART = re.compile(r"rewards/(.+)/mean")
@@ -68,6 +70,18 @@ def one_answer(evidence: Evidence) -> Sign | None:
         f"one answer for every prompt: {share:.0%} of the answers are one and"
         f" the same; at first {first:.0%}",
         numbers | evidence.means("reward_mean", "rollout_entropy"),
+    )
+
+
+def not_scored(evidence: Evidence) -> Sign | None:
+    """Answers have no score: what has none counts in no number, so the others say little."""
+    share = evidence.mean("unscored_fraction")
+    if share is None or share < MOST_UNSCORED or not evidence.total("sequences"):
+        return None
+    return Sign(
+        f"not scored: {share:.0%} of the answers got no number from any reward function (None or"
+        " NaN)",
+        {"unscored_fraction": share} | evidence.means("sequences", "reward_mean"),
     )
 
 

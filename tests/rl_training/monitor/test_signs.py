@@ -35,6 +35,15 @@ START = window(most_frequent_answer=0.1)
 CASES = {
     # the rate is innocent
     "all wrong, kept": (window(**CONSTANT | WRONG | UNMOVED), (), ["too-hard"]),
+    "no score": (
+        window(
+            **CONSTANT | {"reward_mean": None, "reward_std": None},
+            **{"sequences": 64, "unscored_fraction": 1.0, "dropped_without_variance": 16},
+        ),
+        (),
+        ["not-scored"],
+    ),
+    "a judge away now and then": (window(sequences=64, unscored_fraction=0.2), (), []),
     "no gradient": (window(**UNMOVED, optimizer_updates=4), (), ["zero-advantages"]),
     "no advantages": (window(**NO_VARIANCE), (), ["zero-advantages"]),
     "no gradient, nothing trained": (window(**UNMOVED, optimizer_updates=0), (), []),
