@@ -47,6 +47,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.errors import ConfigError, ParallmError, RolloutRejectedError
 from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.execution.user_code import (
+    PREFIX,
     check_call,
     did_you_mean,
     is_async,
@@ -593,6 +594,12 @@ def _load_builtin(reference: str, options: Mapping[str, Any], key: str) -> Any:
 
 
 def _load_user(reference: str, options: Mapping[str, Any], key: str) -> Any:
+    plain = reference.removeprefix(PREFIX)
+    if ":" not in plain and (near := did_you_mean(plain, sorted(BUILT_IN))):
+        raise ConfigError(
+            f"{key}: {plain!r} is neither python:file.py:name nor builtin:NAME{near} with"
+            f" {BUILTIN!r} before it"
+        )
     what, value = f"{key}: {reference}", load(reference, key)
     if hasattr(value, "compute_rewards"):
         if isinstance(value, type):
