@@ -20,7 +20,7 @@ HARDLY = 1e-3
 """Deviation of the rewards over the larger of 1 and their mean. A reward model that tells answers
 apart differs by tenths; rounding in bfloat16 alone makes 1e-3."""
 MOST_UNSCORED = 0.5
-"""Share of the answers of a window without a score. A judge that is away now and then leaves few."""
+"""Share of the answers of a window without a score. A judge that is away at times leaves few."""
 NO_ROOM = 0.05
 """A reward this close to 1 has no room to gain."""
 PART = re.compile(r"rewards/(.+)/mean")
@@ -79,8 +79,8 @@ def not_scored(evidence: Evidence) -> Sign | None:
     if share is None or share < MOST_UNSCORED or not evidence.total("sequences"):
         return None
     return Sign(
-        f"not scored: {share:.0%} of the answers got no number from any reward function (None or"
-        " NaN)",
+        f"not scored: {share:.0%} of the answers got no number (None, NaN) from any reward"
+        " function",
         {"unscored_fraction": share} | evidence.means("sequences", "reward_mean"),
     )
 
