@@ -79,8 +79,7 @@ def not_scored(evidence: Evidence) -> Sign | None:
     if share is None or share < MOST_UNSCORED or not evidence.total("sequences"):
         return None
     return Sign(
-        f"not scored: {share:.0%} of the answers got no number (None, NaN) from any reward"
-        " function",
+        f"not scored: {share:.0%} of the answers got None or NaN from every reward function",
         {"unscored_fraction": share} | evidence.means("sequences", "reward_mean"),
     )
 
