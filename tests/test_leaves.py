@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.config import leaves as registry
+from mlx_parallm.config.arguments import Arguments
 from mlx_parallm.config.environment import Section
 from mlx_parallm.config.leaves import LEAVES, Command, Leaf, imported, leaves
 from mlx_parallm.config.load import Config, CoreConfig
@@ -92,7 +93,7 @@ def test_what_a_leaf_names_is_there_and_takes_what_it_gets(leaf: Leaf) -> None:
         for place in leaf.environments.values()
     )
     assert all(
-        isinstance(command, Command) and callable(imported(command.function))
+        isinstance(command, Command) and issubclass(imported(command.arguments), Arguments)
         for command in leaf.commands
     )
 
