@@ -45,6 +45,7 @@ NOT_THESE = re.compile(
 )
 CONFIGURATIONS = ("my.toml", "train.toml", "test.toml")
 RUNS = ("my-run", "first", "second", "third", "three")
+COMMAND = re.compile(r"scripts[./]bench|mlx_parallm |scripts/clients|make \w")
 BENCH = re.compile(r"-m scripts\.bench\.([\w.]+)|scripts/bench/(\w+)\.py")
 
 
@@ -108,6 +109,11 @@ def test_checked_blocks_run(session: Place, clone: Path, tmp_path: Path, shims: 
     assert not [fault for fault in faults if fault]
 
 
+def _program(module: str) -> Path:
+    place = ROOT / "scripts" / "bench" / module.rstrip(".").replace(".", "/")
+    return place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
+
+
 def test_flags_of_the_benchmarks_exist() -> None:
     """They run for minutes to hours: their flags are looked for in their text."""
     wrong = []
@@ -115,11 +121,28 @@ def test_flags_of_the_benchmarks_exist() -> None:
         for line in block.text.replace("\\\n", " ").splitlines():
             if (found := BENCH.search(line)) is None:
                 continue
-            place = ROOT / "scripts" / "bench" / (found[1] or found[2]).replace(".", "/")
-            file = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
-            text = file.read_text(encoding="utf-8")
+            text = _program(found[1] or found[2]).read_text(encoding="utf-8")
             flags = re.findall(r"(?<=\s)--[a-z-]+", line[found.end() :])
             wrong += [f"{block}: {flag}" for flag in flags if f'"{flag}"' not in text]
+    assert not wrong
+
+
+def test_every_subject_of_the_benchmarks_names_its_command() -> None:
+    """A program that is gone is named with the commit that has it."""
+    wrong = []
+    for page in sorted((ROOT / "docs" / "benchmarks").glob("*.md")):
+        for subject in re.split(r"^(?=## )", page.read_text(encoding="utf-8"), flags=re.M)[1:]:
+            heading = f"{page.name}: {subject.partition(chr(10))[0]}"
+            lines = [line for line in subject.splitlines() if re.search(COMMAND, line)]
+            generated = "written by" in page.read_text(encoding="utf-8").lower()
+            wrong += [] if lines or generated else [f"{heading}: no command"]
+            wrong += [
+                f"{heading}: {line}"
+                for line in lines
+                if "commit" not in line and "git checkout" not in line
+                for module in BENCH.findall(line)
+                if not _program("".join(module)).exists()
+            ]
     assert not wrong
 
 
