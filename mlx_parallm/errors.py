@@ -18,8 +18,8 @@ ParallmError
 │                            code 75
 ├── EngineUnavailableError   the engine is loading, draining or dead, or a loop thread has ended
 │                            (HTTP 503)
-├── GenerationFailedError    the engine gave one request up with an error of its own (HTTP 500);
-│                            others go on
+├── GenerationFailedError    the engine gave one request up with its own error (HTTP 500);
+│                            others continue
 ├── RolloutRejectedError     a scored group that may not be trained on; the reason is stored with it
 ├── StoreError               the rollout database cannot be opened, written or read (full disk,
 │                            lock)
@@ -31,16 +31,16 @@ ParallmError
 ├── TraceError               a trace, session or data set that cannot be read or written
 ├── PatternTimeoutError      a regular expression takes too long on a text
 ├── MemoryShortError         the process has ended in order because memory was running out;
-│                            another one may go on
+│                            another one may continue
 ├── RankLostError            a rank of a distributed run has ended, or cannot be reached
-│   └── RanksStandStillError a sum over the ranks did not end; another start may go on
+│   └── RanksStandStillError a sum over the ranks did not end; another start may continue
 └── PublishTimeoutError      could not get the weight lock within `lock_timeout_ms`; the old weights
                              keep serving
 """
 
 EXIT_AGAIN = 75
 """The exit code of a process that has ended because something was short or stood still: another
-one may go on from the newest checkpoint (EX_TEMPFAIL of sysexits.h)."""
+one may continue from the newest checkpoint (EX_TEMPFAIL of sysexits.h)."""
 
 
 class ParallmError(Exception):
@@ -113,7 +113,7 @@ class RefusedError(RequestError):
 
 class InvalidAnswerError(RequestError):
     """The model's answer does not match its schema or grammar, however often it was sampled, or
-    cannot go on within it."""
+    cannot continue within it."""
 
 
 class EngineUnavailableError(ParallmError):
@@ -122,7 +122,7 @@ class EngineUnavailableError(ParallmError):
 
 class DeviceFaultError(ParallmError):
     """The GPU has failed, and nothing more is computed. `fault`: a `DeviceFault` of
-    `system.device.faults`; `plan`: how the work goes on."""
+    `system.device.faults`; `plan`: how the work continues."""
 
     def __init__(self, fault: object, plan: str = "") -> None:
         super().__init__(f"{fault}{plan and '. '}{plan}")
@@ -130,11 +130,11 @@ class DeviceFaultError(ParallmError):
 
 
 class GenerationFailedError(ParallmError):
-    """The engine gave one request up; other requests go on."""
+    """The engine gave one request up; other requests continue."""
 
 
 def failure_of(error: str | None, code: str | None, param: str | None = None) -> ParallmError:
-    """Return the error of a choice that ended with one. `code`: OpenAI's, where the request itself
+    """Return the error of a choice that ended with one. `code`: OpenAI's, if the request itself
     is its cause."""
     text = error or "the generation failed"
     if code is None:
@@ -147,7 +147,7 @@ class RolloutRejectedError(ParallmError):
 
 
 class EnvironmentFailedError(ParallmError):
-    """In-process environments cannot go on: group after group fails, or their results cannot be
+    """In-process environments cannot continue: group after group fails, or their results cannot be
     kept."""
 
 
@@ -194,7 +194,7 @@ class MemoryShortError(ParallmError):
 
 
 class RankLostError(ParallmError):
-    """A rank of a distributed run has ended, or cannot be reached; training cannot go on."""
+    """A rank of a distributed run has ended, or cannot be reached; training cannot continue."""
 
 
 class RanksStandStillError(RankLostError):

@@ -9,7 +9,7 @@ policy versions and scores, the rest is what people and rewards read. Both have 
 
 Log-probabilities: `logprobs` in these types are float32 log-softmax(logits / temperature) of the
 sampled token *before* top_k, top_p, min_p, penalties, bias and grammar (temperature 0 counts as 1).
-Where any of those was active, `processed_logprobs` holds the log-probability under the distribution
+If any of those was active, `processed_logprobs` holds the log-probability under the distribution
 that was really sampled from.
 """
 
@@ -59,7 +59,7 @@ class Structure:
     source: str
     param: str = field(default="structure", compare=False)  # where it came from, for error texts
     strict: bool = False  # a schema whose objects are closed, whatever server.open_objects says
-    parts: tuple["Structure", ...] = ()  # of "answer": what @part_0, @part_1, … stand for
+    parts: tuple["Structure", ...] = ()  # kind "answer": the grammars of @part_0, @part_1, …
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     # markers of reasoning that the text may begin with, in which stop strings do not count; the
-    # first is "" where the prompt has opened it
+    # first is "" if the prompt has opened it
     reasoning: tuple[str, str] | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -128,9 +128,9 @@ class PromptImage:
     """An image of a prompt, as the model's tower reads it."""
 
     digest: str  # SHA-256 of what its features are computed from, in hexadecimal digits
-    text: str  # what stands in a prompt for it
+    text: str  # what is in a prompt for it
     tokens: int  # image tokens in `text`: one for each of its features
-    # frames, rows and columns of its tokens, where its model gives them positions of their own
+    # frames, rows and columns of its tokens, if its model gives them their own positions
     grid: tuple[int, int, int] | None = None
     # numpy's, by name: what the tower reads
     arrays: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -147,7 +147,7 @@ class Request:
     stream: bool = False  # False: deltas are not emitted, only the final output
     cache_salt: str | None = None  # prefixes are shared among requests of the same salt only
     priority: int = 0  # lower goes first
-    opens_text: bool = False  # the completion begins a text of its own, as a chat's answer does
+    opens_text: bool = False  # the completion begins its own text, as a chat's answer does
     images: tuple[PromptImage, ...] = ()  # in the order of their tokens in the prompt
 
 
@@ -186,7 +186,7 @@ class RoutedExperts:
     `routed_experts`): those of the forward that predicted it.
 
     `ids`: [tokens, layers, each], row after row, little-endian; one byte an id where `wide` is
-    False, else two. A layer counts where it has experts.
+    False, else two. A layer counts if it has experts.
     """
 
     layers: int
@@ -219,7 +219,7 @@ class RoutedExperts:
 
     @classmethod
     def of(cls, ids: "np.ndarray") -> "RoutedExperts":
-        """Hold ids [tokens, layers, each], whole numbers from 0 on, in one byte each where they
+        """Hold ids [tokens, layers, each], whole numbers from 0 on, in one byte each if they
         fit. Raises ValueError: they do not."""
         wide = bool(ids.size and ids.max() >= NARROW_IDS)
         if ids.ndim != 3 or ids.dtype.kind not in "iu" or (ids.size and ids.min() < 0):
@@ -245,7 +245,7 @@ class RoutedExperts:
 @dataclass(frozen=True, slots=True)
 class PromptExperts:
     """The experts of neighbouring tokens whose forward predicted no sampled token: of a prompt, or
-    of what stands between two turns. `start`: the first one's place in the sequence."""
+    of what is between two turns. `start`: the first one's place in the sequence."""
 
     start: int
     experts: RoutedExperts
@@ -309,8 +309,8 @@ class Completion:
     error: str | None = None
     error_code: str | None = None  # OpenAI's, of an error that the request itself causes
     prompt_version: int = -1  # policy version under which the prompt was read; -1 = unknown
-    routed_experts: RoutedExperts | None = None  # of T tokens, where the engine records them
-    # of the prompt's tokens before its last one, where they are recorded too
+    routed_experts: RoutedExperts | None = None  # experts of T tokens, if the engine records them
+    # experts of the prompt's tokens before its last one, if recorded
     prompt_experts: tuple[PromptExperts, ...] = ()
     cached_tokens: int = 0  # tokens of the prompt that the prefix cache held
     # [T], where a grammar or `allowed_token_ids` was on: 1 where it left no choice: this one
@@ -334,7 +334,7 @@ class RequestOutput:
     prompt_logprobs: PromptLogprobs | None = None
     # [D] float32, the pooled hidden states of the prompt
     embedding: tuple[float, ...] | None = None
-    rejected_tokens: int = 0  # of choices that broke their schema and were sampled again
+    rejected_tokens: int = 0  # tokens of choices that broke their schema and were sampled again
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +395,7 @@ class EngineStats:
     kv_bytes: int = 0  # memory of their keys and values
     kv_bytes_shared: int = 0  # what they would hold besides without sharing prompts
     kv_layout: str = ""  # "tokens", "rectangle" or "rows" (engine/cache/batch.py)
-    # of all steps, by part (live_requests.STEP_PARTS)
+    # seconds of all steps, by part (live_requests.STEP_PARTS)
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     holders: tuple[str, ...] = ()  # who has paused admission
 
@@ -438,11 +438,11 @@ class Rollout:
     zero_advantage: bool = False
     # segments, oldest first; no scores and no `earlier` of their own
     earlier: tuple["Rollout", ...] = ()
-    # of the tokens that the policy sampled, in their order; None: nobody recorded them
+    # experts of the tokens that the policy sampled, in their order; None: not recorded
     routed_experts: RoutedExperts | None = None
-    # of the other tokens, as far as they were recorded; in the order of their places, none twice
+    # experts of the other tokens, as far as recorded; by place, none twice
     prompt_experts: tuple[PromptExperts, ...] = ()
-    # of the whole episode, oldest turn first; segments in `earlier` have none of their own
+    # for the whole episode, oldest turn first; segments in `earlier` have none of their own
     turn_rewards: tuple[float, ...] = ()
     # sampled tokens of each turn of this sequence; empty: each run of sampled tokens is a turn
     turn_lengths: tuple[int, ...] = ()

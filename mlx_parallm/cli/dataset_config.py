@@ -29,7 +29,7 @@ OPERATIONS, CORE_OPERATIONS_S = 8.0, 25e9
 CPU_SIZES = ((64, 512), (64, 256), (64, 128), (32, 128), (32, 64))
 """(sequences of a step, tokens of an answer), the most first."""
 STEP_S, RUN_S = 60.0, 3600.0
-USUAL_HIDDEN_SIZE = 2560  # a 4B model's, assumed where the size cannot be found
+USUAL_HIDDEN_SIZE = 2560  # a 4B model's, assumed if the size cannot be found
 
 HEAD = """\
 # The configuration of: {command}
@@ -168,7 +168,7 @@ def dataset_toml(
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of a run, and the reasons. `rollouts`: sequences of one step; `why`: "" where the
+    """The size of a run, and the reasons. `rollouts`: sequences of one step; `why`: "" if the
     machine asks for no less."""
 
     rollouts: int
@@ -252,7 +252,7 @@ def learning_rate_for(hidden_size: int) -> float:
 
 
 def find_hidden_size(model: str) -> int:
-    """Read it from config.json where the model is on this machine, else from a size in the name
+    """Read it from config.json if the model is on this machine, else from a size in the name
     ("Qwen3-0.6B"), else assume a 4B model. It uses no network: a wrong name is reported when the
     model is loaded."""
     if (size := _hidden_size_in(_config_of(model))) is not None:

@@ -32,7 +32,7 @@ from mlx_parallm.system.hardware import (
 from mlx_parallm.system.packages import extras, missing, mlx_backend_advice, version
 from mlx_parallm.system.terminal import Console
 
-SIZES = (512, 2048)  # of the square float32 products that are timed
+SIZES = (512, 2048)  # sizes of the square float32 products that are timed
 # for the larger one; on the same two cores the reference BLAS reaches 5, MKL over 80
 SLOW_GFLOPS = 20.0
 LOW_MEMORY_BYTES = 2 * GIB

@@ -1,8 +1,8 @@
 """`mlx_parallm doctor --first-hour`: one command that says how this machine bears what the product
 does, for an issue and for docs/benchmarks/machines.md. No MLX in this process.
 
-    contracts   MLX's operations and the promises, each in a process of its own (contracts.py)
-    beside      a chat that goes on while a training does, for some minutes; memory, threads and
+    contracts   MLX's operations and the promises, each in its own process (contracts.py)
+    beside      a chat that continues while a training does, for some minutes; memory, threads and
                 files over time; `kill -9` half way, and the resume
     panics      macOS's reports of kernel panics from that time
 
@@ -36,10 +36,10 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.foreign_http import BeyondBoundsError, sync_client
 from mlx_parallm.system.terminal import Console
 
-FORMAT = 1  # of the JSON file
+FORMAT = 1  # version of the JSON file
 COMMAND = (sys.executable, "-m", "mlx_parallm")
 TINY = "builtin:tiny"
-TINY_SHARE = 0.3  # of the minutes, where there is another model
+TINY_SHARE = 0.3  # share of the minutes, beside another model
 CONTRACTS_S, START_S, END_S = 900.0, 600.0, 180.0
 SAMPLE_S = 2.0
 HTTP_S = 120.0
@@ -211,7 +211,7 @@ def _panics(since: float) -> list[str]:
 
 
 def _contracts(model: str, overrides: Sequence[str]) -> list[Contract]:
-    """Run `doctor --contracts` in a process of its own and read its table."""
+    """Run `doctor --contracts` in its own process and read its table."""
     command = [*COMMAND, "doctor", "--contracts", "--model", model, *_set(overrides)]
     try:
         done = subprocess.run(
@@ -296,7 +296,7 @@ class _Training:
         return [*COMMAND, *fixed, *_set(settings)]
 
     def _watch(self) -> None:
-        """Wait for the first step, chat and sample until half of the time, kill, go on to the
+        """Wait for the first step, chat and sample until half of the time, kill, continue to the
         end."""
         self._wait_for_step(0, START_S)
         chat = threading.Thread(target=self._chat, name="chat", daemon=True)

@@ -14,7 +14,7 @@ EQUAL = 1e-4
 
 
 def run(config: ModelConfig) -> int:
-    """Print the report; return 1 where the model is not the published one. Raises ModelError."""
+    """Print the report; return 1 if the model is not the published one. Raises ModelError."""
     from mlx_parallm.models.loading import check_model, load_model
     from mlx_parallm.models.published.report import (
         COMPARED,

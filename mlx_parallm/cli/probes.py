@@ -2,7 +2,7 @@
 
 Each `Probe` computes an operation, and its gradient where training needs it, for some numbers of
 rows and some types, and what it should have been. Wrong kernels have answered without an error:
-for one number of rows, one direction of a quantised product, one size that is no multiple of 64
+for one number of rows, one direction of a quantised product, one size that is not a multiple of 64
 (docs/operations.md#a-mac names the reports). `results` tries all of them in a few seconds.
 """
 

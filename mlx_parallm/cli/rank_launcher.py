@@ -13,7 +13,7 @@ When a rank ends with an error or dies of a signal, all others are asked to stop
 joined save, those that wait for it end at once. Ranks that the user has stopped are not asked
 again, for a second signal ends them at once. With `on_rank_lost = "continue"` the death of a rank
 is answered by a new start with as many ranks fewer, from the newest checkpoint; rank 0 saves one
-when it notices. Where none has died and a sum has stood still (EXIT_AGAIN), all are started again,
+when it notices. If none has died and a sum has stood still (EXIT_AGAIN), all are started again,
 at most STANDSTILLS times without a new checkpoint.
 """
 
@@ -69,7 +69,7 @@ def run_ranks(
     continues: bool,
     run_log: RunLog,
 ) -> int:
-    """`mlx_parallm train --ranks N`: every start has the name and, where it was 0, the port of the
+    """`mlx_parallm train --ranks N`: every start has the name and, if it was 0, the port of the
     first.
 
     Raises ConfigError: this process is a rank already, or the ranks would share one CUDA GPU.
@@ -96,7 +96,7 @@ class LocalRanks:
         arguments: of `mlx_parallm train`; a later `--ranks` and `--resume` override theirs.
         run: the run's directory, perhaps not there yet.
         resume: what the first start resumes.
-        continues: go on with fewer ranks when one has died.
+        continues: continue with fewer ranks when one has died.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class LocalRanks:
 
     def _send(self, number: int) -> None:
         for child in list(self._children):
-            child.send_signal(number)  # does nothing where it has ended
+            child.send_signal(number)  # does nothing if it has ended
 
     def _pass_on(self) -> None:
         wanted = signals_to_pass_on()

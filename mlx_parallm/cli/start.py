@@ -47,7 +47,7 @@ class Train(Configured):
     """start again, from the newest checkpoint, after a fault of the GPU, a kill or a hang; N times
     without a new one"""
     ranks: Annotated[int, "N"] | None = None
-    """train with N processes on this machine, each with an engine of its own
+    """train with N processes on this machine, each with its own engine
     (docs/operations.md#several-processes)"""
     dry_run: bool = False
     """load, show a scored group of each environment, measure a few steps, say what the run will
@@ -178,7 +178,7 @@ def _run_children(
 
     Args:
         place: the run's directory.
-        continues: several ranks, which go on when one of them is lost; None: one process.
+        continues: several ranks, which continue when one of them is lost; None: one process.
         waits: of a supervisor: `rest_s` and `silence_s`.
     """
     from mlx_parallm.cli.rank_launcher import run_ranks
@@ -254,7 +254,7 @@ def _training_config(args: Train) -> "Config":
 
 
 def _named(config: "Config", source: str | None, resume: str | None) -> "Config":
-    """Return the configuration with a name of the run, where it has none."""
+    """Return the configuration with a name of the run, if it has none."""
     from mlx_parallm.run_files.directory import name_after
 
     if config.rl_training.run_name is not None or source is None:

@@ -12,7 +12,7 @@ Answered by a new start from the newest checkpoint:
 * silence: a child whose signs of life stop (system/device/heartbeat.py) is killed
 * the exit code 0: a child that has done its work ends with `DONE`, so a reward function or
   environment has called `os._exit(0)`
-* the exit code `PAUSED` (rl_training.restart_every), which is no failure and does not count
+* the exit code `PAUSED` (rl_training.restart_every), which is not a failure and does not count
 
 Other exit codes are passed on: 2 (an error in words), 1 (a bug). So is the end after a signal that
 was sent to the parent. stdout, stderr and the terminal are the child's.
@@ -84,7 +84,7 @@ def supervise(
     rest_s: float = 0.0,
     silence_s: float = 0.0,
 ) -> int:
-    """`mlx_parallm train --restarts N`: every start has the name and, where it was 0, the port
+    """`mlx_parallm train --restarts N`: every start has the name and, if it was 0, the port
     of the first. `rest_s`, `silence_s`: as in `Supervisor`."""
     if launched_rank() is not None:
         raise ConfigError(
@@ -104,7 +104,7 @@ def supervise(
 
 
 def same_run(server: ServerConfig, run: Path, resume: str | None) -> list[str]:
-    """Return the arguments that give every start the name and, where it was 0, the port of the
+    """Return the arguments that give every start the name and, if it was 0, the port of the
     first."""
     fixed: list[str] = []
     if resume is None or resume == "auto":
@@ -135,8 +135,8 @@ def signals_to_pass_on() -> list[signal.Signals]:
 class Supervisor:
     """Single use, main thread. `restarts`: in a row, without a new checkpoint in between.
 
-    Each new checkpoint gives the full number back, so a run that makes progress goes on to its end,
-    and one that dies at the same place again and again ends after `restarts` tries.
+    Each new checkpoint gives the full number back, so a run that makes progress continues to its
+    end, and one that dies at the same place again and again ends after `restarts` tries.
     """
 
     def __init__(

@@ -160,7 +160,7 @@ class BalancedClient(EngineClient):
             return False
 
     def stats(self) -> EngineStats:
-        """Returns rank 0's, with the sums over all ranks where a number can be added."""
+        """Returns rank 0's, with the sums over all ranks if a number can be added."""
         return summed(list(self.rank_stats().values()))
 
     def rank_stats(self) -> Mapping[int, EngineStats]:

@@ -6,7 +6,7 @@ import json
 import struct
 from pathlib import Path
 
-SAMPLE_BYTES = 4096  # of each tensor: fine-tuning changes every number of the layers that it trains
+SAMPLE_BYTES = 4096  # read of each tensor: fine-tuning changes every number of its layers
 DESCRIPTIONS = (
     "config.json",
     "generation_config.json",

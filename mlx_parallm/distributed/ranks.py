@@ -71,7 +71,7 @@ CONNECT_S = 5.0  # to one address of rank 0, and for the handshake
 ACCEPT_S = 0.05  # between two looks whether all ranks are there
 JOIN_S = 120.0  # for all ranks to be connected
 WATCH_S = 0.2  # between two looks at the connections while a collective runs
-TIMEOUT_S = 600.0  # of a sum, until a configuration says (rl_training.rank_timeout_s)
+TIMEOUT_S = 600.0  # limit of a sum, until rl_training.rank_timeout_s is read
 GRACE_S = 5.0  # for a collective to end after a rank has gone: the data may have come before that
 # a dead machine: 25 s
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -110,7 +110,7 @@ def samples(algorithm: str) -> bool:
 
 
 def join() -> Ranks:
-    """The ranks of this launch; `ALONE` where nothing was launched. Waits for all of them.
+    """The ranks of this launch; `ALONE` if nothing was launched. Waits for all of them.
 
     Raises ConfigError: MLX finds no backend, or the ranks have other versions (on rank 0; the
     others exit with EXIT_LOST). RankLostError: the ranks do not find each other.
@@ -476,7 +476,7 @@ class JoinedRanks(Ranks):
 
 
 def agree(ranks: Ranks, trainer: HasArrays, *, compared: str = "", part: int | None = None) -> None:
-    """Give every rank the weights, optimizer state and reference of rank 0, where one of the arrays
+    """Give every rank the weights, optimizer state and reference of rank 0, if one of the arrays
     whose names begin with `compared` differs. Raises RankLostError: another model.
 
     Args:

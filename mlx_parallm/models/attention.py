@@ -2,7 +2,7 @@
 unchanged.
 
 mlx-lm's attention layers give what `cache.update_and_fetch` returned to
-`scaled_dot_product_attention`. Where that is a `RoutedKeys`, the call goes to it; on a CPU, one of
+`scaled_dot_product_attention`. If that is a `RoutedKeys`, the call goes to it; on a CPU, one of
 several queries goes to `cpu/attention.py`; every other call goes to mlx-lm as before. A layer that
 looks into its keys in between (a latent, an index, a softcap) raises there, which
 `engine/cache/batch.py` finds out at load.

@@ -25,7 +25,7 @@ LEAST = 1e-30  # the total of a row that sees a position is 1 at least
 
 
 class Product(Protocol):
-    """Keys or values that are no array: they multiply themselves."""
+    """Keys or values that are not an array: they multiply themselves."""
 
     @property
     def dtype(self) -> mx.Dtype: ...

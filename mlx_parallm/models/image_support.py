@@ -29,7 +29,7 @@ def image_support(hooks: Iterable[ImageHook], path: Path) -> ImageSupport | None
 def tower_sizes(
     hooks: Iterable[ImageHook], model: ModelConfig, width: int, rank: int | None
 ) -> tuple[int, list[int], TowerShape | None]:
-    """Return what the part that sees takes in memory, where a number takes `width` bytes, how many
+    """Return what the part that sees takes in memory, if a number takes `width` bytes, how many
     numbers each of its trained arrays has, and its tower's dimensions; 0, none, None: there is
     none, or the checkpoint is not on this machine yet. `rank`: of an adapter; None: it is trained
     as it is."""
@@ -48,7 +48,7 @@ def tower_sizes(
 def with_images(
     loaded: LoadedModel, support: ImageSupport | None, hooks: Iterable[ImageHook] = ()
 ) -> LoadedModel:
-    """Return a model with its tower, loaded and in its tree; the model itself where nothing reads
+    """Return a model with its tower, loaded and in its tree; the model itself if nothing reads
     images for it. `hooks`: for other models that see (`ImageParts.for_other`). Raises
     ModelError."""
     if support is None:

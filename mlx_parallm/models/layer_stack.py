@@ -20,7 +20,7 @@ from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.sums import total
 
 HIDDEN_NAMES = ("x", "h", "hidden_states")
-"""What mlx-lm calls the hidden state where it is not a block's first parameter."""
+"""What mlx-lm calls the hidden state if it is not a block's first parameter."""
 
 
 @dataclass
@@ -189,7 +189,7 @@ class LayerStack:
 
     @contextmanager
     def _replaced(self, calls: Sequence[Callable[..., Any]]) -> Iterator[None]:
-        """`calls` take the hidden state first, and stand in the model's own forward."""
+        """`calls` take the hidden state first, and are in the model's own forward."""
         original = self._owner[self._key]
         stands = zip(self.blocks, self._places, calls, strict=True)
         self._owner[self._key] = [
@@ -405,7 +405,7 @@ def _check_arguments(stack: LayerStack, tokens: mx.array) -> None:
     earlier blocks gave.
 
     In the blocks' places are sums that depend on all arguments and cost nothing: in the model's own
-    forward, and one after another with the arguments that the model makes where no block changes
+    forward, and one after another with the arguments that the model makes if no block changes
     anything.
     """
 

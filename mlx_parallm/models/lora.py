@@ -118,7 +118,7 @@ def adapted_layer(
     dropout: AdapterDropout | None = None,
     kind: type[LoRALinear] = LoRALinear,
 ) -> LoRALinear:
-    """Put a new adapter around a linear layer; `kind`: where it is no stack of experts."""
+    """Put a new adapter around a linear layer; `kind`: if it is no stack of experts."""
     kind = LoRASwitchLinear if are_experts(layer) else kind
     return kind(layer, linear_shape(layer), rank, scale, dropout)
 
@@ -209,7 +209,7 @@ def _load_factors(layer: SVDLinear, pair: LoraPair, path: str) -> None:
             f" for A {layer.lora_a.shape} B {layer.lora_b.shape}"
         )
     if count < rank and not svd.left.any().item():
-        return  # of rank 0: it begins anew
+        return  # rank 0: it begins anew
     factor = pair.scale / layer.scale
     e = svd.e.astype(mx.float32) if factor == 1.0 else svd.e.astype(mx.float32) * factor
     if count == rank:
@@ -348,7 +348,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
     if not isinstance(tensors, dict):
         raise AdapterError(f"{file} holds one array: an adapter is a safetensors file")
     for key, tensor in tensors.items():
-        # of quantised ones: float8 is read as uint8, without scales
+        # quantised weights: float8 is read as uint8, without scales
         if not mx.issubdtype(tensor.dtype, mx.floating):
             kind = str(tensor.dtype).removeprefix("mlx.core.")
             raise AdapterError(

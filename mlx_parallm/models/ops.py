@@ -1,6 +1,6 @@
 """The one door to operations whose fastest way depends on the device.
 
-Who calls them need not know the device. On a CPU they go to `models/cpu/`, where a trial or the
+Who calls them need not know the device. On a CPU they go to `models/cpu/`, if a trial or the
 sizes show that its way is the faster one; everywhere else they are MLX's own. Attention has its
 door in `attention.py`, sums over many numbers in `sums.py`.
 

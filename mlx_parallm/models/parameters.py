@@ -1,4 +1,4 @@
-"""The trainable arrays of a module tree as one flat, named list, and where each of them is bound.
+"""The trainable arrays of a module tree as one flat, named list, and if each of them is bound.
 
 Functions that MLX differentiates bind tracers into the tree; `bound` puts the real arrays back.
 Binding a reference is all that ever happens to a slot: augmented or indexed assignment would change
@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 class ParameterSlots:
     """Slots of a module's trainable parameters, in the order of `names` (dotted paths, sorted), and
-    behind them those of `beside`: arrays by name that are no parameters, and have a gradient."""
+    behind them those of `beside`: arrays by name that are not parameters, and have a gradient."""
 
     def __init__(
         self, model: nn.Module, beside: MutableMapping[str, mx.array | None] | None = None
@@ -84,7 +84,7 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module, state: Any) -> None
         value = loaded[name]
         if not isinstance(value, mx.array) or value.shape != array.shape:
             raise ValueError(f"the optimizer's {name} has not the shape {array.shape}")
-        smallest = scalar(mx.min(value)) if name.endswith(".v") else 0.0  # of squares
+        smallest = scalar(mx.min(value)) if name.endswith(".v") else 0.0  # a mean of squares
         if smallest < 0 or not mx.isfinite(value).all().item():
             raise ValueError(f"the optimizer's {name} has numbers that none can have")
 

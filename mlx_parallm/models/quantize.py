@@ -35,7 +35,7 @@ log = get_logger("quantize")
 
 BITS = 4
 GROUP_SIZE = 64
-FORMAT = 1  # of a cache entry: what else than mlx-lm decides about its content
+FORMAT = 1  # version of a cache entry, beside mlx-lm's
 SOURCE_FILE = "source.json"  # in an entry: its key, and the sizes of its files; written last
 DEFAULTS = {"group_size": GROUP_SIZE, "bits": BITS, "mode": "affine"}
 

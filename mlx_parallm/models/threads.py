@@ -36,7 +36,7 @@ def mlx_thread() -> Iterator[None]:
 class _Worker:
     """An OS thread that stays until the process ends.
 
-    MLX keeps a stream, on a CPU a thread of its own, for each thread that has ever computed, also
+    MLX keeps a stream, on a CPU its own thread, for each thread that has ever computed, also
     after the streams were cleared (0.32.4): a new thread for each piece of work is never given
     back, and at the system's limit no thread starts any more.
     """

@@ -27,12 +27,12 @@ from mlx_parallm.models.text.token_text import Detokenizer, TextReader, TokenPie
 from mlx_parallm.types import PromptImage
 
 CONTEXT = 4096
-"""Characters before a text that decide how it is tokenised in its place; more only where they
+"""Characters before a text that decide how it is tokenised in its place; more only if they
 hold no space."""
 ANCHORS = ("\n", ".", "a", "0", ")", "中", "<")
-"""Texts that a text is tokenised behind, to see it as it stands inside another."""
+"""Texts that a text is tokenised behind, to see it as it is inside another."""
 NOT_TEMPLATE_KWARGS = ("chat_template", "messages", "tools")
-"""Names that are no arguments of a template: a template of a client's could keep the server busy
+"""Names that are not arguments of a template: a template of a client's could keep the server busy
 for ever."""
 OWN_KWARGS = ("add_generation_prompt", "continue_final_message")
 """Arguments that are obeyed here, whether the template reads them or not."""
@@ -56,17 +56,19 @@ class Tokenizer:
     """Encodes, decodes and renders chats. Holds the model's reasoning and tool-call markers, for
     `server`:
 
-    `think_markers`, `tool_markers` = (start, end), the end "" where a format has none; None where
-    none is known. `structural_markers` stand around content and are no part of it.
-    `parse_tool_call(text, tools)` reads what stands between the tool markers: a call {"name",
+    `think_markers`, `tool_markers` = (start, end), the end "" if a format has none; None where
+    none is known. `structural_markers` stand around content and are not part of it.
+    `parse_tool_call(text, tools)` reads what is between the tool markers: a call {"name",
     "arguments", "id"?} or a list of them; it may raise anything. `tool_format` is the name of
-    mlx-lm's parser, "" where there is none; `reads_tools` is False where calls are not to be read.
+    mlx-lm's parser, "" if there is none; `reads_tools` is False where calls are not to be read.
     """
 
     def __init__(
         self, wrapper: TokenizerWrapper, *, reads_tools: bool = True, splits_reasoning: bool = True
     ) -> None:
-        self.images: ImageReader | None = None  # of stored images; None: messages hold texts alone
+        self.images: ImageReader | None = (
+            None  # reads stored images; None: messages hold texts alone
+        )
         self._shown_parts = ShownParts()
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer
@@ -155,7 +157,7 @@ class Tokenizer:
         return None if template is None else str(template)
 
     def to_json(self) -> str | None:
-        """The tokenizer as a tokenizer.json, added tokens included; None where it is not one of
+        """The tokenizer as a tokenizer.json, added tokens included; None if it is not one of
         Rust's."""
         backend = getattr(self._hf, "backend_tokenizer", None)
         return None if backend is None else str(backend.to_str())
@@ -175,7 +177,7 @@ class Tokenizer:
         """Token ids of a text that stands after a prompt: those that a model sees, or samples,
         there.
 
-        They are the ids of prompt and text as one, without the prompt's. Where the tokenizer joins
+        They are the ids of prompt and text as one, without the prompt's. If the tokenizer joins
         the end of the prompt with the beginning of the text ("wor" + "ld"), the prompt keeps its
         tokens, and the text has those of `encode_within`. No special tokens are added.
         """
@@ -224,7 +226,7 @@ class Tokenizer:
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, opens_text: bool = True
     ) -> str:
-        """The text of tokens. `opens_text` = False: they stand in a text that has begun."""
+        """The text of tokens. `opens_text` = False: they are in a text that has begun."""
         hidden = self.special_ids if skip_special_tokens else ()
         return self._pieces.text(ids, opens_text=opens_text, hidden=hidden)
 
@@ -336,7 +338,7 @@ class Tokenizer:
         raise RequestError(reason, param=lost[0])
 
     def _with_written_calls(self, chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return a conversation whose calls are text, as the model writes them; unchanged where no
+        """Return a conversation whose calls are text, as the model writes them; unchanged if no
         writer of its format is here."""
         if self.tool_format == "" or self.tool_markers is None:
             return with_taught_tools(chat, [])
@@ -473,7 +475,7 @@ class Tokenizer:
     def detokenizer(
         self, *, opens_text: bool = True, skip_special_tokens: bool = True
     ) -> Detokenizer:
-        """Reads tokens one after another. `opens_text` = False: they stand in a text that has
+        """Reads tokens one after another. `opens_text` = False: they are in a text that has
         begun."""
         hidden = self.special_ids if skip_special_tokens else ()
         return Detokenizer(self._pieces, opens_text=opens_text, hidden=hidden)
@@ -489,7 +491,7 @@ def _pair(start: str | None, end: str | None) -> tuple[str, str] | None:
 
 def _rust_decoder(hf_tokenizer: Any) -> Any:
     """The `tokenizers.Tokenizer` that transformers' decode comes down to: 2 µs in place of 5,
-    twice a token. None: this tokenizer decodes in a way of its own."""
+    twice a token. None: this tokenizer decodes in its own way."""
     kind, plain = type(hf_tokenizer), PreTrainedTokenizerFast
     if (
         not isinstance(hf_tokenizer, plain)

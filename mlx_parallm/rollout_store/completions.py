@@ -30,7 +30,7 @@ from mlx_parallm.types import (
 )
 
 SOURCE = "rewards"  # in the store
-GONE_IDS = 20_000  # of which it is still known why they cannot be rewarded
+GONE_IDS = 20_000  # ids kept with the reason why they cannot be rewarded
 
 Choice = Sequence[Completion | CompletionDelta]  # one whole completion, or what was streamed of it
 

@@ -231,7 +231,7 @@ def _has_tables(connection: sqlite3.Connection) -> bool:
 
 
 def reading_uri(path: Path) -> str:
-    """The address with which a reader opens a file. Where no log lies beside it nobody writes:
+    """The address with which a reader opens a file. If no log lies beside it nobody writes:
     the reader does without one, and leaves nothing behind. With a log it would make the log's
     files, and cannot remove them."""
     immutable = "" if _unwritten_since(path) is None else "&immutable=1"

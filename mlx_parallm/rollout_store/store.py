@@ -99,7 +99,7 @@ class AccountLine:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """A row with its group. The group is None where its tokens are pruned or damaged, and `lost`
+    """A row with its group. The group is None if its tokens are pruned or damaged, and `lost`
     says which. Versions are None in runs of older formats."""
 
     group_id: str

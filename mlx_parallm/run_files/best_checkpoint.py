@@ -1,4 +1,4 @@
-"""Which checkpoint is the best: by the evaluations on held-out problems where they decide, else by
+"""Which checkpoint is the best: by the evaluations on held-out problems if they decide, else by
 the newest score of held-out rows, else by the mean reward of the last steps. No MLX.
 
 `checkpoint.Checkpointer` points the link `best` at it.
@@ -12,11 +12,11 @@ from mlx_parallm.config.evaluation import PREFIX, EvaluationConfig
 from mlx_parallm.run_files.metrics import MetricsFile
 
 SCORED_STEPS = 10
-HELDOUT = "heldout_score"  # of metrics.jsonl (heldout_rows.py)
+HELDOUT = "heldout_score"  # key of metrics.jsonl (heldout_rows.py)
 
 
 class Judge(Protocol):
-    """Says which checkpoint is the best, where its own score does not:
+    """Says which checkpoint is the best, if its own score does not:
     `run_files.evaluations.EvaluationLog`."""
 
     @property
@@ -31,7 +31,7 @@ def score(metrics: Path, step: int, *, after: int = 0) -> float | None:
     """Return the number that checkpoints are compared by; higher is better.
 
     It is the newest `heldout_score` of the last `SCORED_STEPS` lines, else their mean reward; None
-    where there are fewer lines, or neither is in them. Lines up to step `after` tell of weights
+    if there are fewer lines, or neither is in them. Lines up to step `after` tell of weights
     that a rollback left.
     """
     lines = [

@@ -36,7 +36,7 @@ def damaged_files(checkpoint: Path) -> list[str] | None:
 
 
 def check_files(checkpoint: Path) -> None:
-    """Compare the files with their checksums, where there are any: older versions wrote none.
+    """Compare the files with their checksums, if there are any: older versions wrote none.
 
     Raises CheckpointError: a file is missing or damaged.
     """

@@ -25,7 +25,7 @@ log = get_logger("train")
 
 CONFIG_FILE = "config.toml"
 STORE_FILE = "rollouts.sqlite"
-MARKS_FILE = "marks.jsonl"  # what people ordered while the run went on
+MARKS_FILE = "marks.jsonl"  # what people ordered while the run continued
 LOCK_FILE = ".lock"
 # the newest checkpoint; the one at total_steps; the best so far
 LATEST, FINAL, BEST = "latest", "final", "best"
@@ -57,7 +57,7 @@ def moment(checkpoint: Path) -> tuple[int, int]:
 
 def checkpoint_at(path: Path) -> Path | None:
     """Returns `path` itself, or the checkpoint that `latest` of a run directory points at. Where
-    a kill has left that link without a target, the newest step; None where there is none. Raises
+    a kill has left that link without a target, the newest step; None if there is none. Raises
     CheckpointError: that one has lost its state, and an older one would be taken without a word."""
     for directory in (path, path / LATEST):
         if (directory / STATE_FILE).is_file():

@@ -110,7 +110,7 @@ class EvaluationLog:
         return self._metric is not None
 
     def score(self, step: int, version: int) -> float | None:
-        """Return the score of a checkpoint's weights; None where they were not evaluated, or the
+        """Return the score of a checkpoint's weights; None if they were not evaluated, or the
         reward that trained them liked one answer to all prompts."""
         for line in self.done():
             if (line["step"], line["version"]) == (step, version) and not has_collapsed(line):

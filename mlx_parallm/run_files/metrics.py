@@ -96,7 +96,7 @@ reward_std. `reward_p25`, `_p75`: quartiles of the sequences' rewards. `groups_a
 `_all_right`: share of the groups in which no reward is above 0, or none below 1.
 `groups_same_answer`: of those in which every answer is the same, token for token.
 `most_frequent_answer`: share of the answers of all groups that are the most frequent one; null
-where the step has one prompt alone.
+if the step has one prompt alone.
 `rewards/NAME/mean`, `/std` (n - 1): of a part of the reward.
 `extra_segments`: sequences beyond one an episode, because the chat template rewrote history.
 `sequences_with_episode_credit`: with credit = "turn", sequences of groups without rewards of turns.
@@ -106,7 +106,7 @@ where the step has one prompt alone.
 `kl`: mean estimate of KL(policy || reference), null unless kl_beta > 0. `kl_coefficient`: its
 weight in this step.
 `logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the weights that the step
-starts from, before its first update; of all tokens that came with log-probabilities where none is
+starts from, before its first update; of all tokens that came with log-probabilities if none is
 of those weights (then the difference has what was learned since in it, and `mismatch_fresh` is
 false); null without log-probabilities. `mismatch_kl`: k3 estimate of KL(engine || trainer) over the
 same tokens.
@@ -134,12 +134,12 @@ tokens that are the teacher's best; `teacher_reward_r`: `step.teaching.teacher_n
 mode = "loss".
 With router_replay (docs/algorithms.md#mixtures-of-experts): `experts_differing`: share of the pairs
 of a sampled token and a layer for which the trainer's router would have chosen other experts than
-the engine took; null where none was counted. With router_replay_prompts:
+the engine took; null if none was counted. With router_replay_prompts:
 `prompt_experts_differing`: the same of the tokens of prompts and between turns;
 `prompt_experts_missing`: share of these tokens without recorded experts. Of a mixture of experts,
 over the tokens that the step trained on: `expert_tokens`, `expert_load_max`, `expert_load_entropy`,
 `experts_unused`: `models.experts.routing.expert_load`.
-`trained_tokens`: those of `tokens` that the loss counted, where a client computes the steps.
+`trained_tokens`: those of `tokens` that the loss counted, if a client computes the steps.
 `time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by
 the guard.
 `memory_gb`: peak of MLX's arrays in the step; `footprint_gb`: what the process takes after it.
@@ -187,7 +187,7 @@ class MetricsFile:
                 file.flush()
                 flush_to_disk(file.fileno())
         except OSError as error:
-            with suppress(OSError):  # half a line that stays is no line for a reader
+            with suppress(OSError):  # half a line that stays is not a line for a reader
                 os.truncate(self.path, before)
             raise CheckpointError(
                 f"{self.path} cannot be written: {error.strerror or error}"
@@ -264,7 +264,7 @@ class MetricsFile:
             line = json.loads(text)
         except ValueError as error:  # not UTF-8, too
             raise CheckpointError(f"{self.path}{where}: not JSON: {error}") from error
-        if not isinstance(line, dict) or type(line.get("step")) is not int:  # true is no step
+        if not isinstance(line, dict) or type(line.get("step")) is not int:  # true is not a step
             raise CheckpointError(f"{self.path}{where}: not an object with a step: {text[:80]!r}")
         return line
 

@@ -110,7 +110,7 @@ class SampleLog:
 
     def _earlier(self, step: int) -> list[Sample]:
         """Cut the file to `step` steps; return the samples that the page shows of them. A damaged
-        file is set aside: a run goes on without it."""
+        file is set aside: a run continues without it."""
         try:
             self._file.cut(step)
             old = self._file.last(3 * STEPS_ON_PAGE) if self._every else []
@@ -121,7 +121,7 @@ class SampleLog:
             return []
 
     def write(self, step: int, groups: Sequence[RolloutGroup]) -> list[Sample]:
-        """Write and return the samples of this step; empty where none are due. Raises
+        """Write and return the samples of this step; empty if none are due. Raises
         CheckpointError: a full disk."""
         if not self._every or step % self._every:
             return []
@@ -147,7 +147,7 @@ class SampleLog:
 
 def choose_samples(step: int, groups: Sequence[RolloutGroup], decode: Decode) -> list[Sample]:
     """Return a batch's first rollout, the one with the highest reward and the one with the
-    lowest; where several have it, one that is not the first rollout."""
+    lowest; if several have it, one that is not the first rollout."""
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
     if not pairs:
         return []

@@ -1,7 +1,7 @@
 """`spans.jsonl`: what the run did when, as lanes of time: `{"name", "step", "begin", "end"}`, Unix
 seconds. No MLX.
 
-Names are those of OpenTelemetry's proposal for RL (semantic-conventions-genai #88) where it has
+Names are those of OpenTelemetry's proposal for RL (semantic-conventions-genai #88) if it has
 one: `rl.sample`, `rl.reward`, `rl.train`, `rl.sync`; ours are `rl.wait`, `rl.checkpoint`,
 `rl.evaluate`. Sampling and scoring overlap, group by group: of a step they are written as the times
 in which any group was sampled, or scored. One further line of each step, `{"name": "versions",
@@ -100,7 +100,7 @@ class SpanLog:
         if self._step is not None and lines:
             try:
                 MetricsFile(self._path).cut(self._step)
-            # of a run that lost power: what was before is of little worth
+            # after a power cut: earlier spans are of little worth
             except CheckpointError as error:
                 log.warning("spans of earlier steps are set aside", reason=str(error))
                 self._path.replace(self._path.with_suffix(".damaged"))

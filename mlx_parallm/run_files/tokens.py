@@ -117,7 +117,7 @@ def _bytes_of(row: Sequence[object]) -> int:
 
 
 def read_tokens(run: Path, group_id: str, number: int, segment: int) -> Mapping[str, np.ndarray]:
-    """Return the columns of one segment, [T] float32 by name; empty where the run has not kept
+    """Return the columns of one segment, [T] float32 by name; empty if the run has not kept
     it."""
     path = run / TOKENS_FILE
     if not path.is_file():

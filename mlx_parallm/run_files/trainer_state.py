@@ -1,4 +1,5 @@
-"""`trainer_state.json`: everything a run needs to go on besides weights and optimizer. No MLX."""
+"""`trainer_state.json`: everything a run needs to continue besides weights and optimizer. No
+MLX."""
 
 import json
 from dataclasses import asdict, dataclass, field, fields

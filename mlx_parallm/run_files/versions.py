@@ -2,7 +2,7 @@
 gets.
 
 A run has one timeline until it resumes an older checkpoint or is rolled back: then it leaves what
-came after that point, and goes on beside it. Steps may come again under the same number, versions
+came after that point, and continues beside it. Steps may come again under the same number, versions
 never do.
 """
 

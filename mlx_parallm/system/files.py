@@ -26,7 +26,7 @@ GB = 10**9
 RESERVE_GB = 1.0
 FULL = 1 << 20  # bytes: with fewer free ones a write has failed for want of space
 BLOCK, SAMPLES = 4096, 64  # bytes of a block, blocks of a file, of `sampled_digest`
-RESERVE_SHARE = 0.05  # of a small disk
+RESERVE_SHARE = 0.05  # share of a small disk
 TEMPORARY = ".tmp-"  # in the names of unfinished files; the next save removes leftovers
 LONGEST_ID = 7  # digits of a process id; longer numbers in a name are dates
 OPEN_FILES = (65_536, 10_240)  # wanted; macOS refuses what is above its own limit
@@ -35,7 +35,7 @@ RENAME_SWAP, RENAME_EXCHANGE, AT_FDCWD = 2, 2, -100
 
 
 def local_path(text: str | Path) -> Path:
-    """Return the path that a text may be, with its home directory where there is one (`~nobody`
+    """Return the path that a text may be, with its home directory if there is one (`~nobody`
     has none)."""
     path = Path(text)
     with contextlib.suppress(RuntimeError):
@@ -161,7 +161,7 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def write_problem(directory: Path, error: Exception) -> str:
-    """Return what an error of a write says, with its cause where it names none: MLX's "Unable to
+    """Return what an error of a write says, with its cause if it names none: MLX's "Unable to
     write 4350 bytes" does not."""
     if isinstance(error, OSError) and error.errno not in (None, errno.EFBIG):
         return str(error)
@@ -257,7 +257,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def remove_of_the_dead(directory: Path, prefix: str) -> None:
-    """Remove the unfinished entries PREFIX + id of a process, where that process is gone or this
+    """Remove the unfinished entries PREFIX + id of a process, if that process is gone or this
     one."""
     for path in directory.glob(f"{glob.escape(prefix)}*"):
         owner = path.name.removeprefix(prefix)

@@ -163,7 +163,7 @@ def async_client(
         library: `httpx`, or `httpx2`.
         return_redirects: the caller handles them: they are answers like others.
         look: is given each answer before its body is read, and may read it.
-        on_refusal: is told why an answer is refused, where the caller never sees the error.
+        on_refusal: is told why an answer is refused, if the caller never sees the error.
         options: the client's own.
     """
     client = _async_client(library)(**_with_encoding(options))

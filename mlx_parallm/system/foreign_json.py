@@ -22,7 +22,7 @@ import jsonschema_rs
 
 MAX_CONTAINERS = 1 << 20
 MAX_DEPTH = 256  # lists and objects inside one another: what reads them calls itself once a level
-BACKTRACKS = 100_000  # of one regular expression on one text
+BACKTRACKS = 100_000  # limit of one regular expression on one text
 MOST_STEPS = 20_000_000
 """Steps of a check: 3 to 12 ns each."""
 EXPLAINED_STEPS = 20_000

@@ -20,11 +20,11 @@ from mlx_parallm.system.footprint import MemoryUse, machine_bytes, process_bytes
 GIB, MIB = 2**30, 2**20
 # of the memory that is free once the model is loaded: the rest is for activations, and the trainer
 KV_CACHE_SHARE = 2
-PREFIX_CACHE_SHARE = 20  # of all memory
+PREFIX_CACHE_SHARE = 20  # one part of all memory
 # of what Metal keeps in memory: a larger model leaves too little for the cache (mlx-lm's number)
 WIRED_SHARE = 0.9
 # of mlx.launch; of mpirun (Open MPI, MPICH)
-# of mlx.launch --backend jaccl
+# set by mlx.launch --backend jaccl
 JACCL_VARIABLES = ("MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR")
 TF32 = "MLX_ENABLE_TF32"
 HARMFUL = {
@@ -112,7 +112,7 @@ def memory_present() -> tuple[int, int]:
 
 
 def prefix_cache_bytes(configured: int | None, *, deterministic: bool, processes: int = 1) -> int:
-    """Return `server.prefix_cache_bytes`; where it is None, 1/PREFIX_CACHE_SHARE of all memory,
+    """Return `server.prefix_cache_bytes`; if it is None, 1/PREFIX_CACHE_SHARE of all memory,
     which `processes` share. Loads MLX.
 
     In deterministic mode None means no cache: keys and values of a decode step differ in the last
@@ -126,7 +126,7 @@ def prefix_cache_bytes(configured: int | None, *, deterministic: bool, processes
 def kv_cache_bytes(
     configured: int | None, *, deterministic: bool, processes: int = 1
 ) -> int | None:
-    """`server.kv_cache_bytes`; where it is None, 1/KV_CACHE_SHARE of the memory that is free now,
+    """`server.kv_cache_bytes`; if it is None, 1/KV_CACHE_SHARE of the memory that is free now,
     which `processes` share. Loads MLX.
 
     In deterministic mode None means no bound, because free memory differs between runs.
@@ -137,7 +137,7 @@ def kv_cache_bytes(
 
 
 def async_scheduling(configured: bool | None, *, deterministic: bool) -> bool:
-    """`server.async_scheduling`; where it is None, whether the device computes beside Python. Loads
+    """`server.async_scheduling`; if it is None, whether the device computes beside Python. Loads
     MLX.
 
     In deterministic mode None means off: which version draws a token would depend on when it was
@@ -201,7 +201,7 @@ def memory_use(processes: int = 1) -> list[MemoryUse]:
 
 def bound_buffer_cache(share: float, *, processes: int = 1) -> int:
     """Let MLX keep at most this share of the memory as freed buffers for the next arrays
-    (`server.buffer_cache`), and return the bytes. MLX's own bound stays where it is lower, as on a
+    (`server.buffer_cache`), and return the bytes. MLX's own bound stays if it is lower, as on a
     CPU; on a GPU it has none that protects the machine. Loads MLX."""
     import mlx.core as mx
 

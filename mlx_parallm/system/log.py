@@ -35,7 +35,7 @@ LEVELS = {
     "error": logging.ERROR,
 }
 RUN_LOG_FILE = "run.log"
-MAX_BYTES, KEPT_FILES = 16 << 20, 3  # of run.log: at most 64 MiB with run.log.1 … .3
+MAX_BYTES, KEPT_FILES = 16 << 20, 3  # bounds of run.log: at most 64 MiB with run.log.1 … .3
 HELD_LINES = 1000
 PAUSED, RESUMED, CONFIGURED = "paused", "resumed", "configuration written"
 """Events that `explain` reads: a client has paused the engine, lets it continue; a process
@@ -148,7 +148,7 @@ def configure_logging(
     aligned text.
 
     Third-party `logging` records pass from "warning" on ("debug" shows all of them); with
-    `libraries` false they go where the program has sent them. May be called again.
+    `libraries` false they go if the program has sent them. May be called again.
     """
     threshold = LEVELS[level]
     shared: list[Any] = [

@@ -21,7 +21,7 @@ from mlx_parallm.errors import PatternTimeoutError
 
 SEARCH_S = 1.0
 LONGEST_PATTERN = 4000  # characters
-MOST_REPEATS = 100_000  # of one part, nested counts multiplied: `regex` writes {n} out
+MOST_REPEATS = 100_000  # repeats of one part, nested counts multiplied: `regex` writes {n} out
 # what `regex` reads in its own way, and Python as characters: fuzzy matches, classes of POSIX
 _OTHERS_SYNTAX = re.compile(r"(?<!\\)\{[\d<=+*,\s]*[eids][^{}\"']*\}|\[\[:")
 _REPEATS = (_parser.MAX_REPEAT, _parser.MIN_REPEAT, _parser.POSSESSIVE_REPEAT)
@@ -84,7 +84,7 @@ class Pattern:
         return newest[0] if newest else None
 
     def last_part(self, text: str) -> str | None:
-        """Return the first group of the last match, or the match where there is no group; "" for
+        """Return the first group of the last match, or the match if there is no group; "" for
         a group that took no part; None without a match. Raises PatternTimeoutError."""
         match = self.last(text)
         return None if match is None else match[1 if self.groups else 0] or ""

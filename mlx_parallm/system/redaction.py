@@ -90,7 +90,7 @@ def _matches(form: SecretForm, text: str) -> Iterator[FoundSecret]:
 
 
 def _decoded(text: str) -> str | None:
-    """Return what base64 says, where that is plain text."""
+    """Return what base64 says, if that is plain text."""
     plain = text.rstrip("=").replace("-", "+").replace("_", "/")
     try:
         content = base64.b64decode(plain + "=" * (-len(plain) % 4))

@@ -26,7 +26,7 @@ LAST_WORDS_S = 2.0
 SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPT = signal.SIGURG
 """Sent to the main thread alone. Its default action is to do nothing."""
-END_S = 15.0  # of a command that has no other limit
+END_S = 15.0  # limit of a command that has no other
 
 
 class StopRequested(KeyboardInterrupt):
@@ -43,7 +43,7 @@ def block_shutdown_signals() -> None:
 
 
 def unblock_shutdown_signals() -> None:
-    """Let the signals have their usual effect, also where the parent process has blocked them."""
+    """Let the signals have their usual effect, also if the parent process has blocked them."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
 
 
@@ -143,7 +143,7 @@ class Shutdown:
     @contextmanager
     def interrupts(self, limit_s: float = END_S) -> Iterator[None]:
         """Raise StopRequested within the block, in the main thread, at the first signal; end the
-        process where that takes longer than the limit."""
+        process if that takes longer than the limit."""
         before, self.limit_s = self.limit_s, limit_s if self.limit_s is None else self.limit_s
         self._interrupting = True
         try:

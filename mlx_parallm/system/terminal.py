@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 PLAIN_WIDTH = 1000
-"""Width of what is printed where there is no terminal."""
+"""Width of what is printed if there is no terminal."""
 _LINES = "\n\t"
 # ASCII's and Latin-1's control characters, marks that change the direction of text, other line
 # ends, half characters

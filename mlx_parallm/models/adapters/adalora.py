@@ -2,7 +2,8 @@
 mlx-lm's format.
 
     read_factors, write_factors    `adalora.safetensors`: E and B of each layer, whose product is
-                                   the lora_b of `adapters.safetensors`; with it a training goes on
+                                   the lora_b of `adapters.safetensors`; with it a training
+                                   continues
     read_adalora, save_adalora     PEFT's AdaLoraConfig: A [r, in], E [r, 1], B [out, r], named
                                    lora_A, lora_E and lora_B without ".weight"
 
@@ -32,7 +33,7 @@ from mlx_parallm.models.adapters.adapter import (
 from mlx_parallm.models.adapters.settings import ADALORA_SCHEDULE, check_adalora
 
 PREFIX = "base_model.model."
-DEFAULT_ALPHA, DEFAULT_RANK = 8, 12  # PEFT's, where the configuration does not say
+DEFAULT_ALPHA, DEFAULT_RANK = 8, 12  # PEFT's, if the configuration does not say
 RANKNUM_EPS = 1e-5
 """PEFT's, added to init_r."""
 ROUNDED = 2**-6
@@ -55,7 +56,7 @@ def product(e: mx.array, left: mx.array) -> mx.array:
 
 
 def write_factors(directory: Path, layers: Mapping[str, LoraPair]) -> None:
-    """Write the factors of the layers that have them; nothing where none has."""
+    """Write the factors of the layers that have them; nothing if none has."""
     tensors = {f"{path}.lora_e": pair.svd.e for path, pair in layers.items() if pair.svd}
     tensors |= {f"{path}.lora_b": pair.svd.left for path, pair in layers.items() if pair.svd}
     if tensors:
@@ -182,8 +183,8 @@ def save_adalora(
     base: str = "",
     schedule: Mapping[str, Any],
 ) -> None:
-    """Write both files. `schedule`: settings of a training (target_r, tinit, …), where they are
-    known. Raises AdapterError: layers that are no AdaLoRA's, or of several ranks or factors."""
+    """Write both files. `schedule`: settings of a training (target_r, tinit, …), if they are
+    known. Raises AdapterError: layers that are not AdaLoRA's, or of several ranks or factors."""
     tensors: dict[str, mx.array] = {}
     patterns: dict[str, list[bool]] = {}
     kinds = {(len(pair.svd.pattern), pair.scale) if pair.svd else None for pair in layers.values()}

@@ -197,7 +197,7 @@ class DoRALinear(LoRALinear):
         dropout: AdapterDropout | None = None,
     ) -> None:
         super().__init__(linear, shape, rank, scale, dropout)
-        # of the frozen base; the underscore keeps it out of the parameters
+        # the frozen base's; the underscore keeps it out of the parameters
         self._squares = squared_norms(linear)
         self.m = mx.sqrt(self._squares)
 

@@ -26,8 +26,8 @@ from mlx_parallm.system.patterns import Pattern, PatternError
 PREFIX = "base_model.model."
 MAGNITUDE = ".lora_magnitude_vector"
 PATTERN_SECONDS = 2.0
-DEFAULT_ALPHA = 8  # PEFT's, where the configuration does not say
-# of the adapter, as in lora_A.default.weight
+DEFAULT_ALPHA = 8  # PEFT's, if the configuration does not say
+# the adapter's name, as in lora_A.default.weight
 _NAME = r"(?:\.(?P<{}>(?!weight$|weight\.|bias$)[^.]+))?"
 _KEY = re.compile(
     r"(?P<path>.+)\.(?:(?P<matrix>lora_[AB])" + _NAME.format("name") + r"\.weight"
@@ -129,7 +129,7 @@ def read_peft(
     tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path
 ) -> dict[str, LoraPair]:
     """Return the layers by path. Raises AdapterError: a setting or a tensor that would be left
-    out, or one that is missing; ValueError: shapes that are no LoRA's."""
+    out, or one that is missing; ValueError: shapes that are not LoRA's."""
     config_file = file.parent / ADAPTER_CONFIG
     check_peft(config, config_file)
     dora, parts = bool(config.get("use_dora")), _parts_of_layers(tensors, file)
@@ -165,7 +165,7 @@ def read_peft(
 
 
 def _parts_of_layers(tensors: Mapping[str, mx.array], file: Path) -> dict[str, dict[str, mx.array]]:
-    """Return path → part → its tensor. Raises AdapterError: a tensor that is no part of a linear
+    """Return path → part → its tensor. Raises AdapterError: a tensor that is not part of a linear
     layer's adapter."""
     layers: dict[str, dict[str, mx.array]] = {}
     keys: dict[tuple[str, str], str] = {}

@@ -32,12 +32,12 @@ Mask = mx.array | str | None  # a string: "causal"
 Triple = tuple[mx.array, mx.array, mx.array]
 
 BLOCK = 1 << 18  # scores of a block: 1 MiB, half of a core's own cache
-LEAST_QUERIES, MOST_QUERIES = 16, 64  # of a block
-# positions that all queries of a block see: from so many on they are a part of their own
+LEAST_QUERIES, MOST_QUERIES = 16, 64  # bounds of a block
+# positions that all queries of a block see: from so many on they are a separate part
 ALONE_FROM = 256
 # of a head: 64 queries over as many positions; with fewer a gradient is slower than MLX's
 FEWEST_SCORES = 4096
-# of all rows of a decode step; with fewer MLX's attention, of fewer operations, is faster
+# positions of all rows of a decode step; with fewer MLX's attention is faster
 FEWEST_POSITIONS = 512
 
 
@@ -314,7 +314,7 @@ class _KeySlopes:
     def __init__(self) -> None:
         self.first: list[mx.array] = []
         self._parts: list[list[mx.array]] = []
-        self._ready: list[list[mx.array]] = []  # of later positions, the last ones first
+        self._ready: list[list[mx.array]] = []  # gradients of later positions, the last ones first
 
     def begin(self, stop: int) -> None:
         """A block that sees the positions before `stop`."""

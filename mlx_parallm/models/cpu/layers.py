@@ -16,8 +16,8 @@ from mlx.utils import tree_unflatten
 from mlx_parallm.models.cpu import kernels
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_AGREES = 1e-5  # of the largest output
-# of the inputs tried: the small one shows another curve, the large one a clamp (step3p5)
+_AGREES = 1e-5  # relative to the largest output
+# scales of the inputs tried: the small one shows another curve, the large one a clamp (step3p5)
 _SCALES = (1.0, 1000.0)
 
 

@@ -4,7 +4,7 @@ MLX's CPU product with quantised weights works row by row; from a few rows on, u
 once and a BLAS product is faster (55 times for 512 rows, docs/benchmarks/training.md#memory). Plain
 differentiation would keep the unpacked weights until the backward pass: float32 of the whole model.
 So the gradient is written out and unpacks them again. Experts (`SwitchLinear`) are unpacked all at
-once, one projection at a time, where there are more products than experts.
+once, one projection at a time, if there are more products than experts.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ class UnpackingEmbedding(nn.QuantizedEmbedding):
 
 
 class UnpackingSwitchLinear(QuantizedSwitchLinear):
-    """mlx-lm's quantised experts, whose weights are unpacked where there are more products than
+    """mlx-lm's quantised experts, whose weights are unpacked if there are more products than
     experts, and room: MLX's `gather_qmm` multiplies token by token on a CPU."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:

@@ -66,7 +66,7 @@ class ForwardRouting:
     ) -> None:
         self.forced, self.of_prompts, self.counted = forced, of_prompts, counted
         self.chosen: dict[int, mx.array] = {}
-        """Layer → [tokens, k], of the newest forward; filled only where nothing is forced or
+        """Layer → [tokens, k], of the newest forward; filled only if nothing is forced or
         counted."""
         self.counts: list[mx.array] | None = None
         """[5 + experts] int32 of each block: its layer, tokens that are forced, those of them for
@@ -333,7 +333,7 @@ def replays_experts(
 ) -> bool:
     """Whether the trainer of a model with `watched_experts` repeats the engine's.
 
-    "auto": where the two may choose differently, because the weights are no float32, rollouts may
+    "auto": if the two may choose differently, because the weights are not float32, rollouts may
     be older than the weights by `staleness` steps, the trainer's weights are `rounded`, or the
     engine keeps keys and values in `kv_bits`.
     """
@@ -402,7 +402,7 @@ def expert_load(counts: np.ndarray) -> dict[str, float]:
     layers; 1 = all are used alike.
     `experts_unused`: share of the experts to which no token went.
 
-    Empty where nothing was counted.
+    Empty if nothing was counted.
     """
     if not counts.any():
         return {}

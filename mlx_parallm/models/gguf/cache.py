@@ -25,7 +25,7 @@ from mlx_parallm.system.packages import require
 
 log = get_logger("gguf")
 
-FORMAT = 1  # of a folder: raise it when the converter writes something else
+FORMAT = 1  # version of a folder: raise it when the converter's output changes
 SIZES_FILE = "source.json"  # in a folder: its key, and the sizes of its other files
 # a line for each folder, though a command resolves its model several times
 _ANNOUNCED: set[Path] = set()

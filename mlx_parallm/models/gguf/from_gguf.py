@@ -1,7 +1,7 @@
 """A GGUF file as a Hugging Face folder: `mlx_parallm convert MODEL.gguf OUT`.
 
 The way back of `export.gguf_file.write_model`, by the same table of architectures. What the file
-holds and this module does not understand is refused by name where the model may need it; facts
+holds and this module does not understand is refused by name if the model may need it; facts
 about the model (author, licence) go into `gguf.json` of the folder. Weights stay as coarse as the
 file has them: unpacked, or with `keep` in the file's own 4 and 8 bits where MLX has such blocks
 (packed.py).
@@ -72,7 +72,7 @@ def convert_gguf(
     Args:
         dtype: of the weights, a key of `DTYPES`; with `keep` of the scales, and of what is not
             kept.
-        keep: keep quantised weights packed where that rounds nothing. The report counts the others.
+        keep: keep quantised weights packed if that rounds nothing. The report counts the others.
 
     Raises ModelError: the output exists; the file is damaged, or holds something that mlx-lm would
     not compute; `keep` with bfloat16, or with a file that allows it nowhere; CheckpointError: the

@@ -19,7 +19,7 @@ TEMPLATE = "tokenizer.chat_template"
 PREFIX = "tokenizer.ggml."
 STOPS = ("eos", "eot", "eom")
 SPACE = "\u2581"  # SentencePiece's
-# where the file says nothing, as in llama.cpp
+# if the file says nothing, as in llama.cpp
 SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 FILL_IN_THE_MIDDLE = ("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
 SAMPLING = {
@@ -121,7 +121,7 @@ def write_tokenizer(directory: Path, file: GGUFKeys, config: dict[str, Any]) -> 
 
 
 def _check_special(stops: list[int], others: list[int | None], tokens: int, path: Path) -> None:
-    """Raises ModelError: nothing ends an answer, or an id is no token's."""
+    """Raises ModelError: nothing ends an answer, or an id is not a token's."""
     if not stops:
         raise ModelError(f"{path} has no {PREFIX}eos_token_id: an answer would never end")
     if strange := [row for row in [*stops, *others] if row is not None and not 0 <= row < tokens]:
@@ -313,7 +313,7 @@ def _post_processor(tokens: list[str], bos: int | None, eos: int | None) -> dict
 
 
 def _templates(file: GGUFKeys) -> dict[str, Any]:
-    """Return the chat template, or the list of all where the file has several."""
+    """Return the chat template, or the list of all if the file has several."""
     default = file.get(TEMPLATE)
     if isinstance(default, str):
         default = default.removeprefix(TAUGHT)  # an export put it there

@@ -35,7 +35,7 @@ class ImageTable:
         vocabulary: the first id that means a feature.
         width: D of an embedding.
         rows: [N'] int32, the row of `features` that the id vocabulary + i means; None: row i.
-        held: `features` under this name, where a training binds them as a parameter.
+        held: `features` under this name, if a training binds them as a parameter.
         rope: holds positions of images; None: their tokens have places like others.
         spans: holds which image a token is of; None: tokens of images see as those of texts do.
         levels: blocks that add further features (`admit_images`).
@@ -184,7 +184,7 @@ def admit_images(
     Args:
         rope_axes: which of an image token's three positions turns each frequency of a rope; None:
             it has one.
-        levels: so many blocks, from the first on, add features of their own to what leaves them
+        levels: so many blocks, from the first on, add their own features to what leaves them
             (DeepStack: Meng et al. 2024, arXiv:2406.04334); a feature's row has them all.
         bidirectional: tokens of an image see each other in both directions.
     """

@@ -40,7 +40,7 @@ class ImageEncoder(Protocol):
 
     @property
     def token_id(self) -> int:
-        """The token that stands in a prompt for each feature of an image."""
+        """The token that is in a prompt for each feature of an image."""
 
     @property
     def cache_bytes(self) -> int:
@@ -53,7 +53,7 @@ class ImageEncoder(Protocol):
 
     @property
     def levels(self) -> int:
-        """How many blocks add features of their own (`embedding.admit_images`)."""
+        """How many blocks add their own features (`embedding.admit_images`)."""
 
     @property
     def bidirectional(self) -> bool:
@@ -61,14 +61,14 @@ class ImageEncoder(Protocol):
 
     @property
     def frozen_tower(self) -> bool:
-        """Whether a training trains what stands behind the tower, and not the tower."""
+        """Whether a training trains what comes after the tower, and not the tower."""
 
     def tower_output(self, image: PromptImage) -> mx.array:
         """Return what the modules before those of the connector make of an image, not evaluated."""
 
     def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
         """Return an image's features [image.tokens, (1 + levels) · D], not evaluated; the first D
-        stand for the embedding of its tokens. `output`: its `tower_output`, where there is one.
+        stand for the embedding of its tokens. `output`: its `tower_output`, if there is one.
         Raises ValueError: their number is another one."""
 
 
@@ -80,7 +80,7 @@ class ImageSupport(Protocol):
     def reader(self) -> ImageReader: ...
 
     def tower_bytes(self, width: int) -> int:
-        """Return what the tower takes in memory, where a number takes `width` bytes."""
+        """Return what the tower takes in memory, if a number takes `width` bytes."""
 
     def trained_sizes(self, rank: int | None) -> list[int]:
         """Return how many numbers each array has that a training of the part that sees trains, by
@@ -137,7 +137,7 @@ class TowerOutputs:
         it has to be computed with the features. It may not be evaluated.
 
         Args:
-            adapter: serial of the active adapter, where it changes the tower itself.
+            adapter: serial of the active adapter, if it changes the tower itself.
         """
         if not self._encoder.frozen_tower:
             return None

@@ -37,7 +37,7 @@ class ModelArgs(BaseModelArgs):
             | {
                 "rope_theta": text.get("rope_theta", rope.get("rope_theta", 10000.0)),
                 "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
-                # of the whole model's embedding: transformers reads it at the top
+                # for the whole model's embedding: transformers reads it at the top
                 "tie_word_embeddings": self.tie_word_embeddings,
             }
         )

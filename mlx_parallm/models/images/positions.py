@@ -2,8 +2,8 @@
 row and column (Wang et al. 2024, arXiv:2409.12191, §2.1).
 
 An image of t × h × w tokens that begins at position p has p + (0 … t - 1, 0 … h - 1, 0 … w - 1),
-and what follows it goes on at p + max(t, h, w). So behind images a token's position is its place in
-the sequence and a shift, which is at most 0.
+and what follows it continues at p + max(t, h, w). So behind images a token's position is its place
+in the sequence and a shift, which is at most 0.
 """
 
 from collections.abc import Sequence

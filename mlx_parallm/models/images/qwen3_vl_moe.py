@@ -38,7 +38,7 @@ class Qwen3VlMoeArgs(BaseModelArgs):
             "num_experts": text.get("num_experts", complete.get("num_local_experts")),
             "rope_theta": text.get("rope_theta", rope.get("rope_theta", 10000.0)),
             "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
-            # of the whole model's embedding: transformers reads it at the top
+            # for the whole model's embedding: transformers reads it at the top
             "tie_word_embeddings": self.tie_word_embeddings,
         }
         self.text_config = {**text, **complete}

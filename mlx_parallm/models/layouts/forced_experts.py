@@ -1,5 +1,5 @@
 """Which experts a batch of the trainer's forces: those of its scored tokens, and of its prompts'
-tokens where they were recorded, in whatever layout the tokens are computed."""
+tokens if they were recorded, in whatever layout the tokens are computed."""
 
 import mlx.core as mx
 import numpy as np

@@ -8,7 +8,7 @@ The turns of an episode whose template rewrites its history, the rollouts of a g
 common instruction are one tree: "prefix tree" or "tree training" elsewhere (verl #4368, TRL #7328).
 There is no padding either, so unrelated rows are a forest that costs their tokens.
 
-Every token is a row of its own with a cache whose `offset` is the token's depth, so rotary
+Every token is its own row with a cache whose `offset` is the token's depth, so rotary
 positions, projections and experts stay the architecture's own code. Attention is the one thing that
 looks at other tokens: the cache returns a `RoutedKeys`, whose `attend` lets each token see its
 ancestors. In preorder the ancestors of the tokens a … b are those of a, and some of a … b itself.
@@ -21,7 +21,7 @@ them (`RoutedLatent`).
 
 A block with a recurrent state gets a cache without one. Its convolution and its recurrence look up
 each token's parent (`recurrent/tree.py`); the rest of it looks at one token alone. A convolution
-pads rows in front, so its block gets all tokens in one row, [1, W, D], where no rotary positions
+pads rows in front, so its block gets all tokens in one row, [1, W, D], if no rotary positions
 forbid it.
 """
 
@@ -62,7 +62,7 @@ class TreeRows:
     depths: np.ndarray  # [W] int32: tokens above it
     ends: np.ndarray  # [W] int32: the first token behind its subtree
     positions: np.ndarray  # [N] int32: the scored positions, one index for each; some are equal
-    places: np.ndarray  # [B, T] int32: where each token of the rows is; -1 = nowhere
+    places: np.ndarray  # [B, T] int32: if each token of the rows is; -1 = nowhere
 
     @property
     def tokens(self) -> int:
@@ -135,7 +135,7 @@ class TreeOfRows:
                 attentions[window] = TreeAttention(self._ends, self._depths, window)
             return TreeCache(attentions[window], self._offsets)
 
-        # of some architectures fewer than blocks
+        # some architectures have fewer caches than blocks
         caches = [of_tree(cache) for cache in make_prompt_cache(stack.model)]
         hidden, calls = stack.embed(self._inputs, caches)
         for block, call in zip(stack.blocks, calls, strict=True):

@@ -39,7 +39,7 @@ def _scaled_head(kind: Any) -> type[Any]:
 
 
 def scaled_as_minicpm3(model: nn.Module, published: Published) -> None:
-    """MiniCPM3: the class does not divide what enters the head where the head is tied, and knows no
+    """MiniCPM3: the class does not divide what enters the head if the head is tied, and knows no
     temperature of YaRN."""
     config, rope = published.config, published.rope
     if rope.get("rope_type", "default") != "default" and (all_dim := rope.get("mscale_all_dim")):
@@ -170,7 +170,7 @@ def _sharing(kind: Any) -> type[Any]:
 
 def shared_keys(model: nn.Module, published: Published) -> None:
     """Gemma 3n: the last layers read an earlier one's keys and values; the class computes own ones
-    where it has no cache, from arrays that transformers does not save."""
+    if it has no cache, from arrays that transformers does not save."""
     inner: Any = model.model.language_model
     inner.__class__ = _sharing(type(inner))
     for layer in inner.layers:

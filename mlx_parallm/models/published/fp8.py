@@ -1,6 +1,6 @@
 """FP8 checkpoints: numbers of E4M3 times the scale of their block, or of the whole tensor, as
 DeepSeek, Qwen and Mistral publish them. Read here for every class: mlx-lm's know blocks of 128
-alone, where they know FP8 at all, and one takes the codes themselves for numbers."""
+alone, if they know FP8 at all, and one takes the codes themselves for numbers."""
 
 import functools
 from collections.abc import Mapping

@@ -143,7 +143,7 @@ def end_tokens(directory: Path, config: Mapping[str, Any]) -> list[int]:
     Args:
         config: config.json as the file has it.
 
-    Raises ModelError: a file that cannot be read, or ids that are no numbers.
+    Raises ModelError: a file that cannot be read, or ids that are not numbers.
     """
     sources: list[tuple[str, Any]] = [(GENERATION_CONFIG, read_generation_config(directory))]
     sources += [("config.json", config)]

@@ -95,7 +95,7 @@ def _theirs(path: Path, ids: Any) -> Any:
             theirs = kind.from_pretrained(path, dtype=torch.float32).eval()
             with torch.no_grad():
                 logits = theirs(input_ids=torch.from_numpy(ids)[None]).logits[0]
-        except Exception as error:  # of any of its models
+        except Exception as error:  # any of its models may fail
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ModelError(f"transformers cannot compute it: {reason:.200}") from error
     return logits.float().log_softmax(-1).numpy()

@@ -1,5 +1,5 @@
 """Sliding windows as config.json places them, in classes of mlx-lm that know none or place them by
-a pattern of their own.
+their own pattern.
 
 A window is a mask: the block makes its own in the place of the one that the model passes, and the
 model keeps a rotating cache for it, as mlx-lm's models with windows do.

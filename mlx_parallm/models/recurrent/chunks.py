@@ -180,7 +180,7 @@ def linear_scan(
         )
         for array, filling in ((decay, 1.0), (x, 0.0))
     )
-    h, product = [x[:, :, 0]], [decay[:, :, 0]]  # of all chunks at once, as if each began with 0
+    h, product = [x[:, :, 0]], [decay[:, :, 0]]  # all chunks at once, as if each began with 0
     for t in range(1, chunk):
         h.append(decay[:, :, t] * h[-1] + x[:, :, t])
         product.append(decay[:, :, t] * product[-1])

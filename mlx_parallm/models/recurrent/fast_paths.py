@@ -1,4 +1,4 @@
-"""MLX's own fast operations in the place of ours, where a trial at load shows the same results.
+"""MLX's own fast operations in the place of ours, if a trial at load shows the same results.
 
     prove           try those that a model would call, on MLX's default device
     gated_delta     the gated delta rule: `mx.fast.gated_delta_update`, else chunks (`chunks.py`)
@@ -23,7 +23,7 @@ from mlx_parallm.models.recurrent import chunks
 from mlx_parallm.system.log import get_logger
 
 log = get_logger(__name__)
-NEAR = 1e-5  # of the norm; of float32 that a device multiplies as TF32 …
+NEAR = 1e-5  # relative to the norm; for float32 that a device multiplies as TF32 …
 NEAR_ON_TF32 = 5e-3  # … which shows in one product
 MOST_NODES = 4
 TRIED_TOKENS = 40  # more than one chunk, and no whole number of them

@@ -1,6 +1,6 @@
 """Puts the recurrences in chunks (`chunks.py`) in the place of mlx-lm's loops over tokens.
 
-    use_chunks      in the layers of a model: training, and prompts where there is no Metal kernel
+    use_chunks      in the layers of a model: training, and prompts if there is no Metal kernel
     use_trees       the same layers, convolutions and Mamba 2 go over a forest of tokens (`tree.py`)
                     where their thread does
 
@@ -32,7 +32,7 @@ from mlx_parallm.models.recurrent.tree import (
 from mlx_parallm.system.log import get_logger
 
 log = get_logger(__name__)
-FEWEST_TOKENS = 8  # of fewer, a loop over tokens is as fast
+FEWEST_TOKENS = 8  # with fewer, a loop over tokens is as fast
 Layer = Any
 
 
@@ -47,7 +47,7 @@ def use_chunks(model: nn.Module) -> list[str]:
     for kind, path in _kinds(model):
         replace = partial(_replace, f"{path} ({kind.__name__})")
         names = vars(sys.modules[kind.__module__])
-        # imported by name; it calls a global of its own
+        # imported by name; it calls its own global
         if (update := names.get("gated_delta_update")) is not None:
             replaced += replace(
                 inspect.unwrap(update).__globals__, "gated_delta_ops", _gated_delta_ops

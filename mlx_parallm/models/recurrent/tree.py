@@ -1,4 +1,4 @@
-"""Recurrent layers over a forest of tokens: each token goes on from its parent, wherever that is.
+"""Recurrent layers over a forest of tokens: each token continues from its parent, wherever that is.
 
     TokenTree       which tokens a convolution sees, and the chunks of a recurrence
     over            a thread's recurrent layers go over a TokenTree
@@ -52,7 +52,7 @@ class TreeChunks:
     """N chunks of at most C tokens, level after level."""
 
     tokens: mx.array  # [N, C] int32: the row's tokens; its length in padding
-    places: mx.array  # [W] int32: where each token stands in the flattened [N · C]
+    places: mx.array  # [W] int32: if each token is in the flattened [N · C]
     levels: tuple[Level, ...]
 
 
@@ -116,7 +116,7 @@ class TokenTree:
             levels[chunk] = levels[parent] + 1 if parent >= 0 else 0
         childless = np.bincount(parents[parents >= 0], minlength=len(starts)) == 0
         order = np.lexsort((np.arange(len(starts)), childless, levels))
-        place = np.argsort(order)  # of each chunk
+        place = np.argsort(order)  # each chunk's place
         tokens = np.full((len(starts), length), self.width, np.int32)
         column = np.arange(len(self._parents)) - starts[owner]
         tokens[place[owner], column] = np.arange(len(self._parents))

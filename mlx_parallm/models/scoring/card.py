@@ -21,7 +21,7 @@ from mlx_parallm.system.files import is_directory, is_file, local_path
 
 CARD_FILE = "reward_model.json"
 FORMAT = 1
-PLACES = ("", "final", "latest")  # of a path, where a reward model is looked for
+PLACES = ("", "final", "latest")  # below a path, in this order
 PROBES = (
     "The quick brown fox jumps over 13 lazy dogs; it's 20:45 o'clock (isn't it?).",
     "def f(x):\n    return {'a': [x ** 2, 0x1F]}\n\n\tprint(f(3.14159))",

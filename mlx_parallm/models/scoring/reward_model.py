@@ -152,9 +152,9 @@ class TrainedRewardModel:
 
 
 class RewardScorer:
-    """A reward model on a thread of its own, which loads it. Any thread may ask; `close` ends it.
+    """A reward model on its own thread, which loads it. Any thread may ask; `close` ends it.
 
-    Conversations are read in the order of the calls. Where the model could not be loaded, every
+    Conversations are read in the order of the calls. If the model could not be loaded, every
     answer fails with the reason.
     """
 
@@ -214,7 +214,7 @@ class RewardScorer:
     def _tokens(
         self, conversations: Sequence[Conversation], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[list[int]], dict[int, RequestError]]:
-        """The tokens of each conversation, empty where it cannot be read, and why, by place."""
+        """The tokens of each conversation, empty if it cannot be read, and why, by place."""
         model = self._model.result()
         readable: list[list[int]] = []
         problems: dict[int, RequestError] = {}
@@ -234,7 +234,7 @@ class RewardScorer:
 
 def shared_scorer(path: str, base: LoadedModel | None = None) -> RewardScorer:
     """Return this process's scorer of a reward model; the first call begins to load it, and shares
-    the arrays of `base` where it can."""
+    the arrays of `base` if it can."""
     with _SHARED_LOCK:
         if path not in _SHARED:
             _SHARED[path] = RewardScorer(path, lambda: base)
@@ -257,7 +257,7 @@ def load_shared_scorers(paths: Iterable[str], base: LoadedModel | None) -> None:
 
 
 def _name_of(directory: Path) -> str:
-    """The name of the run, where the directory is one of its checkpoints; else its own."""
+    """The name of the run, if the directory is one of its checkpoints; else its own."""
     here = directory.absolute()
     in_run = here.name in (*PLACES, "best") or here.name.startswith("step_")
     return here.parent.name if in_run else here.name

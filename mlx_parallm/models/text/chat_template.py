@@ -131,7 +131,7 @@ def _shown(
 
 @lru_cache(maxsize=32)
 def takes_parts(source: str) -> bool:
-    """Whether a template shows the text of a content only where it is a list of parts."""
+    """Whether a template shows the text of a content only if it is a list of parts."""
 
     def shows(content: Any) -> bool:
         variables = {"messages": [{"role": "user", "content": content}], **_PROBED}

@@ -12,7 +12,7 @@ from typing import Any
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.chat_messages import REASONING, PartsText
 
-MOST_SHAPES = 256  # of conversations whose answer is kept
+MOST_SHAPES = 256  # conversations whose answer is kept
 Chat = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 Render = Callable[[list[dict[str, Any]], Tools | None], str]
@@ -26,7 +26,7 @@ class ShownParts:
 
     def lost(self, chat: Chat, tools: Tools | None, key: str, render: Render) -> list[str]:
         """Return the places of calls, results, system messages and tools that are left out, such as
-        `messages.2.tool_calls.0` or `tools.0`; [] where the template refuses the copy. `key`: what
+        `messages.2.tool_calls.0` or `tools.0`; [] if the template refuses the copy. `key`: what
         else the text depends on; `render` makes it."""
         shape = (key, len(tools or ()), *map(_shape, chat))
         if shape not in self._known:
@@ -90,7 +90,7 @@ def _is_lost(
     place: str, shown: list[bool], text: str, without: Callable[[str], str | None]
 ) -> bool:
     """Whether a part is left out. `shown`: of a call its name and its arguments. A call or a tool
-    of which nothing stands in the text may be there in another way: then the text is another one
+    of which nothing is in the text may be there in another way: then the text is another one
     without it."""
     is_text = ".content" in place
     return not shown[-1] if is_text or any(shown) else without(place) == text
@@ -133,7 +133,7 @@ def _marked(message: Mapping[str, Any], place: str, mark: Callable[[str], str]) 
 
 
 def _like(content: str, text: str) -> str:
-    """The text, written as parts where the content is."""
+    """The text, written as parts if the content is."""
     return PartsText([text]) if isinstance(content, PartsText) else text
 
 

@@ -53,7 +53,7 @@ class TokenPieces:
             or getattr(backend.model, "byte_fallback", False) is True
         )
         self.byte_of: dict[str, int] | None = None
-        """GPT-2's alphabet (character → byte), where the vocabulary is written in it."""
+        """GPT-2's alphabet (character → byte), if the vocabulary is written in it."""
         if "ByteLevel" in decoder:
             self.byte_of = byte_level_alphabet()
         elif backend is None:  # in Python, such as those over tiktoken's files
@@ -139,7 +139,7 @@ class TokenPieces:
 
     @cached_property
     def _anchor(self) -> tuple[int, str, str] | None:
-        """A token that others can stand between, its text as the first one and as a later one.
+        """A token that others can come between, its text as the first one and as a later one.
         None: there is none."""
         for token in range(min(self._size, _MOST_ANCHORS)):
             raw = None if token in self._added else self._tokenizer.convert_ids_to_tokens(token)
@@ -155,7 +155,7 @@ class Detokenizer:
     """Read tokens one after another: text is given out as soon as its characters are complete.
 
     Args:
-        opens_text: the first token begins a text; False: it stands in a text that has begun, after
+        opens_text: the first token begins a text; False: it is in a text that has begun, after
             a prompt.
         hidden: tokens that do not show.
     """
@@ -198,7 +198,7 @@ class TextReader:
     """Follow the tokens of a text that is known, such as a prompt's, through that text.
 
     Args:
-        special_ids: tokens that do not show where the text does not have them, such as one put
+        special_ids: tokens that do not show if the text does not have them, such as one put
             before it.
     """
 
@@ -232,7 +232,7 @@ class TextReader:
         self._at = end
 
     def _inside(self, at: int) -> bool:
-        """True: a character goes on here."""
+        """True: a character continues here."""
         return at < len(self._text) and self._text[at] & 0xC0 == 0x80
 
 

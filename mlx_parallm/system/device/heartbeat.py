@@ -22,7 +22,7 @@ EVERY_S = 1.0
 FIRST, HEARD = 15, 2
 """A part that was heard less often than `HEARD` times may be silent `FIRST` times as long: a GPU's
 kernels are compiled in its first evaluation, and how long one takes is not known yet."""
-SILENCES = 10  # of the longest so far: more is a hang
+SILENCES = 10  # times the longest so far: more is a hang
 PROCESS, ENGINE, TRAINER, WRITER = "process", "engine", "trainer", "writer"
 
 

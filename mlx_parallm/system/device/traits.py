@@ -65,7 +65,7 @@ def rounds_every_layout_alike() -> bool:
 
 
 def multiplies_rows_alone() -> bool:
-    """Whether a product of several rows is computed row by row, where each row is to be what it is
+    """Whether a product of several rows is computed row by row, if each row is to be what it is
     alone."""
     return on_cpu()
 
