@@ -66,9 +66,7 @@ class Tokenizer:
     def __init__(
         self, wrapper: TokenizerWrapper, *, reads_tools: bool = True, splits_reasoning: bool = True
     ) -> None:
-        self.images: ImageReader | None = (
-            None  # reads stored images; None: messages hold texts alone
-        )
+        self.images: ImageReader | None = None  # None: messages hold texts alone
         self._shown_parts = ShownParts()
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer

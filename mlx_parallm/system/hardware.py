@@ -18,10 +18,10 @@ from mlx_parallm.system.device.traits import computes_beside_python, is_cpu
 from mlx_parallm.system.footprint import MemoryUse, machine_bytes, process_bytes
 
 GIB, MIB = 2**30, 2**20
-# of the memory that is free once the model is loaded: the rest is for activations, and the trainer
+# 1/2 of the memory that is free once the model is loaded; activations and the trainer take the rest
 KV_CACHE_SHARE = 2
-PREFIX_CACHE_SHARE = 20  # one part of all memory
-# of what Metal keeps in memory: a larger model leaves too little for the cache (mlx-lm's number)
+PREFIX_CACHE_SHARE = 20  # 1/20 of all memory
+# share of Metal's wired memory: a larger model leaves too little for the cache (mlx-lm's number)
 WIRED_SHARE = 0.9
 # of mlx.launch; of mpirun (Open MPI, MPICH)
 # set by mlx.launch --backend jaccl

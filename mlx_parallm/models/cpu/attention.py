@@ -35,7 +35,7 @@ BLOCK = 1 << 18  # scores of a block: 1 MiB, half of a core's own cache
 LEAST_QUERIES, MOST_QUERIES = 16, 64  # bounds of a block
 # positions that all queries of a block see: from so many on they are a separate part
 ALONE_FROM = 256
-# of a head: 64 queries over as many positions; with fewer a gradient is slower than MLX's
+# scores of a head (64 queries over 64 positions); with fewer a gradient is slower than MLX's
 FEWEST_SCORES = 4096
 # positions of all rows of a decode step; with fewer MLX's attention is faster
 FEWEST_POSITIONS = 512
