@@ -23,7 +23,6 @@ KV_CACHE_SHARE = 2
 PREFIX_CACHE_SHARE = 20  # 1/20 of all memory
 # share of Metal's wired memory: a larger model leaves too little for the cache (mlx-lm's number)
 WIRED_SHARE = 0.9
-# of mlx.launch; of mpirun (Open MPI, MPICH)
 # set by mlx.launch --backend jaccl
 JACCL_VARIABLES = ("MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR")
 TF32 = "MLX_ENABLE_TF32"
