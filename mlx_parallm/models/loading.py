@@ -58,6 +58,7 @@ from mlx_parallm.system.log import get_logger
 log = get_logger("model")
 # of a file that model.chat_template names
 TOKENIZER_FILES = ("tokenizer*", "tekken.json", "vocab*", "*.tiktoken", "*.model", "*.bpe*")
+INDEXED = 2**31 - 1  # numbers of an array that 32 bits count
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")
 # Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
 _MOST: dict[str, float] = {
@@ -286,14 +287,19 @@ def _chat_template(setting: str) -> str:
 
 def evaluate_module(module: nn.Module) -> None:
     """Evaluates every array of every submodule, also those that `parameters()` leaves out
-    (`_freqs`, …)."""
-    mx.eval(
-        [
-            array
-            for child in module.modules()
-            for array in _arrays([*child.values(), *vars(child).values()])
-        ]
-    )
+    (`_freqs`, …). Warns of those beyond `INDEXED`."""
+    arrays = [
+        array
+        for child in module.modules()
+        for array in _arrays([*child.values(), *vars(child).values()])
+    ]
+    if wide := [array.shape for array in arrays if array.size > INDEXED]:
+        log.warning(
+            "weights of more than 2^31 numbers: operations of MLX have given wrong results for"
+            " such arrays without an error (ml-explore/mlx#3327); quantized weights have fewer",
+            shapes=", ".join(map(str, wide[:3])),
+        )
+    mx.eval(arrays)
 
 
 def _arrays(values: Any) -> Iterator[mx.array]:

@@ -91,7 +91,9 @@ def test_what_changes_the_learning_is_named_last(memory: Any) -> None:
         MemoryWatch.checked(PlannedRun.of(asked, QWEN3_06B))
 
 
-def test_little_to_spare_is_a_warning(memory: Any) -> None:
+def test_little_to_spare_is_a_warning(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever holds memory is named: a model that another program keeps may be unloaded."""
+    monkeypatch.setattr(memory_watch, "others_holding", lambda: ["ollama 5.0 GiB"])
     size = needed(config())
     for whole, free, warnings in (
         (size / 0.9, None, 1),
@@ -102,6 +104,7 @@ def test_little_to_spare_is_a_warning(memory: Any) -> None:
         with capture_logs() as logs:
             MemoryWatch.checked(PlannedRun.of(config(), QWEN3_06B))
         assert [line["log_level"] for line in logs] == ["warning"] * warnings
+        assert all(line["held_by_others"] == "ollama 5.0 GiB" for line in logs)
 
 
 def test_nothing_is_loaded_or_written_before_the_refusal(
