@@ -11,6 +11,8 @@ gets its answer or an error in words.
 probabilities of a step, keys, or the sampler. It has to be noticed before the step ends. What the
 model computes to check itself before the first step is left out: a check that fails there chooses
 the plain path, which gives the same numbers.
+*Groups*: evaluations of the trainer raise while scored groups come over HTTP. Each group that was
+answered "received" has to be in the ledger once.
 *Hangs*: an evaluation never returns, with the interpreter held or not. The process has to be
 killed and started again within a minute, and ends as the other runs.
 
@@ -32,7 +34,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
@@ -49,7 +51,9 @@ from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.system.terminal import Console
 from scripts.soak.faulty_evaluations import TEXTS, Plan, fired_of, inject, planned
+from scripts.soak.kill_rollouts import POOL, SENDERS, Sender, Sent, audit, wait_until_trained
 from scripts.soak.resume_bits import Run, differences
+from scripts.soak.training_daemon import TrainingDaemon, sampled_groups
 
 STEPS = 12
 FAULTS_OF_A_RUN = 20
@@ -66,6 +70,8 @@ RAISES = {
     "any": 250,
 }
 """Place → evaluations there in some two steps: a fault comes at any of them."""
+RECEIVING = ("trainer", "publish", "checkpoint")
+"""Places of faults while groups come from outside, and the engine has no work."""
 ZEROS = ("gradient", "optimizer", "adapter", "scores", "keys", "sampler")
 PROMPTS = ("Sort: hgfa", "Reverse: dcba")
 TRAINING = """
@@ -293,8 +299,8 @@ def _plans(kind: str, generator: random.Random, count: int) -> list[Plan]:
     return [_fault(generator) if kind == "faults" else _hang(generator, n) for n in range(count)]
 
 
-def _fault(generator: random.Random) -> Plan:
-    place = generator.choice(list(RAISES))
+def _fault(generator: random.Random, places: Sequence[str] = tuple(RAISES)) -> Plan:
+    place = generator.choice(places)
     after, text = generator.randrange(RAISES[place]), generator.choice(TEXTS)
     return Plan("raise", place, after, text, sticks=generator.random() < 0.5)
 
@@ -316,6 +322,76 @@ def late_restarts(run: Run, fired: list[dict[str, Any]]) -> list[str]:
         for at, hang in zip(killed, fired, strict=True)
     ]
     return [f"started again after {s:.0f} s" for s in took if not 0 <= s <= RESTART_S]
+
+
+class FaultyDaemon(TrainingDaemon):
+    """A training daemon under `--restarts`, whose processes fail by plans."""
+
+    def __init__(self, directory: Path, plans: list[Plan]) -> None:
+        self.faults, self._count = planned(directory / "faults", plans), len(plans)
+        super().__init__(directory)
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "scripts.soak.preloaded_train", str(self.faults)]
+        command += ["--config", str(self._config), "--resume", "auto"]
+        command += ["--restarts", str(self._count + 1)]
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        return self.process
+
+    def wait_until_failed(self, timeout_s: float) -> None:
+        """Wait for all faults. Raises AssertionError."""
+        deadline = time.monotonic() + timeout_s
+        while len(fired_of(self.faults)) < self._count:
+            self.check()
+            assert time.monotonic() < deadline, "not all faults came in time"
+            time.sleep(0.2)
+
+
+def groups_once(directory: Path, name: str, plans: list[Plan], seed: int) -> Piece:
+    """Send scored groups to a daemon that fails again and again: each that was answered "received"
+    has to be in the ledger once, and each step's line has to count what the ledger says."""
+    started, wrong, sent = time.monotonic(), list[str](), Sent()
+    daemon = FaultyDaemon(directory / name, plans)
+    try:
+        daemon.wait_until_ready()
+        pool = sampled_groups(daemon.url, POOL, random.Random(seed))
+        senders = [Sender(daemon.url, pool, number, 10.0, sent) for number in range(SENDERS)]
+        for sender in senders:
+            sender.start()
+        daemon.wait_until_failed(60.0 * len(plans))
+        daemon.wait_until_ready()
+        for sender in senders:
+            sender.ended.set()
+        for sender in senders:
+            sender.join()
+        wait_until_trained(daemon)
+        if code := daemon.end():
+            wrong.append(f"it ended with {code}")
+    except AssertionError as error:
+        wrong.append(f"it did not end well: {str(error)[-1000:]}")
+        daemon.end()
+    wrong += audit(daemon.run, sent).faults + [f"refused: {each}" for each in sent.refused]
+    heard = {"received": len(sent.received), "cut off": sent.cut_off}
+    seconds = round(time.monotonic() - started, 1)
+    return Piece(name, [asdict(p) for p in plans], fired_of(daemon.faults), wrong, seconds, heard)
+
+
+def run_groups(directory: Path, results: Results, seed: int, count: int) -> None:
+    """Run until so many faults came while groups were received."""
+    for number in itertools.count():
+        fired = sum(len(piece.fired) for piece in results.of("groups"))
+        if fired >= count:
+            return
+        generator = random.Random(f"{seed} groups-{number}")
+        plans = [_fault(generator, RECEIVING) for _ in range(min(FAULTS_OF_A_RUN, count - fired))]
+        name = f"groups-{number}"
+        (directory / name).mkdir()
+        piece = results.once(name, partial(groups_once, directory, name, plans, seed + number))
+        if piece is None or not piece.fired:
+            raise SystemExit(f"{name}: no fault came")
 
 
 def zeros_once(run: Run, plan: Plan) -> tuple[str | None, str]:
@@ -372,7 +448,7 @@ def tell(results: Results) -> int:
     """Print what was seen; return how many things are wrong."""
     wrong = [f"{name}: {text}" for name, piece in results.pieces.items() for text in piece.wrong]
     wrong += results.other_answers()
-    for kind in ("zeros", "faults", "hangs"):
+    for kind in ("zeros", "groups", "faults", "hangs"):
         pieces = results.of(kind)
         fired = [each for piece in pieces for each in piece.fired]
         heard = sum(
@@ -406,6 +482,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--zeros", type=int, default=12)
     parser.add_argument("--hangs", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=0, help="faults while groups are received")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="results, a JSON line each; goes on after them")
     args = parser.parse_args()
@@ -415,6 +492,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         run_zeros(directory, results, args.seed, args.zeros)
+        run_groups(directory, results, args.seed, args.groups)
         if args.faults or args.hangs:
             runs = FaultyRuns(directory, results, args.seed)
             results.pieces["reference"] = runs.reference
