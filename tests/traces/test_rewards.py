@@ -57,7 +57,7 @@ def test_parts_and_their_weighted_mean() -> None:
     wanted = (2 + 1 + 2 * 0.5 + 1.5 + 0.5 * efficiency + 1) / 8
     assert engine.compute_combined(trace) == pytest.approx(wanted)
     assert engine.get_binary_label(trace) and not engine.get_binary_label(trace, 0.99)
-    assert "tool_success 0.50" in engine.summary(Trace(trace))
+    assert "tool_success 0.50" in engine.summary(trace.model_copy())
 
 
 def test_code_is_really_executed() -> None:

@@ -148,6 +148,7 @@ def test_what_others_wrote_is_kept() -> None:
             "'agent' only",
         ),
         ({"steps": [{"step_id": 1, "source": "robot", "message": ""}]}, "steps.0.source"),
+        ({"subagent_trajectories": [{"schema_version": "1"}]}, "subagent_trajectories.0.schema"),
         (
             {
                 "steps": [

@@ -75,8 +75,6 @@ Event = ToolCallTrace | ReasoningStep
 
 
 class Trace(TraceRecord):
-    """A run. `Trace(trace)` is a copy."""
-
     schema_version: str = Field(pattern=r"^ATIF-v\d+\.\d+$")
     session_id: str | None = None
     trajectory_id: str | None = None
@@ -87,9 +85,6 @@ class Trace(TraceRecord):
     continued_trajectory_ref: str | None = None
     subagent_trajectories: list["Trace"] | None = None
     extra: Json | None = None
-
-    def __init__(self, of: "Trace | None" = None, /, **values: Any) -> None:
-        super().__init__(**(values if of is None else of.to_json()))
 
     @model_validator(mode="after")
     def _numbered(self) -> Self:
@@ -321,7 +316,13 @@ class Trace(TraceRecord):
         return trace
 
 
-ExecutionTrace = Trace
+class ExecutionTrace(Trace):
+    """A copy of a trace, under the name that the plan of a pipeline has for it."""
+
+    def __init__(self, trace: Trace, /) -> None:
+        super().__init__(**trace.to_json())
+
+
 _TOTALS = (
     *(f"tasks_{kind}" for kind in TASKS),
     "total_tokens_in",
