@@ -264,6 +264,12 @@ def add_step(message: Mapping[str, Any], **fields: Any) -> Json:
     }
 
 
+def as_context(message: Mapping[str, Any]) -> Json:
+    """Return a message; an answer as one that was sampled elsewhere."""
+    is_answer = message.get("role") == "assistant"
+    return add_step(message, is_copied_context=True) if is_answer else dict(message)
+
+
 def foreign_message(message: Mapping[str, Any]) -> Json:
     """Return a message of a log: a field of its own that is called "step" moves to the step's
     `extra.fields`."""

@@ -18,10 +18,9 @@ from mlx_parallm.systems.traces.importers.dialects import (
 from mlx_parallm.systems.traces.importers.endings import marked, not_sampled
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import ImportReport, made, objects, whole_json
-from mlx_parallm.systems.traces.schema import Json, add_step, present, without
+from mlx_parallm.systems.traces.schema import Json, add_step, as_context, present, without
 from mlx_parallm.systems.traces.trace import Trace, new_trace, parse_trace
 
-COPIED = {"is_copied_context": True}
 LISTS = ("messages", "contents", "conversations", "conversation")
 SYSTEM = ("system", "systemInstruction", "system_instruction", "system_prompt")
 REQUESTS = ("request", "body", "params")
@@ -78,9 +77,7 @@ def openai_conversations(row: Json, place: str, report: ImportReport) -> list[Tr
     tools = tool_definitions(body.pop("tools", None), body.pop("functions", None))
     prompt = [_weighed(message, report, place) for message in chat_messages(listed)]
     if answers:
-        prompt = [
-            add_step(each, **COPIED) if each.get("role") == "assistant" else each for each in prompt
-        ]
+        prompt = [as_context(each) for each in prompt]
     session = str(row.get("id") or place)
     traces = []
     searched = {"search_results": (_holder(columns) or {}).get("search_results")}
@@ -150,7 +147,7 @@ def _weighed(message: Json, report: ImportReport, place: str, *about: Mapping[st
         is_context = weight_of(message, "a message") == 0
     except RequestError as error:
         raise TraceError(str(error)) from error
-    return add_step(message, **COPIED) if is_context else message
+    return as_context(message) if is_context else message
 
 
 # ---------------------------------------------------------------------- ATIF
@@ -280,9 +277,8 @@ def _art_trace(
         else:
             trainable = item.get("trainable")
             for message in converted(without(item, "trainable")):
-                copied = message.get("role") == "assistant" and not trainable
                 messages.append(
-                    add_step(message, **COPIED) if copied else _weighed(message, report, name)
+                    _weighed(message, report, name) if trainable else as_context(message)
                 )
     reward = entry.get("reward")
     used = (*_ART, "messages") if "messages_and_choices" not in entry else _ART
@@ -346,11 +342,7 @@ def _evaluated(entry: Mapping[str, Any], place: str, report: ImportReport) -> Tr
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise TraceError("neither 'nodes' nor lists 'prompt' and 'completion'")
     report.expect(place, [*prompt, *completion])
-    messages = []
-    for message in chat_messages(prompt):
-        messages.append(
-            add_step(message, **COPIED) if message.get("role") == "assistant" else message
-        )
+    messages = list(map(as_context, chat_messages(prompt)))
     answered = [_weighed(message, report, place) for message in chat_messages(completion)]
     if answered and answered[-1].get("role") == "assistant":
         answered[-1] = _weighed(answered[-1], report, place, _ended(entry))
@@ -469,7 +461,7 @@ def _graph_messages(
             if message.get("tool_calls"):
                 message["tool_calls"] = [_function_call(call) for call in message["tool_calls"]]
             if not node.get("sampled") or index in claimed:
-                step |= COPIED
+                step["is_copied_context"] = True
             elif True in mask and len(mask) == len(ids):
                 first, sampled = mask.index(True), sum(mask)
                 metrics = {

@@ -19,7 +19,7 @@ from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_samp
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
 from mlx_parallm.systems.traces.importers.sessions import owned_answers
-from mlx_parallm.systems.traces.schema import Json, add_step, without
+from mlx_parallm.systems.traces.schema import Json, add_step, as_context, without
 from mlx_parallm.systems.traces.session import text_digest
 from mlx_parallm.systems.traces.trace import Trace, new_trace
 
@@ -345,6 +345,6 @@ def _claude_messages(
                 if is_new:
                     report.remark(place, NEVER.format(reason))
             elif copied:
-                message = add_step(message, is_copied_context=True)
+                message = as_context(message)
         answers.append(message)
     return answers

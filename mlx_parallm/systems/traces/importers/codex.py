@@ -26,7 +26,7 @@ from mlx_parallm.systems.traces.importers.endings import (
 )
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
 from mlx_parallm.systems.traces.importers.sessions import owned_answers
-from mlx_parallm.systems.traces.schema import Json, add_step, text_of, without
+from mlx_parallm.systems.traces.schema import Json, add_step, as_context, text_of, without
 from mlx_parallm.systems.traces.session import chained_key, compared_text, text_digest
 from mlx_parallm.systems.traces.trace import Trace, new_trace
 
@@ -170,10 +170,7 @@ def _compact(log: ItemLog, line: Json, place: str, report: ImportReport) -> None
             except SHAPES as error:
                 report.drop(place, f"an item of a compaction: {shape_of(error)}", item)
                 log.untrainable = ENCRYPTED
-        log.messages = [
-            add_step(m, is_copied_context=True) if m["role"] == "assistant" else m
-            for m in log.messages
-        ]
+        log.messages = [as_context(m) for m in log.messages]
     elif isinstance(summary, str) and summary:
         report.expect(place, [summary])
         log.messages = [{"role": "user", "content": summary}]
@@ -399,6 +396,6 @@ def _learned_once(messages: Sequence[Json], report: ImportReport) -> tuple[list[
         if message["role"] == "assistant":
             names.add(chain)
             if chain in report.sampled and message.get("step", {}).get("llm_call_count") != 0:
-                message = add_step(message, is_copied_context=True)
+                message = as_context(message)
         made.append(message)
     return made, names

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.importers.chats import COPIED, REQUESTS, openai_conversations
+from mlx_parallm.systems.traces.importers.chats import REQUESTS, openai_conversations
 from mlx_parallm.systems.traces.importers.codex import ItemLog, take_item
 from mlx_parallm.systems.traces.importers.dialects import tool_definitions
 from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_sampled
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, made, objects
-from mlx_parallm.systems.traces.schema import Json, add_step, without
+from mlx_parallm.systems.traces.schema import Json, as_context, without
 from mlx_parallm.systems.traces.trace import Trace, new_trace
 
 ASKED = ("input", "instructions", "tools", "previous_response_id")
@@ -70,9 +70,7 @@ def _traces(
     items = request.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items or []
     take_items(log, items, place, report)
-    log.messages = [
-        add_step(each, **COPIED) if each["role"] == "assistant" else each for each in log.messages
-    ]
+    log.messages = [as_context(each) for each in log.messages]
     log.opened = len(log.messages)
     take_items(log, response["output"], place, report)
     _end(log, response, row, place, report)
