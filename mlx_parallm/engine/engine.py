@@ -133,6 +133,7 @@ class Engine:
         weights: versions and adapters.
         lora: what the serving tree's linear layers read.
         images: None: the model reads no images.
+        grammars: those of another engine of the thread; None: its own.
 
     Raises:
         ModelError: the engine cannot decode the architecture (see cache/batch.py).

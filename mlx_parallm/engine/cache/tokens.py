@@ -10,7 +10,7 @@ to.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -69,6 +69,13 @@ class SharedPart:
     rows: slice | mx.array
     count: int
     mask: mx.array | None
+    repeated: dict[int, mx.array] = field(default_factory=dict)  # the mask, by repeats
+
+    def mask_of(self, repeats: int) -> mx.array | None:
+        """Return the mask [m · repeats, T] of queries that share keys, one for all layers."""
+        if self.mask is not None and repeats not in self.repeated:
+            self.repeated[repeats] = mx.repeat(self.mask, repeats, axis=0)
+        return self.repeated.get(repeats)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +184,7 @@ class TokenLayer(RoutedKeys):
         _, heads, repeats, width = queries.shape
         for part in level.parts:
             rows = queries[part.rows].transpose(1, 0, 2, 3).reshape(heads, -1, width)
-            mask = None if part.mask is None else mx.repeat(part.mask, repeats, axis=0)
+            mask = part.mask_of(repeats)
             partial = attend_by_heads(rows, *part.factors[self._layer], mask, factor)
             shape = (heads, part.count, repeats, 1, -1)
             partials.append(
