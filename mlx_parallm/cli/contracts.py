@@ -40,8 +40,9 @@ from mlx_parallm.models.lora import trainer_lora_layers
 from mlx_parallm.models.support import layer_without_gradient
 from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.options import make_algorithm, training_options
-from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun, room_for_evaluations
+from mlx_parallm.rl_training.plan.preflight import PlannedRun, room_for_evaluations
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.memory import Lengths
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.hardware import empty_buffer_cache, float32_is_tf32

@@ -69,6 +69,16 @@ class BlockSize:
         wide = 4.2 * self.hidden + 5 * self.intermediate + 3.2 * heads + 2.5 * kv
         return wide + 1.3 * self.heads * span
 
+    def peak(self, span: int, *, unpacks: bool) -> float:
+        """Numbers that one token of a row of `span` takes at the peak of a block's backward pass.
+        `unpacks`: its weights are quantised, and unpacked for each product: what has ended waits
+        for fewer operations (models/cpu/unpacking.py)."""
+        heads, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        scores = self.heads * span
+        in_mlp = 13 * self.hidden + (10 if unpacks else 15) * self.intermediate + 4 * heads + 6 * kv
+        in_attention = 12 * self.hidden + 7 * self.intermediate + 11 * heads + 8 * kv
+        return max(in_mlp + scores, in_attention + 3.4 * scores)
+
     def work(self, span: int) -> float:
         """Floating-point operations of one token in a block, forward and backward."""
         heads, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim

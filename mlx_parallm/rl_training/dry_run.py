@@ -43,7 +43,6 @@ from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
 from mlx_parallm.rl_training.plan.memory_watch import OFF, SMALL, measured_bytes, needed_bytes
 from mlx_parallm.rl_training.plan.model_shape import ModelShape
 from mlx_parallm.rl_training.plan.preflight import (
-    Lengths,
     MemoryEstimate,
     PlannedRun,
     in_words,
@@ -52,6 +51,7 @@ from mlx_parallm.rl_training.plan.preflight import (
 from mlx_parallm.rl_training.run.start import StartedRun
 from mlx_parallm.rl_training.sources import EMBEDDED, POLICY, policy_inference
 from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.rl_training.step.memory import Lengths
 from mlx_parallm.rl_training.step.policy import COMPANIONS
 from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.run_files.metrics import METRICS_FILE

@@ -37,7 +37,8 @@ from mlx_parallm.daemon import Serving
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.threads import mlx_thread
-from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
+from mlx_parallm.rl_training.plan.preflight import PlannedRun
+from mlx_parallm.rl_training.step.memory import Lengths
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.hardware import GIB, MIB, mlx_device
 from mlx_parallm.system.log import configure_logging

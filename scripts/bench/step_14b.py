@@ -37,8 +37,9 @@ from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.daemon import Serving
 from mlx_parallm.models.loading import read_config
 from mlx_parallm.rl_training.options import make_algorithm, training_options
-from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
+from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.memory import Lengths
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Request, Rollout, SamplingParams

@@ -42,12 +42,8 @@ from mlx_parallm.rl_training.dry_run import (
     visible,
 )
 from mlx_parallm.rl_training.plan import memory_watch
-from mlx_parallm.rl_training.plan.preflight import (
-    Lengths,
-    MemoryEstimate,
-    PlannedRun,
-    in_words,
-)
+from mlx_parallm.rl_training.plan.preflight import MemoryEstimate, PlannedRun, in_words
+from mlx_parallm.rl_training.step.memory import Lengths
 from mlx_parallm.system.device import traits
 from mlx_parallm.system.hardware import GIB
 from mlx_parallm.system.terminal import duration

@@ -36,6 +36,23 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 """Last names of the linear layers that choose experts: float32 in a file of llama.cpp's."""
 
 
+ROUNDED_COPIES = 1.5
+"""float32 arrays of a block's adapted weights that rounding them holds beside its result."""
+
+
+def rounding_bytes(bits: int, others: int, block: float, *, blocks: int, width: int) -> int:
+    """Return the bytes of `use_fake_quantization`: layers without an adapter once more, quantised;
+    of the others what waits for the backward pass, and one block's sums.
+
+    Args:
+        others: numbers of the layers without an adapter.
+        block: numbers of a block's layers that have one; `blocks`: of one evaluation.
+        width: bytes of a number of the model.
+    """
+    packed = others * (bits + 16 * width / 64) / 8  # a scale and a bias for 64
+    return int(packed + block * (blocks * width + ROUNDED_COPIES * 4))
+
+
 @dataclass(frozen=True)
 class Rounding:
     """How a layer is exported: its dtype, and the arguments of `mx.quantize`, or {"gguf": bits};

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from mlx_parallm.models.layouts.layout import TokenBatch
 from mlx_parallm.models.logprobs import token_logprobs_and_entropy
+from mlx_parallm.models.ops import UNPACKED
 from mlx_parallm.system.device.traits import fails_on_wide_products
 
 WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 16 MiB of float32
@@ -23,6 +24,13 @@ WIDE = 1 << 17  # tokens of a vocabulary: from there its pieces are added up in 
 VOCABULARY_PIECE = 1 << 16  # … so many tokens each
 UNPACKED_HEAD = 2  # times as many where each piece unpacks the head's weights …
 TRAINED_HEAD = 4  # … and where each adds to their gradient
+WHOLE_COPIES, PIECE_COPIES = 10, 11
+"""float32 arrays of [tokens, vocabulary] that the head's backward pass holds at its peak: of all
+tokens in one graph with the last block, or of one piece of them."""
+UNPACKED_AHEAD = 12
+"""Slices of unpacked 4-bit weights that MLX holds on a CPU: those in work, and those of
+operations that wait."""
+FLOAT = 4
 
 Head = Callable[[mx.array], mx.array]
 """Rows [n, D] → logits [n, V]."""
@@ -37,6 +45,25 @@ def head_rows(count: int, vocabulary: int, *, times: int = 1) -> int:
     if count * vocabulary <= WHOLE_HEAD:
         return max(count, 1)
     return max(FEWEST_HEAD_ROWS, HEAD_PIECE // vocabulary) * times
+
+
+def peak_bytes(
+    count: int, vocabulary: int, hidden: int, *, trained: bool, unpacks: bool
+) -> tuple[int, bool]:
+    """Return the bytes at the peak of the backward pass of `count` scored tokens, and whether one
+    evaluation takes all of them.
+
+    Args:
+        trained: the head's own weights are.
+        unpacks: they are quantised, and unpacked for each product.
+    """
+    times = TRAINED_HEAD if trained else UNPACKED_HEAD if unpacks else 1
+    rows = head_rows(count, vocabulary, times=times)
+    whole = rows >= count
+    numbers = (WHOLE_COPIES if whole else PIECE_COPIES) * rows * vocabulary
+    if unpacks:
+        numbers += min(UNPACKED_AHEAD * UNPACKED, vocabulary * hidden)
+    return numbers * FLOAT, whole
 
 
 def token_scores(logits: mx.array, batch: TokenBatch, chunk: slice) -> Scores:

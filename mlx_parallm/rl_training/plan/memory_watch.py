@@ -13,11 +13,11 @@ from mlx_parallm.rl_training.events import RunEvents, StepFinished
 from mlx_parallm.rl_training.plan.preflight import (
     PROCESS_BYTES,
     TIGHT,
-    Lengths,
     MemoryEstimate,
     PlannedRun,
     in_words,
 )
+from mlx_parallm.rl_training.step.memory import Lengths
 from mlx_parallm.system.device.traits import arrays_are_in_the_process
 from mlx_parallm.system.footprint import others_holding
 from mlx_parallm.system.hardware import memory_present

@@ -1,24 +1,25 @@
 """`ModelShape`: a model's dimensions and the bytes of its weights, before anything is loaded."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.distillation import TeacherConfig
+from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.engine.cache.batch import can_lie_by_tokens
-from mlx_parallm.engine.cache.kv_format import KVFormat
+from mlx_parallm.engine.memory import KVSize
 from mlx_parallm.models.evaluations import BlockSize
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.experts.wide import widen_experts
 from mlx_parallm.models.heads.value_head import VALUE_HEAD_FILE
-from mlx_parallm.models.image_support import ImageHook, tower_sizes
+from mlx_parallm.models.image_support import tower_sizes
 from mlx_parallm.models.images.tower_shape import TowerShape
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import (
@@ -46,41 +47,13 @@ EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "
 
 
 @dataclass(frozen=True)
-class LoadOptions:
-    """How a model is loaded and trained, as far as its shape depends on it.
-
-    Attributes:
-        value_head: a head of values is trained beside it.
-        router_replay: "off" where no engine samples what is trained on.
-        teachers: other models in this process.
-        reward_models: paths of those in this process; they share a base that is plain.
-        image_hooks: as in `models.images.support`.
-    """
-
-    model: ModelConfig
-    lora: LoraConfig
-    value_head: bool
-    router_replay: Literal["off", "on", "auto"]
-    max_staleness: int
-    kv_bits: int | None
-    teachers: Sequence[TeacherConfig]
-    reward_models: Sequence[str]
-    base_is_plain: bool
-    image_hooks: Sequence[ImageHook]
-
-
-@dataclass(frozen=True)
 class ModelShape:
     """A model's dimensions, and its weights as this configuration loads them."""
 
     weights: int  # bytes
     trained: int  # numbers that are trained: the adapter's, or all
     layers: int
-    hidden: int
-    intermediate: int  # of one token: active experts together
-    heads: int
-    kv_heads: int
-    head_dim: int
+    block: BlockSize
     vocab: int
     width: int  # bytes of a floating-point weight that is not quantised
     quantized: bool = False
@@ -99,29 +72,31 @@ class ModelShape:
     eye: TowerShape | None = None  # of the tower, where it is
     unpacked: int = 0  # numbers of a block's experts that are unpacked for the moment
 
+    def with_smaller(self, key: str) -> "ModelShape":
+        """Return it as it is with the next value of this setting (`preflight.SETTINGS`)."""
+        trained, small, products = self.trained, self.small, self.products
+        if key == "rl_training.lora.enabled":
+            return replace(self, trained=trained // 100, small=small // 100)
+        if key == "rl_training.lora.rank":
+            return replace(self, trained=trained // 2, small=small // 2, products=products // 2)
+        if key == "rl_training.lora.quantize_base":
+            # with a scale and a bias for 64
+            packed = self.weights * (4 + 16 * self.width / 64) / 8 / self.width
+            return replace(self, weights=int(packed), quantized=True)
+        return self
+
     @classmethod
-    def of(cls, model_config: Mapping[str, Any], options: LoadOptions) -> "ModelShape":
+    def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
         """Read the shape from a config.json. Raises ModelError: an unknown architecture;
         AdapterError: targets that match nothing."""
-        lora = options.lora
-        model = blueprint(model_config)
-        quantizes = lora.enabled and lora.quantize_base and "quantization" not in model_config
-        largest = (
-            max(array.size for _, array in tree_flatten(model.parameters())) * HALF
-            if quantizes
-            else 0
+        training, lora = config.rl_training, config.rl_training.lora
+        loaded = LoadedShape.of(
+            model_config, config.model.dtype, quantize=lora.enabled and lora.quantize_base
         )
-        _quantize_lazily(model, model_config, quantize=lora.enabled and lora.quantize_base)
-        dtype, stored = _dtypes(options.model.dtype, model_config)
-        model.set_dtype(dtype)
-        widen_experts(model)
-        routes = _routes(model, options, model_config)
-        unpacked = _unpacked_experts(model)
+        model, width = loaded.model, loaded.dtype.size
+        weights, unpacked = loaded.weights, _unpacked_experts(model)
+        routes = _routes(model, config, model_config)
         arrays = tree_flatten(model.parameters())
-        weights, count = (
-            sum(array.nbytes for _, array in arrays),
-            sum(array.size for _, array in arrays),
-        )
         others = adapted = 0
         if lora.enabled:
             # for GGUF they are rounded in their place
@@ -133,47 +108,29 @@ class ModelShape:
             modules = dict(model.named_modules())
             others = sum(modules[path].weight.size for path in rounded if path not in layers)
             arrays = tree_flatten(model.trainable_parameters())
-            count = sum(array.size for _, array in arrays)
-        tower, seeing, eye = (
-            tower_sizes(
-                options.image_hooks,
-                options.model,
-                dtype.size,
-                lora.rank if lora.enabled else None,
-            )
-            if "vision_config" in model_config
-            else (0, [], None)
-        )
-        count += sum(seeing)
-        sizes = [*(array.size for _, array in arrays), *seeing]
-        text: Mapping[str, Any] = model_config.get("text_config", model_config)
+        tower, seeing, eye = 0, list[int](), None
+        if "vision_config" in model_config:
+            rank = lora.rank if lora.enabled else None
+            tower, seeing, eye = tower_sizes(config.image_hooks(), config.model, width, rank)
         size = BlockSize.of(model_config)
-        head = size.hidden + 1 if options.value_head else 0
+        head = size.hidden + 1 if training.algorithm == "ppo" else 0
+        sizes = [*(array.size for _, array in arrays), *seeing]
+        products = sum(array.size for name, array in arrays if name.endswith(".lora_b"))
         return cls(
             weights=weights,
-            trained=count + head,
+            trained=sum(sizes) + head,
             layers=len(model.layers),
-            hidden=size.hidden,
-            intermediate=size.intermediate,
-            heads=size.heads,
-            kv_heads=size.kv_heads,
-            head_dim=size.head_dim,
-            vocab=int(text["vocab_size"]),
-            width=dtype.size,
+            block=size,
+            vocab=int(text_config(model_config)["vocab_size"]),
+            width=width,
             quantized=any(isinstance(module, nn.QuantizedLinear) for module in model.modules()),
-            loading=largest,
+            loading=loaded.largest,
             by_tokens=can_lie_by_tokens(model),
-            widened=stored if dtype.size > DTYPES[stored].size else "",
-            teachers=sum(
-                _teacher_weights(each, options.model, options.image_hooks)
-                for each in options.teachers
-            ),
-            reward_models=sum(
-                _reward_model_weights(each, options) for each in options.reward_models
-            ),
-            lends_base=any(_borrows_base(each, options) for each in options.reward_models),
-            products=lora.use_adalora
-            * sum(array.size for name, array in arrays if name.endswith(".lora_b")),
+            widened=loaded.stored if width > DTYPES[loaded.stored].size else "",
+            teachers=sum(_teacher_weights(each, config) for each in training.distillation.teachers),
+            reward_models=sum(_reward_model_weights(path, config) for path in config.reward_models),
+            lends_base=any(_borrows_base(path, config) for path in config.reward_models),
+            products=products if lora.use_adalora else 0,
             adapted=adapted,
             rounded=others,
             small=sum(size for size in sizes if size < SMALLEST) + head,
@@ -183,23 +140,10 @@ class ModelShape:
             eye=eye,
         )
 
-    @property
-    def block(self) -> BlockSize:
-        """The dimensions of one block."""
-        return BlockSize(self.hidden, self.intermediate, self.heads, self.kv_heads, self.head_dim)
-
-    @property
-    def kv_token(self) -> int:
-        """Bytes of keys and values of one token, as they are computed."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.width
-
-    def held_token(self, bits: int | None) -> int:
-        """Bytes of keys and values of one token, as a row holds them (server.kv_bits)."""
-        if bits is None or (kv_format := KVFormat.fitting(bits, [self.head_dim])) is None:
-            return self.kv_token
-        numbers = 2 * self.layers * self.kv_heads * self.head_dim
-        # a scale and a bias for a group
-        return numbers * bits // 8 + 2 * numbers // kv_format.group_size * self.width
+    def kv_size(self, bits: int | None) -> KVSize:
+        """Keys and values of one token (`server.kv_bits`)."""
+        block = self.block
+        return KVSize(self.layers, block.kv_heads, block.head_dim, self.width, bits)
 
     @property
     def activation(self) -> float:
@@ -220,75 +164,96 @@ def _unpacked_experts(model: nn.Module) -> int:
     return sum([size for size in sizes if size <= UNPACKED_EXPERTS][-PROJECTIONS:])
 
 
-def _routes(model: nn.Module, options: LoadOptions, model_config: Mapping[str, Any]) -> int:
+def _routes(model: nn.Module, config: Config, model_config: Mapping[str, Any]) -> int:
     """Bytes of a sampled token's experts; 0: none are repeated."""
-    blocks = len(blocks_of_experts(model))
-    if not blocks or not replays_experts(
+    training, blocks = config.rl_training, len(blocks_of_experts(model))
+    if training.algorithm in DATA_ALGORITHMS or not blocks:
+        return 0
+    if not replays_experts(
         model,
-        options.router_replay,
-        staleness=options.max_staleness,
-        rounded=options.lora.qat_bits is not None,
-        kv_bits=options.kv_bits,
+        training.router_replay,
+        staleness=training.max_staleness,
+        rounded=training.lora.qat_bits is not None,
+        kv_bits=config.server.kv_bits,
     ):
         return 0
-    text: Mapping[str, Any] = model_config.get("text_config", model_config)
+    text = text_config(model_config)
     each = next((int(text[key]) for key in EXPERTS_A_TOKEN if text.get(key)), 1)
     experts = next(layer.num_experts for layer in model.modules() if are_experts(layer))
     return blocks * each * (1 + (experts > NARROW_IDS))
 
 
-def _teacher_weights(teacher: TeacherConfig, model: ModelConfig, hooks: Sequence[ImageHook]) -> int:
+def _teacher_weights(teacher: TeacherConfig, config: Config) -> int:
     """Bytes of a teacher's own weights, loaded as the policy's: 0 where it has none here. Raises
     ModelError: no such model; ConfigError: quantised already."""
     if teacher.kind != "model":
         return 0
-    own_model = model.model_copy(update={"base_path": teacher.path, "revision": teacher.revision})
-    return _loaded_weights(own_model, teacher.quantize, hooks)
+    place = {"base_path": teacher.path, "revision": teacher.revision}
+    return _loaded_weights(config.model.model_copy(update=place), quantize=teacher.quantize)
 
 
-def _reward_model_weights(path: str, options: LoadOptions) -> int:
+def _reward_model_weights(path: str, config: Config) -> int:
     """Bytes of a reward model: of its base only where the policy does not lend it its own. Raises
     ConfigError: there is none; AdapterError: it has no adapter file; ModelError: no such base."""
     directory = find_reward_model(path)
     card = RewardModelCard.read(directory)
     if not card.adapter:
-        return _loaded_weights(card.model_config(directory), False, options.image_hooks)
+        return _loaded_weights(card.model_config(directory), quantize=False)
     files = (find_adapter_file(directory), directory / VALUE_HEAD_FILE)
     added = sum(file.stat().st_size for file in files)
-    if _borrows_base(path, options):
+    if _borrows_base(path, config):
         return added
-    base = _loaded_weights(card.model_config(directory), card.quantized, options.image_hooks)
-    return base + added
+    return added + _loaded_weights(card.model_config(directory), quantize=card.quantized)
 
 
-def _borrows_base(path: str, options: LoadOptions) -> bool:
+def _borrows_base(path: str, config: Config) -> bool:
     card = RewardModelCard.read(find_reward_model(path))
-    return options.base_is_plain and card.is_of(options.model.base_path)
+    return config.base_is_plain and card.is_of(config.model.base_path)
 
 
-def _loaded_weights(model: ModelConfig, quantize: bool, hooks: Sequence[ImageHook]) -> int:
-    options = LoadOptions(
-        model,
-        LoraConfig(quantize_base=quantize),
-        value_head=False,
-        router_replay="off",
-        max_staleness=0,
-        kv_bits=None,
-        teachers=(),
-        reward_models=(),
-        base_is_plain=False,
-        image_hooks=hooks,
-    )
-    return ModelShape.of(check_model(model, train=False, quantize=quantize), options).weights
+def _loaded_weights(model: ModelConfig, *, quantize: bool) -> int:
+    model_config = check_model(model, train=False, quantize=quantize)
+    return LoadedShape.of(model_config, model.dtype, quantize=quantize).weights
 
 
-def _dtypes(dtype_name: str, model_config: Mapping[str, Any]) -> tuple[mx.Dtype, str]:
-    """The dtype of the weights as `models.loading` chooses it, and the name of the checkpoint's."""
-    dtype = stored_dtype(model_config)
-    stored = str(dtype).removeprefix("mlx.core.")
-    if dtype_name != "auto":
-        return DTYPES[dtype_name], stored
-    return (mx.float32 if half_precision_is_slow() else dtype), stored
+@dataclass(frozen=True)
+class LoadedShape:
+    """A model as `models.loading` loads it, without its numbers.
+
+    Attributes:
+        dtype: of its weights that are not quantised; `stored`: the name of the checkpoint's.
+        largest: bytes of the largest array, while it is quantised.
+    """
+
+    model: nn.Module
+    dtype: mx.Dtype
+    stored: str
+    largest: int
+
+    @classmethod
+    def of(cls, model_config: Mapping[str, Any], dtype: str, *, quantize: bool) -> "LoadedShape":
+        """`quantize`: to 4 bits, where the checkpoint is not quantised. Raises ModelError."""
+        model, largest, kept = blueprint(model_config), 0, stored_dtype(model_config)
+        if quantize and "quantization" not in model_config:
+            largest = HALF * max(array.size for _, array in tree_flatten(model.parameters()))
+        _quantize_lazily(model, model_config, quantize=quantize)
+        loaded = mx.float32 if half_precision_is_slow() else kept
+        if dtype != "auto":
+            loaded = DTYPES[dtype]
+        model.set_dtype(loaded)
+        widen_experts(model)
+        return cls(model, loaded, str(kept).removeprefix("mlx.core."), largest)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for _, array in tree_flatten(self.model.parameters()))
+
+
+def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config.json that describes the language model."""
+    text: Mapping[str, Any] = model_config.get("text_config", model_config)
+    return text
 
 
 def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quantize: bool) -> None:

@@ -46,6 +46,17 @@ class TeacherOptions:
     max_token_length: int
 
 
+def scores_bytes(distillation: DistillationConfig, tokens: int, vocabulary: int) -> int:
+    """Return the bytes of a step's scores of `tokens` sampled tokens, as they come from the teacher
+    and as columns."""
+    columns = 2
+    if distillation.mode == "loss" and distillation.top_k:
+        columns += 2 * min(distillation.top_k, vocabulary) + 1
+    elif distillation.mode == "loss":
+        columns += vocabulary
+    return 2 * tokens * columns * 4
+
+
 class TeacherSignal(Protocol):
     """The teachers of a run. One thread's, the trainer's."""
 

@@ -19,9 +19,10 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
 from mlx_parallm.rl_training.plan import memory_watch
 from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch, measured_bytes, needed_bytes
-from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
+from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import padded_length
+from mlx_parallm.rl_training.step.memory import Lengths
 from mlx_parallm.system.device import traits
 from mlx_parallm.system.hardware import GIB
 from mlx_parallm.system.log import configure_logging

@@ -16,13 +16,15 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
+from mlx_parallm.models.heads import language_head
 from mlx_parallm.models.layouts.tree_rows import TreeAttention, merge_rows
 from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.options import make_algorithm, training_options
-from mlx_parallm.rl_training.plan import preflight
-from mlx_parallm.rl_training.plan.preflight import Lengths, PlannedRun
+from mlx_parallm.rl_training.plan.preflight import PlannedRun
+from mlx_parallm.rl_training.step import memory
+from mlx_parallm.rl_training.step.memory import Lengths
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.system.device import traits
@@ -79,7 +81,7 @@ def test_shape_of_a_real_model() -> None:
     assert shape.weights == pytest.approx(4.022e9 * 4.5 / 8, rel=0.01)
     per_layer = 3 * (2560 + 9728) + (2560 + 4096) * 2 + (2560 + 1024) * 2
     assert shape.trained == 36 * 16 * per_layer
-    assert shape.kv_token == 36 * 2 * 8 * 128 * 2
+    assert shape.kv_size(None).computed == 36 * 2 * 8 * 128 * 2
     full = PlannedRun.of(
         parse_config({"rl_training": {"lora": {"enabled": False}}}), QWEN3_06B
     ).shape
@@ -187,7 +189,7 @@ def test_a_pair_computes_its_prompt_once() -> None:
         PlannedRun(each, shape, Lengths(163, 130)).memory.parts["training: activations"]
         for each in (config, alone)
     )
-    assert ours == pytest.approx(plain * (163 + 2 * 129) / (2 * 292) * preflight.SHARED, rel=0.1)
+    assert ours == pytest.approx(plain * (163 + 2 * 129) / (2 * 292) * memory.SHARED, rel=0.1)
     unshared = PlannedRun(config, shape, Lengths(10, 130)).memory.parts["training: activations"]
     assert (
         unshared == PlannedRun(alone, shape, Lengths(10, 130)).memory.parts["training: activations"]
@@ -203,9 +205,9 @@ def test_pieces_of_the_head(
     compute_on_cpu(monkeypatch, lambda: True)
     config = small(lora=lora, token_budget=4096, batch_size=32)
     shape = PlannedRun.of(config, QWEN3_06B).shape
-    unpacked = preflight.UNPACKED_AHEAD * preflight.UNPACKED * 4 if shape.quantized else 0
+    unpacked = language_head.UNPACKED_AHEAD * language_head.UNPACKED * 4 if shape.quantized else 0
     logits = PlannedRun(config, shape, Lengths(50, 50)).memory.parts["training: logits"]
-    assert logits == preflight.PIECE_COPIES * pieces * shape.vocab * 4 + unpacked
+    assert logits == language_head.PIECE_COPIES * pieces * shape.vocab * 4 + unpacked
 
 
 def test_parts_follow_their_settings() -> None:
@@ -246,16 +248,21 @@ def test_keys_and_values_of_32_rows(layout: str, prompt: int, own: int, shared: 
     )
     assert (group, rows, chunk) == (8, 32, 512)
     found = PlannedRun(config, shape, Lengths(prompt, 1000)).memory.parts["keys and values"]
-    a_layer_twice = rows * own * shape.kv_token // 28
-    assert found == (rows * own + shared + chunk) * shape.kv_token + a_layer_twice
+    a_layer_twice = rows * own * shape.kv_size(None).computed // 28
+    assert found == (rows * own + shared + chunk) * shape.kv_size(None).computed + a_layer_twice
     # 8 heads of 128 numbers: 4 bits, and a scale and a bias of float32 for each 64
     if layout == "auto":
         token = 28 * 2 * 8 * (128 // 2 + 2 * 2 * 4)
-        assert shape.held_token(4) == token and shape.held_token(8) == token + 28 * 2 * 8 * 128 // 2
+        assert (
+            shape.kv_size(4).held == token
+            and shape.kv_size(8).held == token + 28 * 2 * 8 * 128 // 2
+        )
         bits = config.model_copy(update={"server": config.server.model_copy(update={"kv_bits": 4})})
         found = PlannedRun(bits, shape, Lengths(prompt, 1000)).memory.parts["keys and values"]
-        a_layer_unpacked = traits.on_cpu() * (rows * own + shared) * shape.kv_token // 28
-        rest = chunk * shape.kv_token + rows * own * token // 28 + a_layer_unpacked
+        a_layer_unpacked = (
+            traits.on_cpu() * (rows * own + shared) * shape.kv_size(None).computed // 28
+        )
+        rest = chunk * shape.kv_size(None).computed + rows * own * token // 28 + a_layer_unpacked
         assert found == (rows * own + shared) * token + rest
 
 
@@ -365,7 +372,7 @@ def test_experts_and_formats_of_a_mixture_count(monkeypatch: pytest.MonkeyPatch)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
     gpt_oss = sizes | heads | experts | {"model_type": "gpt_oss", "sliding_window": 8}
-    assert PlannedRun.of(config, gpt_oss).shape.intermediate == 2 * 96
+    assert PlannedRun.of(config, gpt_oss).shape.block.intermediate == 2 * 96
     shape = PlannedRun.of(config, gpt_oss | {"quantization": {"group_size": 32, "bits": 4}}).shape
     mxfp4 = {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}
     matrices = 2 * (8 * 3 * 64 * 96 + 4 * 64 * 64 + 8 * 64) + 2 * 64 * 64
@@ -382,7 +389,7 @@ def test_experts_and_formats_of_a_mixture_count(monkeypatch: pytest.MonkeyPatch)
         shape = PlannedRun.of(config, form).shape
         assert shape.unpacked == unpacked
         parts = PlannedRun(config, shape, Lengths(10, 10)).memory.parts
-        assert parts.get("unpacked experts", 0) == 4 * unpacked
+        assert parts["unpacked experts"] == 4 * unpacked
 
 
 @pytest.mark.parametrize(
@@ -448,7 +455,7 @@ def test_the_memory_of_teachers_is_counted(tmp_path: Path) -> None:
         return dict(PlannedRun(config, shape).memory.parts)
 
     trained: list[int] = []
-    assert "teachers" not in parts()
+    assert parts()["teachers"] == 0
     loaded = load_model(ModelConfig(base_path=str(tmp_path / "large")))
     arrays = [array.nbytes for _, array in tree_flatten(loaded.model.parameters())]
     scores = 16 * 8 * 2 * 4 * 2
@@ -488,7 +495,7 @@ def test_the_memory_of_reward_models_is_counted(tmp_path: Path, tiny_tokenizer: 
         planned = PlannedRun.of(
             parse_config(values), read_config(resolve_model_path("builtin:tiny"))
         )
-        return planned.memory.parts.get("reward models", 0)
+        return planned.memory.parts["reward models"]
 
     assert counted() == 0
     assert counted("run") == added
@@ -541,7 +548,7 @@ def test_recorded_experts_are_counted_where_they_are_repeated() -> None:
         given += ["rl_training.batch_size=32", "rl_training.max_staleness=0", *settings]
         config = load_config(None, given)
         estimate = PlannedRun(config, PlannedRun.of(config, model).shape, Lengths(100, 2000)).memory
-        return dict(estimate.parts).get("recorded experts", 0)
+        return estimate.parts["recorded experts"]
 
     wanted = 384 * 2000 * (2 * 128 + 6 * 32)
     assert bytes_of("rl_training.router_replay=on") == wanted

@@ -1,0 +1,215 @@
+"""Predict the bytes of a training step, for a memory plan: `TrainedSize` of what is trained,
+`MicroBatch` of the activations. Evaluates nothing.
+
+The counts were measured with MLX 0.32.4 (`mx.get_peak_memory` around one micro-batch, some sixty
+shapes of Qwen3 with an adapter, hidden 256 to 5,120, 1 to 8 layers):
+docs/benchmarks/training.md#dry-run.
+"""
+
+import sys
+from dataclasses import dataclass
+
+from mlx_parallm.config.data import IN_PAIRS, USES_REFERENCE
+from mlx_parallm.config.load import Config
+from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.models.evaluations import BlockSize
+from mlx_parallm.models.heads import language_head
+from mlx_parallm.models.layouts.tree_rows import BLOCK
+from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
+from mlx_parallm.rl_training.step.optimizer import state_bytes
+
+FLOAT = 4
+ADALORA = 2 * FLOAT
+"""AdaLoRA's sensitivity and uncertainty of each trained number."""
+SHARED = 0.85
+"""Activations where prompts are shared: the same operations on smaller arrays, so that fewer
+wait to be freed."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest prompt and of the longest completion; `batch`: of all sequences of
+    the largest batch, each padded. None: each sequence may be as long as the longest. `image`: of
+    the largest image; `images`: of all images of a sequence."""
+
+    prompt: int
+    completion: int
+    batch: int | None = None
+    image: int = 0
+    images: int = 0
+
+    def within(self, limit: "Lengths") -> "Lengths":
+        """These, no longer together than the limit."""
+        whole = limit.prompt + limit.completion
+        prompt = min(self.prompt, whole - 1)
+        completion = min(self.completion, whole - prompt)
+        images = min(self.images, prompt)
+        return Lengths(prompt, completion, image=min(self.image, images), images=images)
+
+    def with_batch(self, batch: TrainBatch, image_token: int | None = None) -> "Lengths":
+        """The longest of these and of a batch's. `image_token`: stands for a feature of an image,
+        where the model reads some; those of one sequence count as equally large."""
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        completions = [rollout.sampled_tokens for rollout in rollouts]
+        if not batch.groups:  # rows of a file
+            rollouts = [row.rollout for row in batch.sequences]
+            completions = [sum(rollout.mask) for rollout in rollouts]
+        wholes = [len(rollout.tokens) for rollout in rollouts]
+        shown = [
+            (rollout.tokens.count(image_token), len(rollout.images))
+            for rollout in rollouts
+            if rollout.images and image_token is not None
+        ]
+        return Lengths(
+            max(self.prompt, *(w - c for w, c in zip(wholes, completions, strict=True)), 0),
+            max(self.completion, *completions, 0),
+            max(self.batch or 0, sum(padded_length(max(whole - 1, 1)) for whole in wholes)),
+            max(self.image, *(-(-tokens // count) for tokens, count in shown), 0),
+            max(self.images, *(tokens for tokens, _ in shown), 0),
+        )
+
+
+@dataclass(frozen=True)
+class TrainedSize:
+    """Numbers that are trained, and what is kept beside them.
+
+    Attributes:
+        small: of them in arrays whose optimizer states are never in 8 bits.
+        products: numbers of AdaLoRA's B, saved with E and without.
+        width: bytes of a number of the tree that serves.
+    """
+
+    numbers: int
+    small: int
+    products: int
+    width: int
+
+    def state(self, optimizer: str) -> float:
+        """Bytes of the optimizer's state."""
+        return state_bytes(optimizer, self.numbers, self.small)
+
+    def held(self, training: RLTrainingConfig, keep_versions: int) -> int:
+        """Bytes of states and gradients, and of all copies of the trained numbers.
+
+        Those are an adapter's own arrays and the versions that are kept; a float32 copy of all
+        weights, if they are narrower; what a rollback goes back to; the KL's reference.
+        """
+        lora = training.lora.enabled
+        versions = training.weight_updates.kept_versions(lora=lora)
+        kept = FLOAT * (1 + versions)
+        kept += FLOAT * (1 + keep_versions if lora else self.width != FLOAT)
+        if lora and training.lora.use_adalora:
+            # two moving averages with each version; E · B of the served one, half of the numbers
+            kept += ADALORA * (1 + versions) + FLOAT // 2
+        if training.reference == "ema":
+            kept += FLOAT
+        elif needs_reference(training) and not (lora and training.reference == "base"):
+            kept += FLOAT if lora else self.width
+        return self.numbers * kept + int((1 + versions) * self.state(training.optimizer))
+
+    def updating(self, *, lora: bool) -> int:
+        """Bytes of new weights beside old ones, and of clipped gradients."""
+        narrow = 0 if lora or self.width == FLOAT else self.width
+        return self.numbers * (3 * FLOAT + narrow)
+
+    def checkpoint(self, training: RLTrainingConfig) -> int:
+        """Bytes of a checkpoint: the trained numbers, the optimizer's state, masters if they
+        differ, the reference if nothing else knows it."""
+        state, ema = int(self.state(training.optimizer)), training.reference == "ema"
+        if not training.lora.enabled:
+            return self.numbers * (self.width + FLOAT * ((self.width != FLOAT) + ema)) + state
+        reference = ema or (training.reference == "initial" and needs_reference(training))
+        averages = ADALORA * self.numbers * training.lora.use_adalora
+        return self.numbers * FLOAT * (1 + reference) + self.products * FLOAT + averages + state
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The largest micro-batch of a run.
+
+    Attributes:
+        tokens: padding included.
+        rows: of a mini-batch; `span`: tokens of each.
+        scored: tokens that have a log-probability.
+        shared: a prompt is computed once for its group, or its pair.
+    """
+
+    tokens: int
+    rows: int
+    span: int
+    scored: int
+    shared: bool
+
+    @classmethod
+    def largest(cls, config: Config, longest: Lengths) -> "MicroBatch":
+        """Return it as `collate.py` makes it, of rows that are all as long as `longest`."""
+        training, on_rows = config.rl_training, config.data.path is not None
+        whole = longest.prompt + longest.completion
+        if not on_rows:
+            whole = min(whole, training.atropos.max_token_length)
+        span = padded_length(max(whole - 1, 1))
+        together = 2 if training.algorithm in IN_PAIRS else 1
+        rows = training.batch_size * together
+        group = together if on_rows or together > 1 else smallest_group(config)
+        computed = rows * span
+        once = -(-rows // group) * padded_length(longest.prompt)
+        once += rows * padded_length(max(longest.completion - 1, 1))
+        if shared := group > 1 and once <= PAYS_BELOW * computed:
+            computed = once
+        tokens = min(training.token_budget, computed, longest.batch or sys.maxsize)
+        tokens = max(together * span, tokens)
+        return cls(tokens, rows, span, min(tokens, rows * longest.completion), shared)
+
+    @property
+    def masks(self) -> int:
+        """Bytes of the masks of rows that share prompts, are packed, or become a tree: one of each
+        token for as many others as the longest row has, and in a tree for those of its block."""
+        return self.tokens * (self.span + BLOCK) if self.rows > 1 else 0
+
+    def backward(
+        self,
+        block: BlockSize,
+        layers: int,
+        blocks: int,
+        vocabulary: int,
+        *,
+        number: float,
+        trained_head: bool,
+        unpacks: bool,
+    ) -> tuple[int, int]:
+        """Return the bytes of activations and of logits at the peak of the backward pass.
+
+        Args:
+            blocks: that one evaluation computes.
+            number: bytes of an activation.
+            trained_head, unpacks: as in `language_head.peak_bytes`, `BlockSize.peak`.
+        """
+        logits, whole = language_head.peak_bytes(
+            self.scored, vocabulary, block.hidden, trained=trained_head, unpacks=unpacks
+        )
+        unit = self.tokens * number * (SHARED if self.shared else 1)
+        waits = block.kept(self.span)  # of a block, for its backward pass
+        computed = ((blocks - 1) * waits + block.peak(self.span, unpacks=unpacks)) * unit
+        # The head's peak comes while the last group waits; where it goes in pieces, before any
+        # block is computed again.
+        above = max(computed - logits, blocks * waits * unit if whole else 0.0)
+        return int(-(-layers // blocks) * block.hidden * unit + above), logits
+
+
+def recorded_bytes(each: int, tokens: int, training: RLTrainingConfig) -> int:
+    """Bytes of the recorded experts of a step's rollouts and of those that are sampled meanwhile,
+    and of a mini-batch's in 16 bits and 32. `each`: bytes of a token's; `tokens`: of a rollout."""
+    rollouts = training.atropos.rollout_batch_size
+    wide = 3 * FLOAT // 2 * min(training.batch_size, rollouts)
+    return each * tokens * (2 * rollouts + wide)
+
+
+def needs_reference(training: RLTrainingConfig) -> bool:
+    """Whether the weights of a reference are kept."""
+    return training.kl_beta > 0 or training.algorithm in USES_REFERENCE
+
+
+def smallest_group(config: Config) -> int:
+    """Completions of a prompt, in the environment that has fewest."""
+    return min((entry.group_size for entry in config.environments), default=1)
