@@ -52,6 +52,7 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a fi
 VARIABLE_ATTRIBUTES: dict[
     str, str
 ] = {  # "module:function" with getattr(x, <expression>): neither grep nor mypy can follow it
+    "rl_training.plan.preflight:value_of": "keys of a configuration class",
     "config.leaves:imported": "hooks and commands are imported when they are called",
     "models.published.mend:text_arguments": "mlx-lm's modules name that class in three ways",
     "models.published.reader:Published.get": "keys of a configuration class",

@@ -31,7 +31,7 @@ def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | N
     checkpoint starts over in its directory, where its accepted groups lie. Raises
     CheckpointError: nothing there. ConfigError: a key that may not change on a resume, or a
     secret that is not given again."""
-    refuse_redacted(config)
+    refuse_redacted(config.model_dump(mode="json"))
     training = config.rl_training
     if resume is None:
         return config, None, False
@@ -204,10 +204,10 @@ def check_resume(
         )
 
 
-def refuse_redacted(config: Config) -> None:
+def refuse_redacted(values: Mapping[str, Any]) -> None:
     """Raises ConfigError: a secret that a saved configuration does not hold. (server.api_key
     says so itself.)"""
-    for key, value in _leaves(config.model_dump(mode="json")):
+    for key, value in _leaves(values):
         if isinstance(value, str) and REDACTED in value and key != "server.api_key":
             raise ConfigError(
                 f"{key} is redacted in a saved configuration: give it again with --set {key}=…"

@@ -134,10 +134,9 @@ def test_a_secret_has_to_be_given_again(tmp_path: Path) -> None:
     ).to_toml()
     (tmp_path / "saved.toml").write_text(written)
     with pytest.raises(ConfigError, match=r"rl_training.atropos.api_url is redacted .* --set"):
-        refuse_redacted(load_config(tmp_path / "saved.toml"))
-    refuse_redacted(
-        load_config(tmp_path / "saved.toml", ["rl_training.atropos.api_url=http://env:KEY@host"])
-    )
+        refuse_redacted(load_config(tmp_path / "saved.toml").model_dump(mode="json"))
+    again = ["rl_training.atropos.api_url=http://env:KEY@host"]
+    refuse_redacted(load_config(tmp_path / "saved.toml", again).model_dump(mode="json"))
 
 
 def test_the_documentation_lists_the_same_keys() -> None:

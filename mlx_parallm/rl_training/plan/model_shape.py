@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ from mlx_parallm.config.distillation import TeacherConfig
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.engine.cache.batch import can_lie_by_tokens
-from mlx_parallm.engine.memory import KVSize
+from mlx_parallm.engine.cache.memory import KVSize
 from mlx_parallm.models.evaluations import BlockSize
 from mlx_parallm.models.experts.routing import blocks_of_experts, replays_experts
 from mlx_parallm.models.experts.wide import widen_experts
@@ -95,7 +96,14 @@ class ModelShape:
         )
         model, width = loaded.model, loaded.dtype.size
         weights, unpacked = loaded.weights, _unpacked_experts(model)
-        routes = _routes(model, config, model_config)
+        replayed = training.algorithm not in DATA_ALGORITHMS and replays_experts(
+            model,
+            training.router_replay,
+            staleness=training.max_staleness,
+            rounded=lora.qat_bits is not None,
+            kv_bits=config.server.kv_bits,
+        )
+        routes = _routes(model, model_config) if replayed else 0
         arrays = tree_flatten(model.parameters())
         others = adapted = 0
         if lora.enabled:
@@ -113,6 +121,7 @@ class ModelShape:
             rank = lora.rank if lora.enabled else None
             tower, seeing, eye = tower_sizes(config.image_hooks(), config.model, width, rank)
         size = BlockSize.of(model_config)
+        lent = config.model.base_path if config.base_is_plain else None
         head = size.hidden + 1 if training.algorithm == "ppo" else 0
         sizes = [*(array.size for _, array in arrays), *seeing]
         products = sum(array.size for name, array in arrays if name.endswith(".lora_b"))
@@ -127,9 +136,13 @@ class ModelShape:
             loading=loaded.largest,
             by_tokens=can_lie_by_tokens(model),
             widened=loaded.stored if width > DTYPES[loaded.stored].size else "",
-            teachers=sum(_teacher_weights(each, config) for each in training.distillation.teachers),
-            reward_models=sum(_reward_model_weights(path, config) for path in config.reward_models),
-            lends_base=any(_borrows_base(path, config) for path in config.reward_models),
+            teachers=sum(
+                _teacher_weights(each, config.model) for each in training.distillation.teachers
+            ),
+            reward_models=sum(_reward_model_weights(path, lent) for path in config.reward_models),
+            lends_base=any(
+                _borrows_base(find_reward_model(path), lent) for path in config.reward_models
+            ),
             products=products if lora.use_adalora else 0,
             adapted=adapted,
             rounded=others,
@@ -164,18 +177,9 @@ def _unpacked_experts(model: nn.Module) -> int:
     return sum([size for size in sizes if size <= UNPACKED_EXPERTS][-PROJECTIONS:])
 
 
-def _routes(model: nn.Module, config: Config, model_config: Mapping[str, Any]) -> int:
-    """Bytes of a sampled token's experts; 0: none are repeated."""
-    training, blocks = config.rl_training, len(blocks_of_experts(model))
-    if training.algorithm in DATA_ALGORITHMS or not blocks:
-        return 0
-    if not replays_experts(
-        model,
-        training.router_replay,
-        staleness=training.max_staleness,
-        rounded=training.lora.qat_bits is not None,
-        kv_bits=config.server.kv_bits,
-    ):
+def _routes(model: nn.Module, model_config: Mapping[str, Any]) -> int:
+    """Bytes of a token's recorded experts; 0: it has none."""
+    if not (blocks := len(blocks_of_experts(model))):
         return 0
     text = text_config(model_config)
     each = next((int(text[key]) for key in EXPERTS_A_TOKEN if text.get(key)), 1)
@@ -183,17 +187,17 @@ def _routes(model: nn.Module, config: Config, model_config: Mapping[str, Any]) -
     return blocks * each * (1 + (experts > NARROW_IDS))
 
 
-def _teacher_weights(teacher: TeacherConfig, config: Config) -> int:
+def _teacher_weights(teacher: TeacherConfig, model: ModelConfig) -> int:
     """Bytes of a teacher's own weights, loaded as the policy's: 0 where it has none here. Raises
     ModelError: no such model; ConfigError: quantised already."""
     if teacher.kind != "model":
         return 0
     place = {"base_path": teacher.path, "revision": teacher.revision}
-    return _loaded_weights(config.model.model_copy(update=place), quantize=teacher.quantize)
+    return _loaded_weights(model.model_copy(update=place), quantize=teacher.quantize)
 
 
-def _reward_model_weights(path: str, config: Config) -> int:
-    """Bytes of a reward model: of its base only where the policy does not lend it its own. Raises
+def _reward_model_weights(path: str, lent: str | None) -> int:
+    """Bytes of a reward model, with its base unless it is the one that the policy lends. Raises
     ConfigError: there is none; AdapterError: it has no adapter file; ModelError: no such base."""
     directory = find_reward_model(path)
     card = RewardModelCard.read(directory)
@@ -201,14 +205,13 @@ def _reward_model_weights(path: str, config: Config) -> int:
         return _loaded_weights(card.model_config(directory), quantize=False)
     files = (find_adapter_file(directory), directory / VALUE_HEAD_FILE)
     added = sum(file.stat().st_size for file in files)
-    if _borrows_base(path, config):
+    if _borrows_base(directory, lent):
         return added
     return added + _loaded_weights(card.model_config(directory), quantize=card.quantized)
 
 
-def _borrows_base(path: str, config: Config) -> bool:
-    card = RewardModelCard.read(find_reward_model(path))
-    return config.base_is_plain and card.is_of(config.model.base_path)
+def _borrows_base(directory: Path, lent: str | None) -> bool:
+    return lent is not None and RewardModelCard.read(directory).is_of(lent)
 
 
 def _loaded_weights(model: ModelConfig, *, quantize: bool) -> int:

@@ -13,6 +13,7 @@ here they are added. docs/benchmarks/training.md#dry-run compares the sum with w
 """
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -20,19 +21,17 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
-from mlx_parallm.config.data import DATA_ALGORITHMS
+from mlx_parallm.config.data import DATA_ALGORITHMS, IN_PAIRS, USES_REFERENCE
 from mlx_parallm.config.load import Config
-from mlx_parallm.engine.memory import Generation
+from mlx_parallm.engine.cache.memory import Generation
 from mlx_parallm.models.adapters.fake_quantized import rounding_bytes
 from mlx_parallm.models.evaluations import EVAL_SHARE, Evaluations
 from mlx_parallm.rl_training.plan.model_shape import FLOAT, ModelShape
 from mlx_parallm.rl_training.step.memory import (
+    LargestBatch,
     Lengths,
-    MicroBatch,
     TrainedSize,
-    needs_reference,
     recorded_bytes,
-    smallest_group,
 )
 from mlx_parallm.rl_training.step.optimizer import QUANTISED
 from mlx_parallm.rl_training.step.teaching import scores_bytes
@@ -119,7 +118,7 @@ class PlannedRun:
 
         On a GPU with memory of its own `of_mlx` is what has to fit there; elsewhere `total`.
         """
-        shape, server, training = self.shape, self.config.server, self.config.rl_training
+        shape, training = self.shape, self.config.rl_training
         lora, batch, trained = training.lora.enabled, self._micro_batch, self._trained
         recorded = self.longest.completion + training.router_replay_prompts * self.longest.prompt
         unpacks = shape.quantized and unpacks_weights()
@@ -137,8 +136,13 @@ class PlannedRun:
             "tower": shape.tower,
             "teachers": self._teachers(),
             "reward models": self._reward_models(),
-            "recorded experts": recorded_bytes(shape.routes, recorded, training),
-            "optimizer and gradients": trained.held(training, server.keep_versions),
+            "recorded experts": recorded_bytes(
+                shape.routes,
+                recorded,
+                rollouts=training.atropos.rollout_batch_size,
+                examples=training.batch_size,
+            ),
+            "optimizer and gradients": trained.held,
             **self._generation(),
             "training: rounding": self._rounding(),
             "training: activations": activations,
@@ -146,7 +150,7 @@ class PlannedRun:
             "training: masks": batch.masks,
             "training: images": self._images(activations + logits),
             "unpacked experts": FLOAT * shape.unpacked,
-            "training: update": max(0, trained.updating(lora=lora) - activations - logits),
+            "training: update": max(0, trained.updating - activations - logits),
         }
         loading = max(0, shape.weights + shape.loading - sum(parts.values()))
         return MemoryEstimate(parts | {"loading": loading, "process": PROCESS_BYTES})
@@ -167,18 +171,47 @@ class PlannedRun:
 
     def checkpoint_bytes(self) -> int:
         """One checkpoint without the tokenizer's files."""
-        return self._trained.checkpoint(self.config.rl_training)
+        return self._trained.checkpoint
 
     # ------------------------------------------------------------------ parts
 
     @property
     def _trained(self) -> TrainedSize:
-        shape = self.shape
-        return TrainedSize(shape.trained, shape.small, shape.products, shape.width)
+        shape, training = self.shape, self.config.rl_training
+        return TrainedSize(
+            shape.trained,
+            shape.small,
+            shape.products,
+            shape.width,
+            lora=training.lora,
+            optimizer=training.optimizer,
+            reference=training.reference if self._needs_reference else None,
+            rollbacks=training.weight_updates.kept_versions(lora=training.lora.enabled),
+            served=self.config.server.keep_versions,
+        )
+
+    @property
+    def _needs_reference(self) -> bool:
+        training = self.config.rl_training
+        compares = training.kl_beta > 0 or training.algorithm in USES_REFERENCE
+        return compares or training.reference == "ema"
 
     @cached_property
-    def _micro_batch(self) -> MicroBatch:
-        return MicroBatch.largest(self.config, self.longest)
+    def _micro_batch(self) -> LargestBatch:
+        training, on_rows = self.config.rl_training, self.config.data.path is not None
+        return LargestBatch.of(
+            self.longest,
+            examples=training.batch_size,
+            pairs=training.algorithm in IN_PAIRS,
+            group=1 if on_rows else self._group,
+            most=sys.maxsize if on_rows else training.atropos.max_token_length,
+            budget=training.token_budget,
+        )
+
+    @property
+    def _group(self) -> int:
+        """Completions of a prompt, in the environment that has fewest."""
+        return min((entry.group_size for entry in self.config.environments), default=1)
 
     @property
     def _blocks(self) -> int:
@@ -199,7 +232,7 @@ class PlannedRun:
         generation = Generation(
             server,
             rows=min(server.batch_size, sequences),
-            group=smallest_group(self.config),
+            group=self._group,
             prompt=longest.prompt,
             completion=longest.completion,
             by_tokens=shape.by_tokens,
@@ -228,7 +261,7 @@ class PlannedRun:
         rows = training.atropos.rollout_batch_size
         if self.config.data.path is not None:
             rows = training.batch_size
-        numbers = -(-rows // smallest_group(self.config)) * longest.images * eye.features
+        numbers = -(-rows // self._group) * longest.images * eye.features
         trained = gradients and eye.train != "none"
         return int(numbers * self.shape.activation) + FLOAT * numbers * trained
 
@@ -245,7 +278,7 @@ class PlannedRun:
         """Bytes of reward models. The base that one shares stays for it where all weights are
         trained, unless it stays as the KL's reference."""
         training = self.config.rl_training
-        stays = training.lora.enabled or (needs_reference(training) and training.reference != "ema")
+        stays = training.lora.enabled or (self._needs_reference and training.reference != "ema")
         left = self.shape.weights if self.shape.lends_base and not stays else 0
         return self.shape.reward_models + left
 
@@ -404,7 +437,7 @@ SETTINGS = (
 """By what they cost. A new one is a line here."""
 
 
-def value_of(config: Config, key: str) -> Any:
+def value_of(config: BaseModel, key: str) -> Any:
     """Return the value of a dotted key."""
     value: Any = config
     for name in key.split("."):
@@ -415,7 +448,7 @@ def value_of(config: Config, key: str) -> Any:
 def with_value(config: C, key: str, value: Any) -> C:
     """Return a configuration with another value of one dotted key."""
     name, _, rest = key.partition(".")
-    changed = with_value(getattr(config, name), rest, value) if rest else value
+    changed = with_value(value_of(config, name), rest, value) if rest else value
     return config.model_copy(update={name: changed})
 
 

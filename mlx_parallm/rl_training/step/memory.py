@@ -1,5 +1,5 @@
 """Predict the bytes of a training step, for a memory plan: `TrainedSize` of what is trained,
-`MicroBatch` of the activations. Evaluates nothing.
+`LargestBatch` of the activations. Evaluates nothing.
 
 The counts were measured with MLX 0.32.4 (`mx.get_peak_memory` around one micro-batch, some sixty
 shapes of Qwen3 with an adapter, hidden 256 to 5,120, 1 to 8 layers):
@@ -9,9 +9,7 @@ docs/benchmarks/training.md#dry-run.
 import sys
 from dataclasses import dataclass
 
-from mlx_parallm.config.data import IN_PAIRS, USES_REFERENCE
-from mlx_parallm.config.load import Config
-from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.models.evaluations import BlockSize
 from mlx_parallm.models.heads import language_head
 from mlx_parallm.models.layouts.tree_rows import BLOCK
@@ -78,54 +76,64 @@ class TrainedSize:
         small: of them in arrays whose optimizer states are never in 8 bits.
         products: numbers of AdaLoRA's B, saved with E and without.
         width: bytes of a number of the tree that serves.
+        reference: `rl_training.reference`; None: the run needs none.
+        rollbacks: versions that are kept to go back to; `served`: an adapter's older versions.
     """
 
     numbers: int
     small: int
     products: int
     width: int
+    lora: LoraConfig
+    optimizer: str
+    reference: str | None
+    rollbacks: int
+    served: int
 
-    def state(self, optimizer: str) -> float:
+    @property
+    def state(self) -> float:
         """Bytes of the optimizer's state."""
-        return state_bytes(optimizer, self.numbers, self.small)
+        return state_bytes(self.optimizer, self.numbers, self.small)
 
-    def held(self, training: RLTrainingConfig, keep_versions: int) -> int:
+    @property
+    def held(self) -> int:
         """Bytes of states and gradients, and of all copies of the trained numbers.
 
         Those are an adapter's own arrays and the versions that are kept; a float32 copy of all
         weights, if they are narrower; what a rollback goes back to; the KL's reference.
         """
-        lora = training.lora.enabled
-        versions = training.weight_updates.kept_versions(lora=lora)
-        kept = FLOAT * (1 + versions)
-        kept += FLOAT * (1 + keep_versions if lora else self.width != FLOAT)
-        if lora and training.lora.use_adalora:
+        lora, states = self.lora.enabled, 1 + self.rollbacks
+        kept = FLOAT * states
+        kept += FLOAT * (1 + self.served if lora else self.width != FLOAT)
+        if lora and self.lora.use_adalora:
             # two moving averages with each version; E · B of the served one, half of the numbers
-            kept += ADALORA * (1 + versions) + FLOAT // 2
-        if training.reference == "ema":
+            kept += ADALORA * states + FLOAT // 2
+        if self.reference == "ema":
             kept += FLOAT
-        elif needs_reference(training) and not (lora and training.reference == "base"):
+        elif self.reference is not None and not (lora and self.reference == "base"):
             kept += FLOAT if lora else self.width
-        return self.numbers * kept + int((1 + versions) * self.state(training.optimizer))
+        return self.numbers * kept + int(states * self.state)
 
-    def updating(self, *, lora: bool) -> int:
+    @property
+    def updating(self) -> int:
         """Bytes of new weights beside old ones, and of clipped gradients."""
-        narrow = 0 if lora or self.width == FLOAT else self.width
+        narrow = 0 if self.lora.enabled or self.width == FLOAT else self.width
         return self.numbers * (3 * FLOAT + narrow)
 
-    def checkpoint(self, training: RLTrainingConfig) -> int:
+    @property
+    def checkpoint(self) -> int:
         """Bytes of a checkpoint: the trained numbers, the optimizer's state, masters if they
         differ, the reference if nothing else knows it."""
-        state, ema = int(self.state(training.optimizer)), training.reference == "ema"
-        if not training.lora.enabled:
-            return self.numbers * (self.width + FLOAT * ((self.width != FLOAT) + ema)) + state
-        reference = ema or (training.reference == "initial" and needs_reference(training))
-        averages = ADALORA * self.numbers * training.lora.use_adalora
-        return self.numbers * FLOAT * (1 + reference) + self.products * FLOAT + averages + state
+        if not self.lora.enabled:
+            copies = (self.width != FLOAT) + (self.reference == "ema")
+            return self.numbers * (self.width + FLOAT * copies) + int(self.state)
+        reference = self.reference in ("initial", "ema")
+        averages = int(self.state) + ADALORA * self.numbers * self.lora.use_adalora
+        return self.numbers * FLOAT * (1 + reference) + self.products * FLOAT + averages
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class LargestBatch:
     """The largest micro-batch of a run.
 
     Attributes:
@@ -142,22 +150,27 @@ class MicroBatch:
     shared: bool
 
     @classmethod
-    def largest(cls, config: Config, longest: Lengths) -> "MicroBatch":
-        """Return it as `collate.py` makes it, of rows that are all as long as `longest`."""
-        training, on_rows = config.rl_training, config.data.path is not None
-        whole = longest.prompt + longest.completion
-        if not on_rows:
-            whole = min(whole, training.atropos.max_token_length)
+    def of(
+        cls, longest: Lengths, *, examples: int, pairs: bool, group: int, most: int, budget: int
+    ) -> "LargestBatch":
+        """Return it as `collate.py` makes it, of sequences that are all as long as `longest`.
+
+        Args:
+            examples: of a mini-batch; `pairs`: each is two sequences.
+            group: completions of a prompt, where there are fewest; 1: rows of a file.
+            most: tokens of a sequence.
+            budget: `rl_training.token_budget`.
+        """
+        whole = min(longest.prompt + longest.completion, most)
         span = padded_length(max(whole - 1, 1))
-        together = 2 if training.algorithm in IN_PAIRS else 1
-        rows = training.batch_size * together
-        group = together if on_rows or together > 1 else smallest_group(config)
+        together = 2 if pairs else 1
+        group, rows = 2 if pairs else group, examples * together
         computed = rows * span
         once = -(-rows // group) * padded_length(longest.prompt)
         once += rows * padded_length(max(longest.completion - 1, 1))
         if shared := group > 1 and once <= PAYS_BELOW * computed:
             computed = once
-        tokens = min(training.token_budget, computed, longest.batch or sys.maxsize)
+        tokens = min(budget, computed, longest.batch or sys.maxsize)
         tokens = max(together * span, tokens)
         return cls(tokens, rows, span, min(tokens, rows * longest.completion), shared)
 
@@ -197,19 +210,8 @@ class MicroBatch:
         return int(-(-layers // blocks) * block.hidden * unit + above), logits
 
 
-def recorded_bytes(each: int, tokens: int, training: RLTrainingConfig) -> int:
+def recorded_bytes(each: int, tokens: int, *, rollouts: int, examples: int) -> int:
     """Bytes of the recorded experts of a step's rollouts and of those that are sampled meanwhile,
     and of a mini-batch's in 16 bits and 32. `each`: bytes of a token's; `tokens`: of a rollout."""
-    rollouts = training.atropos.rollout_batch_size
-    wide = 3 * FLOAT // 2 * min(training.batch_size, rollouts)
+    wide = 3 * FLOAT // 2 * min(examples, rollouts)
     return each * tokens * (2 * rollouts + wide)
-
-
-def needs_reference(training: RLTrainingConfig) -> bool:
-    """Whether the weights of a reference are kept."""
-    return training.kl_beta > 0 or training.algorithm in USES_REFERENCE
-
-
-def smallest_group(config: Config) -> int:
-    """Completions of a prompt, in the environment that has fewest."""
-    return min((entry.group_size for entry in config.environments), default=1)

@@ -74,11 +74,11 @@ class Generation:
         else:
             cases = [(self._positions_of_rectangle(), 0)]
         running = 0
-        for own, shared in cases:
+        for private, shared in cases:
             # one layer twice: it grows
-            case = (own + shared) * size.held + own * size.held // size.layers
+            case = (private + shared) * size.held + private * size.held // size.layers
             if size.bits is not None and unpacks_weights():  # one layer unpacked: kv_format.Packed
-                numbers = (own + shared) * size.computed * FLOAT
+                numbers = (private + shared) * size.computed * FLOAT
                 case += numbers // size.width // size.layers
             running = max(running, case)
         return running + self.server.prefill_chunk * size.computed
@@ -96,13 +96,13 @@ class Generation:
         most = self.server.max_model_len or sys.maxsize
         capacity = min(self.server.batch_size, self.rows + self.rows // SLACK)
 
-        def own(positions: int) -> int:
+        def arrays(positions: int) -> int:
             return capacity * min(most, size_class(positions))
 
         copied = min(self.prompt, (SHARED_FROM if self.group > 1 else PRIVATE_FROM) - 1)
-        cases = [(own(self.completion + copied), 0)]
+        cases = [(arrays(self.completion + copied), 0)]
         if worth_a_segment(self.prompt, self.group):
-            cases.append((own(self.completion), -(-self.rows // self.group) * self.prompt))
+            cases.append((arrays(self.completion), -(-self.rows // self.group) * self.prompt))
         return cases
 
     def _positions_of_rectangle(self) -> int:
