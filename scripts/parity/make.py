@@ -239,7 +239,7 @@ def make(name: str, option: str, changes: dict[str, Any], target: Path) -> dict[
     """Make one checkpoint in `target` and return its case. Raises what transformers raises."""
     config, whole = _config(name, base_of(name) | changes), "vision" in SIZES["architectures"][name]
     config._attn_implementation = "eager"
-    kind, called = _model_class(config), _names_in(name)
+    kind, called = model_class(config), names_in(name)
     kind._from_config(config, dtype=torch.float32).save_pretrained(target)
     file = target / "model.safetensors"
     shapes = {key: list(value.shape) for key, value in load_file(file).items()}
@@ -295,7 +295,7 @@ def _config(name: str, keys: dict[str, Any]) -> Any:
     return CONFIG_MAPPING[name](text_config=keys, vision_config=vision, **outer)
 
 
-def _model_class(config: Any) -> Any:
+def model_class(config: Any) -> Any:
     """Return the class that scores texts: not each one is known to AutoModelForCausalLM."""
     kind = type(config)
     if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.sub_configs:
@@ -306,6 +306,21 @@ def _model_class(config: Any) -> Any:
     return next(value for key, value in vars(module).items() if key.endswith("ForCausalLM"))
 
 
+def reference_model(name: str, path: Path, **options: Any) -> Any:
+    """Load a checkpoint that `make` left in `path` as transformers' model that scores texts."""
+    written = json.loads((path / "config.json").read_text())
+    if text_of(name) == name or "vision" in SIZES["architectures"][name]:
+        config = CONFIG_MAPPING[written["model_type"]].from_dict(written)
+        return model_class(config).from_pretrained(path, config=config, **options)
+    before, after = SIZES["architectures"][name].get("names", ("", ""))
+    config = CONFIG_MAPPING[text_of(name)].from_dict(written["text_config"])
+    weights = {
+        before + key.removeprefix(after) if key.startswith(after) else key: array
+        for key, array in load_file(path / "model.safetensors").items()
+    }
+    return model_class(config).from_pretrained(None, config=config, state_dict=weights, **options)
+
+
 def _parameters(model: Any, shapes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield parameters by the names that they are saved under."""
     for key, value in model.named_parameters():
@@ -313,7 +328,7 @@ def _parameters(model: Any, shapes: dict[str, Any]) -> Iterator[tuple[str, Any]]
         yield (turned if turned in shapes else key), value
 
 
-def _names_in(name: str) -> Callable[[str], str]:
+def names_in(name: str) -> Callable[[str], str]:
     """Return how the tensors of a text model are called where it is a part of `name`."""
     before, after = SIZES["architectures"][name].get("names", ("", ""))
 

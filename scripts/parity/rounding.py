@@ -47,13 +47,14 @@ def expect(out: Path, only: str) -> None:
     far transformers is from them in that type."""
     import torch
     from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM
+
+    from scripts.parity.make import reference_model
 
     torch.set_num_threads(1)
     ids = torch.from_numpy(texts())
 
     def logprobs(path: Path, dtype: Any, **options: str) -> Numbers:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options).eval()
+        model = reference_model(path.parent.name, path, dtype=dtype, **options).eval()
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits.double()
         scores: Numbers = logits.log_softmax(-1).numpy()

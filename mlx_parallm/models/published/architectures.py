@@ -29,6 +29,7 @@ from mlx_parallm.models.published.classes import (
     unnormalised_shares,
     unpacked_experts,
     wide_norms,
+    wide_scans,
 )
 from mlx_parallm.models.published.forwards import (
     head_names,
@@ -526,7 +527,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         mend=unpacked_experts,
     ),
     "gptj": Architecture(UNTIED | {"n_inner": None}, TANH),
-    "granitemoehybrid": Architecture(spell=_granitemoehybrid, activated=False, mend=grouped_norms),
+    "granitemoehybrid": Architecture(
+        spell=_granitemoehybrid, activated=False, mend=grouped_norms, rounding=wide_scans
+    ),
     "helium": Architecture(UNTIED),
     "jamba": Architecture(activated=False, mend=unnormalised_shares),
     "kimi_linear": Architecture(
@@ -560,12 +563,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mamba": Architecture({"layer_norm_epsilon": 1e-5}, activated=False),
     "mamba2": Architecture(
-        {"layer_norm_epsilon": 1e-5}, activated=False, spell=_mamba2, mend=grouped_norms
+        {"layer_norm_epsilon": 1e-5},
+        activated=False,
+        spell=_mamba2,
+        mend=grouped_norms,
+        rounding=wide_scans,
     ),
     "mellum": Architecture(NO_BIAS, spell=_one_global),
-    "muse_glimmer_text": Architecture(NO_BIAS | UNTIED, spell=_muse_glimmer, mend=text_alone),
+    "muse_glimmer_text": Architecture(
+        NO_BIAS | UNTIED, spell=_muse_glimmer, mend=text_alone, rounding=norms_in_float32
+    ),
     "minimax_m3_vl_text": Architecture(
-        heeds=frozenset({"rotary_dim"}), activation="", spell=_minimax_m3, mend=index_ropes
+        heeds=frozenset({"rotary_dim"}),
+        activation="",
+        spell=_minimax_m3,
+        mend=index_ropes,
+        rounding=norms_in_float32,
     ),
     "mimo_v2_flash": Architecture(
         NO_BIAS | UNTIED,
@@ -599,6 +612,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         heeds=frozenset({"layers_block_type"}),
         activated=False,
         spell=_nemotron_h,
+        rounding=wide_scans,
     ),
     "olmo3": Architecture(spell=_mixed_types),
     "olmo_hybrid": Architecture(activated=False, mend=each(norm_names, split_kernels)),

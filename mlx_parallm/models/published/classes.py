@@ -229,6 +229,38 @@ def grouped_norms(model: nn.Module, published: Published) -> None:
             norm.groups = module.n_groups
 
 
+@once
+def _wide_scan(kind: Any) -> type[Any]:
+    class WideScan(kind):
+        def _ssm(
+            self, hidden_states: mx.array, B: mx.array, C: mx.array, *rest: Any, **named: Any
+        ) -> mx.array:
+            wide = (array.astype(mx.float32) for array in (hidden_states, B, C))
+            scanned: mx.array = super()._ssm(*wide, *rest, **named)
+            return scanned
+
+    return named_as(WideScan, kind)
+
+
+@once
+def _wide_gate(kind: Any) -> type[Any]:
+    class WideGate(kind):
+        def __call__(self, hidden_states: mx.array, gate: mx.array) -> mx.array:
+            normed: mx.array = super().__call__(hidden_states, gate.astype(mx.float32))
+            return normed.astype(gate.dtype)
+
+    return named_as(WideGate, kind)
+
+
+def wide_scans(model: nn.Module, published: Published) -> None:
+    """Mamba 2: transformers rounds what leaves the recurrence only behind its norm; the class
+    rounds it, its residual and the gated product to the model's type."""
+    for module in model.modules():
+        if hasattr(module, "_ssm"):
+            module.__class__ = _wide_scan(type(module))
+            module.norm.__class__ = _wide_gate(type(module.norm))
+
+
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 

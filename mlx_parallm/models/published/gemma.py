@@ -52,9 +52,9 @@ def _norm(kind: Any) -> type[Any]:
 
 
 def norms_in_float32(model: nn.Module, published: Published) -> None:
-    """Gemma: the class adds 1 to the norms' weights in the model's type, which rounds them."""
+    """Norms of 1 + weight: the class adds in the model's type, which rounds the sum."""
     for module in model.modules():
-        if type(module).__name__ == "RMSNorm" and type(module) is not nn.RMSNorm:
+        if type(module).__name__.endswith("RMSNorm") and type(module) is not nn.RMSNorm:
             module.__class__ = _norm(type(module))
 
 
