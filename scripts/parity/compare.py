@@ -116,7 +116,8 @@ def gradient_difference(
     model: Any, ids: mx.array, wanted: Mapping[str, tuple[float, float]]
 ) -> float:
     """Return the largest relative difference of the trainer's gradients to `wanted`: norms, and
-    products with a direction. Only tensors that have the same name and shape here count."""
+    products with a direction. Only tensors that have the same name and shape here count; infinite:
+    there is none."""
     model.unfreeze()
     parts = BlockwiseModel(model, blocks_per_eval=1)
     count = ids.shape[1] - 1
@@ -126,13 +127,18 @@ def gradient_difference(
         batch, lambda scores, *others: ((scores * weights).sum(), ())
     )
     found = dict(zip(parts.slots.names, gradients, strict=True))
-    worst, largest = 0.0, max(norm for norm, _ in wanted.values())
+    worst, largest, compared = 0.0, max(norm for norm, _ in wanted.values()), 0
     for name, (norm, product) in wanted.items():
-        own = found.get(name, found.get(f"language_model.{name}"))
-        if own is None:  # a class that reads text alone
-            own = found.get(name.replace("language_model.", ""))
+        places = (
+            name,
+            f"language_model.{name}",
+            name.replace("model.language_model.", "language_model.model."),
+            name.replace("language_model.", ""),  # a class that reads text alone
+        )
+        own = next((found[place] for place in places if place in found), None)
         if own is None or norm < 1e-6 * largest:
             continue
+        compared += 1
         array = np.array(own, np.float64)
         along = direction(name, list(array.shape))
         worst = max(
@@ -140,7 +146,7 @@ def gradient_difference(
             abs(np.linalg.norm(array) - norm) / norm,
             abs((array * along).sum() - product) / (norm * np.sqrt(array.size)),
         )
-    return float(worst)
+    return float(worst) if compared else float("inf")
 
 
 def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

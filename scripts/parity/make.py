@@ -59,10 +59,11 @@ MENDED = {
 WINDOWS that there is, and for the architectures of SCALES that of SCALED."""
 RECORDED_BESIDES = {
     "llama": tuple(BY_LENGTH),
+    "mimo_v2_flash": ("rope=no partial",),
     "phi3": tuple(BY_LENGTH),
     "phimoe": ("rope=yarn", "rope=longrope"),
 }
-NO_KEYS = ("names", "outer", "rope", "text", "vision", "without")
+NO_KEYS = ("names", "outer", "rope", "text", "vision", "whole", "without")
 """What sizes.toml says of an architecture and its configuration does not."""
 NOT_TRIED = frozenset(SIZES["not_tried"])
 """Booleans that change no forward of a decoder, or that only initial weights depend on."""
@@ -203,6 +204,9 @@ def _ropes(
         scales = {"short_mscale": 1.3, "long_mscale": 1.1, "original_max_position_embeddings": 64}
         kinds = {label: scales | kind for label, kind in kinds.items() if label != "theta"}
     if "full_attention" in rope:
+        parts = {kind: dict(keys) for kind, keys in rope.items()}
+        if any([keys.pop("partial_rotary_factor", None) for keys in parts.values()]):
+            yield "rope=no partial", {"rope_parameters": parts}
         for label, kind in kinds.items():
             changed = rope["full_attention"] | kind
             yield f"rope.full={label}", {"rope_parameters": {**rope, "full_attention": changed}}
@@ -270,7 +274,9 @@ def make(name: str, option: str, changes: dict[str, Any], target: Path) -> dict[
         for key, value in _parameters(model, shapes)
         if key in shapes and list(value.shape) == shapes[key] and value.grad is not None
     }
-    if text_of(name) != name and not whole:
+    if "whole" in SIZES["architectures"][name]:
+        shapes = _write_text_alone(target, shapes)
+    elif text_of(name) != name and not whole:
         _write_as_part(name, target, called)
     case = {
         "architecture": name,
@@ -292,7 +298,8 @@ def _config(name: str, keys: dict[str, Any]) -> Any:
     if vision is None:
         return CONFIG_MAPPING[text_of(name)](**keys)
     outer = SIZES["architectures"][name].get("outer", {})
-    return CONFIG_MAPPING[name](text_config=keys, vision_config=vision, **outer)
+    kind = CONFIG_MAPPING[SIZES["architectures"][name].get("whole", name)]
+    return kind(text_config=keys, vision_config=vision, **outer)
 
 
 def model_class(config: Any) -> Any:
@@ -309,23 +316,29 @@ def model_class(config: Any) -> Any:
 def reference_model(name: str, path: Path, **options: Any) -> Any:
     """Load a checkpoint that `make` left in `path` as transformers' model that scores texts."""
     written = json.loads((path / "config.json").read_text())
-    if text_of(name) == name or "vision" in SIZES["architectures"][name]:
+    own, weights = SIZES["architectures"][name], load_file(path / "model.safetensors")
+    if "whole" in own:
+        config = _config(name, written)
+    elif text_of(name) == name or "vision" in own:
         config = CONFIG_MAPPING[written["model_type"]].from_dict(written)
-        return model_class(config).from_pretrained(path, config=config, **options)
-    before, after = SIZES["architectures"][name].get("names", ("", ""))
-    config = CONFIG_MAPPING[text_of(name)].from_dict(written["text_config"])
-    weights = {
-        before + key.removeprefix(after) if key.startswith(after) else key: array
-        for key, array in load_file(path / "model.safetensors").items()
-    }
+    else:
+        before, after = own.get("names", ("", ""))
+        config = CONFIG_MAPPING[text_of(name)].from_dict(written["text_config"])
+        weights = {
+            before + key.removeprefix(after) if key.startswith(after) else key: array
+            for key, array in weights.items()
+        }
     return model_class(config).from_pretrained(None, config=config, state_dict=weights, **options)
 
 
 def _parameters(model: Any, shapes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield parameters by the names that they are saved under."""
     for key, value in model.named_parameters():
-        turned = key.replace("model.language_model.", "language_model.model.")
-        yield (turned if turned in shapes else key), value
+        for place in ("language_model.model.", "model."):
+            turned = key.replace("model.language_model.", place)
+            if turned in shapes:
+                key = turned
+        yield key, value
 
 
 def names_in(name: str) -> Callable[[str], str]:
@@ -336,6 +349,16 @@ def names_in(name: str) -> Callable[[str], str]:
         return after + key.removeprefix(before) if key.startswith(before) else key
 
     return called
+
+
+def _write_text_alone(target: Path, shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Write the text part of a saved model that also sees as a model of its own; return its
+    tensors' shapes."""
+    file, written = target / "model.safetensors", target / "config.json"
+    tensors = {k: v.clone() for k, v in load_file(file).items() if k.startswith(("model.", "lm_"))}
+    save_file(tensors, file, {"format": "pt"})
+    written.write_text(json.dumps(json.loads(written.read_text())["text_config"]))
+    return {key: shapes[key] for key in tensors}
 
 
 def _write_as_part(name: str, target: Path, called: Callable[[str], str]) -> None:

@@ -367,11 +367,46 @@ def _kimi_linear(published: Published, arguments: dict[str, Any]) -> None:
 
 
 def _gemma4(published: Published, arguments: dict[str, Any]) -> None:
+    """The class has one size of heads, and one number of key heads, for each kind of layer."""
     config = published.config.to_dict()
-    heads = {layer["head_dim"] for layer in config["per_layer_config"].values()}
-    arguments["global_head_dim"] = heads.pop() if len(heads) == 1 else config["head_dim"]
-    arguments["final_logit_softcapping"] = config["final_logit_softcapping"]  # none is none
+    layers = {int(index): keys for index, keys in config["per_layer_config"].items()}
+    kinds = list(enumerate(config["layer_types"]))
+    of_global = [layers.get(i, {}) for i, kind in kinds if kind == GLOBAL] or [{}]
+    others = any(layers.get(i) for i, kind in kinds if kind != GLOBAL)
+    own = of_global[0]
+    if (
+        others
+        or any(keys != own for keys in of_global)
+        or set(own) - {"head_dim", "num_key_value_heads"}
+    ):
+        raise ModelError(
+            f"config.json has per_layer_config = {config['per_layer_config']}: mlx-lm's class"
+            " computes one head_dim and one num_key_value_heads for all layers of full_attention"
+        )
+    arguments["global_head_dim"] = own.get("head_dim", config["head_dim"])
+    arguments["num_global_key_value_heads"] = own.get("num_key_value_heads")
+    arguments["final_logit_softcapping"] = config.get("final_logit_softcapping")  # none is none
+    if "hidden_size_per_layer_input" not in config:  # Gemma 4 Unified has none
+        arguments["hidden_size_per_layer_input"] = 0
     arguments.pop("rope_scaling", None)
+
+
+def _step3p5(published: Published, arguments: dict[str, Any]) -> None:
+    heads, types = published.get("num_sliding_attention_heads"), published.get("layer_types")
+    own = {str(i): keys for i, keys in (published.get("per_layer_config") or {}).items()}
+    windowed = {"num_attention_heads": heads}
+    if any(keys != windowed or types[int(i)] != SLIDING for i, keys in own.items()):
+        raise ModelError(f"config.json has per_layer_config = {own}: not supported")
+    sparse = [str(i) for i, kind in enumerate(published.config.mlp_layer_types) if kind == "sparse"]
+    if not sparse:  # the class tells a published file from its own by its experts' names
+        raise ModelError("config.json has mlp_layer_types without sparse: not supported")
+    arguments["moe_layers_enum"] = ",".join(sparse)
+    arguments["attention_other_setting"] = {
+        "num_attention_heads": heads,
+        "num_attention_groups": published.get("num_key_value_heads"),
+    }
+    arguments |= {"norm_expert_weight": True, "use_head_wise_attn_gate": True}
+    arguments.setdefault("sliding_window", None)
 
 
 def _rotary_dim(published: Published, arguments: dict[str, Any]) -> None:
@@ -422,9 +457,18 @@ UNTIED = {"tie_word_embeddings": False}
 TIED = {"tie_word_embeddings": True}
 NO_BIAS = {"attention_bias": False}
 CAUSAL = {"use_bidirectional_attention": None}
+
+
+def _causal_in_texts(published: Published) -> str | None:
+    """Return how Gemma 4 sees a text: only among an image's tokens in both directions."""
+    wanted = published.get("use_bidirectional_attention")
+    return "vision" if wanted == "vision" else None
+
+
 TANH = "gelu_pytorch_tanh"
 PLAIN = Architecture()
 SAME_CLASS = {
+    "gemma4_unified_text": "gemma4_text",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen3_vl_moe_text": "qwen3_moe",
@@ -491,7 +535,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rounding=norms_in_float32,
     ),
     "gemma4_text": Architecture(
-        NO_BIAS | CAUSAL,
+        NO_BIAS | {"use_bidirectional_attention": _causal_in_texts},
         TANH,
         False,
         heeds=frozenset({"per_layer_config"}),
@@ -637,6 +681,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         rounding=norms_in_float32,
     ),
     "smollm3": Architecture(spell=_global_types),
+    "step3p5": Architecture(
+        NO_BIAS
+        | UNTIED
+        | {"mlp_bias": False, "query_pre_attn_scalar": lambda published: published.head_dim},
+        heeds=frozenset(
+            {"mlp_layer_types", "num_sliding_attention_heads", "per_layer_config"}
+            | {"mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers"}
+        ),
+        activated=False,
+        spell=_step3p5,
+        rounding=wide_norms,
+    ),
     "solar_open": Architecture(UNTIED, spell=_solar_open),
     "stablelm": Architecture(UNTIED),
     "starcoder2": Architecture({"use_bias": True}, "gelu"),

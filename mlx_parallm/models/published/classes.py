@@ -316,10 +316,10 @@ def _with_wide_norms(model: Any, weights: Weights, sanitize: Sanitize) -> Weight
 
 
 def wide_norms(model: nn.Module, published: Published) -> None:
-    """Qwen3-Next, Qwen3.5: `sanitize` adds 1 to the norms' weights in the checkpoint's type, which
-    rounds them."""
+    """Qwen3-Next, Qwen3.5, Step 3.5: `sanitize` adds 1 to the norms' weights in the checkpoint's
+    type, which rounds them."""
     for module in model.modules():
-        if type(module) is nn.RMSNorm:
+        if type(module) is nn.RMSNorm or type(module).__name__ == "ZeroCenteredRMSNorm":
             module.__class__ = WideNorm
     model.__class__ = reading(type(model), _with_wide_norms)
 

@@ -126,8 +126,14 @@ def _plain(base: float, dims: int) -> Numbers:
     return np.float32(1) / np.float32(base) ** _exponents(dims)
 
 
+_TURNED = {"mimo_v2_flash": 0.334}
+"""`model_type` → the part of a head that a plain rope turns, where its `rope_parameters` do not say
+it and transformers' class takes less than the whole head. Its scaled ropes turn all."""
+
+
 def _default(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
-    return Turns(_plain(rope["rope_theta"], _dims(rope, head_dim)))
+    part = {"partial_rotary_factor": _TURNED.get(published.model_type, 1.0)}
+    return Turns(_plain(rope["rope_theta"], _dims(part | dict(rope), head_dim)))
 
 
 def _linear(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
