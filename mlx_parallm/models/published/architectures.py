@@ -71,6 +71,8 @@ class Architecture:
     """What its feed-forward computes; "": it reads the key by itself."""
     activated: bool = True
     """Whether another activation can be put in."""
+    own_head: bool = False
+    """The class has a head whatever `tie_word_embeddings` says: the embeddings take its place."""
     heeds: frozenset[str] = frozenset()
     """Keys that `spell` or `mend` read."""
     spell: Spelling | None = None
@@ -219,6 +221,7 @@ def _dense_first(published: Published) -> list[str]:
 
 def _bailing_hybrid(published: Published, arguments: dict[str, Any]) -> None:
     _first_dense(published, arguments)
+    arguments["tie_word_embeddings"] = False  # transformers keeps a head of its own
     arguments["head_dim"] = published.config.linear_head_dim
     arguments["moe_shared_expert_intermediate_size"] = published.config.moe_intermediate_size
     _scaled(published, arguments)
@@ -353,6 +356,7 @@ def _muse_glimmer(published: Published, arguments: dict[str, Any]) -> None:
 def _kimi_linear(published: Published, arguments: dict[str, Any]) -> None:
     config = published.config
     _first_dense(published, arguments)
+    arguments["tie_word_embeddings"] = False  # transformers keeps a head of its own
     numbered = list(enumerate(config.layer_types, 1))
     arguments["linear_attn_config"] = {
         "full_attn_layers": [i for i, kind in numbered if kind == GLOBAL],
@@ -482,7 +486,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "apertus": Architecture(NO_BIAS, "xielu", False, spell=_apertus),
     "bailing_hybrid": Architecture(
         NO_BIAS
-        | UNTIED
         | {"kda_safe_gate": True, "moe_renormalize": True}
         | {"layer_types": _last_of_each_group, "mlp_layer_types": _dense_first},
         heeds=frozenset(
@@ -496,11 +499,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cohere2": Architecture(TIED | {"head_dim": _head_dim}, mend=_ropes_where_sliding),
     "dbrx": Architecture(heeds=frozenset({"attn_config", "ffn_config"}), spell=_dbrx),
     "deepseek_v2": Architecture(
-        UNTIED | {"mlp_bias": False, "norm_topk_prob": False}, spell=_scaled
+        {"mlp_bias": False, "norm_topk_prob": False}, spell=_scaled, own_head=True
     ),
-    "deepseek_v3": Architecture(UNTIED, spell=_scaled),
+    "deepseek_v3": Architecture(spell=_scaled, own_head=True),
     "deepseek_v32": Architecture(
-        UNTIED | {"mlp_bias": False, "mlp_layer_types": _dense_first}, spell=_deepseek_v32
+        {"mlp_bias": False, "mlp_layer_types": _dense_first}, spell=_deepseek_v32, own_head=True
     ),
     "dots1": Architecture(NO_BIAS),
     "ernie4_5_moe": Architecture(
@@ -543,16 +546,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         own_ropes=frozenset({"default", "proportional"}),
     ),
     "gemma3n_text": Architecture(NO_BIAS | TIED, TANH, False, spell=_gemma3n, mend=shared_keys),
-    "glm4": Architecture(UNTIED),
-    "glm4_moe": Architecture(UNTIED),
+    "glm4": Architecture(own_head=True),
+    "glm4_moe": Architecture(own_head=True),
     "glm4_moe_lite": Architecture(
-        UNTIED | {"mlp_layer_types": _dense_first}, spell=_deepseek_v32, mend=latent_norms
+        {"mlp_layer_types": _dense_first}, spell=_deepseek_v32, mend=latent_norms, own_head=True
     ),
     "glm_moe_dsa": Architecture(
-        UNTIED
-        | {"mlp_bias": False, "mlp_layer_types": _dense_first}
+        {"mlp_bias": False, "mlp_layer_types": _dense_first}
         | {"indexer_types": lambda published: ["full"] * published.layers},
         spell=_glm_moe_dsa,
+        own_head=True,
     ),
     "gpt2": Architecture(
         TIED | {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
@@ -565,19 +568,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         UNTIED | {"attention_bias": True, "intermediate_size": _four_widths}, TANH, spell=_gpt_neox
     ),
     "gpt_oss": Architecture(
-        UNTIED | {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         activated=False,
         spell=_mixed_types,
         mend=unpacked_experts,
+        own_head=True,
     ),
     "gptj": Architecture(UNTIED | {"n_inner": None}, TANH),
     "granitemoehybrid": Architecture(
         spell=_granitemoehybrid, activated=False, mend=grouped_norms, rounding=wide_scans
     ),
-    "helium": Architecture(UNTIED),
+    "helium": Architecture(own_head=True),
     "jamba": Architecture(activated=False, mend=unnormalised_shares),
     "kimi_linear": Architecture(
-        NO_BIAS | UNTIED | {"q_lora_rank": None, "mlp_layer_types": _dense_first},
+        NO_BIAS | {"q_lora_rank": None, "mlp_layer_types": _dense_first},
         heeds=frozenset({"linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"}),
         spell=_kimi_linear,
         activated=False,
@@ -603,7 +607,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         mend=each(norms_of_queries, head_names),
     ),
     "longcat_flash": Architecture(
-        UNTIED, spell=_longcat_flash, mend=each(latent_norms, no_zero_experts)
+        spell=_longcat_flash, mend=each(latent_norms, no_zero_experts), own_head=True
     ),
     "mamba": Architecture({"layer_norm_epsilon": 1e-5}, activated=False),
     "mamba2": Architecture(
@@ -615,7 +619,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mellum": Architecture(NO_BIAS, spell=_one_global),
     "muse_glimmer_text": Architecture(
-        NO_BIAS | UNTIED, spell=_muse_glimmer, mend=text_alone, rounding=norms_in_float32
+        NO_BIAS, spell=_muse_glimmer, mend=text_alone, rounding=norms_in_float32
     ),
     "minimax_m3_vl_text": Architecture(
         heeds=frozenset({"rotary_dim"}),
@@ -625,10 +629,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         rounding=norms_in_float32,
     ),
     "mimo_v2_flash": Architecture(
-        NO_BIAS | UNTIED,
+        NO_BIAS,
         heeds=frozenset({"mlp_layer_types", "rms_norm_eps"}),
         spell=_mimo_v2_flash,
         mend=_one_of_each_in_mimo,
+        own_head=True,
     ),
     "minicpm3": Architecture(
         {
@@ -652,8 +657,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "nemotron": Architecture(activation="relu2"),
     "nemotron_h": Architecture(
-        {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"} | UNTIED,
-        heeds=frozenset({"layers_block_type"}),
+        {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"},
+        heeds=frozenset({"layers_block_type", "tie_word_embeddings"}),  # its head is its own
         activated=False,
         spell=_nemotron_h,
         rounding=wide_scans,
@@ -664,9 +669,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi": Architecture(UNTIED | {"qk_layernorm": False}, TANH),
     "phimoe": Architecture(UNTIED | {"attention_bias": True, "lm_head_bias": True}, spell=_phimoe),
     "qwen2_moe": Architecture(
-        UNTIED
-        | {"norm_topk_prob": False, "qkv_bias": True}
+        {"norm_topk_prob": False, "qkv_bias": True}
         | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        own_head=True,
     ),
     "qwen3": Architecture(NO_BIAS),
     "qwen3_5_moe_text": Architecture(activated=False, mend=stacked_experts, rounding=wide_norms),
@@ -683,7 +688,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture(spell=_global_types),
     "step3p5": Architecture(
         NO_BIAS
-        | UNTIED
         | {"mlp_bias": False, "query_pre_attn_scalar": lambda published: published.head_dim},
         heeds=frozenset(
             {"mlp_layer_types", "num_sliding_attention_heads", "per_layer_config"}
@@ -692,9 +696,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         activated=False,
         spell=_step3p5,
         rounding=wide_norms,
+        own_head=True,
     ),
-    "solar_open": Architecture(UNTIED, spell=_solar_open),
-    "stablelm": Architecture(UNTIED),
+    "solar_open": Architecture(spell=_solar_open, own_head=True),
+    "stablelm": Architecture(own_head=True),
     "starcoder2": Architecture({"use_bias": True}, "gelu"),
 }
 
@@ -743,6 +748,8 @@ def unheeded(published: Published, names: frozenset[str]) -> dict[str, Any]:
     fixed = dict(architecture.fixed)
     aliases = {alias: name for name, alias in published.config.attribute_map.items()}
     read = INERT | PLACED | names | architecture.heeds
+    if architecture.own_head:
+        read |= {"tie_word_embeddings"}
     read |= {alias for alias, name in aliases.items() if name in names}
     if "head_dim" not in names and "qk_rope_head_dim" not in names:
         fixed.setdefault("head_dim", _head_dim)

@@ -210,6 +210,25 @@ def unnormalised_shares(model: nn.Module, published: Published) -> None:
 
 
 @once
+def _tied(kind: Any) -> type[Any]:
+    class Tied(kind):
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            inner = self["backbone"] if "backbone" in self else self["model"]
+            table = inner["embeddings"] if "embeddings" in inner else inner["embed_tokens"]
+            logits: mx.array = table.as_linear(inner(inputs, cache=cache))
+            return logits
+
+    return named_as(Tied, kind)
+
+
+def tie_head(model: nn.Module) -> None:
+    """Let the embeddings be the head of a model whose class knows no tied ones."""
+    if isinstance(model.get("lm_head"), nn.Linear):
+        del model["lm_head"]
+        model.__class__ = _tied(type(model))
+
+
+@once
 def _grouped(kind: Any) -> type[Any]:
     class Grouped(kind):
         def __call__(self, hidden_states: mx.array, gate: mx.array | None = None) -> mx.array:

@@ -24,7 +24,7 @@ from mlx_parallm.models.published.architectures import (
     class_arguments,
     unheeded,
 )
-from mlx_parallm.models.published.classes import reading
+from mlx_parallm.models.published.classes import reading, tie_head
 from mlx_parallm.models.published.fp8 import fp8_reading
 from mlx_parallm.models.published.reader import Published, read_published
 from mlx_parallm.models.published.rope import Rope, Turns, turns_of
@@ -130,6 +130,8 @@ def mend(model: nn.Module, published: Published) -> None:
         context = int(published.get("max_position_embeddings", sys.maxsize))
         if within(context, wanted) != within(context, own_windows):
             place_windows(model, within(context, wanted))
+    if architecture.own_head and published.get("tie_word_embeddings"):
+        tie_head(model)
     if architecture.mend:
         architecture.mend(model, published)
     if architecture.rounding:
