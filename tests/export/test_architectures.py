@@ -219,7 +219,15 @@ def test_ranks_and_scales_that_differ_share_one_alpha(tmp_path: Path) -> None:
             "no layers without experts",
         ),
         (GEMMA3 | {"query_pre_attn_scalar": 24}, "no query_pre_attn_scalar = 24, but 16"),
+        (GEMMA3 | {"final_logit_softcapping": 2.0}, r"no final_logit_softcapping = 2\.0"),
+        (GEMMA3 | {"layer_types": ["sliding_attention"] * 3}, "no layer_types of another"),
+        (GEMMA3 | {"layer_types": ["full_attention"] * 3}, "no layer_types of another"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "no use_bidirectional_attention = True"),
         (MODELS["mistral"] | {"sliding_window": 16}, "no sliding_window = 16"),
+        (
+            QWEN3 | {"rope_scaling": MODELS["llama 3 rope"]["rope_scaling"]},
+            "no rope_type = llama3",
+        ),
         (LLAMA | {"hidden_act": "gelu"}, "no hidden_act = gelu"),
         (
             LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},

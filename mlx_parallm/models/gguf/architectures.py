@@ -19,6 +19,7 @@ import numpy as np
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.published.activations import KEYS, same
+from mlx_parallm.models.published.mend import unheeded_keys
 from mlx_parallm.models.published.reader import read_published
 from mlx_parallm.models.published.windows import SLIDING, windows_of, within
 
@@ -61,6 +62,7 @@ def arguments_of(config: Config, arguments: Any) -> Any:
         "rope_scaling": scaling,
         "rope_part": rope.get("partial_rotary_factor", 1.0),
         "windows": windows,
+        "unheeded": unheeded_keys(dict(config)),
         "activation": next((published.get(key) for key in KEYS if published.get(key)), "silu"),
     }
     if local := published.ropes.get(SLIDING):
@@ -75,7 +77,9 @@ def _check_published(architecture: Architecture, arguments: Any) -> list[str]:
     if not hasattr(arguments, "windows"):
         return []
     gemma = architecture.name == "gemma3"
-    differs = []
+    differs = [f"{key} = {value!r}" for key, value in arguments.unheeded.items()]
+    if architecture.name != "llama" and (arguments.rope_scaling or {}).get("rope_type") == "llama3":
+        differs.append("rope_type = llama3")  # its tensor is llama's alone
     if not same(arguments.activation, "gelu_pytorch_tanh" if gemma else "silu"):
         differs.append(f"hidden_act = {arguments.activation}")
     if arguments.rope_part != 1.0:
@@ -83,7 +87,8 @@ def _check_published(architecture: Architecture, arguments: Any) -> list[str]:
     if gemma:
         every = arguments.sliding_window_pattern
         pattern = [i % every != 0 for i in range(1, len(arguments.windows) + 1)]
-        if [window is not None for window in arguments.windows] != pattern:
+        both = {None} < set(arguments.windows)  # llama.cpp knows no model of one kind alone
+        if not both or [window is not None for window in arguments.windows] != pattern:
             differs.append("layer_types of another pattern")
         if arguments.local_rope.get("rope_type", "default") != "default":
             differs.append("scaled rope of sliding layers")

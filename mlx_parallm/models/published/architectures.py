@@ -534,6 +534,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "final_logit_softcapping": None,
         },
         TANH,
+        heeds=frozenset({"tie_word_embeddings"}),
         mend=scale_of_its_type,
         rounding=norms_in_float32,
     ),
