@@ -235,7 +235,8 @@ def _not_read(method: str, settings: Mapping[str, Any]) -> str | None:
     named = f"is quantised by {method.upper()}{f' to {bits} bits' if bits else ''}"
     refused = method not in ("mlx", *_READ)
     if method == "awq":
-        refused = bits != 4 or str(settings.get("version", "gemm")).lower() != "gemm"
+        backend, version = (str(settings.get(key) or "").lower() for key in ("backend", "version"))
+        refused = bits != 4 or version not in ("", "gemm") or backend == "llm-awq"
     elif method == "compressed-tensors":
         named += f" as {form}"
         refused = form not in _COMPRESSED or not all(map(_fits_packing, _weights_of(settings)))

@@ -94,7 +94,14 @@ def check_config(config: Mapping[str, Any], *, train: bool) -> None:
         make_prompt_cache(model)
     except BUILD_ERRORS as error:
         raise ModelError(f"model_type {name!r}: mlx-lm cannot make its cache: {error!r}") from error
-    if train and (reason := layer_without_gradient(model)):
+    try:
+        reason = layer_without_gradient(model) if train else ""
+    except BUILD_ERRORS as error:
+        raise_device_fault(error)
+        raise ModelError(
+            f"model_type {name!r}: mlx-lm cannot compute it from this config.json: {error!r}"
+        ) from error
+    if reason:
         raise ModelError(f"model_type {name!r} cannot be trained here: {reason}; {ARCHITECTURES}")
 
 

@@ -32,11 +32,19 @@ TEXT_OF = {
 transformers."""
 
 
+BESIDES = {"gemma4": ("gemma4_unified",), "llama": ("iquestcoder",)}
+"""mlx-lm's module → architectures that were compared too, each with its own numbers."""
+
+
 def cell(name: str) -> str:
     """Return what docs/models.md says of a module of mlx-lm."""
+    others = [f"`{other}`: {_numbers_of(other, other)}" for other in BESIDES.get(name, ())]
+    return ". ".join((_numbers_of(name, TEXT_OF.get(name, name)), *others))
+
+
+def _numbers_of(name: str, compared: str) -> str:
     if name == "bailing_hybrid":
         return "transformers' model of that name is `bailing_moe_v3`"
-    compared = TEXT_OF.get(name, name)
     result: dict[str, Any] | None = RESULTS["architectures"].get(compared)
     if result is None:
         return "not compared" if name in CONFIG_MAPPING else "transformers has no such class"

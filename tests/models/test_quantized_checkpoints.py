@@ -330,6 +330,7 @@ INTEGERS = {"num_bits": 4, "symmetric": True, "group_size": 32}
     ("settings", "change", "text"),
     [
         ({"quant_method": "gptq", "bits": 4}, plain, "GPTQ to 4 bits"),
+        ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, plain, "AWQ to 4 bits"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, plain, "BITSANDBYTES"),
         ({"quant_method": "fbgemm_fp8"}, eight_bits("_scale"), "FBGEMM_FP8"),
         ({"quant_method": "quark"}, eight_bits(), "QUARK"),

@@ -133,6 +133,18 @@ def _phimoe(published: Published, arguments: dict[str, Any]) -> None:
     arguments["num_experts_per_tok"] = 2  # sparsemixer's, whatever the key says
 
 
+def _scaled_by_position(published: Published, arguments: dict[str, Any]) -> None:
+    """Queries grow with their position: by keys without which transformers computes nothing."""
+    for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+        if published.rope.get(key) is None:
+            raise ModelError(f"config.json has rope_parameters without {key}: not supported")
+
+
+def _ministral3(published: Published, arguments: dict[str, Any]) -> None:
+    _scaled_by_position(published, arguments)
+    _global_types(published, arguments)
+
+
 def _gpt2(published: Published, arguments: dict[str, Any]) -> None:
     arguments["n_ctx"] = published.config.n_positions
 
@@ -649,7 +661,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         differs="MiniMax-Text-01 has lightning attention; mlx-lm's class computes MiniMax-M2"
     ),
     "minimax_m2": Architecture(spell=_rotary_dim),
-    "ministral3": Architecture(spell=_global_types),
+    "ministral3": Architecture(spell=_ministral3),
+    "mistral4": Architecture(spell=_scaled_by_position),
     "nanochat": Architecture(
         UNTIED | NO_BIAS | {"final_logit_softcapping": 15.0, "rms_norm_eps": 1e-5},
         "relu2",

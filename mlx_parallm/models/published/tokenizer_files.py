@@ -34,6 +34,9 @@ def load_wrapper(
     """
     # with mistral-common installed, transformers would take its tokenizer, which is of another kind
     settings = {"mistral_format": False, **settings}
+    if _named_class(path).startswith("MistralCommon"):
+        # a family whose class is "TokenizersBackend", which reads tekken.json by itself
+        settings.setdefault("tokenizer_type", "granite")
     wrapper = load_hf_tokenizer(path, dict(settings), eos_token_ids=eos_token_ids)
     _check_words(path, wrapper._tokenizer)
     more = _left_out(path, wrapper)
@@ -79,11 +82,16 @@ def is_generic(path: Path) -> bool:
     """Tell whether tokenizer_config.json names a class that means: as tokenizer.json says."""
     if not (path / TOKENIZER_FILE).is_file():
         return False  # then the family's class says how words are split
+    return _named_class(path) in GENERIC_TOKENIZERS
+
+
+def _named_class(path: Path) -> str:
+    """Return the class that tokenizer_config.json names; "": none."""
     try:
         settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False  # whoever loads the tokenizer says what is wrong
-    return isinstance(settings, dict) and settings.get("tokenizer_class") in GENERIC_TOKENIZERS
+        return ""  # whoever loads the tokenizer says what is wrong
+    return str(settings.get("tokenizer_class")) if isinstance(settings, dict) else ""
 
 
 def _left_out(path: Path, wrapper: TokenizerWrapper) -> dict[str, Any]:

@@ -131,6 +131,9 @@ NOT_COMPUTED = [
     ("gemma3n", {"text_config": {"layer_types": ["full_attention"] * 5}}, "layer_types"),
     ("llama4", {"text_config": {"layer_types": ["full_attention"] * 4}}, "layer_types = "),
     ("minicpm3", {"q_lora_rank": None}, "q_lora_rank = None"),
+    ("mistral4", {"rope_parameters": {"llama_4_scaling_beta": None}}, "llama_4_scaling_beta"),
+    ("step3p5", {"mlp_layer_types": ["dense"] * 4}, "mlp_layer_types"),
+    ("gemma4_unified", {"text_config": {"per_layer_config": {"0": {"head_dim": 4}}}}, "per_layer"),
     ("recurrent_gemma", {"conv1d_width": 3}, "conv1d_width = 3"),
 ]
 

@@ -8,12 +8,14 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto import tokenization_auto
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
@@ -174,7 +176,10 @@ def test_a_vocabulary_of_a_few_words_is_one(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("settings", [None, {"tokenizer_class": "LlamaTokenizer"}])
+@pytest.mark.parametrize(
+    "settings",
+    [None, *({"tokenizer_class": name} for name in ("LlamaTokenizer", "MistralCommonBackend"))],
+)
 def test_tekken_is_read_whatever_is_installed(
     settings: dict[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +210,13 @@ def test_tekken_is_read_whatever_is_installed(
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
+    named = "transformers.models.auto.tokenization_auto.tokenizer_class_from_name"
+    find = tokenization_auto.tokenizer_class_from_name
+
+    def installed(name: str) -> Any:
+        return pytest.fail("it is taken") if name == "MistralCommonBackend" else find(name)
+
+    monkeypatch.setattr(named, installed)
     probed = "transformers.integrations.mistral.tokenizer.resolve_mistral_format"
     monkeypatch.setattr(probed, lambda *_, **options: pytest.fail(f"probed with {options}"))
     ours = load_tokenizer(tmp_path, ModelConfig(base_path=str(tmp_path)))
