@@ -10,6 +10,7 @@ scripts/parity/results.json holds what docs/models.md shows.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -129,17 +130,13 @@ def gradient_difference(
     found = dict(zip(parts.slots.names, gradients, strict=True))
     worst, largest, compared = 0.0, max(norm for norm, _ in wanted.values()), 0
     for name, (norm, product) in wanted.items():
-        places = (
-            name,
-            f"language_model.{name}",
-            name.replace("model.language_model.", "language_model.model."),
-            name.replace("language_model.", ""),  # a class that reads text alone
-        )
-        own = next((found[place] for place in places if place in found), None)
-        if own is None or norm < 1e-6 * largest:
+        place = next((place for place in _places(name) if place in found), None)
+        if place is None or norm < 1e-6 * largest:
             continue
         compared += 1
-        array = np.array(own, np.float64)
+        array = np.array(found[place], np.float64)
+        if place != name and _TURNED.search(name):
+            array = array.T
         along = direction(name, list(array.shape))
         worst = max(
             worst,
@@ -147,6 +144,20 @@ def gradient_difference(
             abs((array * along).sum() - product) / (norm * np.sqrt(array.size)),
         )
     return float(worst) if compared else float("inf")
+
+
+_TURNED = re.compile(r"^transformer\.h\..*\.(c_attn|c_proj|c_fc)\.weight$")
+"""Matrices that GPT-2's class holds the other way round than they are saved."""
+
+
+def _places(name: str) -> Iterator[str]:
+    """Yield the names that classes of mlx-lm give a saved tensor."""
+    yield name
+    yield f"language_model.{name}"
+    yield name.replace("model.language_model.", "language_model.model.")
+    yield name.replace("language_model.", "")  # a class that reads text alone
+    yield name.replace("transformer.", "model.")  # GPT-2
+    yield re.sub(r"^(gpt_neox\.|(?=embed_out))", "model.", name).replace(".layers.", ".h.")
 
 
 def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ RECORDED_BESIDES = {
     "phi3": tuple(BY_LENGTH),
     "phimoe": ("rope=yarn", "rope=longrope"),
 }
-NO_KEYS = ("names", "outer", "rope", "text", "vision", "whole", "without")
+NO_KEYS = ("cut", "names", "outer", "rope", "text", "vision", "whole", "without")
 """What sizes.toml says of an architecture and its configuration does not."""
 NOT_TRIED = frozenset(SIZES["not_tried"])
 """Booleans that change no forward of a decoder, or that only initial weights depend on."""
@@ -276,7 +276,9 @@ def make(name: str, option: str, changes: dict[str, Any], target: Path) -> dict[
             float((value.numpy() * direction(called(key), list(value.shape))).sum()),
         ]
         for key, value in _parameters(model, shapes)
-        if key in shapes and list(value.shape) == shapes[key]
+        if key in shapes
+        and list(value.shape) == shapes[key]
+        and not any(part in key for part in SIZES["architectures"][name].get("cut", ()))
     }
     if "whole" in SIZES["architectures"][name]:
         shapes = _write_text_alone(target, shapes)
