@@ -340,7 +340,10 @@ def reference_model(name: str, path: Path, **options: Any) -> Any:
 def _parameters(model: Any, shapes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield gradients by the names that their parameters are saved under."""
     found = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Exception):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.suppress(KeyError, ValueError, RuntimeError),
+    ):
         model.save_pretrained(folder, state_dict=dict(found))
         yield from load_file(Path(folder) / "model.safetensors").items()
         return

@@ -389,18 +389,18 @@ def _gemma4(published: Published, arguments: dict[str, Any]) -> None:
     kinds = list(enumerate(config["layer_types"]))
     of_global = [layers.get(i, {}) for i, kind in kinds if kind == GLOBAL] or [{}]
     others = any(layers.get(i) for i, kind in kinds if kind != GLOBAL)
-    own = of_global[0]
+    alike = of_global[0]
     if (
         others
-        or any(keys != own for keys in of_global)
-        or set(own) - {"head_dim", "num_key_value_heads"}
+        or any(keys != alike for keys in of_global)
+        or set(alike) - {"head_dim", "num_key_value_heads"}
     ):
         raise ModelError(
             f"config.json has per_layer_config = {config['per_layer_config']}: mlx-lm's class"
             " computes one head_dim and one num_key_value_heads for all layers of full_attention"
         )
-    arguments["global_head_dim"] = own.get("head_dim", config["head_dim"])
-    arguments["num_global_key_value_heads"] = own.get("num_key_value_heads")
+    arguments["global_head_dim"] = alike.get("head_dim", config["head_dim"])
+    arguments["num_global_key_value_heads"] = alike.get("num_key_value_heads")
     arguments["final_logit_softcapping"] = config.get("final_logit_softcapping")  # none is none
     if "hidden_size_per_layer_input" not in config:  # Gemma 4 Unified has none
         arguments["hidden_size_per_layer_input"] = 0
@@ -409,10 +409,10 @@ def _gemma4(published: Published, arguments: dict[str, Any]) -> None:
 
 def _step3p5(published: Published, arguments: dict[str, Any]) -> None:
     heads, types = published.get("num_sliding_attention_heads"), published.get("layer_types")
-    own = {str(i): keys for i, keys in (published.get("per_layer_config") or {}).items()}
+    by_layer = {str(i): keys for i, keys in (published.get("per_layer_config") or {}).items()}
     windowed = {"num_attention_heads": heads}
-    if any(keys != windowed or types[int(i)] != SLIDING for i, keys in own.items()):
-        raise ModelError(f"config.json has per_layer_config = {own}: not supported")
+    if any(keys != windowed or types[int(i)] != SLIDING for i, keys in by_layer.items()):
+        raise ModelError(f"config.json has per_layer_config = {by_layer}: not supported")
     sparse = [str(i) for i, kind in enumerate(published.config.mlp_layer_types) if kind == "sparse"]
     if not sparse:  # the class tells a published file from its own by its experts' names
         raise ModelError("config.json has mlp_layer_types without sparse: not supported")
@@ -478,7 +478,7 @@ CAUSAL = {"use_bidirectional_attention": None}
 def _causal_in_texts(published: Published) -> str | None:
     """Return how Gemma 4 sees a text: only among an image's tokens in both directions."""
     wanted = published.get("use_bidirectional_attention")
-    return "vision" if wanted == "vision" else None
+    return None if wanted == "all" else wanted
 
 
 TANH = "gelu_pytorch_tanh"
