@@ -21,14 +21,15 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli_w
 
-from mlx_parallm.config.algorithm import LOSS_SETTINGS, AlgorithmName
+from mlx_parallm.config.algorithm import LOSSES as LOSS_KINDS
+from mlx_parallm.config.algorithm import AlgorithmName
 from mlx_parallm.config.load import load_config
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LOSSES = (*LOSS_SETTINGS, "python:losses.py:mine", "nothing")
+LOSSES = (*LOSS_KINDS, "python:losses.py:mine", "nothing")
 TEXTS = {
     "loss": list(LOSSES),
     "advantage": ["std", "std_sample", "mean", "rloo", "none", "python:a.py:f", "median"],

@@ -16,11 +16,14 @@ from typing import Any, get_args
 
 from mlx_parallm.config.algorithm import (
     ADVANTAGES,
-    LOSS_SETTINGS,
     PRESETS,
     AlgorithmName,
     AlgorithmSection,
-    defaults_of,
+    bounds_of,
+    keys_of,
+)
+from mlx_parallm.config.algorithm import (
+    LOSSES as LOSS_KINDS,
 )
 from mlx_parallm.config.data import DPOLossName, PreferenceConfig
 from mlx_parallm.config.load import Config
@@ -133,10 +136,10 @@ def missing_of_losses() -> Iterator[str]:
     rows = table(ALGORITHMS_PAGE, "loss", "settings")
     description = AlgorithmSection.model_fields["loss"].description or ""
     for name in LOSSES:
-        if name not in LOSS_SETTINGS:
+        if name not in LOSS_KINDS:
             yield (
-                f"loss {name!r}: add the keys that it reads, with their defaults, to LOSS_SETTINGS"
-                " of mlx_parallm/config/algorithm.py ({} if it reads none)"
+                f"loss {name!r}: add a class of the keys that it reads, with their defaults, to LOSSES"
+                " of mlx_parallm/config/algorithm.py"
             )
         if f'"{name}"' not in description:
             yield f"loss {name!r}: name it in the docstring of the key `loss` in mlx_parallm/config/algorithm.py"
@@ -149,7 +152,7 @@ def missing_of_losses() -> Iterator[str]:
                 f"loss {name!r}: add a row | `{name}` | formula | source | settings |"
                 f" to the table under 'Loss' of {ALGORITHMS_PAGE}"
             )
-    for name in {*rows, *LOSS_SETTINGS} - set(LOSSES):
+    for name in {*rows, *LOSS_KINDS} - set(LOSSES):
         yield f"loss {name!r} is documented or has settings, but is not in LOSSES of losses/policy_gradient.py"
 
 
@@ -159,11 +162,9 @@ def test_losses() -> None:
 
 def test_the_settings_of_losses() -> None:
     for name, (formula, *_, settings) in table(ALGORITHMS_PAGE, "loss", "settings").items():
-        assert settings == values_of(LOSS_SETTINGS[name]), (
-            f"{ALGORITHMS_PAGE}: the settings of {name}"
-        )
+        assert settings == values_of(bounds_of(name)), f"{ALGORITHMS_PAGE}: the settings of {name}"
         inherited = "the same, " if name == "dual_clip" else ""
-        own = [key for key in LOSS_SETTINGS[name] if not (inherited and key.startswith("clip_"))]
+        own = [key for key in bounds_of(name) if not (inherited and key.startswith("clip_"))]
         assert [key for key in own if key not in formula] == [], (
             f"{name}: a setting without a place in the formula"
         )
@@ -217,13 +218,13 @@ def test_presets() -> None:
     rows = table(ALGORITHMS_PAGE, "algorithm", "source")
     assert list(rows) == list(PRESETS)
     for name, (loss, level, aggregation, advantage, bounds, _) in rows.items():
-        values = defaults_of(name, PRESETS[name]["loss"])
+        values = keys_of(name, PRESETS[name]["loss"])
         whitened = ", whitened" if values.get("advantage_whiten") else ""
         assert loss == f"`{values['loss']}`"
         assert level == values.get("ratio_level", "–")
         assert aggregation == values["loss_aggregation"]
         assert advantage == (f"`{values['advantage']}`{whitened}" if "advantage" in values else "–")
-        assert bounds == values_of({key: values[key] for key in LOSS_SETTINGS[values["loss"]]})
+        assert bounds == values_of({key: values[key] for key in bounds_of(values["loss"])})
 
 
 def missing_of_advantages() -> Iterator[str]:

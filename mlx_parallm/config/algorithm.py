@@ -6,6 +6,7 @@ is an error. docs/algorithms.md has both tables.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -39,22 +40,84 @@ AlgorithmName = Literal[
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k3_ratio"]
 
+RatioLevel = Literal["token", "sequence", "sequence_token"]
+Aggregation = Literal["token", "sequence", "sequence_sum", "constant"]
 CLIP_RATIO = 0.2
-CLIP: dict[str, float | None] = {"clip_ratio": CLIP_RATIO, "clip_ratio_high": None}
-LOSS_SETTINGS: dict[str, dict[str, float | None]] = {
-    "clip": CLIP,
-    "dual_clip": {**CLIP, "dual_clip": 3.0},
-    "two_sided": {**CLIP, "ratio_delta": 4.0},
-    "cispo": {"clip_ratio": 1.0, "clip_ratio_high": 4.0},
-    "sapo": {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05},
-    "dppo": {"dppo_low": 0.2, "dppo_high": 0.2, "dppo_kl": 1e-3},
-    "reinforce": {},
-    "importance_sampling": {},
-}
-"""Losses (`losses.policy_gradient.LOSSES`), the keys that each reads, and their defaults."""
 
-# dppo compares probabilities of tokens, reinforce has no ratio
-WITHOUT_LEVEL = ("dppo", "reinforce")
+
+@dataclass(frozen=True)
+class CustomLoss:
+    """A function of the user's own: it reads none of these keys."""
+
+
+@dataclass(frozen=True)
+class Reinforce(CustomLoss):
+    loss_aggregation: Aggregation = "token"
+
+
+@dataclass(frozen=True)
+class Dppo(Reinforce):
+    dppo_low: float = 0.2
+    dppo_high: float = 0.2
+    dppo_kl: float = 1e-3
+
+
+@dataclass(frozen=True)
+class ImportanceSampling(Reinforce):
+    ratio_level: RatioLevel = "token"
+
+
+@dataclass(frozen=True)
+class Clip(ImportanceSampling):
+    clip_ratio: float = CLIP_RATIO
+    clip_ratio_high: float | None = None
+
+
+@dataclass(frozen=True)
+class DualClip(Clip):
+    dual_clip: float = 3.0
+
+
+@dataclass(frozen=True)
+class TwoSided(Clip):
+    ratio_delta: float = 4.0
+
+
+@dataclass(frozen=True)
+class Cispo(ImportanceSampling):
+    clip_ratio: float = 1.0
+    clip_ratio_high: float = 4.0
+
+
+@dataclass(frozen=True)
+class Sapo(ImportanceSampling):
+    sapo_tau_positive: float = 1.0
+    sapo_tau_negative: float = 1.05
+
+
+Loss = (
+    CustomLoss | Reinforce | ImportanceSampling | Clip | DualClip | TwoSided | Cispo | Sapo | Dppo
+)
+"""The keys that a loss reads, with their defaults. Without a field for it, a key is refused."""
+LOSSES: dict[str, type[Reinforce]] = {
+    "clip": Clip,
+    "dual_clip": DualClip,
+    "two_sided": TwoSided,
+    "cispo": Cispo,
+    "sapo": Sapo,
+    "dppo": Dppo,
+    "reinforce": Reinforce,
+    "importance_sampling": ImportanceSampling,
+}
+"""Losses (`losses.policy_gradient.LOSSES`) by their names."""
+
+
+def bounds_of(loss: str) -> dict[str, float | None]:
+    """Return a loss's own settings with their defaults."""
+    shared = ("loss_aggregation", "ratio_level")
+    return {key.name: key.default for key in fields(LOSSES[loss]) if key.name not in shared}
+
+
 COMPARING = ("std", "std_sample", "mean", "rloo")  # with the other answers to the prompt
 ADVANTAGES = (*COMPARING, "none")
 
@@ -97,17 +160,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Keys that each algorithm sets. Algorithms that learn from rows of a file ([data]) set, and
 read, none of them."""
 
-SETTINGS = tuple(dict.fromkeys(key for settings in LOSS_SETTINGS.values() for key in settings))
-PRESET_KEYS = (
-    "loss",
-    "ratio_level",
-    "loss_aggregation",
-    "advantage",
-    "advantage_whiten",
-    "credit",
-    "turn_gamma",
-    *SETTINGS,
-)
+ADVANTAGE = {"advantage": "std", "advantage_whiten": False, "credit": "episode", "turn_gamma": 1.0}
+BOUNDS = tuple(dict.fromkeys(key for loss in LOSSES for key in bounds_of(loss)))
+PRESET_KEYS = ("loss", "ratio_level", "loss_aggregation", *ADVANTAGE, *BOUNDS)
 
 
 class AlgorithmSection(Section):
@@ -120,10 +175,10 @@ class AlgorithmSection(Section):
     """"clip", "dual_clip", "two_sided", "cispo", "sapo", "dppo", "reinforce",
     "importance_sampling", or a loss of your own, "python:file.py:function"
     (docs/your_environment.md); default: the algorithm's."""
-    ratio_level: Literal["token", "sequence", "sequence_token"] | None = None
+    ratio_level: RatioLevel | None = None
     """A ratio for each token, or for each sequence (GSPO; "sequence_token": with each token's
     own gradient)."""
-    loss_aggregation: Literal["token", "sequence", "sequence_sum", "constant"] | None = None
+    loss_aggregation: Aggregation | None = None
     """Mean over tokens; over sequences of token means; of sums; of sums /
     atropos.max_token_length."""
     constant_length: int | None = Field(None, ge=1)
@@ -180,10 +235,16 @@ class AlgorithmSection(Section):
     """Sampled tokens at which the whole 1 is lost, e.g. the environment's max_tokens; needed
     with overlong_buffer."""
 
+    def loss_of(self, name: str | None = None) -> Loss:
+        """Return what the configured loss reads, or the loss of this name with the configured
+        settings."""
+        kind = LOSSES.get(name or self.loss or "", CustomLoss)
+        return kind(**{key.name: getattr(self, key.name) for key in fields(kind)})
+
     @field_validator("loss", "advantage")
     @classmethod
     def _exists(cls, value: str | None, info: Any) -> str | None:
-        builtin = tuple(LOSS_SETTINGS) if info.field_name == "loss" else ADVANTAGES
+        builtin = tuple(LOSSES) if info.field_name == "loss" else ADVANTAGES
         if value is not None and value not in builtin and not is_reference(value):
             choices = ", ".join(map(repr, builtin))
             raise ValueError(f'{value!r} is not one of {choices}, or "python:file.py:function"')
@@ -307,8 +368,7 @@ def with_preset(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return [rl_training] with the preset's values for missing keys.
 
     Raises ValueError: a key that the algorithm, or the loss, does not read. One with the preset's
-    own value is dropped
-    silently: the saved configuration of a run sets every key.
+    own value is dropped silently.
     """
     values = {
         key: value for key, value in data.items() if value is not None or key not in PRESET_KEYS
@@ -316,44 +376,31 @@ def with_preset(data: Mapping[str, Any]) -> dict[str, Any]:
     name = values.get("algorithm", "grpo")
     if name not in get_args(AlgorithmName):
         return values  # the field's validator raises
-    preset_loss = PRESETS.get(name, {}).get("loss")
-    loss = values.get("loss", preset_loss)
-    if loss is not None and not (
-        isinstance(loss, str) and (loss in LOSS_SETTINGS or is_reference(loss))
-    ):
+    usual = PRESETS.get(name, {}).get("loss")
+    loss = values.get("loss", usual)
+    if loss is not None and not (isinstance(loss, str) and (loss in LOSSES or is_reference(loss))):
         return values
-    read, preset = defaults_of(name, loss), defaults_of(name, preset_loss)
+    read, preset = keys_of(name, loss), keys_of(name, usual)
     unread = [key for key in PRESET_KEYS if key in values and key not in read]
     if wrong := [key for key in unread if values[key] != preset.get(key)]:
-        reader = f"algorithm = {name!r}" if loss == preset_loss or not read else f"loss = {loss!r}"
+        reader = f"algorithm = {name!r}" if loss == usual or not read else f"loss = {loss!r}"
         keys = ", ".join(key for key in read if key != "loss") or "none of these keys"
         raise ValueError(f"{wrong[0]} is set, but {reader} does not read it (it reads {keys})")
     return {key: value for key, value in (read | values).items() if key not in unread}
 
 
-def defaults_of(algorithm: str, loss: str | None) -> dict[str, Any]:
+def keys_of(algorithm: str, loss: str | None) -> dict[str, Any]:
     """Return the PRESET_KEYS that an algorithm reads with this loss, with their defaults."""
     if algorithm not in PRESETS:
         return {}
     preset = PRESETS[algorithm]
-    read = {"loss": preset["loss"]}
-    if "advantage" in preset:
-        read |= {
-            "advantage": preset["advantage"],
-            "advantage_whiten": preset.get("advantage_whiten", False),
-            "credit": "episode",
-            "turn_gamma": 1.0,
-        }
-    if loss is None or loss not in LOSS_SETTINGS:
-        return read  # a function of the user's own
-    read["loss_aggregation"] = preset["loss_aggregation"]
-    if loss not in WITHOUT_LEVEL:
-        read["ratio_level"] = preset.get("ratio_level", "token")
-    settings = LOSS_SETTINGS[loss]
-    # the preset's own, or one that adds to it
-    if settings.items() >= LOSS_SETTINGS[preset["loss"]].items():
-        settings = {key: preset.get(key, value) for key, value in settings.items()}
-    return read | settings
+    kind = LOSSES.get(loss or "", CustomLoss)
+    read: dict[str, Any] = {"loss": None} | (ADVANTAGE if "advantage" in preset else {})
+    read |= {key.name: key.default for key in fields(kind)}
+    # a preset's bounds are its own loss's, or those of a loss that adds to it
+    inherits = issubclass(kind, LOSSES[preset["loss"]])
+    values = {key: value for key, value in preset.items() if inherits or key not in BOUNDS}
+    return {key: values.get(key, value) for key, value in read.items()}
 
 
 def without_unread(training: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -373,14 +420,10 @@ def without_unread(training: Mapping[str, Any], overrides: Sequence[str]) -> dic
     loss = named.get("rl_training.loss", previous_loss)
     if loss == previous_loss:
         return dict(training)
-    then, now = defaults_of(before, previous_loss), defaults_of(before, loss)
-    means_the_same = {
-        key
-        for key, value in now.items()
-        if key not in SETTINGS or (key in then and then[key] == value)
-    }
+    then, now = keys_of(before, previous_loss), keys_of(before, loss)
     return {
         key: value
         for key, value in training.items()
-        if key not in PRESET_KEYS or key in means_the_same
+        if key not in PRESET_KEYS
+        or (key in now and (key not in BOUNDS or (key in then and then[key] == now[key])))
     }

@@ -7,7 +7,7 @@ corrected by one number.
 
 Each loss is a function of `Terms` and of its own settings, keys of [rl_training]. Ratio level,
 aggregation, KL, entropy and sampler correction are options of all of them. A new loss is a function
-here, a line in `LOSSES`, and its settings in `config.algorithm.LOSS_SETTINGS`.
+here, a line in `LOSSES`, and a class with its settings in `config/algorithm.py`.
 """
 
 from collections.abc import Callable

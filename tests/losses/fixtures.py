@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.algorithm import LOSS_SETTINGS
+from mlx_parallm.config.algorithm import bounds_of
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.losses.policy_gradient import LossOptions
 from mlx_parallm.losses.types import LossInputs
@@ -31,7 +31,7 @@ def rollout_logprobs(scale: float) -> np.ndarray:
 
 def options(loss: str = "clip", **settings: Any) -> LossOptions:
     """The configuration's for this loss, with other settings."""
-    bounds = {key: settings.pop(key) for key in LOSS_SETTINGS[loss] if key in settings}
+    bounds = {key: settings.pop(key) for key in bounds_of(loss) if key in settings}
     configured = loss_options(RLTrainingConfig(loss=loss))
     return replace(configured, token_loss=partial(configured.token_loss, **bounds), **settings)
 

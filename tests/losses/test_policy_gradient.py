@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.config.algorithm import LOSS_SETTINGS, WITHOUT_LEVEL
+from mlx_parallm.config.algorithm import bounds_of, keys_of
 from mlx_parallm.losses.kl import KL_ESTIMATORS, k3, token_kl
 from mlx_parallm.losses.policy_gradient import LOSSES, Terms, policy_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
@@ -23,7 +23,11 @@ COVERED = [loss for loss in LOSSES if loss in oracle.FORMULAS]
 COMBINATIONS = [
     (loss, level)
     for loss in COVERED
-    for level in (("token",) if loss in WITHOUT_LEVEL else ("token", "sequence", "sequence_token"))
+    for level in (
+        ("token", "sequence", "sequence_token")
+        if "ratio_level" in keys_of("grpo", loss)
+        else ("token",)
+    )
 ]
 
 
@@ -220,7 +224,8 @@ def test_on_policy_every_loss_learns_and_knows_good_from_bad(loss: str, level: s
     """At ratio 1 the gradient of each is that of -A · logprobs, up to a constant."""
     inputs = replace(fixtures.inputs(0.6), rollout_logprobs=mx.array(fixtures.NEW, mx.float32))
     _, gradient = value_and_grad(
-        made(loss, **({} if loss in WITHOUT_LEVEL else {"ratio_level": level})), inputs
+        made(loss, **({"ratio_level": level} if "ratio_level" in keys_of("grpo", loss) else {})),
+        inputs,
     )
     wanted = -fixtures.ADVANTAGES * fixtures.MASK / 20
     np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
@@ -302,7 +307,7 @@ def one_token(ratio: float, advantage: float, logprob: float = 0.0) -> LossInput
 def test_worked_tokens(
     loss: str, ratio: float, advantage: float, value: float, gradient: float, clipped: int | None
 ) -> None:
-    settings = DAPO if "clip_ratio" in LOSS_SETTINGS[loss] else {}
+    settings = DAPO if "clip_ratio" in bounds_of(loss) else {}
     inputs = one_token(ratio, advantage)
     got, slope = value_and_grad(made(loss, **settings), inputs)
     assert got == pytest.approx(value, abs=2e-6)

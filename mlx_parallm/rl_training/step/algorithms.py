@@ -10,7 +10,7 @@ the user's own  `rl_training.advantage` and `rl_training.loss` as functions: loa
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import cast
@@ -18,7 +18,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.algorithm import LOSS_SETTINGS, PRESETS, AlgorithmSection
+from mlx_parallm.config.algorithm import PRESETS, AlgorithmSection
 from mlx_parallm.config.data import (
     BETAS,
     ONLINE_DPO,
@@ -163,18 +163,18 @@ def loss_options(config: AlgorithmSection, loss: str | None = None) -> LossOptio
         loss: a key of `LOSSES` in place of the configured loss, with the configured settings.
     """
     name = loss or cast(str, config.loss)
-    settings = config.model_dump(include=set(LOSS_SETTINGS[name]))
-    if "clip_ratio_high" in settings and settings["clip_ratio_high"] is None:
-        settings["clip_ratio_high"] = config.clip_ratio
+    read = asdict(config.loss_of(name))
+    aggregation = read.pop("loss_aggregation") or "token"
+    level = read.pop("ratio_level", None) or "token"
+    if "clip_ratio_high" in read and read["clip_ratio_high"] is None:
+        read["clip_ratio_high"] = read["clip_ratio"]
     return LossOptions(
-        token_loss=partial(LOSSES[name], **settings),
-        ratio_level=config.ratio_level or "token",
-        aggregation=config.loss_aggregation or "token",
+        token_loss=partial(LOSSES[name], **read),
+        ratio_level=level,
+        aggregation=aggregation,
         kl_estimator=config.kl_estimator,
         entropy_weight=config.entropy_weight,
-        entropy_aggregation="token"
-        if config.entropy_aggregation == "token"
-        else config.loss_aggregation or "token",
+        entropy_aggregation="token" if config.entropy_aggregation == "token" else aggregation,
     )
 
 

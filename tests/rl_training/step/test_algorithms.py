@@ -1,7 +1,6 @@
 """Presets, what they fill in, what they refuse, and the batch-level step of REINFORCE++."""
 
 import inspect
-import json
 import math
 import re
 from dataclasses import replace
@@ -11,7 +10,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from mlx_parallm.config.algorithm import LOSS_SETTINGS, PRESETS, AlgorithmName
+from mlx_parallm.config.algorithm import LOSSES as LOSS_KINDS
+from mlx_parallm.config.algorithm import PRESETS, AlgorithmName, bounds_of
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.policy_gradient import LOSSES, policy_loss
@@ -46,8 +46,9 @@ def loss_value(**values: Any) -> float:
 
 def test_the_registries_and_the_configuration_name_the_same() -> None:
     assert set(ALGORITHMS) == set(get_args(AlgorithmName)) >= set(PRESETS)
-    assert list(LOSSES) == list(LOSS_SETTINGS)
-    for name, settings in LOSS_SETTINGS.items():
+    assert list(LOSSES) == list(LOSS_KINDS)
+    for name in LOSS_KINDS:
+        settings = bounds_of(name)
         asked = inspect.signature(LOSSES[name]).parameters.keys() - {"terms"}
         assert asked == set(settings)
         loss = policy_loss(fixtures.inputs(0.6), fixtures.options(name)).loss
@@ -211,32 +212,6 @@ def test_a_saved_configuration_says_everything_and_reads_back(tmp_path: Path) ->
     ).rl_training
     # an earlier version saved all
     assert (own.clip_ratio, own.loss_aggregation, own.advantage) == (None, None, "std")
-
-
-def test_a_run_of_an_earlier_version_with_a_loss_of_its_own_is_read(tmp_path: Path) -> None:
-    """That version saved, and ignored, what such a loss does not read; a file that says so today
-    is mistaken."""
-    ignored = {
-        "clip_ratio": 0.2,
-        "clip_ratio_high": 0.28,
-        "loss_aggregation": "sequence",
-        "advantage": "mean",
-    }
-    lines = [f"{key} = {json.dumps(value)}" for key, value in ignored.items()]
-    (tmp_path / "config.toml").write_text(
-        "\n".join(["[rl_training]", 'loss = "python:mine.py:f"', *lines])
-    )
-    with pytest.raises(ConfigError, match="loss_aggregation is set, but loss = 'python:"):
-        load_config(tmp_path / "config.toml")
-    training = load_config(tmp_path / "config.toml", saved=True).rl_training
-    assert training.loss is not None and training.loss.endswith("mine.py:f")
-    assert (training.clip_ratio_high, training.loss_aggregation, training.advantage) == (
-        None,
-        None,
-        "mean",
-    )
-    again = load_config(tmp_path / "config.toml", ["rl_training.loss=clip"], saved=True).rl_training
-    assert (again.clip_ratio, again.clip_ratio_high, again.advantage) == (0.2, None, "mean")
 
 
 def test_naming_another_loss_on_the_command_line_takes_its_bounds(tmp_path: Path) -> None:
