@@ -39,7 +39,7 @@ from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.lora import trainer_lora_layers
 from mlx_parallm.models.support import layer_without_gradient
 from mlx_parallm.rl_training.factory import build_policy
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.plan.preflight import PlannedRun, room_for_evaluations
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.memory import Lengths
@@ -153,9 +153,7 @@ def subject_of(config: Config) -> Iterator[Subject]:
         weight_bytes = bytes_a_token(loaded)
         training = config.rl_training
         policy, untrainable = _trainable(
-            lambda: build_policy(
-                loaded, training_options(training).policy, make_algorithm(training)
-            )
+            lambda: build_policy(loaded, training, make_algorithm(training))
         )
         weights = SharedWeights(loaded.model, policy=POLICY, keep_versions=1)
         adapters = {POLICY: policy.adapter()} if policy else {}
@@ -535,7 +533,7 @@ def engine_is_trainer(subject: Subject) -> list[ContractResult]:
     training = subject.config.rl_training.model_copy(
         update={"batch_size": count, "update_epochs": 1, "distillation": DistillationConfig()}
     )
-    trainer = Trainer(subject.policy, training_options(training).trainer, make_algorithm(training))
+    trainer = Trainer(subject.policy, training, make_algorithm(training))
     group = RolloutGroup("contracts", "contracts", rollouts)
     metrics = trainer.train_step(TrainBatch(1, (group,), sequences, BatchStatistics())).metrics
     largest, mean = metrics["logprob_diff_max"], metrics["logprob_diff_mean"]

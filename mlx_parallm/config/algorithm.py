@@ -112,7 +112,7 @@ LOSSES: dict[str, type[Reinforce]] = {
 """Losses (`losses.policy_gradient.LOSSES`) by their names."""
 
 
-def bounds_of(loss: str) -> dict[str, float | None]:
+def bounds_of(loss: str) -> dict[str, Any]:
     """Return a loss's own settings with their defaults."""
     shared = ("loss_aggregation", "ratio_level")
     return {key.name: key.default for key in fields(LOSSES[loss]) if key.name not in shared}

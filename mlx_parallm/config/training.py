@@ -18,6 +18,7 @@ from mlx_parallm.config.data import (
     NOT_OF_PREFERENCES,
     ONLINE_KTO,
     PREFER_SAMPLED,
+    REWARD_MODEL,
     PreferenceConfig,
 )
 from mlx_parallm.config.distillation import DistillationConfig
@@ -122,6 +123,11 @@ class LoraConfig(Section):
         if "r" in data and "init_r" in data:
             raise ValueError("AdaLoRA reads init_r and not r: set one of them")
         return {PEFT_NAMES.get(name, name): value for name, value in data.items()}
+
+    @property
+    def allocation(self) -> AdaLoraConfig | None:
+        """How ranks are given to layers; None: they stay."""
+        return self.adalora if self.enabled and self.use_adalora else None
 
     @property
     def scale(self) -> float:
@@ -383,6 +389,23 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         if "total_steps" in self.model_fields_set:
             return self.total_steps
         return math.ceil(rows / self.batch_size)
+
+    @property
+    def learns_from_rows(self) -> bool:
+        """Whether the algorithm learns from rows of a file: nothing is sampled."""
+        return self.algorithm in DATA_ALGORITHMS
+
+    @property
+    def head_learning_rate(self) -> float:
+        """Peak learning rate of the value head, or of a reward model's scalar head."""
+        if self.algorithm == REWARD_MODEL:
+            return self.preference.head_learning_rate
+        return self.ppo.value_learning_rate
+
+    @property
+    def loss_length(self) -> int:
+        """The length that loss_aggregation = "constant" divides by."""
+        return self.constant_length or self.atropos.max_token_length
 
     @property
     def eval_limits(self) -> tuple[int, int | None]:

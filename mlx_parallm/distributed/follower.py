@@ -27,7 +27,7 @@ from mlx_parallm.models.loading import check_model, resolve_model_path
 from mlx_parallm.models.scoring.reward_model import load_shared_scorers
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.factory import build_trainer
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.publish.weight_updater import publish
 from mlx_parallm.rl_training.run.running import END_S
 from mlx_parallm.rl_training.run.serving import PolicyServer, open_serving
@@ -122,7 +122,7 @@ class Follower:
         training, turns = self._config.rl_training, self._serving.turns
         self._trainer = build_trainer(
             self._loaded,
-            training_options(training),
+            training,
             make_algorithm(training),
             ranks=self._ranks,
             between_blocks=turns.after_evaluation,

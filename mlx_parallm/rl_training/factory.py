@@ -1,7 +1,7 @@
 """Assemble the trainer and the rollout buffer of a run. Train, dry run, replay, library, contracts
 and the other ranks all use this.
 
-    loaded base ──► build_policy ──► Trainer, the optimizer's owner ◄── Algorithm, TrainingOptions
+    loaded base ──► build_policy ──► Trainer, the optimizer's owner ◄── Algorithm, [rl_training]
                     └──────────────── build_trainer: all of it ──────────────┘
     groups of the store ──► build_buffer ──► batches of that trainer
 """
@@ -14,19 +14,20 @@ import mlx.nn as nn
 
 from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.loading import LoadedModel, load_tokenizer
 from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.options import TrainingOptions
+from mlx_parallm.rl_training.options import configured_shaping
 from mlx_parallm.rl_training.rollout_buffer import GroupStore, Minimum, RolloutBuffer
 from mlx_parallm.rl_training.step.algorithms import Algorithm, shaping_of
 from mlx_parallm.rl_training.step.images import StepImages
-from mlx_parallm.rl_training.step.policy import PolicyOptions, TrainedPolicy
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
-from mlx_parallm.rl_training.step.teaching import TeacherOptions, TeacherSignal
+from mlx_parallm.rl_training.step.teaching import TeacherSignal
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.types import RolloutGroup
@@ -34,7 +35,7 @@ from mlx_parallm.types import RolloutGroup
 
 def build_policy(
     loaded: LoadedModel,
-    options: PolicyOptions,
+    training: RLTrainingConfig,
     algorithm: Algorithm,
     *,
     initial_adapter: Mapping[str, LoraPair] | None = None,
@@ -55,7 +56,7 @@ def build_policy(
     """
     return TrainedPolicy(
         copy.deepcopy(loaded.model),
-        options,
+        training,
         source=loaded.path,
         model_config=loaded.config,
         base=loaded.name,
@@ -70,9 +71,10 @@ def build_policy(
 
 def build_trainer(
     loaded: LoadedModel,
-    options: TrainingOptions,
+    training: RLTrainingConfig,
     algorithm: Algorithm,
     *,
+    eval_bytes: int | None = None,
     initial_adapter: Mapping[str, LoraPair] | None = None,
     between_blocks: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
@@ -83,11 +85,11 @@ def build_trainer(
 
     Args:
         initial_adapter, kv_bits, watches_experts: as in `build_policy`.
-        between_blocks, ranks: as in `Trainer`.
+        eval_bytes, between_blocks, ranks: as in `Trainer`.
     """
     policy = build_policy(
         loaded,
-        options.policy,
+        training,
         algorithm,
         initial_adapter=initial_adapter,
         kv_bits=kv_bits,
@@ -95,8 +97,9 @@ def build_trainer(
     )
     return Trainer(
         policy,
-        options.trainer,
+        training,
         algorithm,
+        eval_bytes=eval_bytes,
         between_blocks=between_blocks,
         ranks=ranks,
         images=step_images(loaded, policy.model, policy.slots, between_blocks),
@@ -133,7 +136,7 @@ class TeacherContext:
 
     model: ModelConfig
     trainer: Trainer
-    options: TeacherOptions
+    training: RLTrainingConfig
     vocab_size: int
     tokenizer: Callable[[], Tokenizer]
     between_blocks: Callable[[], None] = lambda: None
@@ -142,7 +145,7 @@ class TeacherContext:
 
 def build_teachers(
     trainer: Trainer,
-    options: TeacherOptions,
+    training: RLTrainingConfig,
     model: ModelConfig,
     loaded: LoadedModel,
     *,
@@ -151,7 +154,7 @@ def build_teachers(
     """Give the trainer its teachers, if the configuration names some, before a checkpoint is
     resumed. Raises ConfigError: nothing here can build them, or one does not fit the policy;
     ModelError."""
-    if not options.distillation.active:
+    if not training.distillation.active:
         return None
     makers = [imported(leaf.teachers) for leaf in leaves() if leaf.teachers is not None]
     if not makers:
@@ -159,7 +162,7 @@ def build_teachers(
     context = TeacherContext(
         model,
         trainer,
-        options,
+        training,
         loaded.vocab_size,
         lambda: load_tokenizer(loaded.path, model),
         between_blocks,
@@ -173,7 +176,7 @@ def build_buffer(
     store: GroupStore,
     versions: VersionSteps,
     trainer: Trainer,
-    options: TrainingOptions,
+    training: RLTrainingConfig,
     *,
     group_sizes: Sequence[int] = (),
     request_groups: Callable[[int], None] | None = None,
@@ -186,12 +189,12 @@ def build_buffer(
         store,
         versions,
         trainer.algorithm.advantages,
-        options.buffer,
+        training,
         group_sizes=group_sizes,
         request_groups=request_groups,
         minimums=minimums,
         is_mismatched=is_mismatched,
-        shaping=shaping_of(trainer.algorithm, options.shaping),
+        shaping=shaping_of(trainer.algorithm, configured_shaping(training)),
         pairs=trainer.algorithm.pairs,
         singles=trainer.algorithm.singles,
         taught=lambda group: trainer.teachers is not None and trainer.teachers.teaches(group),

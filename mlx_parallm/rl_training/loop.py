@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.environments.base import Learner
 from mlx_parallm.errors import CheckpointError, ParallmError
 from mlx_parallm.models.sums import raise_stored_faults
@@ -67,20 +68,10 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class LoopOptions:
-    """How far a run goes, and when it saves. `options.training_options` builds it."""
-
-    total_steps: int
-    max_staleness: int
-    checkpoint_interval: int
-    deterministic: bool
-
-
-@dataclass(frozen=True)
 class Parts:
     """The parts of a run; `run/assembly.py` makes them."""
 
-    options: LoopOptions
+    training: RLTrainingConfig
     trainer: Trainer
     buffer: Batches
     versions: VersionSteps
@@ -136,10 +127,10 @@ class TrainingLoop:
         events: RunEvents | None = None,
         state: TrainerState | None = None,
     ) -> None:
-        self._parts, self._options = parts, parts.options
+        self._parts, self._training = parts, parts.training
         self._control, self._events = control or RunControl(), events or RunEvents()
         self._step = state.step if state else 0
-        self._last = self._options.total_steps
+        self._last = self._training.total_steps
         self._in_progress = state.in_progress if state else None
         parts.trainer.restore(state.trainer if state else {})
         parts.updater.begin()
@@ -157,7 +148,7 @@ class TrainingLoop:
         for change in self._changes:
             if change["step"] == self._step:
                 self._changed |= {key: now for key, (_, now) in change["settings"].items()}
-        self._sources_after_step = self._sources_now() if self._options.deterministic else None
+        self._sources_after_step = self._sources_now() if self._training.deterministic else None
 
     @property
     def step(self) -> int:
@@ -168,7 +159,7 @@ class TrainingLoop:
         """Train up to step `until` (default: total_steps) or a stop request, and save. May be
         called again for later steps. Raises CheckpointError: the disk. EnvironmentFailedError:
         the sources."""
-        self._last = until or self._options.total_steps
+        self._last = until or self._training.total_steps
         while self._step < self._last:
             step = self._step + 1
             work, self._in_progress = self._in_progress, None
@@ -185,7 +176,7 @@ class TrainingLoop:
             if batch is None:
                 return self._stop(None)
             time_rollout_s = (work.time_rollout_s if work else 0.0) + time.perf_counter() - waited
-            self._request_ahead(step + 1, 1 + self._options.max_staleness)
+            self._request_ahead(step + 1, 1 + self._training.max_staleness)
             self._events.emit(BatchReady(batch))
             with self._events.span("train", step):
                 result = self._train(batch, work)
@@ -215,7 +206,7 @@ class TrainingLoop:
             if self._young_enough(step):
                 if not requested:
                     self._parts.buffer.request(step)
-                    self._request_ahead(step, self._options.max_staleness)
+                    self._request_ahead(step, self._training.max_staleness)
                 requested = True
                 batch_or_none = self._parts.buffer.collect(
                     step, timeout_s=self._control.wait_turn_s
@@ -258,7 +249,7 @@ class TrainingLoop:
         """Whether groups sampled by the served weights are within max_staleness when `step` is
         trained."""
         _, steps = self._parts.versions.newest
-        return step - 1 - steps <= self._options.max_staleness
+        return step - 1 - steps <= self._training.max_staleness
 
     def _train(self, batch: TrainBatch, work: StepInProgress | None) -> StepResult:
         # the report of the run counts them
@@ -317,7 +308,7 @@ class TrainingLoop:
         self._events.emit(StepFinished(self._line, batch, self._parts.trainer.step_tokens))
         self._keep_proved()
         wanted = self._control.after_step(self._line)
-        if not last and (wanted or batch.step % self._options.checkpoint_interval == 0):
+        if not last and (wanted or batch.step % self._training.checkpoint_interval == 0):
             self._save(None)
 
     def _learn_beside(self, batch: TrainBatch) -> dict[str, Any]:
@@ -326,7 +317,7 @@ class TrainingLoop:
         numbers: dict[str, Any] = {}
         for name, learner in self._parts.learners.items():
             groups = [group for group in batch.groups if group.environment == name]
-            numbers |= learner.learn(batch.step, groups, self._options.total_steps)
+            numbers |= learner.learn(batch.step, groups, self._training.total_steps)
         return numbers
 
     def _metrics(

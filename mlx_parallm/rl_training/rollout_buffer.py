@@ -27,10 +27,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import (
     PLAIN,
@@ -92,25 +93,6 @@ class Minimum:
     group_size: int
 
 
-@dataclass(frozen=True)
-class BufferOptions:
-    """Which groups a step takes. `options.training_options` builds it.
-
-    Attributes:
-        batch_size: sequences of a step.
-        max_oversampling: in units of `batch_size`; 0 = no bound.
-    """
-
-    batch_size: int
-    sampling: Literal["fifo", "uniform", "priority"]
-    max_staleness: int
-    dynamic_sampling: bool
-    max_oversampling: float
-    max_empty_rounds: int
-    deterministic: bool
-    seed: int
-
-
 class RolloutBuffer:
     """One thread's. `collect` of a step is called until it gives a batch, then for the next step.
 
@@ -137,7 +119,7 @@ class RolloutBuffer:
         store: GroupStore,
         versions: VersionSteps,
         estimate: Estimator,
-        options: BufferOptions,
+        training: RLTrainingConfig,
         *,
         group_sizes: Sequence[int] = (),
         request_groups: Callable[[int], None] | None = None,
@@ -149,7 +131,7 @@ class RolloutBuffer:
         taught: Callable[[RolloutGroup], bool] = lambda group: False,
         dataset_completion: Callable[[RolloutGroup], Rollout | None] = lambda group: None,
     ) -> None:
-        self._target = options.batch_size
+        self._target = training.atropos.rollout_batch_size
         if group_sizes and not fillable_up_to(self._target, set(group_sizes))[-1]:
             sizes = ", ".join(map(str, sorted(set(group_sizes))))
             raise ConfigError(
@@ -161,11 +143,11 @@ class RolloutBuffer:
         self._mean_size = sum(group_sizes) / len(group_sizes) if group_sizes else 1.0
         self._request_groups, self._read_minimums = request_groups, minimums
         self._minimums: Mapping[str, Minimum] = {}
-        self._sampling, self._max_staleness = options.sampling, options.max_staleness
-        self._max_empty_rounds = options.max_empty_rounds
-        self._deterministic, self._seed = options.deterministic, options.seed
-        self._dynamic = options.dynamic_sampling
-        self._max_oversampling = options.max_oversampling or math.inf
+        self._sampling, self._max_staleness = training.buffer_sampling, training.max_staleness
+        self._max_empty_rounds = training.max_empty_rounds
+        self._deterministic, self._seed = training.deterministic, training.seed
+        self._dynamic = training.dynamic_sampling
+        self._max_oversampling = training.max_oversampling or math.inf
         self._is_mismatched, self._shaping = is_mismatched, shaping
         self._pairs = pairs
         self._nothing = NO_PAIR if pairs else NO_LABEL if singles else NO_VARIANCE

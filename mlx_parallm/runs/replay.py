@@ -29,7 +29,7 @@ from mlx_parallm.models.loading import LoadedModel, check_model, load_model
 from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, restore_random_state
 from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_trainer
 from mlx_parallm.rl_training.initial_adapter import initial_adapter
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -147,7 +147,6 @@ class _Player:
         store: RolloutStore,
     ) -> None:
         self._config, training = config, config.rl_training
-        options = training_options(training)
         initial = (
             None
             if checkpoint
@@ -155,12 +154,12 @@ class _Player:
         )
         self._trainer = build_trainer(
             loaded,
-            options,
+            training,
             make_algorithm(training),
             initial_adapter=initial,
             kv_bits=config.server.kv_bits,
         )
-        build_teachers(self._trainer, options.teachers, config.model, loaded)
+        build_teachers(self._trainer, training, config.model, loaded)
         self._policy = self._trainer.policy
         versions = VersionSteps()
         if checkpoint is not None:
@@ -174,7 +173,7 @@ class _Player:
             self._trainer.restore(state.trainer)
             restore_random_state(state.random_state, checkpoint)
         self._store = store
-        self._buffer = build_buffer(_Stored(store), versions, self._trainer, options)
+        self._buffer = build_buffer(_Stored(store), versions, self._trainer, training)
 
     def play(
         self,

@@ -366,11 +366,11 @@ class Answers:
             if is_reference(training.loss or ""):
                 training = training.model_copy(update={"loss": "reinforce"})
             # here: it loads MLX
-            from mlx_parallm.rl_training.options import make_algorithm, training_options
+            from mlx_parallm.rl_training.options import configured_shaping, make_algorithm
             from mlx_parallm.rl_training.step.algorithms import shaping_of
 
             algorithm = make_algorithm(training)
-            configured = training_options(training).shaping
+            configured = configured_shaping(training)
             return algorithm.advantages, shaping_of(algorithm, configured)
         # no configuration, or a function of the user's that is not here any more
         except ConfigError as error:

@@ -30,7 +30,7 @@ import numpy as np
 
 from mlx_parallm.cli.contracts import Subject, sampled, subject_of
 from mlx_parallm.config.load import load_config
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.prepare import (
     MISMATCH_BOUND,
     expected_mismatch,
@@ -127,7 +127,7 @@ def measure(path: str, dtype: str, *, quantize: bool) -> dict[str, Any]:
 def apart(subject: Subject) -> dict[str, Any]:
     assert subject.policy is not None, subject.untrainable
     rollouts, training = sampled(subject, SEQUENCES), subject.config.rl_training
-    options = training_options(training).trainer
+    options = training
     logprobs = np.concatenate(
         Trainer(subject.policy, options, make_algorithm(training)).logprobs(rollouts)
     )

@@ -48,8 +48,8 @@ from mlx_parallm.cli.dataset_config import dataset_toml
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.models.loading import load_tokenizer, read_config
-from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.plan.preflight import PlannedRun
+from mlx_parallm.rl_training.step.optimizer import learning_rate_at
 from mlx_parallm.system.files import is_directory
 from mlx_parallm.system.hardware import usable_cores
 from scripts.bench import real_model_learning as learning
@@ -240,7 +240,6 @@ def make_plan(config: Config, reward: str) -> dict[str, Any]:
     prompts = training.batch_size // group
     every = config.evaluation.every
     clip = training.clip_ratio or 0.0
-    rates = training_options(training).trainer.learning_rates
     return {
         "model": config.model.base_path,
         "dtype": config.model.dtype,
@@ -257,7 +256,7 @@ def make_plan(config: Config, reward: str) -> dict[str, Any]:
         "clip": [clip, clip if training.clip_ratio_high is None else training.clip_ratio_high],
         **{"kl_beta": training.kl_beta, "mask_truncated": training.mask_truncated},
         "learning_rate": training.learning_rate,
-        "learning_rates": [rates.at(step) for step in range(1, steps + 1)],
+        "learning_rates": [learning_rate_at(step, training) for step in range(1, steps + 1)],
         **{"betas": [training.adam_beta1, training.adam_beta2], "adam_eps": training.adam_eps},
         **{"weight_decay": training.weight_decay, "max_grad_norm": training.max_grad_norm},
         "lora": {key: getattr(training.lora, key) for key in ("rank", "alpha", "use_rslora")},

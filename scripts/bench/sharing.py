@@ -34,7 +34,7 @@ from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.daemon import Serving
 from mlx_parallm.losses.advantages import group_advantages, token_advantages
 from mlx_parallm.models.threads import mlx_thread
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -178,17 +178,17 @@ def run_case(
 def start(serving: Serving, config: Config) -> tuple[Trainer, SharedWeights]:
     serving.listen()
     loaded = serving.load()
-    options = training_options(config.rl_training)
+    options = config.rl_training
     policy = TrainedPolicy(
         copy.deepcopy(loaded.model),
-        options.policy,
+        options,
         source=loaded.path,
         model_config=loaded.config,
     )
     weights = SharedWeights(loaded.model, policy="policy", keep_versions=1)
     serving.open(loaded, weights, adapters={"policy": policy.adapter()}, main_adapter="policy")
     algorithm, between = make_algorithm(config.rl_training), serving.turns.after_evaluation
-    return Trainer(policy, options.trainer, algorithm, between_blocks=between), weights
+    return Trainer(policy, options, algorithm, between_blocks=between), weights
 
 
 def ask(serving: Serving, requests: int) -> Report:

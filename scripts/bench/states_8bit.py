@@ -18,7 +18,6 @@ import mlx_parallm  # the fast BLAS comes before MLX
 import mlx.core as mx
 
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 
 assert mlx_parallm.__version__
@@ -43,7 +42,7 @@ class Slots:
 
 def optimizer(slots: Slots, kind: str, **values: Any) -> PolicyOptimizer:
     keys = {"optimizer": kind, **values}
-    options = training_options(RLTrainingConfig.model_validate(keys)).trainer.optimizer
+    options = RLTrainingConfig.model_validate(keys)
     return PolicyOptimizer(slots, options)  # type: ignore[arg-type]
 
 

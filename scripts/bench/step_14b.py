@@ -36,7 +36,7 @@ from rich.table import Table
 from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.daemon import Serving
 from mlx_parallm.models.loading import read_config
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.memory import Lengths
@@ -182,14 +182,14 @@ def step(config: Config, phases: Phases, prompt: int, completion: int) -> dict[s
             loaded = serving.load(quantize=True)
         algorithm = make_algorithm(config.rl_training)
         with phases.phase("adapter, optimizer, checks"):
-            options = training_options(config.rl_training)
+            options = config.rl_training
             policy = TrainedPolicy(
                 copy.deepcopy(loaded.model),
-                options.policy,
+                options,
                 source=loaded.path,
                 model_config=loaded.config,
             )
-            trainer = Trainer(policy, options.trainer, algorithm)
+            trainer = Trainer(policy, options, algorithm)
         weights = SharedWeights(
             loaded.model, policy=POLICY, keep_versions=config.server.keep_versions
         )

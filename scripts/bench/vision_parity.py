@@ -257,12 +257,12 @@ class Ours:
     def gradients(self) -> dict[str, np.ndarray]:
         """Those of all trained arrays, by name, as the trainer computes them."""
         from mlx_parallm.rl_training.factory import build_trainer
-        from mlx_parallm.rl_training.options import make_algorithm, training_options
+        from mlx_parallm.rl_training.options import make_algorithm
         from mlx_parallm.rl_training.step.batch import TrainSequence
         from mlx_parallm.types import Rollout
 
         training = self.config.rl_training
-        trainer = build_trainer(self.loaded, training_options(training), make_algorithm(training))
+        trainer = build_trainer(self.loaded, training, make_algorithm(training))
         sequences, trained = [], 0
         for number, row in enumerate(self.rows, 1):
             mask = [

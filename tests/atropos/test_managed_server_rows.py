@@ -11,7 +11,7 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.faces.atropos.wire import from_scored_data
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.rl_training.group_fit import LogprobMismatchCheck
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.checks import check_group
@@ -38,11 +38,9 @@ def test_every_sampled_token_is_trained_on_with_the_log_probability_of_its_conte
     assert "".join(map(str, completion.mask)) == "0" * 17 + "111"
     assert chat.logprobs[first + 1] == 0.0
     config = make_config()
-    options = training_options(config)
-    policy = TrainedPolicy(
-        loaded.model, options.policy, source=loaded.path, model_config=loaded.config
-    )
-    trainer = Trainer(policy, options.trainer, make_algorithm(config))
+    options = config
+    policy = TrainedPolicy(loaded.model, options, source=loaded.path, model_config=loaded.config)
+    trainer = Trainer(policy, options, make_algorithm(config))
     assert LogprobMismatchCheck(trainer).distance(group.rollouts) < 1e-4
     own, _ = trainer.logprobs(group.rollouts)
     np.testing.assert_allclose(own[-1], chat.logprobs[-1], atol=1e-4)

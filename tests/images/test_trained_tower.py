@@ -28,7 +28,7 @@ from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import prepare_for_serving
 from mlx_parallm.models.mlx_lm_api import save_model
 from mlx_parallm.rl_training.factory import build_trainer
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.publish.weight_updater import publish
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch
@@ -124,7 +124,7 @@ def built(encoder: SeeingEncoder, **settings: Any) -> tuple[LoadedModel, Trainer
     loaded = LoadedModel(model, config, Path(), 512, images=ImageParts(over, Reader()))  # type: ignore[arg-type]
     values = {"algorithm": "sft", "lora": LORA, "learning_rate": 0.05}
     training = RLTrainingConfig.model_validate(values | {"warmup_steps": 0} | settings)
-    return loaded, build_trainer(loaded, training_options(training), make_algorithm(training))
+    return loaded, build_trainer(loaded, training, make_algorithm(training))
 
 
 def sequence(*parts: Any, answer: tuple[int, ...]) -> TrainSequence:

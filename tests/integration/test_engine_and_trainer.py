@@ -15,7 +15,7 @@ from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.models.lora import adapter_layers, prepare_for_serving, trainer_lora_layers
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -60,7 +60,7 @@ def agree(blocks_per_eval: int, kind: str, by_tokens: bool) -> None:
     training = parse_config({"rl_training": values | {"lora": lora_keys}}).rl_training
     policy = TrainedPolicy(
         copy.deepcopy(loaded.model),
-        training_options(training).policy,
+        training,
         source=loaded.path,
         model_config=loaded.config,
     )
@@ -72,7 +72,7 @@ def agree(blocks_per_eval: int, kind: str, by_tokens: bool) -> None:
         if kind == "use_dora":
             layer.m = layer.m * (1.0 + 0.1 * mx.random.normal(layer.m.shape))
     mx.eval(policy.model.parameters())
-    trainer = Trainer(policy, training_options(training).trainer, make_algorithm(training))
+    trainer = Trainer(policy, training, make_algorithm(training))
 
     weights = SharedWeights(loaded.model, policy="policy", keep_versions=1)
     weights.add_adapter("policy", adapter_layers(policy.model))

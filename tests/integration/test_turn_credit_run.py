@@ -7,7 +7,7 @@ import pytest
 
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.losses.advantages import token_advantages
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import configured_shaping, make_algorithm
 from mlx_parallm.rl_training.step.algorithms import shaping_of
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.runs.run import Run
@@ -83,7 +83,7 @@ def test_three_turns_with_credit_for_each(tmp_path: Path) -> None:
     assert all(line["tokens"] > 0 and line["grad_norm"] > 0 for line in lines)
     training = Run(tmp_path / "run").load_config().rl_training
     algorithm = make_algorithm(training)
-    shaping = shaping_of(algorithm, training_options(training).shaping)
+    shaping = shaping_of(algorithm, configured_shaping(training))
     assert shaping.turn_gamma == 0.9
     with closing(RolloutStore(tmp_path / "run" / "rollouts.sqlite")) as store:
         groups = store.groups(sorted(store.known_ids()))

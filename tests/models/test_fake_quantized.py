@@ -17,7 +17,6 @@ from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from mlx_parallm.models.quantize import quantize_layers
 from mlx_parallm.models.support import stored_dtype
-from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from tests.export.llama import write
@@ -106,7 +105,7 @@ def policy_of(directory: Path, dtype: str = "float32", **lora: Any) -> tuple[Tra
     config = make_config(algorithm="sft", lora=lora)
     policy = TrainedPolicy(
         loaded.model,
-        training_options(config).policy,
+        config,
         source=loaded.path,
         model_config=read_config(directory),
     )
@@ -258,7 +257,7 @@ def test_a_quantised_base_is_refused() -> None:
     quantize_layers(model)
     assert make_config(algorithm="online_dpo", lora={"qat_bits": 4}).lora.qat_bits == 4
     config = make_config(algorithm="sft", lora={"qat_bits": 4})
-    options = training_options(config).policy
+    options = config
     with pytest.raises(ConfigError, match="name the checkpoint that it was made from"):
         TrainedPolicy(model, options, source=Path(), model_config={"model_type": "qwen3"})
 

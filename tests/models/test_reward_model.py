@@ -26,7 +26,7 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import encode_all
 from mlx_parallm.rl_training.factory import build_trainer
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.trainer import Trainer
 
 ROWS = [
@@ -50,9 +50,7 @@ def save(
 ) -> tuple[Trainer, LoadedModel, RewardModelCard]:
     """A reward model with a head and an adapter that say something, as a checkpoint has it."""
     loaded = load_model(config.model)
-    trainer = build_trainer(
-        loaded, training_options(config.rl_training), make_algorithm(config.rl_training)
-    )
+    trainer = build_trainer(loaded, config.rl_training, make_algorithm(config.rl_training))
     mx.random.seed(3)
     head = value_head_of(trainer.policy.model)
     assert head is not None

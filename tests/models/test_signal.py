@@ -7,12 +7,13 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map
 
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import DeviceFaultError
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.layouts.layout import TokenBatch
 from mlx_parallm.models.sums import PassProof, evaluated, has_signal
 from mlx_parallm.rl_training.step.gradient_proof import GradientProof
-from mlx_parallm.rl_training.step.optimizer import OptimizerOptions, make_groups
+from mlx_parallm.rl_training.step.optimizer import make_groups
 from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.weights import WeightsProof
 from tests.rl_training.step.test_blockwise import with_lora
@@ -61,7 +62,7 @@ def test_weights_that_become_zeros_are_computed_again() -> None:
 
 @pytest.mark.parametrize("kind", ["lion", "lion_8bit"])
 def test_steps_of_one_length_may_lead_back_to_zero(kind: str) -> None:
-    options = OptimizerOptions(kind, 1e-5, (0.9, 0.99), 1e-8, 0, False, 0, 1, 1, None, 10)
+    options = RLTrainingConfig(optimizer=kind, learning_rate=1e-5, total_steps=10)
     (group,) = make_groups(["layer.lora_b"], [mx.zeros((256, 64))], options)
     proof, zeros = WeightsProof(), list[int]()
     for step in range(3):
@@ -74,7 +75,7 @@ def test_steps_of_one_length_may_lead_back_to_zero(kind: str) -> None:
 
 
 def test_masters_that_lose_a_part_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = OptimizerOptions("adamw", 1e-5, (0.9, 0.99), 1e-8, 0, False, 0, 1, 1, None, 10)
+    options = RLTrainingConfig(learning_rate=1e-5, total_steps=10)
     (group,) = make_groups(["layer.weight"], [mx.ones((64, 64))], options)
     real, seen = mx.eval, list[int]()
 

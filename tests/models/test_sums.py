@@ -8,9 +8,9 @@ import pytest
 from mlx_parallm.models import sums
 from mlx_parallm.models.logprobs import token_logprobs, token_logprobs_and_entropy
 from mlx_parallm.models.sums import logsumexp, row_sums, total
-from mlx_parallm.rl_training.step.optimizer import ParameterGroup
+from mlx_parallm.rl_training.step.optimizer import ParameterGroup, make_optimizer
 from mlx_parallm.system.device.traits import adds_in_order, on_cpu
-from tests.rl_training.making import make_config, optimizer_options
+from tests.rl_training.making import make_config
 
 RNG = np.random.default_rng(0)
 
@@ -23,7 +23,7 @@ def test_the_sum_of_squares_of_a_large_gradient(size: int) -> None:
     exact = np.square(values.astype(np.float64)).sum()
     assert total(mx.square(mx.array(values))).item() == pytest.approx(exact, rel=2e-6)
     group = ParameterGroup(
-        optimizer_options(make_config()).make("adamw", 0.0),
+        make_optimizer("adamw", 0.0, make_config()),
         "adamw",
         1.0,
         [0],

@@ -19,7 +19,7 @@ from mlx_parallm.rl_training.events import (
 )
 from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.publish.rollback import RollbackService
 from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -106,10 +106,10 @@ def open_run(
         **{"batch": 16, "total_steps": 6, "checkpoint_interval": 2, "max_staleness": 0} | values
     )
     store = RolloutStore(directory / "rollouts.sqlite")
-    options, algorithm = training_options(config), make_algorithm(config)
+    options, algorithm = config, make_algorithm(config)
     if poison is not None:
         algorithm = replace(algorithm, loss=poison(algorithm.loss))
-    trainer = Trainer(make_policy(config), options.trainer, algorithm)
+    trainer = Trainer(make_policy(config), options, algorithm)
     checkpoint = None
     if resume:
         place = directory if resume is True else directory / resume

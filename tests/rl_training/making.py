@@ -8,9 +8,9 @@ import numpy as np
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.algorithms import Algorithm
-from mlx_parallm.rl_training.step.optimizer import OptimizerOptions, PolicyOptimizer
+from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from tests.rl_training.tiny_models import SHAPE, make_model
@@ -50,16 +50,12 @@ def make_policy(
     config_json = SHAPE | {"model_type": architecture}
     source = Path(__file__).parent
     needs.setdefault("needs_reference", config.kl_beta > 0)
-    options = training_options(config).policy
+    options = config
     return TrainedPolicy(model, options, source=source, model_config=config_json, **needs)
 
 
-def optimizer_options(config: RLTrainingConfig) -> OptimizerOptions:
-    return training_options(config).trainer.optimizer
-
-
 def make_optimizer(slots: Any, config: RLTrainingConfig) -> PolicyOptimizer:
-    return PolicyOptimizer(slots, optimizer_options(config))
+    return PolicyOptimizer(slots, config)
 
 
 def make_trainer(
@@ -68,7 +64,7 @@ def make_trainer(
     algorithm = algorithm or make_algorithm(config)
     return Trainer(
         make_policy(config, needs_values=algorithm.has_values, **policy),
-        training_options(config).trainer,
+        config,
         algorithm,
     )
 

@@ -11,7 +11,7 @@ from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.faces.library.algorithms import CollectedGroups
 from mlx_parallm.losses.advantages import PLAIN, Shaping, group_advantages, token_advantages
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import configured_shaping, make_algorithm
 from mlx_parallm.rl_training.rollout_buffer import (
     NO_VARIANCE,
     TOO_OLD,
@@ -70,9 +70,7 @@ def make_buffer(
         update={"rollout_batch_size": values.pop("rollout_batch_size", 8)}
     )
     config = config.model_copy(update={"atropos": atropos, **values})
-    return RolloutBuffer(
-        store, versions or VersionSteps(), estimate, training_options(config).buffer, **options
-    )
+    return RolloutBuffer(store, versions or VersionSteps(), estimate, config, **options)
 
 
 def add(store: RolloutStore, *groups: RolloutGroup) -> None:
@@ -648,7 +646,7 @@ def buffer_of(store: RolloutStore, shaping: Shaping, size: int = 4) -> RolloutBu
 def test_what_is_configured() -> None:
     def made(**values: Any) -> Shaping:
         config = make_config(**values)
-        return shaping_of(make_algorithm(config), training_options(config).shaping)
+        return shaping_of(make_algorithm(config), configured_shaping(config))
 
     assert made() == PLAIN
     everything = made(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.load import load_config
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import DeviceFaultError, RequestError
 from mlx_parallm.faces.tinker.data import DatumBatch, read_batch, split_prompts
 from mlx_parallm.faces.tinker.learner import LearnedModel, LoraChoice, TinkerLearner
@@ -20,7 +21,6 @@ from mlx_parallm.faces.tinker.promises import failure_of
 from mlx_parallm.faces.tinker.wire import read_forward_backward
 from mlx_parallm.models.blockwise import Objective
 from mlx_parallm.models.loading import load_model
-from mlx_parallm.rl_training.options import TrainingOptions, training_options
 from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings
 from mlx_parallm.system.turns import Turns
@@ -45,8 +45,8 @@ def datum(count: int, width: int = 0) -> dict[str, Any]:
 DATA = [datum(7), datum(12, 3), datum(5), datum(9, 3)]
 
 
-def options_of(values: Mapping[str, Any]) -> TrainingOptions:
-    return training_options(load_config(None, text="").rl_training.model_copy(update=dict(values)))
+def options_of(values: Mapping[str, Any]) -> RLTrainingConfig:
+    return load_config(None, text="").rl_training.model_copy(update=dict(values))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.models.image_support import image_support, tower_sizes, with_images
 from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.rl_training.factory import build_policy, step_images
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.plan.preflight import USUAL_IMAGE, PlannedRun
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.memory import Lengths
@@ -50,7 +50,7 @@ def test_a_pass_through_a_tower_takes_what_is_said(family: str, tmp_path: Path) 
     config = configured(path, "tower", lora=FULL)
     training = config.rl_training
     loaded = with_images(load_model(config.model), image_support(config.image_hooks(), path))
-    policy = build_policy(loaded, training_options(training).policy, make_algorithm(training))
+    policy = build_policy(loaded, training, make_algorithm(training))
     assert loaded.images is not None
     own_reader: Any = loaded.images.reader
     image = own_reader.image_of(noise(600, 600, 1))
@@ -99,7 +99,7 @@ def test_every_tower_takes_adapters(family: str, tmp_path: Path) -> None:
     reader: Any = loaded.images.reader
     image = reader.image_of(noise(60, 60, 1))
     before = loaded.images.encoder.encode(image)
-    policy = build_policy(loaded, training_options(training).policy, make_algorithm(training))
+    policy = build_policy(loaded, training, make_algorithm(training))
     assert any("vision" in name for name in policy.slots.names)
     after = loaded.images.encoder.over(policy.model).encode(image)
     assert mx.abs(after - before).max().item() <= 1e-4, "they begin with B = 0"

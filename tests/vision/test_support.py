@@ -14,7 +14,7 @@ from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.models.image_support import with_images
 from mlx_parallm.models.loading import load_model, read_config
 from mlx_parallm.rl_training.factory import build_policy
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.systems.vision import leaf
 from mlx_parallm.systems.vision.config import VisionConfig
@@ -99,9 +99,7 @@ def test_the_preflight_counts_the_tower(save: Any, tmp_path: Path) -> None:
             seeing = image_support(config.section(VisionConfig), path, read_config(path))
             training = config.rl_training
             loaded = with_images(load_model(model), seeing)
-            policy = build_policy(
-                loaded, training_options(training).policy, make_algorithm(training)
-            )
+            policy = build_policy(loaded, training, make_algorithm(training))
             assert PlannedRun.of(config, read_config(path)).shape.trained == policy.parameters, (
                 train
             )

@@ -49,7 +49,6 @@ from mlx_parallm.rewards.base import scored
 from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
-from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
 from mlx_parallm.run_files.directory import RunDirectory, checkpoint_at
 from mlx_parallm.run_files.trainer_state import TrainerState
@@ -331,7 +330,6 @@ class BaseAlgorithm(ABC):
             config.training_keys(self.name, self.inference.max_model_len) | self._own_loss,
         )
         training = backprop.run_config.rl_training
-        options = training_options(training)
         store, directory, files = CollectedGroups(self._collect), None, None
         with ExitStack() as closing:
             if config.checkpoint_dir is not None:
@@ -353,19 +351,17 @@ class BaseAlgorithm(ABC):
             if state is not None:
                 backprop.publish(at_least=state.policy_version)
             versions = VersionSteps(weights.version, state.step if state else 0)
-            collecting = replace(
-                options.buffer, max_staleness=config.max_staleness, max_empty_rounds=REFILLS
-            )
+            collecting = {"max_staleness": config.max_staleness, "max_empty_rounds": REFILLS}
             buffer = build_buffer(
                 store,
                 versions,
                 trainer,
-                replace(options, buffer=collecting),
+                training.model_copy(update=collecting),
                 group_sizes=[self.group_size],
                 request_groups=store.request,
             )
             published = PublishedWeights(weights, versions, VersionNumbers())
-            parts = make_parts(trainer, options, published, buffer, files)
+            parts = make_parts(trainer, training, published, buffer, files)
             control = RunControl(after_step=self._after_step)
             loop = TrainingLoop(parts, control=control, state=_between_steps(state))
             release = weakref.finalize(self, closing.pop_all().close)

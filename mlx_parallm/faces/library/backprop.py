@@ -43,8 +43,9 @@ from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import release_streams_at_exit
 from mlx_parallm.rl_training.factory import build_policy, step_images
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.algorithms import custom_loss, loss_options
+from mlx_parallm.rl_training.step.optimizer import make_optimizer
 from mlx_parallm.rl_training.step.policy import REFERENCE_FILE, TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -169,7 +170,7 @@ class BackpropModule:
             training = self._run.rl_training
             self._trainer = Trainer(
                 before.policy,
-                training_options(training).trainer,
+                training,
                 make_algorithm(training),
                 images=before.images,
             )
@@ -190,10 +191,10 @@ class BackpropModule:
             if weights is not None and weights.policy
             else None
         )
-        options, algorithm = training_options(training), make_algorithm(training)
+        algorithm = make_algorithm(training)
         policy = build_policy(
             loaded,
-            options.policy,
+            training,
             algorithm,
             initial_adapter=served.layers if served is not None else None,
             keeps_reference=True,
@@ -206,7 +207,7 @@ class BackpropModule:
                 other = load_model(ModelConfig(base_path=str(other))).model
             policy.use_reference(dict(tree_flatten(other.parameters())))
         images = step_images(loaded, policy.model, policy.slots)
-        self._trainer = Trainer(policy, options.trainer, algorithm, images=images)
+        self._trainer = Trainer(policy, training, algorithm, images=images)
         self.publish()
         return self._trainer
 
@@ -495,7 +496,7 @@ def optimizer_keys(optimizer: optimizers.Optimizer) -> dict[str, Any]:
         keys["adam_beta1"], keys["adam_beta2"] = (float(beta) for beta in optimizer.betas)
         keys["adam_eps"] = float(optimizer.eps)
     training = parse_config({"rl_training": keys}, "optimizer").rl_training
-    made = training_options(training).trainer.optimizer.make(kind, decay)
+    made = make_optimizer(kind, decay, training)
     for name, value in vars(optimizer).items():
         if name.startswith("_") or name in ("bias_correction", "weight_decay"):
             continue

@@ -10,8 +10,8 @@ from mlx_parallm.system.packages import require
 
 if TYPE_CHECKING:
     from mlx_parallm.config.load import Config
+    from mlx_parallm.config.training import RLTrainingConfig
     from mlx_parallm.faces.tinker.part import TinkerPart
-    from mlx_parallm.rl_training.options import TrainingOptions
 
 LEAF = Leaf(
     "tinker",
@@ -43,19 +43,17 @@ def tinker_part(config: "Config") -> "TinkerPart | None":
         )
     from mlx_parallm.faces.tinker.part import TinkerPart
     from mlx_parallm.faces.tinker.recorder import RecorderOptions
-    from mlx_parallm.rl_training.options import training_options
     from mlx_parallm.system.files import GB
 
-    def with_training(values: Mapping[str, Any]) -> "Config":
-        training = config.rl_training.model_copy(update=dict(values))
-        return config.model_copy(update={"rl_training": training})
+    def training_of(values: Mapping[str, Any]) -> "RLTrainingConfig":
+        return config.rl_training.model_copy(update=dict(values))
 
-    def options_of(values: Mapping[str, Any]) -> "TrainingOptions":
-        return training_options(with_training(values).rl_training)
+    def with_training(values: Mapping[str, Any]) -> "Config":
+        return config.model_copy(update={"rl_training": training_of(values)})
 
     recorded = RecorderOptions(
         config.rollouts.min_free_gb,
         round(config.logging.tokens_gb * GB / 16),
         lambda name, values: with_training(values).saved_as(name),
     )
-    return TinkerPart(section, config.server, options_of, recorded)
+    return TinkerPart(section, config.server, training_of, recorded)

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
-from mlx_parallm.config.training import LoraConfig
+from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
 from mlx_parallm.errors import EngineUnavailableError, RequestError
 from mlx_parallm.faces.tinker.data import DatumBatch, DatumLimits, split_prompts
 from mlx_parallm.losses.types import LossOutputs
@@ -30,7 +30,6 @@ from mlx_parallm.models.lora import are_experts, linear_layers, linear_shape
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.rl_training.factory import build_trainer
-from mlx_parallm.rl_training.options import TrainingOptions
 from mlx_parallm.rl_training.step.algorithms import Algorithm
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch
@@ -79,7 +78,7 @@ class Applied:
     grad_norm: float
 
 
-OptionsOf = Callable[[Mapping[str, Any]], TrainingOptions]
+TrainingOf = Callable[[Mapping[str, Any]], RLTrainingConfig]
 
 
 class TinkerLearner:
@@ -87,17 +86,17 @@ class TinkerLearner:
 
     Args:
         loaded: the base, before its tree is wrapped for serving.
-        options_of: a model's own keys of [rl_training] → its options. The rest is the
+        training_of: a model's own keys of [rl_training] → all of it. The rest is the
             configuration's: how a pass is cut and evaluated.
         turns: the order of engine and trainer where they share the device.
     """
 
     def __init__(
-        self, loaded: LoadedModel, options_of: OptionsOf, turns: Turns, max_model_len: int
+        self, loaded: LoadedModel, training_of: TrainingOf, turns: Turns, max_model_len: int
     ) -> None:
         self.limits = DatumLimits(max_model_len, loaded.vocab_size)
         self.base = replace(loaded, model=copy.deepcopy(loaded.model))
-        self._options_of, self._turns = options_of, turns
+        self._training_of, self._turns = training_of, turns
         self._thread = MLXThread("tinker")
         self.running = ""  # what the thread works on, in words
         self._ending = False
@@ -148,7 +147,7 @@ class TinkerLearner:
         }
         trainer = build_trainer(
             self.base,
-            self._options_of(values),
+            self._training_of(values),
             _UNUSED,
             between_blocks=self._turns.after_evaluation,
             watches_experts=False,  # the SDK has no field for those of a sample

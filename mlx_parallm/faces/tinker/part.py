@@ -25,7 +25,7 @@ from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.faces.tinker.checkpoints import Checkpoints
 from mlx_parallm.faces.tinker.config import TinkerConfig
-from mlx_parallm.faces.tinker.learner import OptionsOf, TinkerLearner
+from mlx_parallm.faces.tinker.learner import TinkerLearner, TrainingOf
 from mlx_parallm.faces.tinker.recorder import RecorderOptions, RunRecorder
 from mlx_parallm.faces.tinker.rest import DOWNLOADS, add_rest_routes
 from mlx_parallm.faces.tinker.routes import add_routes, tinker_router
@@ -43,18 +43,18 @@ class TinkerPart:
     """See `daemon.ServedPart`.
 
     Args:
-        options_of: as in `TinkerLearner`.
+        training_of: as in `TinkerLearner`.
     """
 
     def __init__(
         self,
         config: TinkerConfig,
         server: ServerConfig,
-        options_of: OptionsOf,
+        training_of: TrainingOf,
         recorded: RecorderOptions,
     ) -> None:
         self._config, self._server = config, server
-        self._options_of, self._recorded = options_of, recorded
+        self._training_of, self._recorded = training_of, recorded
         self._learner: TinkerLearner | None = None
         self._recorder: RunRecorder | None = None
         self._service: TinkerService | None = None
@@ -67,7 +67,7 @@ class TinkerPart:
     def loaded(self, base: LoadedModel, turns: Turns) -> None:
         """Take the base, before its tree is wrapped for serving."""
         length = min(self._server.max_model_len or base.max_model_len, base.max_model_len)
-        self._learner = TinkerLearner(base, self._options_of, turns, length)
+        self._learner = TinkerLearner(base, self._training_of, turns, length)
 
     def opened(self, weights: SharedWeights, engine: EngineClient) -> None:
         """Answer from now on."""

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.config.training import LoraConfig
+from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
 from mlx_parallm.models.adapters.adalora import PARAMETERS, save_adalora
 from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.adapters.rope_length import record_rope_length
@@ -27,7 +27,7 @@ from mlx_parallm.models.scoring.card import CARD_FILE
 from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.initial_adapter import initial_adapter
 from mlx_parallm.rl_training.step.algorithms import Algorithm
-from mlx_parallm.rl_training.step.policy import REFERENCE_FILE, PolicyOptions
+from mlx_parallm.rl_training.step.policy import REFERENCE_FILE
 from mlx_parallm.run_files.checksums import CHECKSUMS_FILE
 from mlx_parallm.system.files import write_directory
 
@@ -102,17 +102,17 @@ def with_methods(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
 
 
 def module_before_training(
-    model: ModelConfig, options: PolicyOptions, algorithm: Algorithm, checkpoint_dir: Path
+    model: ModelConfig, training: RLTrainingConfig, algorithm: Algorithm, checkpoint_dir: Path
 ) -> nn.Module:
     """Load the module that a run of these settings begins with. On a thread that may use MLX.
 
     Raises ModelError, AdapterError, ConfigError.
     """
-    lora = options.lora
+    lora = training.lora
     loaded = load_model(model, quantize=lora.enabled and lora.quantize_base)
     policy = build_policy(
         loaded,
-        options,
+        training,
         algorithm,
         initial_adapter=initial_adapter(model, lora, checkpoint_dir),
     )

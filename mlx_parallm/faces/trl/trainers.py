@@ -54,7 +54,7 @@ from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.threads import MLXThread, in_mlx_thread
 from mlx_parallm.rewards.functions import is_reward_reference
 from mlx_parallm.rl_training.data.source import Fit
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.run.start import StartedRun
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.train import TrainingRun
@@ -279,7 +279,7 @@ class TRLTrainer(TrainerAttributes):
             self._module = in_mlx_thread(
                 lambda: module_before_training(
                     config.model,
-                    training_options(training).policy,
+                    training,
                     make_algorithm(training),
                     training.checkpoint_dir,
                 )

@@ -56,7 +56,7 @@ class HeldOut:
     ) -> None:
         self._units, self._trainer, self._weights = units[: data.eval_rows], trainer, weights
         self._every, self._last, self._measures_kl = data.eval_every, last, measures_kl
-        self._reference_moves = trainer.options.reference_decay is not None
+        self._reference_moves = trainer.options.reference == "ema"
         self._rollouts = [sequence.rollout() for unit in self._units for sequence in unit.sequences]
         self._reference: list[np.ndarray] | None = None
         self._before: dict[str, float] = {}

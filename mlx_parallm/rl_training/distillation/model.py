@@ -131,7 +131,7 @@ class OtherModel:
         note: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.name, self._note = config.name, note
-        self._temperature = context.options.distillation.temperature
+        self._temperature = context.training.distillation.temperature
         step, vocab_size = context.trainer.options, context.vocab_size
         teacher_model = model_config(config, context.model)
         loaded = context.seeing(load_model(teacher_model, quantize=config.quantize))
@@ -144,13 +144,13 @@ class OtherModel:
             )
         self.max_model_len, self._vocab_size = loaded.max_model_len, vocab_size
         self._packing = step.packing
-        blocks = blocks_of(step.blocks_per_eval, loaded.config, step.eval_bytes)
+        blocks = blocks_of(step.blocks_per_eval, loaded.config, context.trainer.eval_bytes)
         self._model = BlockwiseModel(
             loaded.model,
             blocks_per_eval=blocks,
             between_blocks=context.between_blocks,
         )
-        self._budget = MicroBatchBudget(step.token_budget, step.max_eval_ms, blocks)
+        self._budget = MicroBatchBudget(*step.eval_limits, blocks)
         self._images = step_images(loaded, loaded.model, self._model.slots, context.between_blocks)
 
     @property

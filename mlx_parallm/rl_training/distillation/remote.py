@@ -87,7 +87,7 @@ class RemoteTeacher:
                 f"{self._what}: a server does not send its whole vocabulary: set"
                 " rl_training.distillation.top_k"
             )
-        if (temperature := context.options.temperature) != 1.0:
+        if (temperature := context.training.temperature) != 1.0:
             raise ConfigError(
                 f"{self._what}: its log-probabilities are at temperature 1, and"
                 f" rl_training.temperature is {temperature:g}: set it to 1"

@@ -56,7 +56,7 @@ class Teachers:
     """See `step.teaching.TeacherSignal`."""
 
     def __init__(self, context: TeacherContext) -> None:
-        self._config: DistillationConfig = context.options.distillation
+        self._config: DistillationConfig = context.training.distillation
         self._tokenizer: Tokenizer | None = None
         self._context = context
         width = context.vocab_size
@@ -78,7 +78,7 @@ class Teachers:
                 self.tokenizer,
                 self._note,
                 seed=context.trainer.options.seed,
-                max_token_length=context.options.max_token_length,
+                max_token_length=context.training.atropos.max_token_length,
             )
         self._seconds: float | None = None
         self._requested = self._unscored = self._taken = 0

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.environments.base import Learner
 from mlx_parallm.rl_training.checkpoint import Checkpointer, ConsumedGroups
 from mlx_parallm.rl_training.events import RunEvents
 from mlx_parallm.rl_training.loop import Batches, Parts, Source
-from mlx_parallm.rl_training.options import TrainingOptions
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.weight_updater import WeightUpdater
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -111,7 +111,7 @@ class PublishedWeights:
 
 def make_parts(
     trainer: Trainer,
-    options: TrainingOptions,
+    training: RLTrainingConfig,
     published: PublishedWeights,
     batches: Batches,
     files: RunFiles | None,
@@ -133,22 +133,22 @@ def make_parts(
         published.shared,
         trainer,
         published.versions,
-        options.updates,
-        repeats=options.loop.deterministic,
+        training.weight_updates,
+        repeats=training.deterministic,
         numbers=published.numbers,
         drained=drained,
         events=events,
     )
     if files is None:
         return Parts(
-            options.loop, trainer, batches, published.versions, updater, None, None, sources or {}
+            training, trainer, batches, published.versions, updater, None, None, sources or {}
         )
     if published.older and files.state is not None:
-        every = options.updates.update_every_n_steps
+        every = training.weight_updates.update_every_n_steps
         updater.resume(published.older, due=files.state.publish_is_due(every))
     run = files.checkpointer.run_directory
     return Parts(
-        options.loop,
+        training,
         trainer,
         batches,
         published.versions,

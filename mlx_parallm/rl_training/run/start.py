@@ -26,7 +26,6 @@ from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_
 from mlx_parallm.rl_training.group_fit import LogprobMismatchCheck
 from mlx_parallm.rl_training.initial_adapter import initial_adapter
 from mlx_parallm.rl_training.loop import Batches, Parts
-from mlx_parallm.rl_training.options import TrainingOptions, training_options
 from mlx_parallm.rl_training.plan.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.plan.preflight import PlannedRun, room_for_evaluations
 from mlx_parallm.rl_training.publish.rollback import RollbackService
@@ -184,17 +183,17 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     _listen(prepared, opened, sources, rollbacks, commands)
     loaded = serving.load(quantize=quantize)
     note_base(opened.store, serving.model_path)
-    options = training_options(training, eval_bytes=planned.eval_bytes)
     trainer = build_trainer(
         loaded,
-        options,
+        training,
         prepared.algorithm,
+        eval_bytes=planned.eval_bytes,
         initial_adapter=initial,
         between_blocks=serving.turns.after_evaluation,
         ranks=prepared.ranks,
         kv_bits=config.server.kv_bits,
     )
-    _complete(trainer, options, prepared, loaded)
+    _complete(trainer, prepared, loaded)
     evaluation_log = EvaluationLog(
         opened.path,
         best_by(training.keep_best, config.evaluation),
@@ -215,11 +214,11 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
     heldout = data.heldout(trainer, training.total_steps) if data is not None else None
     parts = make_parts(
         trainer,
-        options,
+        training,
         published,
         data.batches(trainer)
         if data is not None
-        else _rollout_batches(prepared, opened, trainer, options, published, sources),
+        else _rollout_batches(prepared, opened, trainer, published, sources),
         files,
         drained=lambda: drained(
             prepared.ranks.clients_engine(serving.client), prepared.stop.is_set
@@ -343,16 +342,14 @@ def _listen(
     prepared.serving.listen(sources, rollbacks, routers, run=opened.path, commands=commands)
 
 
-def _complete(
-    trainer: Trainer, options: TrainingOptions, prepared: PreparedRun, loaded: LoadedModel
-) -> None:
+def _complete(trainer: Trainer, prepared: PreparedRun, loaded: LoadedModel) -> None:
     """Give a new trainer what lies beside its weights in a checkpoint, and its teachers."""
     policy = trainer.policy
     prepared.live.experts = policy.experts if policy.replays_experts else None
     policy.described = _described(prepared)
     teachers = build_teachers(
         trainer,
-        options.teachers,
+        prepared.config.rl_training,
         prepared.config.model,
         loaded,
         between_blocks=prepared.serving.turns.after_evaluation,
@@ -439,7 +436,6 @@ def _rollout_batches(
     prepared: PreparedRun,
     opened: OpenDirectory,
     trainer: Trainer,
-    options: TrainingOptions,
     published: PublishedWeights,
     sources: Sources,
 ) -> Batches:
@@ -447,7 +443,7 @@ def _rollout_batches(
         opened.store,
         published.versions,
         trainer,
-        options,
+        prepared.config.rl_training,
         group_sizes=[source.config.group_size for source in prepared.environments],
         request_groups=sources.request if prepared.environments else None,
         minimums=sources.minimums,

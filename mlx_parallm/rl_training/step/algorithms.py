@@ -18,7 +18,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.algorithm import PRESETS, AlgorithmSection
+from mlx_parallm.config.algorithm import PRESETS, Aggregation, AlgorithmSection, RatioLevel
 from mlx_parallm.config.data import (
     BETAS,
     ONLINE_DPO,
@@ -29,7 +29,7 @@ from mlx_parallm.config.data import (
     PreferenceConfig,
 )
 from mlx_parallm.config.distillation import DistillationConfig
-from mlx_parallm.config.training import PPOConfig
+from mlx_parallm.config.training import PPOConfig, RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
 from mlx_parallm.losses.advantages import (
@@ -164,8 +164,8 @@ def loss_options(config: AlgorithmSection, loss: str | None = None) -> LossOptio
     """
     name = loss or cast(str, config.loss)
     read = asdict(config.loss_of(name))
-    aggregation = read.pop("loss_aggregation") or "token"
-    level = read.pop("ratio_level", None) or "token"
+    aggregation: Aggregation = read.pop("loss_aggregation") or "token"
+    level: RatioLevel = read.pop("ratio_level", None) or "token"
     if "clip_ratio_high" in read and read["clip_ratio_high"] is None:
         read["clip_ratio_high"] = read["clip_ratio"]
     return LossOptions(
@@ -360,23 +360,12 @@ def _mismatched(rollout: Rollout, other: Rollout, *, longest: int) -> Rollout:
     )
 
 
-@dataclass(frozen=True)
-class AlgorithmOptions:
-    """The sections that algorithms read."""
-
-    section: AlgorithmSection
-    ppo: PPOConfig
-    preference: PreferenceConfig
-
-
-ALGORITHMS: dict[str, Callable[[AlgorithmOptions], Algorithm]] = {
-    **dict.fromkeys(PRESETS, lambda options: policy_gradient(options.section)),
-    "ppo": lambda options: ppo(options.section, options.ppo),
-    **dict.fromkeys(
-        DATA_LOSSES, lambda options: on_rows(options.section.algorithm, options.preference)
-    ),
-    ONLINE_DPO: lambda options: online_dpo(options.preference),
-    ONLINE_KTO: lambda options: online_kto(options.preference),
+ALGORITHMS: dict[str, Callable[[RLTrainingConfig], Algorithm]] = {
+    **dict.fromkeys(PRESETS, policy_gradient),
+    "ppo": lambda training: ppo(training, training.ppo),
+    **dict.fromkeys(DATA_LOSSES, lambda training: on_rows(training.algorithm, training.preference)),
+    ONLINE_DPO: lambda training: online_dpo(training.preference),
+    ONLINE_KTO: lambda training: online_kto(training.preference),
 }
 
 

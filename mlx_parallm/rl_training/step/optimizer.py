@@ -4,7 +4,7 @@ schedules.
     PolicyOptimizer    all that is trained, by slots; the arrays bound in the tree may be views of
                        bundles of several
     ParameterGroup     the parameters that one of MLX's optimizers updates at one rate
-    LearningRates      the schedule: warm-up, constant, linear, cosine
+    learning_rate_at   the schedule: warm-up, constant, linear, cosine
 
 Small arrays are laid end to end in bundles, so that an adapter of hundreds of arrays costs a dozen
 operations and not thousands; AdamW and Lion are elementwise, so this changes no number. Muon and
@@ -16,14 +16,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_parallm.config.training import AdaLoraConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.heads.value_head import is_value_head
 from mlx_parallm.models.ops import fused
@@ -107,19 +107,19 @@ class PolicyOptimizer:
     """Owns the float32 master copy of the slots' arrays; writes them into the tree, in the
     tree's dtype."""
 
-    def __init__(self, slots: ParameterSlots, options: "OptimizerOptions") -> None:
+    def __init__(self, slots: ParameterSlots, training: RLTrainingConfig) -> None:
         self._slots = slots
-        self.kind = options.kind
-        self._max_grad_norm = options.max_grad_norm
+        self.kind: str = training.optimizer
+        self._max_grad_norm = training.max_grad_norm
         arrays = slots.read()
         self._dtypes = [array.dtype for array in arrays]
         self._stride = -(-sum(array.size for array in arrays) // MEASURED_ELEMENTS)
-        self._groups = make_groups(slots.names, arrays, options)
+        self._groups = make_groups(slots.names, arrays, training)
         # of the weights in the tree; None: the device loses no results
         self._had_signal = has_signal(arrays) if may_lose_results() else None
         self._adaptive = (
-            AdaptiveRanks(slots.names, arrays, options.adalora, options.total_steps)
-            if options.adalora is not None
+            AdaptiveRanks(slots.names, arrays, allocation, training.total_steps)
+            if (allocation := training.lora.allocation) is not None
             else None
         )
         self.write()
@@ -530,100 +530,78 @@ class ParameterGroup:
 
 
 def make_groups(
-    names: Sequence[str], arrays: Sequence[mx.array], options: "OptimizerOptions"
+    names: Sequence[str], arrays: Sequence[mx.array], training: RLTrainingConfig
 ) -> tuple[ParameterGroup, ...]:
     """One group for each (optimizer, rate, decay) that the parameters have; a value head is one
     of its own."""
     members: dict[tuple[str, float, float, bool], list[int]] = {}
     for slot, (name, array) in enumerate(zip(names, arrays, strict=True)):
         key = (
-            options.kind_of(name, array.shape),
-            options.rate_of(name),
-            options.decay_of(name, array.shape),
+            kind_of(name, array.shape, training),
+            rate_of(name, training),
+            decay_of(name, array.shape, training),
             is_value_head(name),
         )
         members.setdefault(key, []).append(slot)
     wide = [array.astype(mx.float32) for array in arrays]
     return tuple(
-        ParameterGroup(options.make(kind, decay), kind, rate, slots, [wide[s] for s in slots])
+        ParameterGroup(
+            make_optimizer(kind, decay, training), kind, rate, slots, [wide[s] for s in slots]
+        )
         for (kind, rate, decay, _), slots in members.items()
     )
 
 
-@dataclass(frozen=True)
-class OptimizerOptions:
-    """Which optimizer, rate and decay each parameter has. `options.training_options` builds it.
+def kind_of(name: str, shape: Sequence[int], training: RLTrainingConfig) -> str:
+    """Muon is for the matrices of the blocks (and of adapters): embedding, head, norms,
+    magnitudes and stacked experts are AdamW's (https://kellerjordan.github.io/posts/muon/). The
+    states of small arrays are not quantised."""
+    kind = training.optimizer
+    if kind in QUANTISED and math.prod(shape) < states_8bit.SMALLEST:
+        return unquantised(kind)
+    is_matrix = len(shape) == 2 and (
+        name.endswith((".lora_a", ".lora_b")) or re.search(r"\.\d+\.", name)
+    )
+    return kind if kind != "muon" or is_matrix else "adamw"
 
-    Attributes:
-        kind: rl_training.optimizer.
-        learning_rate: with which it is made; each update sets its own.
-        betas, eps: AdamW's.
-        decay_all: decay gains of norms and biases too.
-        max_grad_norm: the global norm that gradients are clipped to; 0 = no clipping.
-        b_rate: of an adapter's B, in units of the step's rate.
-        head_rate: the same of a value head.
-        adalora: the ranks of an adapter change; None: they do not.
-        total_steps: of the training, for AdaLoRA's schedule.
-    """
 
-    kind: str
-    learning_rate: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    decay_all: bool
-    max_grad_norm: float
-    b_rate: float
-    head_rate: float
-    adalora: AdaLoraConfig | None
-    total_steps: int
+def rate_of(name: str, training: RLTrainingConfig) -> float:
+    """LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns `loraplus_ratio` times as fast as
+    A. A value head has `ppo.value_learning_rate`, that of a reward model
+    `preference.head_learning_rate`, on the same schedule."""
+    if is_value_head(name):
+        return training.head_learning_rate / training.learning_rate
+    return training.lora.loraplus_ratio if name.endswith(".lora_b") else 1.0
 
-    def kind_of(self, name: str, shape: Sequence[int]) -> str:
-        """Muon is for the matrices of the blocks (and of adapters): embedding, head, norms,
-        magnitudes and stacked experts are AdamW's (https://kellerjordan.github.io/posts/muon/). The
-        states of small arrays are not quantised."""
-        if self.kind in QUANTISED and math.prod(shape) < states_8bit.SMALLEST:
-            return unquantised(self.kind)
-        is_matrix = len(shape) == 2 and (
-            name.endswith((".lora_a", ".lora_b")) or re.search(r"\.\d+\.", name)
+
+def decay_of(name: str, shape: Sequence[int], training: RLTrainingConfig) -> float:
+    """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer
+    off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude and
+    AdaLoRA's singular values, which are no norm's, are decayed there and here."""
+    left_out = len(shape) < 2 and not name.endswith((".m", ".lora_e"))
+    return 0.0 if left_out and not training.decay_norms_and_biases else training.weight_decay
+
+
+def make_optimizer(kind: str, decay: float, training: RLTrainingConfig) -> optimizers.Optimizer:
+    """MLX's; the learning rate is set at each update."""
+    rate = training.learning_rate
+    if kind in ("adamw", "adamw_8bit"):
+        return QUANTISED.get(kind, optimizers.AdamW)(
+            learning_rate=rate,
+            betas=[training.adam_beta1, training.adam_beta2],
+            eps=training.adam_eps,
+            weight_decay=decay,
+            bias_correction=True,
         )
-        return self.kind if self.kind != "muon" or is_matrix else "adamw"
-
-    def rate_of(self, name: str) -> float:
-        """LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns `loraplus_ratio` times as fast as
-        A. A value head has `ppo.value_learning_rate`, that of a reward model
-        `preference.head_learning_rate`, on the same schedule."""
-        if is_value_head(name):
-            return self.head_rate
-        return self.b_rate if name.endswith(".lora_b") else 1.0
-
-    def decay_of(self, name: str, shape: Sequence[int]) -> float:
-        """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer
-        off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude and
-        AdaLoRA's singular values, which are no norm's, are decayed there and here."""
-        left_out = len(shape) < 2 and not name.endswith((".m", ".lora_e"))
-        return 0.0 if left_out and not self.decay_all else self.weight_decay
-
-    def make(self, kind: str, decay: float) -> optimizers.Optimizer:
-        """MLX's; the learning rate is set at each update."""
-        rate = self.learning_rate
-        if kind in ("adamw", "adamw_8bit"):
-            return QUANTISED.get(kind, optimizers.AdamW)(
-                learning_rate=rate,
-                betas=list(self.betas),
-                eps=self.eps,
-                weight_decay=decay,
-                bias_correction=True,
-            )
-        if kind in ("lion", "lion_8bit"):
-            return QUANTISED.get(kind, optimizers.Lion)(learning_rate=rate, weight_decay=decay)
-        if kind == "muon":
-            return optimizers.Muon(learning_rate=rate, weight_decay=decay)
-        # the learning rate is the configuration's, not the paper's own schedule
-        assert kind == "adafactor", kind
-        return optimizers.Adafactor(
-            rate, weight_decay=decay, relative_step=False, scale_parameter=False
-        )
+    if kind in ("lion", "lion_8bit"):
+        return QUANTISED.get(kind, optimizers.Lion)(learning_rate=rate, weight_decay=decay)
+    if kind == "muon":
+        return optimizers.Muon(learning_rate=rate, weight_decay=decay)
+    # the learning rate is the configuration's, not the paper's own schedule
+    assert kind == "adafactor", kind
+    return optimizers.Adafactor(
+        rate, weight_decay=decay, relative_step=False, scale_parameter=False
+    )
 
 
 def bundles(sizes: Sequence[int]) -> list[list[int]]:
@@ -640,31 +618,24 @@ def bundles(sizes: Sequence[int]) -> list[list[int]]:
     return parts
 
 
-@dataclass(frozen=True)
-class LearningRates:
-    """The schedule: `kind` down from `peak` to `final`, after a warm-up."""
+def learning_rate_at(step: int, training: RLTrainingConfig) -> float:
+    """Return the learning rate of all updates of a step (1, 2, …). Schedules count steps, not
+    updates, so that update_epochs and batch_size do not move them.
 
-    peak: float
-    final: float
-    kind: Literal["constant", "linear", "cosine"]
-    warmup_steps: int
-    total_steps: int
-
-    def at(self, step: int) -> float:
-        """Return the learning rate of all updates of a step (1, 2, …). Schedules count steps, not
-        updates, so that update_epochs and batch_size do not move them.
-
-        Warm-up: step / (warmup_steps + 1) of the peak, so the first step already learns and the
-        peak comes at warmup_steps + 1. After it: constant, or linear or cosine down to `final`,
-        which the step after total_steps would have: the last one still learns.
-        """
-        if step <= self.warmup_steps:
-            return self.peak * step / (self.warmup_steps + 1)
-        if self.kind == "constant":
-            return self.peak
-        first = self.warmup_steps + 1
-        progress = min((step - first) / max(self.total_steps + 1 - first, 1), 1.0)
-        share = (
-            1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        )
-        return self.final + (self.peak - self.final) * share
+    Warm-up: step / (warmup_steps + 1) of the peak, so the first step already learns and the
+    peak comes at warmup_steps + 1. After it: constant, or linear or cosine down to lr_final,
+    which the step after total_steps would have: the last one still learns.
+    """
+    peak = training.learning_rate
+    if step <= training.warmup_steps:
+        return peak * step / (training.warmup_steps + 1)
+    if training.lr_schedule == "constant":
+        return peak
+    first = training.warmup_steps + 1
+    progress = min((step - first) / max(training.total_steps + 1 - first, 1), 1.0)
+    share = (
+        1.0 - progress
+        if training.lr_schedule == "linear"
+        else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
+    return training.lr_final + (peak - training.lr_final) * share

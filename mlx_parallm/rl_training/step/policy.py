@@ -17,15 +17,14 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from mlx_parallm.config.training import LoraConfig
+from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
 from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.fake_quantized import rounded_layers, use_fake_quantization
@@ -64,26 +63,6 @@ REFERENCE_FILE = "reference.safetensors"
 COMPANIONS = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 
 
-@dataclass(frozen=True)
-class PolicyOptions:
-    """Settings of a policy and its reference. `options.training_options` builds them.
-
-    Attributes:
-        router_replay: "off" where no engine samples what is trained on.
-        max_staleness: steps that a rollout may lag behind.
-        total_steps: of the training, which a saved AdaLoRA adapter names.
-        seed: of a new adapter.
-    """
-
-    lora: LoraConfig
-    router_replay: Literal["off", "on", "auto"]
-    router_replay_prompts: bool
-    max_staleness: int
-    total_steps: int
-    reference: Literal["base", "initial", "ema"]
-    seed: int
-
-
 class TrainedPolicy:
     """Args:
         model: a tree of its own, frozen and evaluated.
@@ -109,7 +88,7 @@ class TrainedPolicy:
     def __init__(
         self,
         model: nn.Module,
-        options: PolicyOptions,
+        training: RLTrainingConfig,
         *,
         source: Path,
         model_config: Mapping[str, Any],
@@ -128,29 +107,30 @@ class TrainedPolicy:
             dict(model_config),
             base,
         )
-        lora = options.lora
+        lora = training.lora
         self.lora = lora.enabled
-        self.experts = watched_experts(model, options.router_replay) if watches_experts else None
+        router_replay = "off" if training.learns_from_rows else training.router_replay
+        self.experts = watched_experts(model, router_replay) if watches_experts else None
         self.replays_experts = self.experts is not None and replays_experts(
             model,
-            options.router_replay,
-            staleness=options.max_staleness,
+            router_replay,
+            staleness=training.max_staleness,
             rounded=lora.qat_bits is not None,
             kv_bits=kv_bits,
         )
-        self.replays_prompts = self.replays_experts and options.router_replay_prompts
-        if options.router_replay_prompts and self.experts is None:
+        self.replays_prompts = self.replays_experts and training.router_replay_prompts
+        if training.router_replay_prompts and self.experts is None:
             raise ConfigError(
                 "rl_training.router_replay_prompts = true, but this model has no experts that can"
                 " be repeated: leave it out"
             )
         self._adalora = (
-            lora.adalora.model_dump() | {"total_step": options.total_steps}
+            lora.adalora.model_dump() | {"total_step": training.total_steps}
             if lora.use_adalora
             else None
         )
         self.dropout = AdapterDropout(lora.dropout)
-        self._choose_trained(lora, images, options.seed)
+        self._choose_trained(lora, images, training.seed)
         if self.lora:
             for layer in trainer_lora_layers(model).values():
                 mx.eval(layer)  # one by one: DoRA's norms unpack a quantised layer
@@ -170,8 +150,8 @@ class TrainedPolicy:
         self._reference_replaced = False  # by `use_reference` or `blend_reference`
         # texts that are saved with the weights, by file name
         self.described: Mapping[str, str] = {}
-        self._ema = options.reference == "ema"
-        if self._ema or (needs_reference and not (self.lora and options.reference == "base")):
+        self._ema = training.reference == "ema"
+        if self._ema or (needs_reference and not (self.lora and training.reference == "base")):
             self.reference_arrays = self.slots.read()
 
     def _choose_trained(self, lora: LoraConfig, images: ImageEncoder | None, seed: int) -> None:

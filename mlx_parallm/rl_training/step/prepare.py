@@ -36,6 +36,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_parallm.config.algorithm import sampler_bounds
+from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.models.blockwise import Objective
@@ -482,26 +485,18 @@ def mismatch(parts: np.ndarray) -> Mismatch | None:
 # ---------------------------------------------------------------------- sampler correction
 
 
-@dataclass(frozen=True)
-class CorrectionOptions:
-    """The configured correction, with the bounds in force."""
-
-    kind: Literal["auto", "none", "tis", "mis", "icepop"]
-    level: Literal["token", "sequence"]
-    cap: float
-    floor: float
-
-
-def sampler_correction(options: CorrectionOptions, model: nn.Module) -> SamplerCorrection | None:
-    """Return the correction for a model. "auto" is TIS where `MEASURED_MISMATCH` of it is above
-    `MISMATCH_BOUND`."""
-    kind = options.kind
+def sampler_correction(training: RLTrainingConfig, model: nn.Module) -> SamplerCorrection | None:
+    """Return the configured correction for a model. "auto" is TIS where `MEASURED_MISMATCH` of it
+    is above `MISMATCH_BOUND`; a loss of the user's own, which need not read weights, has none."""
+    kind = training.sampler_correction
     if kind == "auto":
-        kind = "tis" if expected_mismatch(model) > MISMATCH_BOUND else "none"
+        custom = training.loss is not None and is_reference(training.loss)
+        kind = "tis" if not custom and expected_mismatch(model) > MISMATCH_BOUND else "none"
     if kind == "none":
         return None
     masks = kind in ("mis", "icepop")
-    return SamplerCorrection("mis" if masks else "tis", options.level, options.cap, options.floor)
+    level, bounds = training.sampler_correction_level, sampler_bounds(training)
+    return SamplerCorrection("mis" if masks else "tis", level, *bounds)
 
 
 def expected_mismatch(model: nn.Module) -> float:

@@ -37,15 +37,6 @@ TEACHER_KL = "teacher_kl"
 MEASURED = (TEACHER_KL, "teacher_agreement", "teacher_spread", "teacher_reward_r", "teacher_share")
 
 
-@dataclass(frozen=True)
-class TeacherOptions:
-    """Settings of teachers. `max_token_length`: of a sequence."""
-
-    distillation: DistillationConfig
-    temperature: float
-    max_token_length: int
-
-
 def scores_bytes(distillation: DistillationConfig, tokens: int, vocabulary: int) -> int:
     """Return the bytes of a step's scores of `tokens` sampled tokens, as they come from the teacher
     and as columns."""

@@ -33,12 +33,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import structlog
 
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.evaluations import blocks_of
@@ -58,15 +59,13 @@ from mlx_parallm.rl_training.step.collate import (
 from mlx_parallm.rl_training.step.gradient_proof import GradientProof, proved_scores
 from mlx_parallm.rl_training.step.images import StepImages
 from mlx_parallm.rl_training.step.optimizer import (
-    LearningRates,
-    OptimizerOptions,
     PolicyOptimizer,
     Update,
+    learning_rate_at,
 )
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import (
     BatchLoss,
-    CorrectionOptions,
     MiniBatchLoss,
     Mismatch,
     PreparedBatch,
@@ -98,42 +97,6 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class TrainerOptions:
-    """Settings of a step. `options.training_options` builds them.
-
-    Attributes:
-        batch_size: examples of a mini-batch.
-        token_budget, max_eval_ms: as in `MicroBatchBudget`.
-        blocks_per_eval, eval_bytes: as in `models.evaluations.blocks_of`.
-        kl_in: where `kl_beta`'s KL goes.
-        kl_target: None: the coefficient stays.
-        reference_decay: the reference is a moving average; None: it stays.
-        max_length: for losses that divide by it.
-        dropout: of the adapter.
-    """
-
-    batch_size: int
-    update_epochs: int
-    token_budget: int
-    max_eval_ms: int | None
-    packing: bool
-    blocks_per_eval: int | None
-    eval_bytes: int | None
-    seed: int
-    kl_beta: float
-    kl_in: Literal["loss", "reward"]
-    kl_target: float | None
-    kl_horizon: int
-    reference_decay: float | None
-    reference_update_every: int
-    max_length: int
-    dropout: float
-    correction: CorrectionOptions
-    learning_rates: LearningRates
-    optimizer: OptimizerOptions
-
-
-@dataclass(frozen=True)
 class StepResult:
     """`finished`: false after a stop request. `metrics`: means over the step's mini-batches,
     None = not measured."""
@@ -157,23 +120,25 @@ class Trainer:
     """Owns the optimizer. Used by one thread, the one that owns the policy's tree.
 
     `between_blocks` is called after each evaluation of a few blocks (the serving thread's turn).
-    `ranks`: the processes that share this training. `images`: None: sequences are texts alone.
+    `eval_bytes`: as in `models.evaluations.blocks_of`. `ranks`: the processes that share this
+    training. `images`: None: sequences are texts alone.
     """
 
     def __init__(
         self,
         policy: TrainedPolicy,
-        options: TrainerOptions,
+        options: RLTrainingConfig,
         algorithm: Algorithm,
         *,
+        eval_bytes: int | None = None,
         between_blocks: Callable[[], None] = lambda: None,
         ranks: Ranks = ALONE,
         images: StepImages | None = None,
     ) -> None:
         self.images = images
         self.policy, self.algorithm, self.options = policy, algorithm, options
-        self.ranks = ranks
-        blocks = blocks_of(options.blocks_per_eval, policy.model_config, options.eval_bytes)
+        self.ranks, self.eval_bytes = ranks, eval_bytes
+        blocks = blocks_of(options.blocks_per_eval, policy.model_config, eval_bytes)
         self.model = BlockwiseModel(
             policy.model,
             blocks_per_eval=blocks,
@@ -195,7 +160,7 @@ class Trainer:
                 log.info(
                     "turns of an episode are not computed as a tree", reason=self.model.unmerged
                 )
-        self.optimizer = PolicyOptimizer(policy.slots, options.optimizer)
+        self.optimizer = PolicyOptimizer(policy.slots, options)
         # of the newest step; an interrupted one knows its last part
         self.step_tokens: StepTokens | None = None
         # of the run's teachers, where the algorithm learns from some and this rank asks them
@@ -204,18 +169,18 @@ class Trainer:
         self.gradients: list[mx.array] | None = None
         self._in_step = False
         self._proof = GradientProof(self.model)
-        self._budget = MicroBatchBudget(options.token_budget, options.max_eval_ms, blocks)
+        self._budget = MicroBatchBudget(*options.eval_limits, blocks)
         self._kl_coefficient = options.kl_beta
         self._correction = (
             None
             if algorithm.on_data or algorithm.pairs or algorithm.singles
-            else sampler_correction(options.correction, policy.model)
+            else sampler_correction(options, policy.model)
         )
         if self._correction is not None:
             fields = asdict(self._correction)
             # a log line has a level already
             log.info("sampler correction", weight_of=fields.pop("level"), **fields)
-        if options.dropout > 0 and not algorithm.on_data:
+        if options.lora.dropout > 0 and not algorithm.on_data:
             log.warning(
                 "lora.dropout is off in RL: every pass yields a log-probability that is compared"
             )
@@ -225,21 +190,21 @@ class Trainer:
         algorithm's loss."""
         other = copy.copy(self)
         other.algorithm = algorithm
-        other.options = replace(self.options, update_epochs=1, batch_size=max(sequences, 1))
+        changes = {"update_epochs": 1, "batch_size": max(sequences, 1)}
+        other.options = self.options.model_copy(update=changes)
         return other
 
     def change(self, values: Mapping[str, float]) -> None:
         """Take other values of `settings`, which are valid together, from the next step on. Other
         keys of [rl_training] are not the trainer's."""
-        now = self.settings() | dict(values)
-        rates = replace(self.options.learning_rates, peak=now["learning_rate"])
-        self.options = replace(self.options, learning_rates=rates, kl_beta=now["kl_beta"])
+        taken = {key: value for key, value in values.items() if key in self.settings()}
+        self.options = self.options.model_copy(update=taken)
         if "kl_beta" in values:
             self._kl_coefficient = self.options.kl_beta
 
     def settings(self) -> dict[str, float]:
         """Return the values that `change` may replace, by their keys of [rl_training]."""
-        return {"learning_rate": self.options.learning_rates.peak, "kl_beta": self.options.kl_beta}
+        return {"learning_rate": self.options.learning_rate, "kl_beta": self.options.kl_beta}
 
     # ------------------------------------------------------------------ state
 
@@ -398,7 +363,7 @@ class Trainer:
         def stopping() -> bool:
             return should_stop() or bool(self.ranks.lost)
 
-        learning_rate = self.options.learning_rates.at(batch.step)
+        learning_rate = learning_rate_at(batch.step, self.options)
         scored_position = self.ask_teachers(batch, at, stopping)
         scores = None if scored_position is None else self._score(batch, scored_position, stopping)
         if scored_position is None or scores is None:
@@ -585,9 +550,9 @@ class Trainer:
                 horizon=horizon,
                 sequences=len(prepared.lengths),
             )
-        decay, every = self.options.reference_decay, self.options.reference_update_every
-        if decay is not None and step % every == 0:
-            self.policy.blend_reference(decay)
+        is_ema = self.options.reference == "ema"
+        if is_ema and step % self.options.reference_update_every == 0:
+            self.policy.blend_reference(self.options.reference_decay)
 
     # ------------------------------------------------------------------ its parts
 
@@ -759,7 +724,7 @@ class Trainer:
             token_normalizer=float(mini_batch.tokens),
             sequence_normalizer=float(mini_batch.sequences),
             kl_beta=self._kl_coefficient if self.options.kl_in == "loss" else 0.0,
-            max_length=float(self.options.max_length),
+            max_length=float(self.options.loss_length),
             constants=batch.constants,
             fuse=self.algorithm.fuse,
         )

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from mlx_parallm.models.recurrent import layers as recurrent_layers
 from mlx_parallm.models.recurrent.chunks import gated_delta, linear_scan, selective_scan
 from mlx_parallm.models.support import layers_by_token
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from scripts.generate_model_table import small_model
@@ -303,14 +303,14 @@ def test_a_layer_without_a_form_in_chunks_trains_as_it_is_and_is_named(
     assert layers_by_token(model) == ["layer 0 (mixer: MambaBlock)"] and not model.training
     with capture_logs() as logs:
         config = make_config(batch=8)
-        options = training_options(config)
+        options = config
         policy = TrainedPolicy(
             model,
-            options.policy,
+            options,
             source=Path(__file__).parent,
             model_config={"model_type": "mamba"},
         )
-        trainer = Trainer(policy, options.trainer, make_algorithm(config))
+        trainer = Trainer(policy, options, make_algorithm(config))
     [warning] = [log for log in logs if log["event"] == "a layer trains slowly"]
     assert (
         warning["layer"] == "layer 0 (mixer: MambaBlock)"

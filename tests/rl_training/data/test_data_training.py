@@ -18,7 +18,7 @@ from mlx_parallm.rl_training.data.heldout_rows import HeldOut
 from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.data.tokens import Encoded, Unit
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -73,7 +73,7 @@ def write_rows(directory: Path, algorithm: str, count: int = 20) -> None:
 def make_trainer(config: Config) -> Trainer:
     training, algorithm = config.rl_training, make_algorithm(config.rl_training)
     needs = {"needs_reference": algorithm.needs_reference, "needs_values": algorithm.has_values}
-    return Trainer(make_policy(training, **needs), training_options(training).trainer, algorithm)
+    return Trainer(make_policy(training, **needs), training, algorithm)
 
 
 def open_source(algorithm: str, tmp_path: Path, **values: Any) -> tuple[Config, DataSource]:
@@ -221,7 +221,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """A run up to total_steps, or asked to stop in the step after `stop_at`; its metrics lines."""
     directory.mkdir(exist_ok=True)
-    options = training_options(config.rl_training)
+    options = config.rl_training
     trainer, store = make_trainer(config), RolloutStore(directory / "rollouts.sqlite")
     checkpoint = find_checkpoint(str(directory), directory.parent, None) if resume else None
     files = open_files(directory, trainer, store, checkpoint=checkpoint, keep=3, keep_best=False)

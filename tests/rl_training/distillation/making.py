@@ -10,7 +10,6 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.rl_training.distillation.signal import Teachers
 from mlx_parallm.rl_training.factory import TeacherContext
-from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.trainer import Trainer
 from tests.rl_training.making import make_config, make_trainer, perturb_adapter
@@ -35,7 +34,7 @@ def taught_trainer(
         TeacherContext(
             ModelConfig(),
             trainer,
-            training_options(settings).teachers,
+            settings,
             SHAPE["vocab_size"],
             tokenizer=no_tokenizer,
         )

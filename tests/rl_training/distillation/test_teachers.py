@@ -24,7 +24,7 @@ from mlx_parallm.rl_training.distillation.scoring import Scored, forward
 from mlx_parallm.rl_training.distillation.signal import Teachers
 from mlx_parallm.rl_training.distillation.tokenizers import MANY, TextIds, compare, texts
 from mlx_parallm.rl_training.factory import TeacherContext, build_buffer, build_trainer
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, RolloutBuffer
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import collate
@@ -71,14 +71,14 @@ def tiny_trainer(
 ) -> Trainer:
     """`training`: keys of [rl_training]."""
     config = settings(*teachers, training=training, **distillation)
-    options = training_options(config)
+    options = config
     trainer = build_trainer(tiny, options, make_algorithm(config))
     perturb_adapter(trainer.policy)
     trainer.teachers = Teachers(
         TeacherContext(
             TINY,
             trainer,
-            options.teachers,
+            options,
             tiny.vocab_size,
             lambda: load_tokenizer(tiny.path, TINY),
         )
@@ -87,7 +87,7 @@ def tiny_trainer(
 
 
 def buffer_of(store: RolloutStore, trainer: Trainer, *, sequences: int) -> RolloutBuffer:
-    options = training_options(make_config(batch=sequences))
+    options = make_config(batch=sequences)
     return build_buffer(store, VersionSteps(), trainer, options)
 
 

@@ -21,7 +21,7 @@ from mlx_parallm.models.layouts.tree_rows import TreeAttention, merge_rows
 from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.plan.preflight import PlannedRun
 from mlx_parallm.rl_training.step import memory
 from mlx_parallm.rl_training.step.memory import Lengths
@@ -415,10 +415,10 @@ def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[s
     config = small(**training)
     loaded = load_model(config.model)
     algorithm = make_algorithm(config.rl_training)
-    options = training_options(config.rl_training)
+    options = config.rl_training
     policy = TrainedPolicy(
         loaded.model,
-        options.policy,
+        options,
         source=loaded.path,
         model_config=loaded.config,
         needs_reference=algorithm.needs_reference,
@@ -427,7 +427,7 @@ def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[s
     shape = PlannedRun.of(config, loaded.config).shape
     assert shape.trained == policy.parameters
     held = [*policy.slots.read(), *(policy.reference_arrays or [])]
-    state = PolicyOptimizer(policy.slots, options.trainer.optimizer).state()
+    state = PolicyOptimizer(policy.slots, options).state()
     held += [array for name, array in state.items() if name != "step"]
     if config.rl_training.lora.use_adalora:  # with E and without
         held += [layer.lora_b for layer in trainer_lora_layers(policy.model).values()]

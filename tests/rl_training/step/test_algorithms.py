@@ -15,7 +15,7 @@ from mlx_parallm.config.algorithm import PRESETS, AlgorithmName, bounds_of
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.policy_gradient import LOSSES, policy_loss
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import configured_shaping, make_algorithm
 from mlx_parallm.rl_training.step.algorithms import (
     ALGORITHMS,
     shaping_of,
@@ -196,7 +196,7 @@ def test_credit_of_turns() -> None:
         ({"credit": "turn", "turn_gamma": 0.0}, 0.0),
     ):
         training = configured(**values).rl_training
-        shaping = shaping_of(make_algorithm(training), training_options(training).shaping)
+        shaping = shaping_of(make_algorithm(training), configured_shaping(training))
         assert shaping.turn_gamma == gamma
 
 

@@ -13,7 +13,7 @@ import pytest
 from mlx_parallm.models import evaluations
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.evaluations import BlockSize, Evaluations, blocks_of, graph_nodes
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.collate import MicroBatchBudget
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -103,16 +103,16 @@ def trainer_of(blocks: int | None, algorithm: str, *, lora: bool) -> Trainer:
     config = make_config(
         lora=lora, algorithm=algorithm, kl_beta=0.1 * (algorithm == "grpo"), blocks_per_eval=blocks
     )
-    chosen, options = make_algorithm(config), training_options(config, eval_bytes=PLENTY)
+    chosen, options = make_algorithm(config), config
     policy = TrainedPolicy(
         make_model(num_hidden_layers=8),
-        options.policy,
+        options,
         source=Path(__file__).parent,
         model_config=SHAPE | {"model_type": "qwen3"},
         needs_reference=chosen.needs_reference or config.kl_beta > 0,
     )
     perturb_adapter(policy)
-    return Trainer(policy, replace(options.trainer, batch_size=8), chosen)
+    return Trainer(policy, options.model_copy(update={"batch_size": 8}), chosen, eval_bytes=PLENTY)
 
 
 @pytest.mark.parametrize("lora", [True, False])

@@ -11,14 +11,15 @@ import pytest
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.cpu import kernels
-from mlx_parallm.rl_training.options import training_options
 from mlx_parallm.rl_training.step import optimizer as optimizer_module
 from mlx_parallm.rl_training.step.optimizer import (
     AdamWSettings,
     PolicyOptimizer,
+    kind_of,
+    learning_rate_at,
     make_groups,
 )
-from tests.rl_training.making import make_config, make_optimizer, make_policy, optimizer_options
+from tests.rl_training.making import make_config, make_optimizer, make_policy
 
 RATES = [1e-2, 1e-2, 5e-3, 1e-3]
 Arrays = list[np.ndarray]
@@ -172,8 +173,7 @@ def by_twins(
     names: tuple[str, ...], before: Arrays, steps: list[Arrays], config: Any, *, clip: float
 ) -> Arrays:
     values = [array.astype(np.float64) for array in before]
-    options = optimizer_options(config)
-    twins = [TWINS[options.kind_of(n, v.shape)](v) for n, v in zip(names, values, strict=True)]
+    twins = [TWINS[kind_of(n, v.shape, config)](v) for n, v in zip(names, values, strict=True)]
     for gradients, rate in zip(steps, RATES, strict=False):
         norm = norm_of(gradients)
         for i, gradient in enumerate(gradients):
@@ -234,7 +234,7 @@ def test_adam_eps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_muon_takes_matrices_of_the_blocks_only() -> None:
     config = make_config(optimizer="muon", lora={"enabled": False})
     policy = make_policy(config, architecture="llama")
-    groups = make_groups(policy.slots.names, policy.slots.read(), optimizer_options(config))
+    groups = make_groups(policy.slots.names, policy.slots.read(), config)
     [names] = [
         {policy.slots.names[slot] for slot in group.slots}
         for group in groups
@@ -245,10 +245,7 @@ def test_muon_takes_matrices_of_the_blocks_only() -> None:
         *("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm"),
     }
     assert len(names) == 3 * 7
-    assert (
-        optimizer_options(config).kind_of("model.layers.0.mlp.switch_mlp.up_proj.weight", (4, 8, 8))
-        == "adamw"
-    )
+    assert kind_of("model.layers.0.mlp.switch_mlp.up_proj.weight", (4, 8, 8), config) == "adamw"
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -387,8 +384,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 def rates(**values: object) -> list[float]:
     config = make_config(learning_rate=1.0, total_steps=9, **values)
-    schedule = training_options(config).trainer.learning_rates
-    return [round(schedule.at(step), 6) for step in range(1, 10)]
+    return [round(learning_rate_at(step, config), 6) for step in range(1, 10)]
 
 
 def test_schedules_count_steps() -> None:

@@ -20,7 +20,7 @@ from mlx_parallm.config.load import parse_config
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl_training.options import check_kv_bits, training_options
+from mlx_parallm.rl_training.options import check_kv_bits
 from mlx_parallm.rl_training.step import prepare as prepare_module
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.prepare import (
@@ -229,7 +229,7 @@ def test_a_sequence_of_many_small_differences_does_not_overflow() -> None:
 
 
 def correction(config: RLTrainingConfig, model: nn.Module) -> SamplerCorrection | None:
-    return sampler_correction(training_options(config).trainer.correction, model)
+    return sampler_correction(config.correction, model)
 
 
 def test_auto_corrects_where_the_measured_mismatch_is_above_the_bound() -> None:

@@ -20,7 +20,7 @@ from mlx_parallm.daemon import run_dry_run
 from mlx_parallm.distributed.ranks import PARTS, SMALLEST_CUT, _digest, agree, join
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.models.threads import in_mlx_thread
-from mlx_parallm.rl_training.options import make_algorithm, training_options
+from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
@@ -85,7 +85,7 @@ def train(
 ) -> Watched:
     algorithm = make_algorithm(config)
     policy = make_policy(config, architecture=architecture, needs_values=algorithm.has_values)
-    trainer = Trainer(policy, training_options(config).trainer, algorithm, ranks=ranks)
+    trainer = Trainer(policy, config, algorithm, ranks=ranks)
     perturb_adapter(trainer.policy)
     trainer.optimizer.reload()
     gradients, update = [], trainer.optimizer.update
