@@ -239,7 +239,7 @@ class AlgorithmSection(Section):
         """Return what the configured loss reads, or the loss of this name with the configured
         settings."""
         kind = LOSSES.get(name or self.loss or "", CustomLoss)
-        return kind(**{key.name: getattr(self, key.name) for key in fields(kind)})
+        return kind(**self.model_dump(include={key.name for key in fields(kind)}))
 
     @field_validator("loss", "advantage")
     @classmethod

@@ -270,7 +270,10 @@ CHANGEABLE = ("learning_rate", "kl_beta", "temperature")
 """Keys of [rl_training] that may change while a run goes on."""
 
 
-class RLTrainingConfig(AlgorithmSection, PrepareConfig):
+class LearningSection(AlgorithmSection, PrepareConfig):
+    """The part of [rl_training] that the trainer, the policy, the optimizer, the buffer and the
+    teachers read: how a step learns."""
+
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""
     optimizer: Literal["adamw", "muon", "lion", "adafactor", "adamw_8bit", "lion_8bit"] = "adamw"
@@ -312,9 +315,6 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     max_eval_ms: int | None = Field(None, ge=1)
     """Micro-batches shrink until one evaluation takes no longer; off in deterministic mode.
     Default on Metal: 250; with serve_priority = "chat": 100."""
-    serve_priority: Literal["balanced", "serve", "train", "chat"] = "balanced"
-    """Priority on one device: none, requests, training, or requests with a negative `priority`
-    (docs/operations.md)."""
     reference: Literal["base", "initial", "ema"] = "base"
     """KL reference: the untouched base, the policy as the run started, or the policy's moving
     average."""
@@ -341,6 +341,45 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     """Refills in a row without one trainable group after which a step is skipped with a message."""
     total_steps: int = Field(100, ge=1)
     """Absolute number of steps, also after a resume."""
+    seed: int = 0
+    """Seed of everything random."""
+    preference: PreferenceConfig = PreferenceConfig()
+    lora: LoraConfig = LoraConfig()
+    atropos: AtroposConfig = AtroposConfig()
+    ppo: PPOConfig = PPOConfig()
+    weight_updates: WeightUpdateConfig = WeightUpdateConfig()
+    distillation: DistillationConfig = DistillationConfig()
+
+    @property
+    def learns_from_rows(self) -> bool:
+        """Whether the algorithm learns from rows of a file: nothing is sampled."""
+        return self.algorithm in DATA_ALGORITHMS
+
+    @property
+    def head_learning_rate(self) -> float:
+        """Peak learning rate of the value head, or of a reward model's scalar head."""
+        if self.algorithm == REWARD_MODEL:
+            return self.preference.head_learning_rate
+        return self.ppo.value_learning_rate
+
+    @property
+    def loss_length(self) -> int:
+        """The length that loss_aggregation = "constant" divides by."""
+        return self.constant_length or self.atropos.max_token_length
+
+    @property
+    def eval_limits(self) -> tuple[int, int | None]:
+        """`token_budget`, and `max_eval_ms` in force: a clock decides nothing in deterministic
+        mode."""
+        return self.token_budget, None if self.deterministic else self.max_eval_ms
+
+
+class RLTrainingConfig(LearningSection):
+    """How a run learns, and how long, where and with what safety."""
+
+    serve_priority: Literal["balanced", "serve", "train", "chat"] = "balanced"
+    """Priority on one device: none, requests, training, or requests with a negative `priority`
+    (docs/operations.md)."""
     checkpoint_interval: int = Field(50, ge=1)
     """Steps between checkpoints; one is always made at the end."""
     keep_checkpoints: int = Field(3, ge=1)
@@ -370,14 +409,6 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     """Longest time that a rank waits for the others in a sum over all of them; then the run ends in
     words, and on_rank_lost = "continue" starts all ranks again. MLX's ring has stood still
     (docs/operations.md#a-mac)."""
-    seed: int = 0
-    """Seed of everything random."""
-    preference: PreferenceConfig = PreferenceConfig()
-    lora: LoraConfig = LoraConfig()
-    atropos: AtroposConfig = AtroposConfig()
-    ppo: PPOConfig = PPOConfig()
-    weight_updates: WeightUpdateConfig = WeightUpdateConfig()
-    distillation: DistillationConfig = DistillationConfig()
 
     def changeable(self) -> dict[str, float]:
         """Return the values of CHANGEABLE."""
@@ -389,29 +420,6 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         if "total_steps" in self.model_fields_set:
             return self.total_steps
         return math.ceil(rows / self.batch_size)
-
-    @property
-    def learns_from_rows(self) -> bool:
-        """Whether the algorithm learns from rows of a file: nothing is sampled."""
-        return self.algorithm in DATA_ALGORITHMS
-
-    @property
-    def head_learning_rate(self) -> float:
-        """Peak learning rate of the value head, or of a reward model's scalar head."""
-        if self.algorithm == REWARD_MODEL:
-            return self.preference.head_learning_rate
-        return self.ppo.value_learning_rate
-
-    @property
-    def loss_length(self) -> int:
-        """The length that loss_aggregation = "constant" divides by."""
-        return self.constant_length or self.atropos.max_token_length
-
-    @property
-    def eval_limits(self) -> tuple[int, int | None]:
-        """`token_budget`, and `max_eval_ms` in force: a clock decides nothing in deterministic
-        mode."""
-        return self.token_budget, None if self.deterministic else self.max_eval_ms
 
     @model_validator(mode="before")
     @classmethod

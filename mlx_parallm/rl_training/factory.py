@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.config.training import LearningSection
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.images.embedding import admit_images
@@ -35,7 +35,7 @@ from mlx_parallm.types import RolloutGroup
 
 def build_policy(
     loaded: LoadedModel,
-    training: RLTrainingConfig,
+    training: LearningSection,
     algorithm: Algorithm,
     *,
     initial_adapter: Mapping[str, LoraPair] | None = None,
@@ -71,7 +71,7 @@ def build_policy(
 
 def build_trainer(
     loaded: LoadedModel,
-    training: RLTrainingConfig,
+    training: LearningSection,
     algorithm: Algorithm,
     *,
     eval_bytes: int | None = None,
@@ -136,7 +136,7 @@ class TeacherContext:
 
     model: ModelConfig
     trainer: Trainer
-    training: RLTrainingConfig
+    training: LearningSection
     vocab_size: int
     tokenizer: Callable[[], Tokenizer]
     between_blocks: Callable[[], None] = lambda: None
@@ -145,7 +145,7 @@ class TeacherContext:
 
 def build_teachers(
     trainer: Trainer,
-    training: RLTrainingConfig,
+    training: LearningSection,
     model: ModelConfig,
     loaded: LoadedModel,
     *,
@@ -176,7 +176,7 @@ def build_buffer(
     store: GroupStore,
     versions: VersionSteps,
     trainer: Trainer,
-    training: RLTrainingConfig,
+    training: LearningSection,
     *,
     group_sizes: Sequence[int] = (),
     request_groups: Callable[[int], None] | None = None,

@@ -2,7 +2,7 @@
 
 from mlx_parallm.config.data import PREFER_SAMPLED
 from mlx_parallm.config.load import Config
-from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.config.training import LearningSection
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.advantages import Shaping
@@ -12,7 +12,7 @@ from mlx_parallm.system.log import get_logger
 log = get_logger(__name__)
 
 
-def configured_shaping(training: RLTrainingConfig) -> Shaping:
+def configured_shaping(training: LearningSection) -> Shaping:
     """Return the configured changes of rewards; `algorithms.shaping_of` completes them."""
     turn_gamma = 1.0 if training.turn_gamma is None else training.turn_gamma
     return Shaping(
@@ -24,7 +24,7 @@ def configured_shaping(training: RLTrainingConfig) -> Shaping:
     )
 
 
-def make_algorithm(config: RLTrainingConfig) -> Algorithm:
+def make_algorithm(config: LearningSection) -> Algorithm:
     """Make the configured algorithm, with the user's own advantage and loss where they are set.
     Raises ConfigError."""
     return taught(ALGORITHMS[config.algorithm](config), config.distillation, config)

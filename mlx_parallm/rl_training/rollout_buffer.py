@@ -31,7 +31,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.config.training import LearningSection
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import (
     PLAIN,
@@ -119,7 +119,7 @@ class RolloutBuffer:
         store: GroupStore,
         versions: VersionSteps,
         estimate: Estimator,
-        training: RLTrainingConfig,
+        training: LearningSection,
         *,
         group_sizes: Sequence[int] = (),
         request_groups: Callable[[int], None] | None = None,

@@ -10,7 +10,7 @@ from mlx_parallm.system.packages import require
 
 if TYPE_CHECKING:
     from mlx_parallm.config.load import Config
-    from mlx_parallm.config.training import RLTrainingConfig
+    from mlx_parallm.config.training import LearningSection
     from mlx_parallm.faces.tinker.part import TinkerPart
 
 LEAF = Leaf(
@@ -45,7 +45,7 @@ def tinker_part(config: "Config") -> "TinkerPart | None":
     from mlx_parallm.faces.tinker.recorder import RecorderOptions
     from mlx_parallm.system.files import GB
 
-    def training_of(values: Mapping[str, Any]) -> "RLTrainingConfig":
+    def training_of(values: Mapping[str, Any]) -> "LearningSection":
         return config.rl_training.model_copy(update=dict(values))
 
     def with_training(values: Mapping[str, Any]) -> "Config":

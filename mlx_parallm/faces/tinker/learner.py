@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
-from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
+from mlx_parallm.config.training import LearningSection, LoraConfig
 from mlx_parallm.errors import EngineUnavailableError, RequestError
 from mlx_parallm.faces.tinker.data import DatumBatch, DatumLimits, split_prompts
 from mlx_parallm.losses.types import LossOutputs
@@ -78,7 +78,7 @@ class Applied:
     grad_norm: float
 
 
-TrainingOf = Callable[[Mapping[str, Any]], RLTrainingConfig]
+TrainingOf = Callable[[Mapping[str, Any]], LearningSection]
 
 
 class TinkerLearner:

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
+from mlx_parallm.config.training import LearningSection, LoraConfig
 from mlx_parallm.models.adapters.adalora import PARAMETERS, save_adalora
 from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.adapters.rope_length import record_rope_length
@@ -102,7 +102,7 @@ def with_methods(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
 
 
 def module_before_training(
-    model: ModelConfig, training: RLTrainingConfig, algorithm: Algorithm, checkpoint_dir: Path
+    model: ModelConfig, training: LearningSection, algorithm: Algorithm, checkpoint_dir: Path
 ) -> nn.Module:
     """Load the module that a run of these settings begins with. On a thread that may use MLX.
 

@@ -29,7 +29,7 @@ from mlx_parallm.config.data import (
     PreferenceConfig,
 )
 from mlx_parallm.config.distillation import DistillationConfig
-from mlx_parallm.config.training import PPOConfig, RLTrainingConfig
+from mlx_parallm.config.training import LearningSection, PPOConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
 from mlx_parallm.losses.advantages import (
@@ -360,7 +360,7 @@ def _mismatched(rollout: Rollout, other: Rollout, *, longest: int) -> Rollout:
     )
 
 
-ALGORITHMS: dict[str, Callable[[RLTrainingConfig], Algorithm]] = {
+ALGORITHMS: dict[str, Callable[[LearningSection], Algorithm]] = {
     **dict.fromkeys(PRESETS, policy_gradient),
     "ppo": lambda training: ppo(training, training.ppo),
     **dict.fromkeys(DATA_LOSSES, lambda training: on_rows(training.algorithm, training.preference)),

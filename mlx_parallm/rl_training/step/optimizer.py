@@ -23,7 +23,7 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.config.training import LearningSection
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.heads.value_head import is_value_head
 from mlx_parallm.models.ops import fused
@@ -107,7 +107,7 @@ class PolicyOptimizer:
     """Owns the float32 master copy of the slots' arrays; writes them into the tree, in the
     tree's dtype."""
 
-    def __init__(self, slots: ParameterSlots, training: RLTrainingConfig) -> None:
+    def __init__(self, slots: ParameterSlots, training: LearningSection) -> None:
         self._slots = slots
         self.kind: str = training.optimizer
         self._max_grad_norm = training.max_grad_norm
@@ -530,7 +530,7 @@ class ParameterGroup:
 
 
 def make_groups(
-    names: Sequence[str], arrays: Sequence[mx.array], training: RLTrainingConfig
+    names: Sequence[str], arrays: Sequence[mx.array], training: LearningSection
 ) -> tuple[ParameterGroup, ...]:
     """One group for each (optimizer, rate, decay) that the parameters have; a value head is one
     of its own."""
@@ -552,7 +552,7 @@ def make_groups(
     )
 
 
-def kind_of(name: str, shape: Sequence[int], training: RLTrainingConfig) -> str:
+def kind_of(name: str, shape: Sequence[int], training: LearningSection) -> str:
     """Muon is for the matrices of the blocks (and of adapters): embedding, head, norms,
     magnitudes and stacked experts are AdamW's (https://kellerjordan.github.io/posts/muon/). The
     states of small arrays are not quantised."""
@@ -565,7 +565,7 @@ def kind_of(name: str, shape: Sequence[int], training: RLTrainingConfig) -> str:
     return kind if kind != "muon" or is_matrix else "adamw"
 
 
-def rate_of(name: str, training: RLTrainingConfig) -> float:
+def rate_of(name: str, training: LearningSection) -> float:
     """LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns `loraplus_ratio` times as fast as
     A. A value head has `ppo.value_learning_rate`, that of a reward model
     `preference.head_learning_rate`, on the same schedule."""
@@ -574,7 +574,7 @@ def rate_of(name: str, training: RLTrainingConfig) -> float:
     return training.lora.loraplus_ratio if name.endswith(".lora_b") else 1.0
 
 
-def decay_of(name: str, shape: Sequence[int], training: RLTrainingConfig) -> float:
+def decay_of(name: str, shape: Sequence[int], training: LearningSection) -> float:
     """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer
     off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude and
     AdaLoRA's singular values, which are no norm's, are decayed there and here."""
@@ -582,7 +582,7 @@ def decay_of(name: str, shape: Sequence[int], training: RLTrainingConfig) -> flo
     return 0.0 if left_out and not training.decay_norms_and_biases else training.weight_decay
 
 
-def make_optimizer(kind: str, decay: float, training: RLTrainingConfig) -> optimizers.Optimizer:
+def make_optimizer(kind: str, decay: float, training: LearningSection) -> optimizers.Optimizer:
     """MLX's; the learning rate is set at each update."""
     rate = training.learning_rate
     if kind in ("adamw", "adamw_8bit"):
@@ -618,7 +618,7 @@ def bundles(sizes: Sequence[int]) -> list[list[int]]:
     return parts
 
 
-def learning_rate_at(step: int, training: RLTrainingConfig) -> float:
+def learning_rate_at(step: int, training: LearningSection) -> float:
     """Return the learning rate of all updates of a step (1, 2, …). Schedules count steps, not
     updates, so that update_epochs and batch_size do not move them.
 

@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
+from mlx_parallm.config.training import LearningSection, LoraConfig
 from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.fake_quantized import rounded_layers, use_fake_quantization
@@ -88,7 +88,7 @@ class TrainedPolicy:
     def __init__(
         self,
         model: nn.Module,
-        training: RLTrainingConfig,
+        training: LearningSection,
         *,
         source: Path,
         model_config: Mapping[str, Any],

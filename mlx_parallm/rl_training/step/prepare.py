@@ -37,7 +37,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.algorithm import sampler_bounds
-from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.config.training import LearningSection
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
 from mlx_parallm.losses.types import LossInputs, LossOutputs
@@ -485,7 +485,7 @@ def mismatch(parts: np.ndarray) -> Mismatch | None:
 # ---------------------------------------------------------------------- sampler correction
 
 
-def sampler_correction(training: RLTrainingConfig, model: nn.Module) -> SamplerCorrection | None:
+def sampler_correction(training: LearningSection, model: nn.Module) -> SamplerCorrection | None:
     """Return the configured correction for a model. "auto" is TIS where `MEASURED_MISMATCH` of it
     is above `MISMATCH_BOUND`; a loss of the user's own, which need not read weights, has none."""
     kind = training.sampler_correction

@@ -39,7 +39,7 @@ import mlx.core as mx
 import numpy as np
 import structlog
 
-from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.config.training import LearningSection
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.evaluations import blocks_of
@@ -127,7 +127,7 @@ class Trainer:
     def __init__(
         self,
         policy: TrainedPolicy,
-        options: RLTrainingConfig,
+        options: LearningSection,
         algorithm: Algorithm,
         *,
         eval_bytes: int | None = None,
