@@ -270,7 +270,23 @@ CHANGEABLE = ("learning_rate", "kl_beta", "temperature")
 """Keys of [rl_training] that may change while a run goes on."""
 
 
-class LearningSection(AlgorithmSection, PrepareConfig):
+class LoopSection(Section):
+    """The part of [rl_training] that the loop reads: how far a run goes, and when it saves."""
+
+    total_steps: int = Field(100, ge=1)
+    """Absolute number of steps, also after a resume."""
+    checkpoint_interval: int = Field(50, ge=1)
+    """Steps between checkpoints; one is always made at the end."""
+    max_staleness: int = Field(1, ge=0)
+    """Steps that a rollout may lag behind, and that the environments run ahead; 0 = on-policy:
+    publish, then sample."""
+    deterministic: bool = False
+    """Bit-equal repeats; needs max_staleness = 0; slower on CPU."""
+    seed: int = 0
+    """Seed of everything random."""
+
+
+class LearningSection(AlgorithmSection, PrepareConfig, LoopSection):
     """The part of [rl_training] that the trainer, the policy, the optimizer, the buffer and the
     teachers read: how a step learns."""
 
@@ -324,11 +340,6 @@ class LearningSection(AlgorithmSection, PrepareConfig):
     """"ema": steps between two updates of the reference."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature of rollouts; training divides the logits by it too."""
-    max_staleness: int = Field(1, ge=0)
-    """Steps that a rollout may lag behind, and that the environments run ahead; 0 = on-policy:
-    publish, then sample."""
-    deterministic: bool = False
-    """Bit-equal repeats; needs max_staleness = 0; slower on CPU."""
     buffer_sampling: Literal["fifo", "uniform", "priority"] = "fifo"
     """Which waiting groups a step takes: oldest first, at random, or by |advantage|."""
     dynamic_sampling: bool = True
@@ -339,10 +350,6 @@ class LearningSection(AlgorithmSection, PrepareConfig):
     what there is; at least 1, 0 = no bound. Counts environments in this process."""
     max_empty_rounds: int = Field(8, ge=1)
     """Refills in a row without one trainable group after which a step is skipped with a message."""
-    total_steps: int = Field(100, ge=1)
-    """Absolute number of steps, also after a resume."""
-    seed: int = 0
-    """Seed of everything random."""
     preference: PreferenceConfig = PreferenceConfig()
     lora: LoraConfig = LoraConfig()
     atropos: AtroposConfig = AtroposConfig()
@@ -380,8 +387,6 @@ class RLTrainingConfig(LearningSection):
     serve_priority: Literal["balanced", "serve", "train", "chat"] = "balanced"
     """Priority on one device: none, requests, training, or requests with a negative `priority`
     (docs/operations.md)."""
-    checkpoint_interval: int = Field(50, ge=1)
-    """Steps between checkpoints; one is always made at the end."""
     keep_checkpoints: int = Field(3, ge=1)
     """Newest step_* directories kept."""
     keep_best: bool | str = True

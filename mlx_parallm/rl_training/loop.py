@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.config.training import LoopSection
 from mlx_parallm.environments.base import Learner
 from mlx_parallm.errors import CheckpointError, ParallmError
 from mlx_parallm.models.sums import raise_stored_faults
@@ -71,7 +71,7 @@ class Source(Protocol):
 class Parts:
     """The parts of a run; `run/assembly.py` makes them."""
 
-    training: RLTrainingConfig
+    training: LoopSection
     trainer: Trainer
     buffer: Batches
     versions: VersionSteps

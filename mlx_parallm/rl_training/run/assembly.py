@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.config.training import LearningSection
 from mlx_parallm.environments.base import Learner
 from mlx_parallm.rl_training.checkpoint import Checkpointer, ConsumedGroups
 from mlx_parallm.rl_training.events import RunEvents
@@ -111,7 +111,7 @@ class PublishedWeights:
 
 def make_parts(
     trainer: Trainer,
-    training: RLTrainingConfig,
+    training: LearningSection,
     published: PublishedWeights,
     batches: Batches,
     files: RunFiles | None,
