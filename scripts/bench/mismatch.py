@@ -146,7 +146,7 @@ def apart(subject: Subject) -> dict[str, Any]:
         "mean": float(difference.mean()),
         "max": float(difference.max()),
         "table": expected_mismatch(subject.policy.model),
-        "auto": "tis" if sampler_correction(options.correction, subject.policy.model) else "none",
+        "auto": "tis" if sampler_correction(options, subject.policy.model) else "none",
     }
 
 

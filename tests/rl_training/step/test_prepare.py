@@ -229,7 +229,7 @@ def test_a_sequence_of_many_small_differences_does_not_overflow() -> None:
 
 
 def correction(config: RLTrainingConfig, model: nn.Module) -> SamplerCorrection | None:
-    return sampler_correction(config.correction, model)
+    return sampler_correction(config, model)
 
 
 def test_auto_corrects_where_the_measured_mismatch_is_above_the_bound() -> None:
