@@ -5,26 +5,25 @@ One thread only.
            postprocess (here) → events
 
 With `async_scheduling` the next step of the same rows is started before this one is read, unless
-what it does depends on what this one gives: requests that come or may end by length, prompts to
-save, grammars, penalties.
+it depends on this one's tokens: requests that arrive or may end by length, prompts to save,
+grammars, penalties.
 
 The weight lock's read side is held while a step's graph is built, not while it is evaluated; each
 token carries the policy version read there. A request's own failure ends that request. An exception
 of the batched forward itself is raised by `step`; the caller (thread.py) then calls `recover`,
 which finds the request that caused it and computes the others' rows again, or `fail_active`, after
-which the engine goes on with an empty cache.
+which the engine continues with an empty cache.
 """
 
 import gc
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import mlx.nn as nn
 
-from mlx_parallm.engine.cache.batch import RunningCache, choose_cache
+from mlx_parallm.engine.cache.batch import choose_cache
 from mlx_parallm.engine.decoding.draft_row import DraftRow
 from mlx_parallm.engine.decoding.forward import ForwardContext
 from mlx_parallm.engine.decoding.model_runner import ModelRunner
@@ -38,8 +37,8 @@ from mlx_parallm.engine.live_requests import (
     id_in_use,
     own_failure,
 )
+from mlx_parallm.engine.parts import EngineOptions, PresentWeights, room_of
 from mlx_parallm.engine.scheduling.prefill_pace import PrefillPace
-from mlx_parallm.engine.scheduling.room import CacheRoom, cache_room
 from mlx_parallm.engine.scheduling.scheduler import Scheduler
 from mlx_parallm.engine.scoring import NOT_FINITE, Score, ScoreQueue, Scorer
 from mlx_parallm.engine.sequence import Sequence
@@ -60,78 +59,14 @@ log = get_logger(__name__)
 SHRINK_STEPS = 512  # room of rows that have left is given back this often
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """Made from the configuration by `starting.engine_options`."""
-
-    max_model_len: int
-    vocab_size: int
-    max_rows: int  # sequences decoded together
-    prefill_chunk: int  # prompt tokens between two decode steps
-    max_prefill_ms: int | None  # see PrefillPace
-    kv_cache_bytes: int | None  # keys and values of running sequences; None = unbounded
-    # keys and values lie by tokens where the architecture allows it, see cache/batch.py
-    by_tokens: bool
-    prefix_cache_bytes: int  # keys and values kept for later requests; 0 = none
-    default_max_tokens: int | None  # of requests without a limit; None = all the room there is
-    seed: int  # of requests without one
-    architecture: str  # for error texts
-    processed_alternatives: bool  # see SamplingBatch
-    close_objects: bool  # see Grammars
-    prompt_lookup: int  # tokens of a draft (decoding/prompt_lookup.py); 0 = none
-    async_scheduling: bool = False  # see ModelRunner.launch_after
-    # 8 or 4: keys and values are quantised, by tokens; see cache/kv_format.py
-    kv_bits: int | None = None
-    # (layers, experts a token, experts): those of each sampled token are recorded
-    experts: tuple[int, int, int] | None = None
-    prompt_experts: bool = False  # and those of each prompt's token that is computed
-
-
-class PresentWeights:
-    """The weights as the engine last saw them under their read lock.
-
-    Args:
-        forget_others: called after a change of weights with those whose prefixes and images may be
-            kept: (adapter's serial, whether a request names its version) each, and the base's
-            serial.
-    """
-
-    def __init__(
-        self,
-        weights: SharedWeights,
-        forget_others: Callable[[set[tuple[int, bool]], int], None],
-    ) -> None:
-        self._weights, self._forget_others = weights, forget_others
-        self.version = self._revision = self.base_serial = -1
-
-    def note(self, view: WeightsView) -> None:
-        """Note what is served now, under the read lock."""
-        if view.revision == self._revision:
-            return
-        self.version, self._revision = view.policy_version, view.revision
-        self.base_serial = view.base_serial
-        newest = {(adapter.serial, False) for adapter in view.adapters.values()} | {(0, False)}
-        pinned = {(serial, True) for serial in self._weights.history.serials}
-        self._forget_others(newest | pinned, view.base_serial)
-
-    def of(self, sequence: Sequence) -> Hashable:
-        """Identify the weights that compute the sequence now: its adapter's arrays and the base's.
-
-        A pinned version shares no prefix with requests that had it as the newest: a publish may
-        have come while their prompts were computed.
-        """
-        adapter = sequence.adapter
-        arrays = (0, False) if adapter is None else (adapter.weights.serial, adapter.pinned)
-        return (*arrays, self.base_serial)
-
-
 class Engine:
-    """
+    """Decode all requests of one model together, a token of each at a step.
+
     Args:
         model: the serving tree, evaluated, after `prepare_for_serving`.
         tokenizer: this thread's own.
         weights: versions and adapters.
-        lora: what the serving tree's linear layers read.
+        lora: the adapters that the serving tree's linear layers read.
         images: None: the model reads no images.
         grammars: those of another engine of the thread; None: its own.
 
@@ -163,7 +98,7 @@ class Engine:
             kv_bits=options.kv_bits,
         )
         self._token_bytes = self.cache.token_bytes()
-        room = _room_of(self.cache, options)
+        room = room_of(self.cache, options)
         self.limits = RequestLimits(
             options.max_model_len,
             options.vocab_size,
@@ -241,8 +176,8 @@ class Engine:
         return len(self.scores) > 0 and (not self.scheduler.paused or self.scores.begun)
 
     def step(self, *, ahead: bool = True) -> list[Event]:
-        """Gives every running sequence one token, or the only one those of its draft; returns the
-        events. While frozen it reads what was started before.
+        """Give every running sequence one token (a lone one also those of its draft); return the
+        events. While frozen, only read the step that was started before.
 
         `ahead`: the next step may be started too.
         """
@@ -261,7 +196,7 @@ class Engine:
         return events
 
     def _launch(self) -> LaunchedStep:
-        """Build the next step: a draft of the only row where one is likely, else of all rows."""
+        """Build and start the next step: a likely draft of the only row, else all rows."""
         if self._draft_row.prepare(self._draftable_rows):
             self.scheduler.pass_step()
             build: Callable[[WeightsView], LaunchedStep] = self._draft_row.launch
@@ -279,8 +214,8 @@ class Engine:
         return launched
 
     def _launch_after(self, launched: LaunchedStep) -> LaunchedStep | None:
-        """Build and start the step after `launched` before that one is read; None: it cannot be
-        known yet."""
+        """Build and start the step after `launched` before that one is read; None: it depends on
+        its tokens."""
         if not self.options.async_scheduling or not self._may_go_ahead(launched):
             return None
         self._runner.make_room_after(launched)
@@ -306,8 +241,8 @@ class Engine:
         self.scores.bound(self._pace.tokens)
 
     def _lap(self, part: str = "") -> float:
-        """Notes the time since the last call as `part` of the steps, and returns it; without one
-        it only starts the clock."""
+        """Add the time since the last call to `part` of the steps, and return it; without a part
+        only start the clock."""
         now = time.perf_counter()
         took = now - self._lap_began
         if part:
@@ -330,6 +265,7 @@ class Engine:
         )
 
     def _read(self, launched: LaunchedStep) -> None:
+        """Wait for a step's tokens, and hand each to its sequence."""
         tokens = self._runner.collect(launched)
         took = self._lap("compute")
         if launched.prompt_tokens:
@@ -346,7 +282,7 @@ class Engine:
         self._lap("read")
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises RequestError (or a subclass): nothing is queued then."""
+        """Queue a request. Raises RequestError (or a subclass): nothing is queued then."""
         check_request(request, self.limits)
         if self.holds(request.request_id):
             raise id_in_use(request.request_id)
@@ -366,7 +302,7 @@ class Engine:
             self.scheduler.add(sequences)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request's unfinished sequences with finish_reason "abort"; unknown ids are
+        """End a request's unfinished sequences with finish_reason "abort"; unknown ids are
         ignored."""
         live = self._live.get(request_id)
         if live is None:
@@ -378,13 +314,13 @@ class Engine:
         self.counters.running = len(self.scheduler.active)  # there may be no step soon
 
     def pause(self, holder: str, *, freeze: bool) -> None:
-        """Lets new requests wait until `resume` with the same name. With `freeze` running
-        sequences stop too (after the token that was started), and continue afterwards unchanged."""
+        """Let new requests wait until `resume` by the same holder. With `freeze` running
+        sequences stop too (after the token that was started), and then continue unchanged."""
         self.holders = {**self.holders, holder: freeze}
         self.scheduler.paused = True
 
     def resume(self, holder: str) -> None:
-        """Ends that holder's pause, if any; the pauses of others stay."""
+        """End that holder's pause, if any; the pauses of others stay."""
         self.holders = {name: freeze for name, freeze in self.holders.items() if name != holder}
         self.scheduler.paused = bool(self.holders)
 
@@ -419,8 +355,7 @@ class Engine:
         return len(self.scheduler.rows) < len(lost)
 
     def _forget_rows(self) -> list[Sequence]:
-        """Drops keys, values and the step under way; returns the sequences that had not
-        finished."""
+        """Drop keys, values and the step under way; return the unfinished sequences."""
         self._ahead = None
         self._draft_row.forget()
         lost = self.scheduler.forget_rows()
@@ -455,8 +390,8 @@ class Engine:
             empty_buffer_cache()
 
     def release_caches(self) -> None:
-        """Give back, under pressure, what no running sequence needs: prefixes, room of rows that
-        have left, MLX's freed buffers."""
+        """Free, under pressure, the memory that no running sequence needs: prefixes, room of rows
+        that have left, MLX's freed buffers."""
         self.scheduler.forget_prefixes()
         if self._ahead is None:
             self.cache.shrink_to([sequence.cached for sequence in self.scheduler.rows])
@@ -490,11 +425,12 @@ class Engine:
             self.images.keep_only({serial for serial, _ in kept}, base_serial)
 
     def _take_token(self, sampled: SampledToken, version: int) -> None:
+        """Append a token to its sequence, end it if a stop rule says so, and report it."""
         sequence = sampled.sequence
         finite = math.isfinite(sampled.logprob)
         if not finite and not self._draft_row.is_out:
-            self.cache.scrub_row(sequence.row)  # for the next owner, also where this one has gone
-        if sequence.finished:  # while the step was under way, which has fed its newest token
+            self.cache.scrub_row(sequence.row)  # for the row's next owner
+        if sequence.finished:  # ended during the step, which fed its newest token
             sequence.cached += 1
             sequence.prefix_key = sequence.prefix_key if finite else None
             return
@@ -529,7 +465,7 @@ class Engine:
         self._live.retire(sequence)
 
     def _advance_score(self) -> None:
-        """Computes one chunk of the oldest score."""
+        """Compute one chunk of the oldest score."""
         if not self._scoring or not (self.scores.begun or self.scheduler.has_room_beside):
             return
         if not self.scheduler.rows:
@@ -553,21 +489,5 @@ class Engine:
         self.counters.running = len(self.scheduler.active)
         self._note_memory()
         if self.counters.steps % SHRINK_STEPS == 0:
-            # those of finished ones too
+            # finished ones' too
             self.cache.shrink_to([sequence.cached for sequence in self.scheduler.rows])
-
-
-def _room_of(cache: RunningCache, options: EngineOptions) -> CacheRoom:
-    """Return the room of a cache, in positions."""
-    token_bytes, snapshot = cache.token_bytes(), cache.snapshot_bytes()
-    bound = None
-    if options.kv_cache_bytes is not None and token_bytes:
-        bound = options.kv_cache_bytes // token_bytes
-    return cache_room(
-        bound,
-        options.prefix_cache_bytes // max(token_bytes, 1),
-        rewindable=cache.rewindable,
-        snapshot_tokens=None if snapshot is None else math.ceil(snapshot / max(token_bytes, 1)),
-        by_tokens=cache.shares,
-        prompt_cost=cache.prefill_token_bytes() / token_bytes if token_bytes else 1.0,
-    )

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
 
-from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import Event, id_in_use
+from mlx_parallm.engine.parts import EngineOptions
 from mlx_parallm.engine.validation import check_request
 from mlx_parallm.errors import RequestError
 from mlx_parallm.system.turns import REST

@@ -8,9 +8,10 @@ from functools import partial
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ServerConfig
-from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.images import ImageFeatures
 from mlx_parallm.engine.lanes import divided
+from mlx_parallm.engine.parts import EngineOptions
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError

@@ -40,10 +40,10 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
     """Return the rollouts of the group with their scores filled in.
 
     The rewards that the environment reported for single turns are added to "reward". If one
-    rollout has rewards of its turns, all of them get them: 0 for turns without a score. A
-    "reward" of None or NaN, or a score `UNSCORED`, marks a trajectory that nothing scored: it
-    counts nowhere. So does one with a call of a tool that got no answer: the column "left_out" of
-    its "extra" says which.
+    rollout has rewards of its turns, all rollouts get them: 0 for turns without a score. A
+    "reward" of None or NaN, or a score `UNSCORED`, marks a trajectory without a score: it
+    counts nowhere. So is one with a tool call that got no answer: the column "left_out" of its
+    "extra" says which.
 
     Raises RolloutRejectedError: the number of scores is not that of trajectories, there is no
     "reward", a score is beyond ±MAX_REWARD, or "turn_rewards" are not one for each turn.
@@ -76,8 +76,7 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
 
 
 def _marked(trajectory: Trajectory, scores: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the scores; where "reward" is None or NaN, or nothing scored the trajectory, as those
-    of one without a score."""
+    """Return the scores, marked as unscored if "reward" is None or NaN or a call got no answer."""
     reward, reason = scores["reward"], unanswered_call(trajectory)
     if UNSCORED not in scores and has_score(reward) and reason is None:
         return scores
@@ -102,7 +101,7 @@ def _columns(scores: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _numbers(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores; a number that a reward calls "extra" is one."""
+    """Return the scores without columns and turn rewards; a number named "extra" is a score."""
     is_columns = isinstance(scores.get(EXTRA), Mapping)
     no_scores = {TURN_REWARDS, EXTRA} if is_columns else {TURN_REWARDS}
     return {name: value for name, value in scores.items() if name not in no_scores}

@@ -1,4 +1,4 @@
-"""TrainingLoop: the order of a run's steps, and nothing else.
+"""TrainingLoop: the order of a run's steps.
 
     wait for a batch → [request the next one] → train → publish → metrics line → checkpoint →
     [request the next one]
@@ -9,9 +9,9 @@ deterministic mode they therefore start after publish, metrics line and checkpoi
 before.
 
 A metrics line is on the disk before the checkpoint of its step: a resume cuts lines, it never
-misses one. On a stop request the loop finishes the micro-batch, saves, and returns. What happens is
-reported to `events.RunEvents`. After a fault of the device nothing is published or saved but the
-copy of the last moment that was whole (`Checkpointer.keep`).
+misses one. On a stop request the loop finishes the micro-batch, saves, and returns. Events
+go to `events.RunEvents`. After a fault of the device nothing is published, and only the copy of the
+last sound moment is saved (`Checkpointer.keep`).
 """
 
 import time
@@ -93,15 +93,15 @@ class RunControl:
         before_step, while_waiting: checks that raise to save and end the run: failed sources, a
             full disk. The second is called at least every `wait_turn_s` while a step waits for its
             batch.
-        between_steps: performs the commands of others; called as often, while no step is under way.
+        between_steps: performs commands; called as often, while no step is under way.
         training: a context around each training step.
         measure: further numbers for the metrics line of a step that was trained and published.
         after_step: called with the line when it is on the disk; true: save a checkpoint, besides
             those of checkpoint_interval. An exception ends the run.
         served_tokens: the engine's counter of sampled tokens.
-        publishing: a context around what follows a step: the publish, the line, a checkpoint.
+        publishing: a context around the publish, the metrics line and a checkpoint.
         writing: a context around the writing of a checkpoint.
-        faults: of the device, which the engine shares. After one nothing is published or saved.
+        faults: the device's, shared with the engine. After one nothing is published or saved.
     """
 
     should_stop: Callable[[], bool] = lambda: False
@@ -167,7 +167,7 @@ class TrainingLoop:
             try:
                 with self._events.span("wait", step):
                     batch = self._batch(step, work)
-            # the sources have failed; the weights are sound, and between two steps
+            # the sources have failed; the weights are sound, and no step is under way
             except ParallmError:
                 self._control.faults.check()
                 if work is None:
@@ -220,8 +220,7 @@ class TrainingLoop:
         return None
 
     def _roll_back(self) -> bool:
-        """Perform a requested rollback between two steps; it is in a checkpoint before the
-        request is answered."""
+        """Perform a requested rollback between two steps, saved before the request is answered."""
         done = self._parts.rollbacks.perform(self._step) if self._parts.rollbacks else None
         if done is None or self._parts.rollbacks is None:
             return False
@@ -266,7 +265,7 @@ class TrainingLoop:
         if not all(learner.trains_policy(batch.step) for learner in self._parts.learners.values()):
             batch = replace(batch, sequences=())
         with self._control.training():
-            # before the other ranks begin: they get the scores
+            # before the other ranks begin, since they get the scores
             started = time.perf_counter()
             scored_position = self._parts.trainer.ask_teachers(
                 batch, position, self._control.should_stop
@@ -312,8 +311,8 @@ class TrainingLoop:
             self._save(None)
 
     def _learn_beside(self, batch: TrainBatch) -> dict[str, Any]:
-        """Let the environments' learners learn from their groups; the next ones are sampled by
-        what they become."""
+        """Let the environments' learners learn from their groups, before the next ones are
+        sampled."""
         numbers: dict[str, Any] = {}
         for name, learner in self._parts.learners.items():
             groups = [group for group in batch.groups if group.environment == name]
@@ -380,7 +379,7 @@ class TrainingLoop:
         self._saved = state.checkpoint_name
 
     def _keep_proved(self) -> None:
-        """Keep a copy of this moment for the case of a fault: the device has none now."""
+        """Keep a copy of this moment, which is sound, in case the device fails later."""
         if self._parts.checkpointer is not None:
             raise_stored_faults()
             self._control.faults.check()
@@ -388,8 +387,8 @@ class TrainingLoop:
             self._parts.checkpointer.keep(state, self._served(state))
 
     def save_proved(self) -> Path | None:
-        """Save the last moment whose numbers were whole, after a fault of the device; None: the
-        last checkpoint is as new, or nothing newer is in memory."""
+        """Save the last sound moment after a fault of the device; None: the last checkpoint is as
+        new, or nothing newer is in memory."""
         return None if self._parts.checkpointer is None else self._parts.checkpointer.save_kept()
 
     def save_now(self) -> str:
@@ -401,7 +400,7 @@ class TrainingLoop:
         return str(self._saved)
 
     def change_settings(self, changes: Mapping[str, Sequence[float]]) -> None:
-        """Train on with other values, {key: [before, now]}: they are in the next metrics line,
+        """Continue with other values, {key: [before, now]}: they are in the next metrics line,
         and in a checkpoint when this returns. Raises CheckpointError."""
         self._parts.trainer.change({key: now for key, (_, now) in changes.items()})
         self._changes.append(

@@ -1,5 +1,6 @@
 """What the documentation points at is there."""
 
+import ast
 import functools
 import re
 from pathlib import Path
@@ -71,6 +72,40 @@ def test_the_tree_in_the_architecture_is_the_package() -> None:
     assert not [name for name in named if not (ROOT / "mlx_parallm" / name).exists()], (
         "no longer there"
     )
+
+
+def test_a_tokens_life_is_in_five_files_that_are_read_in_an_hour() -> None:
+    """The functions and classes that the page names are there."""
+    rows = re.findall(
+        r"^\|[^|]*\| `([\w/]+\.py)` \| (.*) \|$", section("design.md", "A token's life"), re.M
+    )
+    five = {file for file, _ in rows[:8]}
+    lines = [(ROOT / "mlx_parallm" / file).read_text().count("\n") for file in five]
+    assert len(five) == 5
+    assert sum(lines) <= 1500
+    missing = [
+        f"{file}: {name}"
+        for file, cell in rows
+        for name in re.findall(r"`([A-Za-z_][\w.]*)`", cell)
+        if name not in {*_defined(file), "Request", "Sequence"}
+    ]
+    assert len(rows) == 15
+    assert not missing
+
+
+def _defined(file: str) -> set[str]:
+    """Return the functions, classes and methods (`Class.method`) of a module of the package."""
+    tree = ast.parse((ROOT / "mlx_parallm" / file).read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    top = [node for node in tree.body if isinstance(node, kinds)]
+    inner = [
+        f"{node.name}.{method.name}"
+        for node in top
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, kinds)
+    ]
+    return {*(node.name for node in top), *inner}
 
 
 def test_the_reading_order_has_every_page() -> None:

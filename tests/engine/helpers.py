@@ -15,8 +15,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.engine.cache import sharing, tokens
-from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import Failed, Finished, StreamDelta
+from mlx_parallm.engine.parts import EngineOptions
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.lora import linear_layers, linear_shape, prepare_for_serving

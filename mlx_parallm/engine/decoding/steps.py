@@ -20,10 +20,10 @@ class LaunchedStep:
     batch: SamplingBatch | None
     sampled: Sampled | None
     pending: list[mx.array]
-    prefilled_tokens: int = 0  # of prompts that it completes
-    prompt_tokens: int = 0  # of prompts that it computes
-    experts: mx.array | None = None  # [rows, layers, k] uint8 or uint16, where they are recorded
-    written: SequenceOf[mx.array] = ()  # of `pending`: keys and values, and states, of prompts
+    prefilled_tokens: int = 0  # tokens of the prompts that it completes
+    prompt_tokens: int = 0  # tokens of prompts that it computes
+    experts: mx.array | None = None  # [rows, layers, k] uint8 or uint16, if they are recorded
+    written: SequenceOf[mx.array] = ()  # `pending` of prompts: keys, values, states
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class DraftStep(LaunchedStep):
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
+    """A sampled token of one sequence, read from the device."""
+
     sequence: Sequence
     token: int
     logprob: float

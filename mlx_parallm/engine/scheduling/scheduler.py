@@ -1,7 +1,7 @@
-"""Decides what the next step does: plain Python over `Sequence`s, no tensor in sight.
+"""Decide what the next step does: plain Python over `Sequence`s, no tensor in sight.
 
-Rows of the KV cache are dense: running sequences hold rows 0..n-1. `schedule` fills the rows that
-finished sequences left and returns a `SchedulerOutput`. `ModelRunner` carries it out in this order:
+Rows of the KV cache are dense: running sequences hold rows 0..n-1. `schedule` fills the rows of
+finished sequences and returns a `SchedulerOutput`. `ModelRunner` carries it out in this order:
 saves, moves, chunks of prefill, one decode step over `rows`.
 
 Queue: by priority (lower first), then by arrival; `AGEING_STEPS` steps of waiting weigh as much as
@@ -10,8 +10,8 @@ Prefill: any number of prompts may be under way; each step advances the one with
 a short prompt does not wait for a long one), but one that was passed over gains a chunk a step.
 While rows decode, a prompt of several chunks advances by smaller ones. A chunk that would end
 inside an image whose tokens see each other both ways ends behind it. A prompt is computed once
-for all requests that bring it meanwhile. What it begins with, where it stops and what is kept of it
-is the cache's business (`CacheRoom`, room.py), as is whether there is room for one more.
+for all requests that bring it meanwhile. `CacheRoom` (room.py) knows
+its known prefix, where it stops, what is kept of it, and whether there is room for one more.
 """
 
 from bisect import insort
@@ -40,7 +40,7 @@ class SlotMove:
 class SchedulerOutput:
     saves: tuple[PrefixSave, ...]
     moves: tuple[SlotMove, ...]
-    kept: int  # rows that go on, after the moves
+    kept: int  # rows that continue, after the moves
     prefill: tuple[PrefillChunk, ...]
     rows: tuple[Sequence, ...]  # row i of the cache belongs to rows[i]; all of them decode
     # rows × positions that the cache may have room for; the rest is the prompts'
@@ -55,11 +55,12 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """
+    """Hold the queue, the prompts being computed and the rows; plan one step at a time.
+
     Args:
         max_rows: sequences that decode together at most.
         prefill_chunk: prompt tokens (padding included) computed between two decode steps.
-        room: of the cache that holds the rows.
+        room: the room of the cache that holds the rows.
     """
 
     def __init__(self, max_rows: int, prefill_chunk: int, room: CacheRoom) -> None:
@@ -85,8 +86,7 @@ class Scheduler:
 
     @property
     def steady(self) -> bool:
-        """True when the next step decodes the same rows, whatever the present one gives, and
-        does nothing else."""
+        """True if the next step only decodes the same rows, whatever the present one samples."""
         return (
             not self.prefills
             and (
@@ -102,14 +102,14 @@ class Scheduler:
 
     @property
     def has_room_beside(self) -> bool:
-        """Whether the text beside the sequences may begin. No sequence is admitted into its
+        """Whether a text to be scored may begin beside the sequences. None is admitted into its
         place meanwhile."""
         most = self.room.max_tokens
         return most is None or not self.active or self.reserved <= most
 
     @property
     def reserved(self) -> int:
-        """Positions that the sequences admitted so far can come to hold (`CacheRoom.reserved`)."""
+        """The most positions that the admitted sequences can take (`CacheRoom.reserved`)."""
         return self.room.reserved(self.rows, self.prefills)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
@@ -118,12 +118,12 @@ class Scheduler:
             insort(self.waiting, sequence, key=lambda waiting: waiting.rank)
 
     def remove_finished_from_queue(self) -> None:
-        """Drops sequences that were ended (aborted) while they waited."""
+        """Drop sequences that were ended (aborted) while they waited."""
         self.waiting = [s for s in self.waiting if not s.finished]
 
     def forget_rows(self) -> list[Sequence]:
-        """Empties rows, prefills and the prefix cache, whose keys and values are lost or
-        doubtful; returns the sequences that had not finished."""
+        """Empty rows, prefills and the prefix cache, whose keys and values are lost or doubtful;
+        return the unfinished sequences."""
         lost = self.active
         for sequence in [*self.rows, *lost]:
             sequence.row, sequence.chunks = -1, ()
@@ -132,15 +132,14 @@ class Scheduler:
         return lost
 
     def forget_prefixes(self) -> None:
-        """Empties the prefix cache; finished sequences that still have a row do not come into it
-        either."""
+        """Empty the prefix cache, and keep finished sequences that still have a row out of it."""
         self.room.prefix_cache.clear()
         for sequence in self.rows:
             if sequence.finished:
                 sequence.prefix_key = None
 
     def schedule(self, weights_of: WeightsOf, version: int = -1) -> SchedulerOutput:
-        """Plans one step. Finished sequences lose their rows here.
+        """Plan one step. Finished sequences lose their rows here.
 
         Args:
             weights_of: identifies the weights that compute a sequence now; equal for equal weights
@@ -165,12 +164,11 @@ class Scheduler:
         )
 
     def pass_step(self) -> None:
-        """Counts a step, also one that needs no plan: who waits grows older."""
+        """Count a step, planned or not: waiting sequences age."""
         self._step += 1
 
     def _compact(self) -> list[SlotMove]:
-        """Fills the rows of finished sequences with the last ones. No row is both a source and a
-        target."""
+        """Move the last rows into those of finished sequences. No row is both source and target."""
         moves = []
         row = 0
         while row < len(self.rows):
@@ -197,7 +195,7 @@ class Scheduler:
         self.prefills = [prefill for prefill in self.prefills if prefill.sequences]
 
     def _admit(self, weights_of: WeightsOf, version: int) -> None:
-        """Promises rows to the sequences at the head of the queue, as many as there is room for."""
+        """Promise rows to the head of the queue, as many as there is room for."""
         admitted = 0
         for sequence in self.waiting:
             active = self.active
@@ -225,13 +223,12 @@ class Scheduler:
         return self.room.fits(joining, waits_for, self.rows, self.prefills, more)
 
     def _row_of(self, key: Key, prompt: tuple[int, ...]) -> PrefillRow | None:
-        """The row in which this very prompt is being computed already."""
+        """Return the row that computes this very prompt already; None: no row does."""
         rows = (row for prefill in self.prefills for row in prefill.rows)
         return next((row for row in rows if row.key == key and row.owner.prompt == prompt), None)
 
     def _new_row(self, key: Key, sequence: Sequence) -> PrefillRow:
-        """Adds the prompt to a group that has not started, where it fits beside the others, or
-        makes one up."""
+        """Add the prompt to a prefill that has not started, if it fits there, else to a new one."""
         row = self.room.new_row(key, sequence)
         length = len(row.tokens)
         for prefill in self.prefills if self.room.computes_together else ():
@@ -250,8 +247,8 @@ class Scheduler:
         return row
 
     def _next_chunks(self, weights_of: WeightsOf) -> list[PrefillChunk]:
-        """Picks the prompts that can be finished within this step's `prefill_chunk` tokens, the
-        most urgent first; when that one cannot, a part of it. Finished prompts get their rows."""
+        """Pick the prompts that this step's `prefill_chunk` tokens can finish, the most urgent
+        first, or a part of that one. Finished prompts get their rows."""
         chunks: list[PrefillChunk] = []
         left = self.prefill_chunk
         for prefill in sorted(self.prefills, key=self._urgency):
@@ -291,8 +288,8 @@ class Scheduler:
         return PrefillChunk(prefill, start, prefill.done, first_row, prompts, save)
 
     def _urgency(self, prefill: Prefill) -> int:
-        """Lower goes first: what is left to compute, less a chunk for each step that it was
-        passed over."""
+        """Return a rank, lower first: tokens left to compute, less a chunk for each step that it
+        was passed over."""
         level = min(sequence.priority for sequence in prefill.sequences)
         return (
             prefill.length
@@ -301,14 +298,13 @@ class Scheduler:
         )
 
     def _part_of_long_prompts(self) -> int:
-        """Return fewer tokens, the more rows wait for their next token; all of the chunk when
-        none does."""
+        """Return the tokens of a long prompt's next part: a whole chunk without decoding rows,
+        fewer the more rows decode."""
         free = self.max_rows - len(self.rows)
         return max(self.prefill_chunk // DECODING_SHARE, self.prefill_chunk * free // self.max_rows)
 
     def restore(self, sequence: Sequence) -> None:
-        """Gives a row to a sequence whose keys and values were computed again; they are not
-        shared with others."""
+        """Give a row to a sequence whose keys and values were computed again, and share none."""
         self._give_row(sequence)
         sequence.cached += len(sequence.tokens)
         sequence.prefix_key = None
