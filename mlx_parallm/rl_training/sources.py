@@ -62,7 +62,7 @@ class SourceContext:
     `current_step`, `policy_version`: asked from any thread at any time. `on_reward`: sources that
     want to know that a reward came by id add a function here. `group_sizes`: a source that makes
     groups by itself adds their size. `on_times`: takes the times of a
-    group (`monitor.spans`), on any thread. `experts`: (layers, experts a token, experts) that the
+    group (`run_files.spans`), on any thread. `experts`: (layers, experts a token, experts) that the
     trainer repeats, once there is one. `images`: reads images for the model; None: it sees none.
     """
 

@@ -4,7 +4,7 @@ docs/watching.md#evaluation.
     Evaluations     the schedule: when one is due, of which version, and where its result goes
     FallGuard       back to the best weights, when the score falls
     EvaluationLog   the file of results, and the score of a checkpoint (log.py)
-    best_by         by which score the best checkpoint is chosen (best_checkpoint.py)
+    best_by         by which score the best checkpoint is chosen (run_files/best_checkpoint.py)
 
 An evaluation measures one version: its requests name `policy@VERSION`, which is held in memory
 until the end, so the trainer can publish meanwhile; they have a lower priority than those of the

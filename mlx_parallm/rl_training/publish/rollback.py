@@ -4,8 +4,8 @@
     under a new number
 
 Weights, optimizer and the trainer's own numbers go back; steps, schedules, data and random states
-go on. Rollouts of versions that are left count as stale (versions.py); those of the version that is
-back are fresh.
+go on. Rollouts of versions that are left count as stale (run_files/versions.py); those of the
+version that is back are fresh.
 """
 
 import threading

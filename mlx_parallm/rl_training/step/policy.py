@@ -72,7 +72,7 @@ class TrainedPolicy:
         model_config: the base's config.json.
         initial_adapter: arrays to start the adapter from, as `models.lora.load_adapter` reads them.
         needs_reference: whether `reference` will be used.
-        needs_values: whether the tree gets a value head (models/scoring/value_head.py), trained
+        needs_values: whether the tree gets a value head (models/heads/value_head.py), trained
             beside the rest.
         kv_bits: bits of the engine's keys and values; None: those of the model.
         images: makes features of images by modules of this tree; None: it reads texts alone.
