@@ -12,6 +12,7 @@ log-probability of the distribution that was really drawn from beside it.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -62,7 +63,7 @@ class BlockedLogits:
         masses = masses.reshape(shape).sum(axis=-1)
         return BlockedLogits(logits.reshape(shape), largest, masses, masses.sum(axis=-1))
 
-    @property
+    @cached_property
     def logsumexp(self) -> mx.array:
         """[n]; NaN where a logit is."""
         return mx.log(self.mass) + self.largest.squeeze(-1)
@@ -184,11 +185,11 @@ def sample(logits: mx.array, batch: SamplingBatch, positions: list[int]) -> Samp
     tokens = tokens.astype(mx.int32)
     processed = None
     if batch.reshaped:
-        index = mx.array(batch.reshaped)
-        processed = token_logprobs(scaled[index], tokens[index], normalizer=blocks.logsumexp[index])
+        chosen = [_rows_of(x, batch.reshaped) for x in (scaled, tokens, blocks.logsumexp)]
+        processed = token_logprobs(chosen[0], chosen[1], normalizer=chosen[2])
     shown = (scaled, blocks) if batch.processed_alternatives else (raw, raw_blocks)
     top_tokens, top_logprobs = _alternatives(*shown, batch)
-    logprobs = token_logprobs(logits, tokens, batch.temperature, normalizer=raw_blocks.logsumexp)
+    logprobs = token_logprobs(raw, tokens, normalizer=raw_blocks.logsumexp)
     parts = [tokens.astype(mx.float32) + 1, raw_blocks.mass, logprobs]
     numbers = mx.concatenate(parts if processed is None else [*parts, processed])
     vocab = logits.shape[-1]
@@ -205,6 +206,11 @@ def random_keys(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x ^= x >> np.uint64(31)
     return x.view(np.uint32).reshape(-1, 2)
+
+
+def _rows_of(array: mx.array, rows: list[int]) -> mx.array:
+    """Return some rows, in ascending order; all of them without a copy."""
+    return array if len(rows) == array.shape[0] else array[mx.array(rows)]
 
 
 def _scaled(logits: mx.array, batch: SamplingBatch) -> mx.array:
@@ -248,8 +254,8 @@ def _alternatives(
     reported for it."""
     if not batch.wants_top:
         return None, None
-    index = mx.array(batch.wants_top)
-    return top_logprobs(logits[index], batch.top_count, blocks.logsumexp[index])
+    rows = batch.wants_top
+    return top_logprobs(_rows_of(logits, rows), batch.top_count, _rows_of(blocks.logsumexp, rows))
 
 
 def top_logprobs(
