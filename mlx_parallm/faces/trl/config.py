@@ -10,8 +10,10 @@ unless its value switches it off. Imports no MLX.
 import warnings
 from collections.abc import Mapping
 from enum import Enum
+from importlib.resources import files
 from typing import Any, ClassVar, Literal
 
+import tomli
 from pydantic import Field, model_validator
 
 from mlx_parallm.config.data import BETAS, PreferenceConfig
@@ -23,210 +25,26 @@ Interval = Literal["no", "steps", "epoch"]
 PAGED = "paged_"
 """Of an optimizer whose states leave the GPU when its memory is full."""
 
-SPEED_ONLY = (
-    "accelerator_config",
-    "average_tokens_across_devices",
-    "cast_lm_head_to_fp32",
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "dataloader_persistent_workers",
-    "dataloader_prefetch_factor",
-    "dataset_num_proc",
-    "dataloader_multiprocessing_context",
-    "dataloader_in_order",
-    "do_eval",
-    "do_predict",
-    "do_train",
-    "ds3_gather_for_generation",
-    "eval_accumulation_steps",
-    "eval_do_concat_batches",
-    "eval_packing",
-    "eval_use_gather_object",
-    "gradient_checkpointing_kwargs",
-    "include_num_input_tokens_seen",
-    "length_column_name",
-    "log_level",
-    "log_level_replica",
-    "log_multimodal",
-    "log_on_each_node",
-    "logging_nan_inf_filter",
-    "num_completions_to_print",
-    "pad_to_multiple_of",
-    "padding_free",
-    "per_device_eval_batch_size",
-    "precompute_ref_batch_size",
-    "precompute_ref_log_probs",
-    "prediction_loss_only",
-    "remove_unused_columns",
-    "save_on_each_node",
-    "skip_memory_metrics",
-    "tf32",
-    "torch_empty_cache_steps",
-    "use_cache",
-    "use_cpu",
-)
+_NAMES = tomli.loads(files(__package__).joinpath("names.toml").read_text(encoding="utf-8"))
+
+SPEED_ONLY: tuple[str, ...] = tuple(_NAMES["speed_only"]["names"])
 """Names that change how fast TRL computes, or what it prints, and no result: accepted, without
 effect."""
-
-HUB = "nothing is uploaded: train, then `mlx_parallm merge --push-to-hub OWNER/NAME`"
-ONE_PROCESS = (
-    "several machines train by mlx.launch, not by these (docs/operations.md#several-processes)"
-)
-COMPUTED_BY_MLX = (
-    "MLX computes here; a step's memory follows from gradient_checkpointing and"
-    " rl_training.token_budget"
-)
-DTYPE = (
-    'the dtype is the model\'s: model_init_kwargs={"dtype": "bfloat16"}; the optimizer works on'
-    " float32 copies"
-)
-ROUTES = 'the engine of this process samples; set its keys with overrides={"server.batch_size": 64}'
-OFF_SAMPLER = (
-    "rollouts are sampled from the model's own distribution at"
-    " `temperature`, which the loss assumes"
-)
 WITHOUT_EFFECT: Mapping[str, str] = {
-    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), DTYPE),
-    **dict.fromkeys(("torch_compile", "use_liger_kernel"), COMPUTED_BY_MLX),
-    "max_prompt_length": "prompts are not cut, as in TRL 1.16: shorten"
-    " them, or leave out the long ones",
-    "run_name": "the last part of output_dir names the run, in its directory and in trackers",
-    "logging_dir": "TensorBoard files lie in output_dir",
+    name: entry["instead"] for entry in _NAMES["without_effect"] for name in entry["names"]
 }
 """Names that would change no result here: accepted, with a warning unless they are off. name →
 what is so instead."""
 NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(("push_to_hub", "hub_always_push"), ((False,), HUB)),
-    **dict.fromkeys(("hub_token", "hub_model_id", "hub_private_repo", "hub_revision"), ((), HUB)),
-    **dict.fromkeys(
-        ("log_completions_hub_repo", "trackio_bucket_id", "trackio_static_space_id"), ((), HUB)
-    ),
-    "hub_strategy": (("every_save",), HUB),
-    "trackio_space_id": (("trackio",), HUB),
-    **dict.fromkeys(
-        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "ddp_backend"), ((), ONE_PROCESS)
-    ),
-    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb"), ((), ONE_PROCESS)),
-    **dict.fromkeys(("ddp_broadcast_buffers", "ddp_static_graph"), ((), ONE_PROCESS)),
-    "ddp_timeout": ((1800,), ONE_PROCESS),
-    "local_rank": ((-1,), ONE_PROCESS),
-    **dict.fromkeys(
-        ("activation_checkpointing", "auto_find_batch_size"), ((False,), COMPUTED_BY_MLX)
-    ),
-    "activation_offloading": ((False,), COMPUTED_BY_MLX),
-    **dict.fromkeys(
-        ("torch_compile_backend", "torch_compile_mode", "liger_kernel_config"),
-        ((), COMPUTED_BY_MLX),
-    ),
-    "activation_checkpointing_kwargs": ((), COMPUTED_BY_MLX),
-    **dict.fromkeys(
-        ("use_vllm", "use_transformers_paged", "use_transformers_continuous_batching"),
-        ((False,), ROUTES),
-    ),
-    **dict.fromkeys(
-        ("transformers_continuous_batching_config", "cache_implementation"), ((), ROUTES)
-    ),
-    **dict.fromkeys(("top_p", "repetition_penalty"), ((1.0,), OFF_SAMPLER)),
-    "top_k": ((0, -1), OFF_SAMPLER),
-    "min_p": ((0.0,), OFF_SAMPLER),
-    "generation_kwargs": (({},), OFF_SAMPLER),
-    "logging_strategy": (("steps",), "set logging_steps; metrics.jsonl has every step"),
-    "save_only_model": ((False,), "a checkpoint is a whole one, so that a run can go on from it"),
-    **dict.fromkeys(
-        ("metric_for_best_model", "greater_is_better"),
-        ((), 'name a metric of the evaluation: overrides={"rl_training.keep_best": "eval/score"}'),
-    ),
-    "data_seed": ((), "seed is of everything random"),
-    "dataloader_drop_last": (
-        (False,),
-        "every row is trained on: batches of an epoch are of nearly equal size",
-    ),
-    "lr_scheduler_kwargs": (
-        (),
-        'the final rate of linear and cosine: overrides={"rl_training.lr_final": 1e-6}',
-    ),
-    **dict.fromkeys(
-        ("optim_args", "optim_target_modules"), ((), "optim names an optimizer of MLX")
-    ),
-    "label_smoothing_factor": ((0.0, 0), "DPO has label_smoothing"),
-    "neftune_noise_alpha": ((), "no noise is added to embeddings"),
-    "include_for_metrics": (([],), "trainer.evaluate() returns all metrics there are"),
-    "batch_eval_metrics": ((False,), "trainer.evaluate() returns all metrics there are"),
-    "label_names": ((), "columns have TRL's names"),
-    "eval_delay": ((0,), "evaluations begin at eval_steps"),
-    "ignore_data_skip": ((False,), "a resume goes on with the rows that come next"),
-    "restore_callback_states_from_checkpoint": ((False,), "callbacks keep no state in checkpoints"),
-    "resume_from_checkpoint": ((), "pass it to trainer.train(resume_from_checkpoint=…)"),
-    "enable_jit_checkpoint": ((False,), "Ctrl-C saves a checkpoint"),
-    "debug": (("",), 'the log has a level: overrides={"logging.level": "debug"}'),
-    "top_entropy_quantile": (
-        (1.0,),
-        "every sampled token counts; a loss of your own may weigh them (docs/trl.md)",
-    ),
-    "use_adaptive_entropy": ((False,), "entropy_coef is constant"),
-    **dict.fromkeys(
-        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
-        ((0.0, 1.0, 0.005), "as above"),
-    ),
-    "entropy_target": ((0.2,), "entropy_coef is constant"),
-    "off_policy_mask_threshold": ((), "rollouts are from the weights that they train"),
-    "multi_objective_aggregation": (
-        ("sum_then_normalize",),
-        (
-            'parts are summed by reward_weights; overrides={"environments.0.reward_method":'
-            ' "pareto"} ranks them'
-        ),
-    ),
-    "log_unique_prompts": ((False,), "output_dir/samples.html has prompts, answers and rewards"),
-    "dataset_kwargs": ((), "rows have one of TRL's forms"),
-    "truncation_mode": (("keep_start",), "longer rows are left out, not cut"),
-    "packing": ((False,), "short rows share a computation already, without seeing each other"),
-    "packing_strategy": (
-        ("bfd",),
-        "short rows share a computation already, without seeing each other",
-    ),
-    "completion_only_loss": (
-        (True,),
-        "prompts are never trained on: use rows with `text` for whole texts",
-    ),
-    **dict.fromkeys(("eos_token", "pad_token"), ((), "the tokenizer's own tokens are used")),
-    "ld_alpha": ((), "tokens behind the shorter completion's length weigh as much as the others"),
-    "f_divergence_type": (("reverse_kl",), "DPO's divergence is the reverse KL"),
-    "f_alpha_divergence_coef": ((0.5,), "DPO's divergence is the reverse KL"),
-    "use_weighting": ((False,), "all pairs weigh the same"),
-    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_neg"), ((2.0,), "there is no vespo loss")),
-    **dict.fromkeys(("vespo_lambda_pos", "vespo_k_neg"), ((3.0,), "there is no vespo loss")),
+    name: (tuple(entry.get("off", ())), entry["instead"])
+    for entry in _NAMES["not_here"]
+    for name in entry["names"]
 }
 """name → (the values that switch it off, beside None; what to use instead)."""
-
-
-SCHEDULES = "linear, cosine, constant and constant_with_warmup are here"
-SORTS = 'it sorts the pairs of a batch against each other; "sigmoid" compares each by itself'
 VALUES_NOT_HERE: Mapping[tuple[str, str], str] = {
-    (
-        "loss_type",
-        "vespo",
-    ): 'importance_sampling_level="sequence" and loss_type="cispo" bound the ratio in other ways;'
-    " a loss of your own is GRPOTrainer(loss=…)",
-    ("loss_type", "aot"): SORTS,
-    ("loss_type", "aot_unpaired"): SORTS,
-    (
-        "scale_rewards",
-        "batch",
-    ): 'an advantage here is of one group, whatever else is in its batch: scale_rewards="none",'
-    ' perhaps with overrides={"rl_training.advantage_whiten": True}, which divides by the standard'
-    " deviation over all tokens of a step",
-    (
-        "lr_scheduler_type",
-        "cosine_with_min_lr",
-    ): 'lr_scheduler_type="cosine" with overrides={"rl_training.lr_final": 1e-6}',
-    ("lr_scheduler_type", "cosine_with_restarts"): SCHEDULES,
-    ("lr_scheduler_type", "polynomial"): SCHEDULES,
-    ("lr_scheduler_type", "inverse_sqrt"): SCHEDULES,
-    ("lr_scheduler_type", "warmup_stable_decay"): SCHEDULES,
-    ("lr_scheduler_type", "reduce_lr_on_plateau"): SCHEDULES,
-    ("lr_scheduler_type", "cosine_warmup_with_min_lr"): SCHEDULES,
-    ("lr_scheduler_type", "greedy"): SCHEDULES,
+    (entry["argument"], value): entry["instead"]
+    for entry in _NAMES["value_not_here"]
+    for value in entry["values"]
 }
 """TRL's argument and a value of it that there is not → what to use instead."""
 
