@@ -306,7 +306,7 @@ def _fault(generator: random.Random, places: Sequence[str] = tuple(RAISES)) -> P
 
 
 def _hang(generator: random.Random, number: int) -> Plan:
-    """After the first evaluations, which may take long: heartbeat.FIRST."""
+    """After the first evaluations, which may take long: heartbeat.COLD."""
     place = generator.choice(("engine", "trainer"))
     return Plan(("hang", "sleep")[number % 2], place, 60 + generator.randrange(60))
 

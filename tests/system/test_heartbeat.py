@@ -7,6 +7,7 @@ import pytest
 
 from mlx_parallm.system.device import heartbeat
 from mlx_parallm.system.device.heartbeat import (
+    COLD,
     ENGINE,
     FIRST,
     PROCESS,
@@ -25,9 +26,9 @@ class Clock:
         self.now, self._directory = 100.0, directory
         monkeypatch.setattr(heartbeat.time, "monotonic", lambda: self.now)
 
-    def beat(self, part: str) -> None:
+    def beat(self, part: str, signs: int = COLD) -> None:
         (self._directory / part).touch()
-        os.utime(self._directory / part, (self.now, self.now))
+        os.utime(self._directory / part, (signs, self.now))
 
     def hangs(self, listener: Listener, seconds: int) -> str | None:
         for _ in range(seconds):
@@ -56,7 +57,9 @@ def test_what_takes_long_may_be_silent_for_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, listener = Clock(tmp_path, monkeypatch), Listener(tmp_path, 40)
-    clock.beat(ENGINE)  # its first evaluation compiles kernels
+    clock.beat(ENGINE, 1)  # its first evaluations compile kernels
+    assert clock.hangs(listener, 40 * FIRST) is None
+    clock.beat(ENGINE, COLD - 1)
     assert clock.hangs(listener, 40 * FIRST) is None
     clock.beat(ENGINE)
     assert clock.hangs(listener, 40 * FIRST * SILENCES - 50) is None
@@ -72,6 +75,23 @@ def test_what_takes_long_may_be_silent_for_longer(
     os.utime(tmp_path / WRITER, (0, 0))
     clock.beat(ENGINE)
     assert clock.hangs(quick, 60) == ENGINE
+
+
+def test_a_part_that_was_quick_is_known_within_its_first_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that hung two seconds after its start, with 60 steps behind it, was given ten
+    minutes as one whose kernels are compiled."""
+    clock, listener = Clock(tmp_path, monkeypatch), Listener(tmp_path, 40)
+    monkeypatch.setattr(Heartbeat, "directory", tmp_path)
+    monkeypatch.setattr(heartbeat.time, "time", lambda: clock.now)
+    for signs, part in ((60, "engine"), (COLD - 1, "trainer")):
+        sign = Heartbeat(part)
+        for _ in range(signs):
+            sign.beat()
+    assert clock.hangs(listener, 60) == ENGINE
+    (tmp_path / ENGINE).unlink()
+    assert clock.hangs(listener, 500) is None, "the trainer's kernels may be compiled"
 
 
 def test_engine_and_trainer_say_when_they_work(

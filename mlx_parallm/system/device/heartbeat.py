@@ -5,7 +5,8 @@
     <directory>/trainer    touched by each evaluation of a training step, at rest outside of them
     <directory>/writer     touched when a checkpoint begins, at rest when it is written
 
-A file's time is the sign; the time 0 says that the part has no work. A process hangs when one of
+A file's time is the sign; the time 0 says that the part has no work. Its time of access is the
+number of signs so far, of which a quick part gives many in a second. A process hangs when one of
 them is silent: its own thread cannot tell, since a driver that hangs may hold the interpreter.
 """
 
@@ -19,9 +20,9 @@ PAUSED = 80
 """Exit code of a process that its supervisor is to start again after a rest: it has ended at a
 checkpoint (rl_training.restart_every)."""
 EVERY_S = 1.0
-FIRST, HEARD = 15, 2
-"""A part that was heard less often than `HEARD` times may be silent `FIRST` times as long: a GPU's
-kernels are compiled in its first evaluation, and how long one takes is not known yet."""
+FIRST, COLD = 15, 16
+"""A part may be silent `FIRST` times as long up to its sign number `COLD`: a GPU's kernels are
+compiled in its first evaluations, and how long one takes is not known yet."""
 SILENCES = 10  # times the longest so far: more is a hang
 PROCESS, ENGINE, TRAINER, WRITER = "process", "engine", "trainer", "writer"
 
@@ -34,7 +35,7 @@ class Heartbeat:
 
     def __init__(self, part: str) -> None:
         self._file: Path | None = None
-        self._due = 0.0
+        self._due, self._signs = 0.0, 0
         if self.directory is not None and self.directory.is_dir():
             self._file = self.directory / part
             self._file.touch()
@@ -42,20 +43,23 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Say that the part works."""
-        if self._file is not None and (now := time.monotonic()) >= self._due:
+        if self._file is None:
+            return
+        self._signs += 1
+        if (now := time.monotonic()) >= self._due or self._signs <= COLD:
             self._due = now + EVERY_S
-            self._touch(None)
+            self._touch(time.time())
 
     def rest(self) -> None:
         """Say that the part has no work."""
         if self._file is not None and self._due >= 0.0:
             self._due = -1.0
-            self._touch((0.0, 0.0))
+            self._touch(0.0)
 
-    def _touch(self, times: tuple[float, float] | None) -> None:
+    def _touch(self, at: float) -> None:
         assert self._file is not None
         try:
-            os.utime(self._file, times)
+            os.utime(self._file, (self._signs, at))
         except OSError:  # the supervisor has gone: nobody looks any more
             self._file = None
 
@@ -92,7 +96,7 @@ class Listener:
         self._times: dict[str, float] = {}  # as they were last seen
         self._silent: dict[str, float] = {}
         self._longest: dict[str, float] = {}
-        self._heard: dict[str, int] = {}
+        self._signs: dict[str, float] = {}
         self._looked = time.monotonic()
 
     def look(self) -> tuple[str, float] | None:
@@ -102,15 +106,14 @@ class Listener:
         passed, self._looked = min(now - self._looked, 2 * EVERY_S), now
         for part in (PROCESS, ENGINE, TRAINER, WRITER):
             try:
-                beat = (self._directory / part).stat().st_mtime
+                file = (self._directory / part).stat()
             except OSError:  # not there yet
                 continue
+            beat, self._signs[part] = file.st_mtime, file.st_atime
             if beat == 0.0 or beat != self._times.get(part):
                 # what ended with a rest was silent, too
                 longest = max(self._longest.get(part, 0.0), self._silent.get(part, 0.0))
                 self._longest[part] = longest
-                if beat != 0.0:
-                    self._heard[part] = self._heard.get(part, 0) + 1
                 self._times[part], self._silent[part] = beat, 0.0
                 continue
             self._silent[part] += passed
@@ -122,5 +125,5 @@ class Listener:
         if part == PROCESS:
             return self._limit_s
         limit = max(self._limit_s, SILENCES * self._longest.get(part, 0.0))
-        at_length = part == WRITER or self._heard.get(part, 0) < HEARD
+        at_length = part == WRITER or self._signs.get(part, 0.0) < COLD
         return FIRST * limit if at_length else limit
