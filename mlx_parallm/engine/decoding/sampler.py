@@ -12,7 +12,6 @@ log-probability of the distribution that was really drawn from beside it.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -42,13 +41,15 @@ class BlockedLogits:
     docs/benchmarks/serving.md.
 
     logits [n, N, 128] float32 in N = ⌈V / 128⌉ blocks, padded with -inf; largest [n, 1];
-    masses [n, N]: Σ exp(x - largest) over a block; mass [n]: over all.
+    masses [n, N]: Σ exp(x - largest) over a block; mass [n]: over all; logsumexp [n]: NaN where a
+    logit is.
     """
 
     logits: mx.array
     largest: mx.array
     masses: mx.array
     mass: mx.array
+    logsumexp: mx.array
 
     @staticmethod
     def split(logits: mx.array) -> "BlockedLogits":
@@ -61,12 +62,9 @@ class BlockedLogits:
             logits = mx.pad(logits, [(0, 0), (0, padding)], constant_values=-mx.inf)
         shape = (rows, -1, BLOCK)
         masses = masses.reshape(shape).sum(axis=-1)
-        return BlockedLogits(logits.reshape(shape), largest, masses, masses.sum(axis=-1))
-
-    @cached_property
-    def logsumexp(self) -> mx.array:
-        """[n]; NaN where a logit is."""
-        return mx.log(self.mass) + self.largest.squeeze(-1)
+        mass = masses.sum(axis=-1)
+        logsumexp = mx.log(mass) + largest.squeeze(-1)
+        return BlockedLogits(logits.reshape(shape), largest, masses, mass, logsumexp)
 
     def draw(self, keys: mx.array) -> mx.array:
         """[n] tokens, each with its own key of `keys` [n, 2] uint32. One of mass 0 is never
