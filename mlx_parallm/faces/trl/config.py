@@ -10,12 +10,11 @@ unless its value switches it off. Imports no MLX.
 import warnings
 from collections.abc import Mapping
 from enum import Enum
-from importlib.resources import files
 from typing import Any, ClassVar, Literal
 
-import tomli
 from pydantic import Field, model_validator
 
+from mlx_parallm.config.accepted import Accepted
 from mlx_parallm.config.data import BETAS, PreferenceConfig
 from mlx_parallm.config.library import Options
 from mlx_parallm.config.server import ServerConfig
@@ -25,27 +24,16 @@ Interval = Literal["no", "steps", "epoch"]
 PAGED = "paged_"
 """Of an optimizer whose states leave the GPU when its memory is full."""
 
-_NAMES = tomli.loads(files(__package__).joinpath("names.toml").read_text(encoding="utf-8"))
-
-SPEED_ONLY: tuple[str, ...] = tuple(_NAMES["speed_only"]["names"])
+NAMES = Accepted.read(__package__, "names.toml")
+SPEED_ONLY = tuple(NAMES.harmless)
 """Names that change how fast TRL computes, or what it prints, and no result: accepted, without
 effect."""
-WITHOUT_EFFECT: Mapping[str, str] = {
-    name: entry["instead"] for entry in _NAMES["without_effect"] for name in entry["names"]
-}
+WITHOUT_EFFECT = NAMES.warned
 """Names that would change no result here: accepted, with a warning unless they are off. name →
 what is so instead."""
-NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    name: (tuple(entry.get("off", ())), entry["instead"])
-    for entry in _NAMES["not_here"]
-    for name in entry["names"]
-}
+NOT_HERE = NAMES.refused
 """name → (the values that switch it off, beside None; what to use instead)."""
-VALUES_NOT_HERE: Mapping[tuple[str, str], str] = {
-    (entry["argument"], value): entry["instead"]
-    for entry in _NAMES["value_not_here"]
-    for value in entry["values"]
-}
+VALUES_NOT_HERE = NAMES.refused_values
 """TRL's argument and a value of it that there is not → what to use instead."""
 
 

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.config.accepted import Accepted
 from mlx_parallm.errors import AdapterError, ConfigError
 from mlx_parallm.models.published.rope import ROPE_LENGTH
 
@@ -44,70 +45,15 @@ ADALORA_SCHEDULE = (
 )
 """Settings of AdaLoRA's that matter in training only."""
 
-_ABOUT_THE_FILE = "it describes the file"
-_WHICH_LAYERS = "it chose the layers, and the file holds their tensors"
-_IN_TRAINING = "it matters in training only"
-_STARTING_VALUES = "it is read by init_lora_weights only"
-HARMLESS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("peft_version", "base_model_name_or_path", "revision", "auto_mapping"), _ABOUT_THE_FILE
-    ),
-    **dict.fromkeys(("task_type", "inference_mode", "runtime_config"), _ABOUT_THE_FILE),
-    **dict.fromkeys(
-        ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        _WHICH_LAYERS,
-    ),
-    "lora_dropout": _IN_TRAINING,
-    **dict.fromkeys(
-        ("loftq_config", "eva_config", "corda_config", "lora_ga_config"), _STARTING_VALUES
-    ),
-    "fan_in_fan_out": "it says how the base of other libraries stores"
-    " its weight, A and B are the same",
-    "qalora_group_size": "it is read with use_qalora only",
-    "megatron_core": "it is read with megatron_config only",
-    "ensure_weight_tying": "it ties adapters of embeddings, which are refused",
-}
+NAMES_OF_PEFT = Accepted.read(__package__, "peft.toml")
+HARMLESS = NAMES_OF_PEFT.harmless
 """Settings of PEFT's that pass with any value."""
-
-KEPT_BASE = (True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Values of init_lora_weights under which PEFT leaves the base weights as they are."""
-CHANGED_BASE = (
-    "its A and B belong to a base that PEFT changed when the training began. Convert it once with"
-    " PEFT: model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), INITIAL"
-    " being the adapter as it was before training; the result fits the plain base"
-)
-_OTHER_WEIGHTS = (
-    "weights beside A and B would have to be loaded; train without it,"
-    " or merge the adapter with PEFT"
-)
-_OTHER_FORWARD = (
-    "it computes something else than Wx + s·BAx; merge the adapter with PEFT if it can be merged"
-)
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "init_lora_weights": (KEPT_BASE, CHANGED_BASE),
-    "bias": (("none",), _OTHER_WEIGHTS),
-    **dict.fromkeys(
-        ("modules_to_save", "trainable_token_indices", "lora_bias"), ((), _OTHER_WEIGHTS)
-    ),
-    "target_parameters": (
-        (),
-        "adapters of single parameters (stacked experts) are not applied here",
-    ),
-    "layer_replication": ((), "it adapts a base with repeated blocks: build that model first"),
-    "megatron_config": (
-        (),
-        "Megatron's parallel layers are not read here: export it with Megatron's own tools",
-    ),
-    "alora_invocation_tokens": (
-        (),
-        "an activated LoRA acts only from these tokens on, here it would act on the whole text",
-    ),
-    **dict.fromkeys(
-        ("use_qalora", "use_bdlora", "arrow_config", "kasa_config"), ((), _OTHER_FORWARD)
-    ),
-    **dict.fromkeys(("monteclora_config", "velora_config"), ((), _OTHER_FORWARD)),
-}
+REFUSED = NAMES_OF_PEFT.refused
 """Settings of PEFT's that pass only switched off."""
+KEPT_BASE, CHANGED_BASE = REFUSED["init_lora_weights"]
+"""Values of init_lora_weights under which PEFT leaves the base weights as they are; else why it is
+refused."""
+_ABOUT_THE_FILE = HARMLESS["peft_version"]
 
 MLX_LM = frozenset(
     (
