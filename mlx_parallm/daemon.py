@@ -422,6 +422,7 @@ class Serving:
         self._scorer: RewardScorer | None = None
         if http and config.server.reward_model is not None:
             self._scorer = RewardScorer(config.server.reward_model, self._base.result)
+            self._scorer.faults = self.turns.faults
 
     @property
     def url(self) -> str:

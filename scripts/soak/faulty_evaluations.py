@@ -53,6 +53,7 @@ PLACES = {
     "keys": {"move_rows"},
     "probe": {"_compiles"},
     "sampler": {"collect"},
+    "reward model": {"_scores_of"},
 }
 """Functions of the package that an evaluation is called from. `engine`, `trainer`, `loader`: the
 thread; `evaluation`: the engine's, while the trainer waits for held-out answers."""

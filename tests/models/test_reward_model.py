@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.errors import AdapterError, ConfigError, ModelError, RequestError
+from mlx_parallm.errors import AdapterError, ConfigError, DeviceFaultError, ModelError, RequestError
 from mlx_parallm.models.heads.value_head import VALUE_HEAD_FILE, value_head_of
 from mlx_parallm.models.loading import LoadedModel, load_model
 from mlx_parallm.models.scoring.card import (
@@ -28,6 +28,7 @@ from mlx_parallm.rl_training.data.tokens import encode_all
 from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.trainer import Trainer
+from scripts.soak.faulty_evaluations import TEXTS, Plan, inject
 
 ROWS = [
     {"prompt": f"Sum: {a}+{b}", "chosen": str(a + b), "rejected": f"{a}{b} perhaps"}
@@ -203,6 +204,10 @@ def test_a_scorer_answers_from_its_own_thread(tmp_path: Path, tiny_tokenizer: To
         with pytest.raises(RequestError):
             scorer.score(["text"]).result()
         assert scorer.score(chats).result()[0] == pytest.approx(scores, abs=1e-6)
+        with inject(Plan("raise", "reward model", 0, TEXTS[3])):
+            failed = scorer.score(chats).exception()
+        assert isinstance(failed, DeviceFaultError) and scorer.faults.first is failed.fault
+        assert isinstance(scorer.score_each(chats).exception(), DeviceFaultError)
     finally:
         scorer.close()
     assert (scorer.name, scorer.prompt_format) == (tmp_path.name, "chat")

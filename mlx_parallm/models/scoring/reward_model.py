@@ -51,6 +51,7 @@ from mlx_parallm.models.scoring.card import (
 from mlx_parallm.models.scoring.conversation import Conversation, conversation_tokens
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.system.device.faults import DeviceFaults
 from mlx_parallm.system.files import sampled_digest
 
 TOKEN_BUDGET = 8192  # tokens computed together, padding included
@@ -155,7 +156,7 @@ class RewardScorer:
     """A reward model on its own thread, which loads it. Any thread may ask; `close` ends it.
 
     Conversations are read in the order of the calls. If the model could not be loaded, every
-    answer fails with the reason.
+    answer fails with the reason. `faults`: of the device, for the whole process.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class RewardScorer:
         directory = find_reward_model(path)
         self.name = _name_of(directory)
         self.prompt_format = RewardModelCard.read(directory).prompt_format
+        self.faults = DeviceFaults()
         self._thread = MLXThread("reward model")
         self._model: Future[TrainedRewardModel] = self._thread.submit(
             lambda: TrainedRewardModel.load(directory, loaded=base())
@@ -190,7 +192,7 @@ class RewardScorer:
 
         def run() -> list[float | RequestError]:
             readable, problems = self._tokens(conversations, tools)
-            scores = iter(self._model.result().score([tokens for tokens in readable if tokens]))
+            scores = iter(self._scores_of([tokens for tokens in readable if tokens]))
             return [problems.get(i) or next(scores) for i in range(len(conversations))]
 
         return self._thread.submit(run)
@@ -207,9 +209,14 @@ class RewardScorer:
             readable, problems = self._tokens(conversations, tools)
             if problems:
                 raise problems[min(problems)]
-            return self._model.result().score(readable), sum(map(len, readable))
+            return self._scores_of(readable), sum(map(len, readable))
 
         return self._thread.submit(run)
+
+    def _scores_of(self, texts: list[list[int]]) -> list[float]:
+        """Raises DeviceFaultError: the device has failed, there or elsewhere."""
+        with self.faults.watched():
+            return self._model.result().score(texts)
 
     def _tokens(
         self, conversations: Sequence[Conversation], tools: Sequence[Mapping[str, Any]]
@@ -241,7 +248,9 @@ def shared_scorer(path: str, base: LoadedModel | None = None) -> RewardScorer:
         return _SHARED[path]
 
 
-def load_shared_scorers(paths: Iterable[str], base: LoadedModel | None) -> None:
+def load_shared_scorers(
+    paths: Iterable[str], base: LoadedModel | None, faults: DeviceFaults | None = None
+) -> None:
     """Load this process's scorers of reward models, before the tree of `base` is wrapped; one whose
     files have changed since an earlier run, again. Raises ConfigError, ModelError, AdapterError:
     one does not fit its base."""
@@ -253,7 +262,9 @@ def load_shared_scorers(paths: Iterable[str], base: LoadedModel | None) -> None:
             _LOADED_AS[path] = now
         if old is not None:
             old.close()
-        shared_scorer(path, base).wait()
+        scorer = shared_scorer(path, base)
+        scorer.faults = faults or DeviceFaults()  # the run's own
+        scorer.wait()
 
 
 def _name_of(directory: Path) -> str:

@@ -416,7 +416,8 @@ def _publish(
     numbers, older = VersionNumbers(opened.store), files.served()
     versions = files.versions(numbers, served_known=bool(older))
     policy, checkpoint, config = trainer.policy, prepared.checkpoint, prepared.config
-    load_shared_scorers(config.reward_models, loaded if config.base_is_plain else None)
+    base, faults = loaded if config.base_is_plain else None, prepared.serving.turns.faults
+    load_shared_scorers(config.reward_models, base, faults)
     with policy.serving(older, checkpoint) if older and checkpoint else nullcontext():
         weights = open_serving(
             prepared.serving,
