@@ -433,3 +433,23 @@ def test_a_number_has_one_default_the_configurations() -> None:
     assert set(SECOND_DEFAULTS) <= elsewhere, (
         "SECOND_DEFAULTS names defaults that are gone: remove them"
     )
+
+
+def test_nothing_is_forked_and_no_stream_is_handed_over() -> None:
+    """On macOS a fork after Objective-C began crashes, and a stream's context that ends on another
+    thread raises; fused losses of mlx-lm race (docs/operations.md#a-mac). The sandbox's launcher
+    forks, which loads no MLX."""
+    calls = {("os", "fork"), ("multiprocessing", "Process"), ("mx", "stream"), ("mx", "new_stream")}
+    report(
+        f"{source.path}:{node.lineno}: {node.value.id}.{node.attr}"
+        for source in sources("mlx_parallm")
+        if not source.path.endswith("sandbox/sandbox_launcher.py")
+        for node in source.nodes(ast.Attribute)
+        if isinstance(node.value, ast.Name) and (node.value.id, node.attr) in calls
+    )
+    report(
+        f"{source.path}:{node.lineno}: {node.module}"
+        for source in sources("mlx_parallm")
+        for node in source.nodes(ast.ImportFrom)
+        if (node.module or "").startswith("mlx_lm.tuner.losses")
+    )

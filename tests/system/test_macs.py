@@ -1,7 +1,6 @@
 """What others met on Metal and what is done about it, where no other test shows it. The table of
 docs/operations.md#a-mac has all of it."""
 
-import ast
 import os
 from types import SimpleNamespace
 
@@ -22,7 +21,6 @@ from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.system.footprint import others_holding
 from mlx_parallm.system.packages import wrong_wheel
 from mlx_parallm.system.signals import EndLimit
-from tests.source_trees import report, sources
 
 GIB = 1 << 30
 
@@ -103,23 +101,3 @@ def test_weights_that_32_bits_do_not_count_are_named(monkeypatch: pytest.MonkeyP
         with capture_logs() as logs:
             loading.evaluate_module(layer)
         assert [line["shapes"] for line in logs] == ["(4, 8)"] * warnings
-
-
-def test_nothing_is_forked_and_no_stream_is_handed_over() -> None:
-    """A fork after Objective-C began crashes; a stream's context that ends on another thread
-    raises; fused losses of mlx-lm race. The sandbox's launcher forks, which loads no MLX."""
-    forbidden = ("os.fork", "multiprocessing.Process", "mx.stream", "mx.new_stream")
-    launcher = "mlx_parallm/execution/sandbox/sandbox_launcher.py"
-    report(
-        f"{source.path}:{node.lineno}: {ast.unparse(node)}"
-        for source in sources("mlx_parallm")
-        if source.path != launcher
-        for node in source.nodes(ast.Attribute)
-        if ast.unparse(node) in forbidden
-    )
-    report(
-        f"{source.path}:{node.lineno}: {node.module}"
-        for source in sources("mlx_parallm")
-        for node in source.nodes(ast.ImportFrom)
-        if (node.module or "").startswith("mlx_lm.tuner.losses")
-    )
