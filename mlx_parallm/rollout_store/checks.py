@@ -15,6 +15,8 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.types import MAX_REWARD, Rollout, RolloutGroup
 
 LOGPROB_TOLERANCE = 1e-3  # float32 log-softmax may come out a hair above 0
+GREEDY = "greedy"
+"""Key of a group's metadata: it was sampled at temperature 0, and its zeros are no placeholders."""
 LEAST_LOGPROB = -1e9  # far below what logits / temperature in float32 gives
 
 TOO_LARGE = (
@@ -54,7 +56,8 @@ def check_group(
             )
     if not group.rollouts:
         raise RolloutRejectedError("the group has no rollouts")
-    if missing_logprobs == "reject" and any(r.logprobs is None for r in group.rollouts):
+    unscored = any(rollout.logprobs is None for rollout in group.rollouts)
+    if missing_logprobs == "reject" and unscored and not group.metadata.get(GREEDY):
         raise RolloutRejectedError(
             "no inference_logprobs, or zeros alone: the environment must collect through"
             " atroposlib's ManagedServer (server_type vllm) or return them itself;"

@@ -180,6 +180,37 @@ def test_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
     assert reason in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "greedy"),
+    [
+        ({"generation_params": {"temperature": 0}}, True),
+        ({"overrides": [{"temperature": 0.0}, {"temperature": 0}]}, True),
+        ({"overrides": [{"temperature": 0.0}]}, False),  # the second one says nothing
+        ({"generation_params": {"temperature": 0.7}}, False),
+        ({}, False),
+    ],
+)
+def test_a_greedy_group_that_says_so_may_have_zeros(changes: dict[str, Any], greedy: bool) -> None:
+    """The sampler's own numbers are 0 at temperature 0. They are left out, and the trainer's stand
+    in for them."""
+    tokens = [[20, 21, *range(30, 50)]] * 2
+    group = parse(
+        scored_data(
+            tokens=tokens,
+            masks=[[-100, -100, *range(30, 50)]] * 2,
+            inference_logprobs=[[0.0] * 22] * 2,
+            **changes,
+        )
+    )
+    assert [rollout.logprobs for rollout in group.rollouts] == [None, None]
+    limits = {"max_token_length": 64, "vocab_size": 320}
+    if greedy:
+        check_group(group, **limits)
+        return
+    with pytest.raises(RolloutRejectedError, match="zeros alone"):
+        check_group(group, **limits)
+
+
 def test_atroposlibs_placeholder_data_is_refused() -> None:
     dummy = scored_data(
         tokens=[list(range(128))] * 2,

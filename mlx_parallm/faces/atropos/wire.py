@@ -39,7 +39,7 @@ from pydantic import BaseModel, NonNegativeInt, ValidationError, field_validator
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.execution.chat_messages import is_image
 from mlx_parallm.execution.prompt_images import ImageReader, data_url_bytes
-from mlx_parallm.rollout_store.checks import LOGPROB_TOLERANCE
+from mlx_parallm.rollout_store.checks import GREEDY, LOGPROB_TOLERANCE
 from mlx_parallm.server.protocol.fields import ListOf
 from mlx_parallm.server.protocol.routes import read_npy
 from mlx_parallm.system.validation import faults
@@ -195,6 +195,8 @@ def from_scored_data(
         ]
     if ignored:
         metadata["ignored_fields"] = ignored
+    if "inference_logprobs" in ignored and _is_greedy(wire):
+        metadata[GREEDY] = True
     if wire.distill_token_ids is not None or wire.distill_logprobs is not None:
         metadata["distill"] = _teachers_numbers(wire)
     return RolloutGroup(
@@ -218,6 +220,18 @@ def _are_placeholders(wire: ScoredData) -> bool:
         if label != GIVEN
     ]
     return len(values) >= FEWEST_CERTAIN and not any(values)
+
+
+def _is_greedy(wire: ScoredData) -> bool:
+    """Whether the group says of each sequence that it was sampled at temperature 0: then zeros are
+    what its sampler computed."""
+    overrides = [*(wire.overrides or []), *({} for _ in wire.tokens)][: len(wire.tokens)]
+    told = wire.generation_params or {}, wire.group_overrides or {}
+    temperatures = [
+        next((v for s in (each, *told) if (v := s.get("temperature")) is not None), None)
+        for each in overrides
+    ]
+    return all(isinstance(value, int | float) and value <= 0 for value in temperatures)
 
 
 def _teachers_numbers(wire: ScoredData) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+"""A few updates under TRL and here, on the same rows in whole batches: losses, learning rates,
+gradient norms, and how far the trained weights are apart, as a share of how far they moved.
+
+    .venv/bin/python -m scripts.bench.trl_steps --theirs PYTHON [--only sft dpo …]
+
+`--theirs`: a Python that has TRL (`setup_peers trl` makes build/peers-trl). An update has all eight
+rows, so no order of rows is compared; GRPO's completions are given (`rollout_func`).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+TINY = Path(__file__).resolve().parents[2] / "mlx_parallm" / "models" / "tiny"
+HALVES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+TWO = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
+CASES = {
+    "sft": ("SFT", {}),
+    "sft in halves": ("SFT", HALVES),
+    "sft, cosine": ("SFT", {"lr_scheduler_type": "cosine", "max_steps": 6}),
+    "sft, dft": ("SFT", {"loss_type": "dft"}),
+    "dpo": ("DPO", {}),
+    "dpo, ipo": ("DPO", {"loss_type": "ipo"}),
+    "dpo + sft": ("DPO", TWO),
+    "dpo + sft in halves": ("DPO", TWO | HALVES),
+    "kto": ("KTO", {}),
+    "grpo": ("GRPO", {}),
+    "gspo": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
+}
+SCRIPT = """
+import json, random, sys
+try:
+    import trl
+    from datasets import Dataset
+    from trl.experimental import kto
+    rows_of = Dataset.from_list
+except ImportError:
+    import mlx_parallm as trl
+    kto, rows_of = trl, list
+kind, given, model, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], sys.argv[4]
+rng = random.Random(0)
+words = ["".join(rng.sample("abcdefgh", 4)) for _ in range(8)]
+right = [" " + "".join(sorted(word)) for word in words]
+settings = dict(output_dir=out, max_steps=4, logging_steps=1, learning_rate=1e-3, weight_decay=0.1,
+                gradient_checkpointing=False, disable_tqdm=True, report_to="none", bf16=False,
+                save_strategy="no", per_device_train_batch_size=8, max_grad_norm=1.0) | given
+rows = [{"prompt": f"Sort: {w}"} for w in words]
+if kind == "SFT":
+    rows = [r | {"completion": a} for r, a in zip(rows, right)]
+if kind == "DPO":
+    rows = [r | {"chosen": a, "rejected": " " + w} for r, a, w in zip(rows, right, words)]
+if kind == "KTO":
+    rows = [r | {"completion": a if n % 2 else " " + w, "label": bool(n % 2)}
+            for n, (r, a, w) in enumerate(zip(rows, right, words))]
+more = {}
+
+def completions_of(prompts, trainer):
+    seen, made = {}, {"prompt_ids": [], "completion_ids": [], "logprobs": [], "score": []}
+    for prompt in prompts:
+        n = seen[prompt] = (seen.get(prompt, -1) + 1) % 4
+        k = ord(prompt) - ord("a")
+        made["prompt_ids"].append([10, 11, 12 + k])
+        made["completion_ids"].append([260 + (3 * n + j + 5 * k) % 20 for j in range(2 + n)])
+        made["logprobs"].append([0.0] * (2 + n))
+        made["score"].append(float((n * 7 + k) % 5))
+    return made
+
+if kind == "GRPO":
+    settings |= dict(num_generations=4, max_completion_length=8, temperature=1.0, beta=0.0)
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    more = dict(rollout_func=completions_of, reward_funcs=lambda completions, score, **_: list(score))
+home = kto if kind == "KTO" else trl
+args = getattr(home, kind + "Config")(**settings)
+trainer = getattr(home, kind + "Trainer")(model, args=args, train_dataset=rows_of(rows), **more)
+trainer.train()
+trainer.save_model(out + "_final")
+json.dump(trainer.state.log_history, open(out + ".json", "w"))
+"""
+
+
+def run(python: str, name: str, out: Path) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    """Return the log lines of the updates, and the trained weights."""
+    kind, given = CASES[name]
+    command = [python, "-c", SCRIPT, kind, json.dumps(given), str(TINY), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=out.parent)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+    lines = [line for line in json.loads(out.with_suffix(".json").read_text()) if "loss" in line]
+    return lines, load_file(out.parent / f"{out.name}_final" / "model.safetensors")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--theirs", required=True, help="a Python that has TRL")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    before = load_file(TINY / "model.safetensors")
+    print("| | loss | learning rate | gradient's norm | weights |\n|---|---|---|---|---|")
+    for name in options.only:
+        with tempfile.TemporaryDirectory() as folder:
+            theirs, their_weights = run(options.theirs, name, Path(folder) / "theirs")
+            ours, our_weights = run(sys.executable, name, Path(folder) / "ours")
+        apart = {
+            key: max(
+                abs(a[key] - b[key]) / max(abs(a[key]), 1e-2)
+                for a, b in zip(theirs, ours, strict=True)
+            )
+            for key in ("loss", "learning_rate", "grad_norm")
+        }
+        both = [key for key in before if key in their_weights and key in our_weights]
+        off = sum(np.square(their_weights[key] - our_weights[key]).sum() for key in both)
+        moved = sum(np.square(their_weights[key] - before[key]).sum() for key in both)
+        numbers = [*apart.values(), float(np.sqrt(off / moved))]
+        print(f"| {name} | {' | '.join(f'{number:.1e}' for number in numbers)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
