@@ -12,11 +12,12 @@ value once.
 """
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import jsonschema_rs
 
@@ -30,6 +31,10 @@ EXPLAINED_STEPS = 20_000
 every alternative."""
 MOST_PAIRS = 300_000
 _GROWS = ("$ref", "$dynamicRef", "$recursiveRef", "unevaluated")
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_VALUES = ("const", "enum", "default", "examples")  # what they hold is no schema
+_OF_A_FRAGMENT = "%/?:@!$&'()*+,;=-._~"
+_STRAY_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _HERE = ("not", "if", "then", "else")
 _HERE_LISTS = ("allOf", "anyOf", "oneOf")
 _HERE_BY_NAME = ("dependentSchemas", "dependencies")
@@ -107,7 +112,7 @@ def _containers(text: bytes | str) -> int:
 def validator(source: str, *, formats: bool = True) -> Any:
     """Return a `jsonschema_rs` validator of a schema as JSON text. `formats`: whether `format` is
     checked. Raises ValueError: this is not a JSON schema, or it refers to another document."""
-    schema = json.loads(source)
+    schema = _with_plain_references(json.loads(source))
     options = jsonschema_rs.FancyRegexOptions(backtrack_limit=BACKTRACKS)
     drafts = _DRAFTS[:1] if isinstance(schema, dict) and "$schema" in schema else _DRAFTS
     reason = ""
@@ -118,6 +123,29 @@ def validator(source: str, *, formats: bool = True) -> Any:
         except ValueError as error:
             reason = reason or str(getattr(error, "message", error))
     raise ValueError(f"not a JSON schema: {reason}")
+
+
+def _with_plain_references(schema: Any) -> Any:
+    """Return a schema whose references are URIs: Vega-Lite's and TypeScript's have `<`, `|` and
+    spaces as they stand in the names of their definitions."""
+    if isinstance(schema, list):
+        return [_with_plain_references(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _as_uri(value)
+        if key in _REFERENCES and isinstance(value, str)
+        else value
+        if key in _VALUES
+        else _with_plain_references(value)
+        for key, value in schema.items()
+    }
+
+
+def _as_uri(reference: str) -> str:
+    base, hash_sign, fragment = reference.partition("#")
+    plain = quote(_STRAY_PERCENT.sub("%25", fragment), safe=_OF_A_FRAGMENT)
+    return f"{base}{hash_sign}{plain}"
 
 
 def fault(source: str, value: Any, *, what: str, formats: bool = True) -> str | None:

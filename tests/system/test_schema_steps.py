@@ -104,3 +104,21 @@ def test_a_tree_of_parts_of_many_kinds_is_checked() -> None:
     assert fault(source, page(2, 0), what="the page") is None
     reason = fault(source, page(2, 20), what="the page")
     assert reason is not None and reason.startswith("the page does not follow the schema")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a b", "A<B,(C|null)>", 'a"b', "é", "a[b]", "a{b}", "a^b`", "50%", "a%b", "a\\b", "a#b"],
+)
+def test_a_reference_may_have_any_character(name: str) -> None:
+    """As Vega-Lite's schema and those of TypeScript's types have it; the same text in a constant
+    stays."""
+    reference = f"#/definitions/{name}"
+    schema = {
+        "definitions": {name: {"type": "string"}},
+        "properties": {"x": {"$ref": reference}, "y": {"const": {"$ref": reference}}},
+    }
+    source = json.dumps(schema)
+    assert fault(source, {"x": "s", "y": {"$ref": reference}}, what="it") is None
+    found = fault(source, {"x": 1}, what="it")
+    assert found is not None and "/x" in found
