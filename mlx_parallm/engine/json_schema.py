@@ -16,10 +16,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from llguidance import LLMatcher, LLTokenizer
 
-from mlx_parallm.system.foreign_json import fault, validator
+from mlx_parallm.system.foreign_json import fault, validator, with_plain_references
 
 _BASE64URL = "[A-Za-z0-9_-]+"
 _DAY = (
@@ -109,6 +110,7 @@ def for_grammar(schema: Any, *, close: bool) -> tuple[Any, tuple[str, ...]]:
     rewriter = _Rewriter(
         frozenset(_merged_references(schema)) if close else frozenset(), close=close
     )
+    schema = with_plain_references(schema)
     return rewriter.rewrite(schema, "#", merged=False), tuple(rewriter.lost)
 
 
@@ -136,7 +138,7 @@ class _Rewriter:
         for key in _MAPS:
             if isinstance(node.get(key), dict):
                 node[key] = {
-                    n: self.rewrite(s, f"{place}/{key}/{n}", merged=False)
+                    n: self.rewrite(s, f"{place}/{key}/{_step(n)}", merged=False)
                     for n, s in node[key].items()
                 }
         for key in _LISTS:
@@ -390,7 +392,7 @@ def _merged_references(root: Any) -> Iterator[str]:
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in seen:
             seen.add(reference)
-            yield reference
+            yield unquote(reference)
             waiting.append((_target(root, reference), True))
         waiting += [(branch, True) for key in _BRANCHES for branch in _list(schema.get(key))]
 
@@ -410,10 +412,14 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
             yield from _schemas(each)
 
 
+def _step(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
 def _target(root: Any, reference: str) -> Any:
     """Return the part of the schema that a reference points to; None where there is none."""
     for step in reference.removeprefix("#").split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
+        step = unquote(step).replace("~1", "/").replace("~0", "~")
         root = root.get(step) if isinstance(root, dict) else None
     return root
 

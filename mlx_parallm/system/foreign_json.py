@@ -112,7 +112,7 @@ def _containers(text: bytes | str) -> int:
 def validator(source: str, *, formats: bool = True) -> Any:
     """Return a `jsonschema_rs` validator of a schema as JSON text. `formats`: whether `format` is
     checked. Raises ValueError: this is not a JSON schema, or it refers to another document."""
-    schema = _with_plain_references(json.loads(source))
+    schema = with_plain_references(json.loads(source))
     options = jsonschema_rs.FancyRegexOptions(backtrack_limit=BACKTRACKS)
     drafts = _DRAFTS[:1] if isinstance(schema, dict) and "$schema" in schema else _DRAFTS
     reason = ""
@@ -125,11 +125,11 @@ def validator(source: str, *, formats: bool = True) -> Any:
     raise ValueError(f"not a JSON schema: {reason}")
 
 
-def _with_plain_references(schema: Any) -> Any:
+def with_plain_references(schema: Any) -> Any:
     """Return a schema whose references are URIs: Vega-Lite's and TypeScript's have `<`, `|` and
     spaces as they stand in the names of their definitions."""
     if isinstance(schema, list):
-        return [_with_plain_references(each) for each in schema]
+        return [with_plain_references(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     return {
@@ -137,7 +137,7 @@ def _with_plain_references(schema: Any) -> Any:
         if key in _REFERENCES and isinstance(value, str)
         else value
         if key in _VALUES
-        else _with_plain_references(value)
+        else with_plain_references(value)
         for key, value in schema.items()
     }
 

@@ -229,6 +229,35 @@ def test_a_token_is_forced_where_no_other_may_come(served: Served) -> None:
     assert free.forced is None  # chosen: the model's likeliest
 
 
+@pytest.mark.parametrize("name", ["a b", "A<B,(C|null)>", 'a"b', "é", "50%", "a%b", "a#b", "p/q~r"])
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_reference_may_have_any_character(
+    name: str, merged: bool, tiny_tokenizer: Tokenizer
+) -> None:
+    """Beside `properties` its target is a part of an object, which stays open."""
+    reference = {"$ref": "#/definitions/" + name.replace("~", "~0").replace("/", "~1")}
+    part = {"type": "object", "properties": {"k": {"const": "v"}}, "required": ["k"]}
+    schema: dict[str, Any] = {"definitions": {name: part}}
+    schema |= (
+        {"properties": {"x": {"const": 1}}, "required": ["x"], **reference}
+        if merged
+        else {"type": "object", "properties": {"x": reference}, "required": ["x"]}
+    )
+    structure = Structure("json_schema", json.dumps(schema))
+    answers = {True: '{"x": 1, "k": "v"}', False: '{"x": {"k": "v"}}'}
+
+    def follows(text: str) -> bool:
+        matcher = Grammars(tiny_tokenizer, PADDED).matcher(structure, 0, ())
+        for token in tiny_tokenizer.encode(text, add_special_tokens=False):
+            if not allowed_tokens([matcher], PADDED)[0][token]:
+                return False
+            assert matcher.advance(token) is None
+        return True
+
+    assert follows(answers[merged])
+    assert not follows(answers[not merged])
+
+
 def test_min_tokens_waits_unless_only_the_end_is_left(served: Served) -> None:
     for completion in sample(served, regex("[ab]*"), 8, min_tokens=15, max_tokens=60):
         assert len(completion.token_ids) > 15 and re.fullmatch("[ab]*", completion.text)
