@@ -226,9 +226,9 @@ def _is_greedy(wire: ScoredData) -> bool:
     """Whether the group says of each sequence that it was sampled at temperature 0: then zeros are
     what its sampler computed."""
     overrides = [*(wire.overrides or []), *({} for _ in wire.tokens)][: len(wire.tokens)]
-    told = wire.generation_params or {}, wire.group_overrides or {}
+    common = wire.generation_params or {}, wire.group_overrides or {}
     temperatures = [
-        next((v for s in (each, *told) if (v := s.get("temperature")) is not None), None)
+        next((v for s in (each, *common) if (v := s.get("temperature")) is not None), None)
         for each in overrides
     ]
     return all(isinstance(value, int | float) and value <= 0 for value in temperatures)
