@@ -173,7 +173,7 @@ class AlgorithmSection(Section):
     (docs/algorithms.md)."""
     loss: str | None = None
     """"clip", "dual_clip", "two_sided", "cispo", "sapo", "dppo", "reinforce",
-    "importance_sampling", or a loss of your own, "python:file.py:function"
+    "importance_sampling", or your own loss, "python:file.py:function"
     (docs/your_environment.md); default: the algorithm's."""
     ratio_level: RatioLevel | None = None
     """A ratio for each token, or for each sequence (GSPO; "sequence_token": with each token's
@@ -292,7 +292,7 @@ class PrepareConfig(Section):
     sampler_correction: Literal["auto", "none", "tis", "mis", "icepop"] = "auto"
     """Importance weights for rounding differences of engine and trainer: "tis" cuts large ones,
     "mis" drops their tokens; "icepop" is "mis" of tokens with IcePop's bounds, 0.5 and 5; "auto" is
-    "tis" where there are such differences."""
+    "tis" if there are such differences."""
     sampler_correction_level: Literal["token", "sequence"] = "token"
     """One weight for each token, or one for each sequence (the product of its tokens')."""
     sampler_correction_cap: float | None = Field(None, gt=0)
@@ -302,7 +302,7 @@ class PrepareConfig(Section):
     """"mis", "icepop": smaller weights are dropped; default: 1 / cap, 0.5 with "icepop"."""
     router_replay: Literal["off", "on", "auto"] = "auto"
     """Mixtures of experts: the trainer sends each sampled token to the experts that the engine took
-    (R3); "auto": where the two may differ (docs/algorithms.md#mixtures-of-experts)."""
+    (R3); "auto": if the two may differ (docs/algorithms.md#mixtures-of-experts)."""
     router_replay_prompts: bool = False
     """router_replay: the tokens of prompts, and those between turns, too; the engine records their
     experts in prefill."""

@@ -249,7 +249,7 @@ def _bounded(kind: Any, least: int) -> Callable[[str], Any]:
 
 
 def _docstrings(cls: type[Arguments]) -> dict[str, str]:
-    """Return the docstrings below the fields; none where the source is not there."""
+    """Return the docstrings below the fields; none if the source is not there."""
     bases = [base for base in reversed(cls.__mro__) if issubclass(base, Arguments)]
     return {
         name: text

@@ -80,7 +80,7 @@ class DataConfig(Section):
     """JSONL file of rows, or "hf:owner/name", needed by dpo, orpo, simpo, cpo, kto, sft,
     reward_model (docs/your_data.md#training-on-data)."""
     subset: str | None = None
-    """The hub data set's subset, where it has several."""
+    """The hub data set's subset, if it has several."""
     split: str = "train"
     """The hub data set's split to train on; for a data set in `eval_path`, its held-out split."""
     eval_path: str | None = None

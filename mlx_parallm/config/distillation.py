@@ -115,7 +115,7 @@ class DistillationConfig(Section):
     column: str | None = None
     """Column of the rows that names the teacher; a row without it goes by its environment."""
     on_teacher_lost: Literal["wait", "skip"] = "wait"
-    """When a server does not answer: steps wait for it, or go on without its signal."""
+    """When a server does not answer: steps wait for it, or continue without its signal."""
     teachers: tuple[TeacherConfig, ...] = ()
 
     @property
@@ -162,7 +162,7 @@ class DistillationConfig(Section):
         self, *, learns_from_rows: bool, algorithm: str, reference: str, run: Path | None
     ) -> None:
         """Raises ValueError: contradicts the rest of [rl_training]. `run`: the run's directory,
-        where it is known."""
+        if it is known."""
         if not self.teachers:
             return
         for teacher in self.teachers if run is not None else ():

@@ -26,7 +26,7 @@ Method = Literal["absolute", "relative", "pareto"]
 
 class Section(BaseModel):
     """A frozen part of the configuration. An unknown key, infinity and NaN are errors, and so is a
-    boolean where a number is wanted; a docstring below a key is its description."""
+    boolean if a number is wanted; a docstring below a key is its description."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -101,7 +101,7 @@ class EnvironmentConfig(Section):
     data: str | None = None
     """dataset: a JSONL file, or "hf:owner/name" for one of the hub (needs the extra `datasets`)."""
     data_subset: str | None = None
-    """dataset: the hub data set's subset, where it has several."""
+    """dataset: the hub data set's subset, if it has several."""
     data_split: str = "train"
     """dataset: the hub data set's split to train on."""
     heldout_data: str | None = None
@@ -129,7 +129,7 @@ class EnvironmentConfig(Section):
     the same rows;
     default: the rows' own column `pass_rate`."""
     answer_column: str = "answer"
-    """dataset: column shown as the expected answer in reports, where there is one."""
+    """dataset: column shown as the expected answer in reports, if there is one."""
     rewards: tuple[str, ...] = ()
     """Reward functions with TRL's signature, reward computers, built-in parts, e.g.
     ["python:score.py:correct", "builtin:length"]; for every kind but "tasks" and "reasoning_gym"

@@ -75,9 +75,9 @@ class Leaf:
     Attributes:
         name: the name of its section too.
         section: its class of settings, a `Section`; read as `config.section(ThatClass)`.
-        check: (configuration) → None; raises ValueError where the section does not fit the rest.
-        source: (SourceContext) → `RolloutSource`, or None where the configuration asks for none.
-        routes: (its section, ServerDeps) → `AddedRouter` or None. Where the process trains, a
+        check: (configuration) → None; raises ValueError if the section does not fit the rest.
+        source: (SourceContext) → `RolloutSource`, or None if the configuration asks for none.
+        routes: (its section, ServerDeps) → `AddedRouter` or None. If the process trains, a
             source of the same leaf brings the routes instead.
         part: (Config) → `daemon.ServedPart` or None: what works with the model of `mlx_parallm
             serve` itself.

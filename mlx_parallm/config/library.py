@@ -120,7 +120,7 @@ class BackpropConfig(Options):
 
 
 class AlgorithmConfig(Options):
-    """Where a key is None, BackpropConfig's holds."""
+    """If a key is None, BackpropConfig's holds."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "use_amp": (

@@ -84,7 +84,7 @@ class LoraConfig(Section):
     linear layers of the blocks, routers and shared experts too, routed experts by the next key; []:
     none, where `vision.train` lets the part that sees learn alone."""
     routed_experts: bool = False
-    """Mixtures of experts: give each routed expert of the target modules an A and a B of its own.
+    """Mixtures of experts: give each routed expert of the target modules its own A and B.
     The adapter is as many times larger as there are experts
     (docs/algorithms.md#what-is-trained)."""
     quantize_base: bool = False
@@ -267,7 +267,7 @@ class WeightUpdateConfig(Section):
 
 
 CHANGEABLE = ("learning_rate", "kl_beta", "temperature")
-"""Keys of [rl_training] that may change while a run goes on."""
+"""Keys of [rl_training] that may change while a run continues."""
 
 
 class LoopSection(Section):
@@ -322,7 +322,7 @@ class LearningSection(AlgorithmSection, PrepareConfig, LoopSection):
     token_budget: int = Field(8192, ge=1)
     """Tokens of one micro-batch, padding included."""
     packing: bool = True
-    """Let short sequences share a row, unseen by each other, where it saves padding
+    """Let short sequences share a row, unseen by each other, if it saves padding
     (docs/your_data.md#training-on-data)."""
     blocks_per_eval: int | None = Field(None, ge=0)
     """Transformer blocks evaluated together in training; 1 = checkpoint every block, 0 = the
@@ -394,7 +394,7 @@ class RLTrainingConfig(LearningSection):
     "eval/NAME/accuracy"; true = by eval/score, else the score of held-out rows, else the mean
     reward of its last 10 steps."""
     restart_every: int = Field(0, ge=0)
-    """Steps after which the process ends at a checkpoint, rests and goes on in a new one; 0 =
+    """Steps after which the process ends at a checkpoint, rests and continues in a new one; 0 =
     never. For machines whose driver fails in long runs (docs/operations.md)."""
     restart_pause_s: float = Field(90.0, ge=0, le=86400)
     """The rest of restart_every."""
@@ -408,7 +408,7 @@ class RLTrainingConfig(LearningSection):
     resume: str | None = None
     """Run directory, one of its steps, or "auto" (latest of run_name, else a fresh start)."""
     on_rank_lost: Literal["stop", "continue"] = "stop"
-    """When a rank of `--ranks N` dies: end the run with a checkpoint, or go on from it with as
+    """When a rank of `--ranks N` dies: end the run with a checkpoint, or continue from it with as
     many ranks fewer."""
     rank_timeout_s: float = Field(600.0, gt=0)
     """Longest time that a rank waits for the others in a sum over all of them; then the run ends in

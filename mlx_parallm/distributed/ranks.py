@@ -552,7 +552,7 @@ def _pieces(arrays: Sequence[mx.array], part: int | None) -> Iterator[mx.array]:
 
 
 def _bits(array: mx.array) -> mx.array:
-    """Unsigned integers, flat: sums with zeros are exact, whatever the numbers are."""
+    """Reinterpret as unsigned integers, flat, so that adding zeros is exact."""
     return mx.view(
         array.reshape(-1), {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size]
     )

@@ -280,7 +280,7 @@ class EngineClient:
             self.queue.send(Abort(request_id))
 
     def pause_admission(self, holder: str = TRAINER, *, freeze: bool = False) -> "Future[Any]":
-        """Lets new requests wait; running ones go on, or with `freeze` stop too.
+        """Lets new requests wait; running ones continue, or with `freeze` stop too.
 
         The pause lasts until every holder has resumed. The future is done once the engine has
         paused.
@@ -313,7 +313,7 @@ class EngineClient:
         return self.call(lambda engine: engine.reset_prefix_cache(), each=True)
 
     def rank_stats(self) -> Mapping[int, EngineStats]:
-        """Returns the counters of each rank's engine; empty where there is one rank."""
+        """Returns the counters of each rank's engine; empty if there is one rank."""
         return {}
 
     def hand_in(self, letters: Letters) -> None:

@@ -11,10 +11,10 @@ and every Python, no dependencies, masks computed in Rust in microseconds, and b
 hostile grammars. xgrammar would bring torch along; outlines-core compiles an automaton per schema
 (no recursion, slow for large vocabularies).
 
-The end token is allowed where the grammar accepts, so a choice that ends with it is complete. A
+The end token is allowed if the grammar accepts, so a choice that ends with it is complete. A
 grammar may also lead into a place where nothing can follow; the library then leaves the end, and
 the choice ends with the error `DEAD_END`. A text that the model never closes ends with
-finish_reason "length". JSON is written on one line, an optional space after "," and ":": where any
+finish_reason "length". JSON is written on one line, an optional space after "," and ":": if any
 whitespace is allowed, small models fill their answer with it.
 """
 
@@ -55,7 +55,7 @@ MAX_STRING = 16 << 10  # within a schema: its patterns are regular expressions
 COMPILER_STACK = 256 << 20  # address space; only what is used is memory
 SLOW_MASK_S = 0.1
 GRAMMAR_CODE, NO_TOKEN_CODE = "invalid_grammar", "no_token_allowed"
-TRIED_TOKENS = 4  # of a walk through a new grammar: some grow too complex at the first one
+TRIED_TOKENS = 4  # tokens of a walk through a new grammar: some grow too complex at the first one
 DEAD_END = "the grammar lets nothing follow, and the answer is not complete"
 KEPT_GRAMMARS = 64
 _LIMITS = LLParserLimits(
@@ -66,7 +66,7 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,  # else the message has the whole grammar
 )
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-# What the library is asked to put up with, in this order, where a schema has what it cannot
+# What the library is asked to put up with, in this order, if a schema has what it cannot
 # enforce.
 _CONCESSIONS: tuple[dict[str, Any], ...] = ({}, {"coerce_one_of": True}, {"lenient": True})
 _UNKNOWN_KEYS, _UNKNOWN_FORMAT, _COUNTS = (
@@ -80,7 +80,7 @@ class Matcher:
     """The state of one choice's text in its grammar. Engine thread only.
 
     Args:
-        state: a copy of its own of the compiled grammar.
+        state: its own copy of the compiled grammar.
         min_tokens: so many tokens come before an end, unless the grammar leaves nothing but the
             end.
         ends: token ids that end the choice; `eos`: those of them that end the grammar's text.
@@ -104,7 +104,7 @@ class Matcher:
             self._going_on = np.packbits(going_on, bitorder="little")
 
     def advance(self, token: int) -> str | None:
-        """Takes the sampled token. Returns an error where the grammar has become too complex, or
+        """Takes the sampled token. Returns an error if the grammar has become too complex, or
         leads nowhere."""
         self._taken += 1
         if token in self._eos and not self._state.is_accepting():
@@ -127,7 +127,7 @@ class Matcher:
 
 
 class OnlyTokens:
-    """A matcher of a text made of some tokens, which may be in a grammar too. Where the grammar
+    """A matcher of a text made of some tokens, which may be in a grammar too. If the grammar
     allows none of them it is the grammar that counts.
 
     Args:
@@ -148,7 +148,7 @@ class OnlyTokens:
         return NO_TOKEN_CODE if self._matcher is None else self._matcher.error_code
 
     def advance(self, token: int) -> str | None:
-        """Say what is wrong with a token that was drawn: nothing, but where no token may come
+        """Say what is wrong with a token that was drawn: nothing, but if no token may come
         next."""
         if self._matcher is not None:
             return self._matcher.advance(token)
@@ -362,7 +362,7 @@ class Grammars:
 
 
 def _error_at_once(start: LLMatcher, ends: Collection[int]) -> str | None:
-    """Return the library's error on the first tokens of a text; None: it goes on, or ends where
+    """Return the library's error on the first tokens of a text; None: it continues, or ends where
     nothing follows."""
     state = start.deep_copy()
     for _ in range(TRIED_TOKENS):
@@ -380,10 +380,10 @@ def _as_ordinary_text(source: str, ends: Collection[int], word_of: Callable[[str
     """A tokenizer.json whose added tokens that are not special ("<think>", "<tool_call>") are words
     of the vocabulary.
 
-    llguidance 1.9 forces such a token where a grammar leaves nothing but its text, and then refuses
+    llguidance 1.9 forces such a token if a grammar leaves nothing but its text, and then refuses
     it, because its table has no text for added tokens. As words they have one; a forced text is
     then spelled with smaller tokens. Those in `ends` stay as they are, and so do those of a
-    vocabulary that is no mapping (Unigram's).
+    vocabulary that is not a mapping (Unigram's).
     """
     read = json.loads(source)
     vocabulary, added = read["model"].get("vocab"), read.get("added_tokens", [])

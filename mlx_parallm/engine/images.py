@@ -1,8 +1,8 @@
 """Images in prompts: their features, computed once each by the same weights, and the ids under
 which the engine knows their positions.
 
-An image token of a prompt is replaced by a number of its own, negative, made of the image's digest
-and of the feature that stands there. So equal prompts have equal images: the prefix cache, shared
+An image token of a prompt is replaced by its own number, negative, made of the image's digest
+and of the feature that is there. So equal prompts have equal images: the prefix cache, shared
 prompts and the scheduler need not know of them. A forward gets the ids that `models/images/
 embedding.py` reads, and the features of its positions alone.
 """
@@ -31,7 +31,7 @@ _DIGEST = 32  # hexadecimal digits of the digest that a position's number keeps:
 def image_ids(
     prompt: tuple[int, ...], images: SequenceOf[PromptImage], token_id: int
 ) -> tuple[int, ...]:
-    """Return the prompt with a negative number of its own for each position of an image. The number
+    """Return the prompt with its own negative number for each position of an image. The number
     of image tokens is that of the images' features (`validation.check_request`)."""
     numbers = (
         -1 - (_base(image.digest) * _FEATURES + index)
@@ -211,7 +211,7 @@ class ImageFeatures:
         return tuple(spans)
 
     def numbers(self, rows: SequenceOf[SequenceOf[int]], width: int) -> np.ndarray | None:
-        """Return which image each token of these rows is of, [rows, width]; None where that does
+        """Return which image each token of these rows is of, [rows, width]; None if that does
         not matter."""
         if self.table.spans is None or all(min(row, default=0) >= 0 for row in rows):
             return None

@@ -7,7 +7,7 @@ that. No MLX.
 
 The library refuses keywords that it does not know. Some of them have a twin that it does know
 (`propertyNames`, zod's formats): those are written so. The others it leaves out when asked
-(`lenient`), and names them. Where the library takes more than the keyword means (leap seconds at
+(`lenient`), and names them. If the library takes more than the keyword means (leap seconds at
 any time, a local part of 100 characters), the grammar gets something narrower.
 """
 
@@ -39,7 +39,7 @@ _SCHEME, _AUTHORITY = (
 _PATH = f"/?(?:{_CHARACTER}+(?:/{_CHARACTER}*)*)?"
 _QUERY = f"(?:\\?(?:{_CHARACTER}|[:/?])*)?(?:#(?:{_CHARACTER}|[:/?])*)?"
 # Formats that the library does not know, or takes too widely, as regular expressions; None = any
-# text. Where a schema has a pattern beside such a format (zod's have), the pattern is the
+# text. If a schema has a pattern beside such a format (zod's have), the pattern is the
 # definition.
 FORMATS: Mapping[str, str | None] = {
     **dict.fromkeys(
@@ -78,7 +78,9 @@ _SAYS_NOTHING: Mapping[str, Any] = {
 }
 # Parts of a regular expression: an escape, the opening of a group with a mark, or one character.
 _PATTERN_PART = re.compile(r"\\.|\(\?<?[=!>]|.", re.DOTALL)
-_NO_AUTOMATON = re.compile(r"\(\?(?:<?[=!]|>)|\\[1-9kbBc]")  # of those parts, outside of [...]
+_NO_AUTOMATON = re.compile(
+    r"\(\?(?:<?[=!]|>)|\\[1-9kbBc]"
+)  # parts without an automaton, outside of [...]
 _SPACES = r" \t\n\r\f\v"
 _NUMBERS = ("const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -313,7 +315,7 @@ def _is_more_than_one(count: Any) -> bool:
 
 
 def _pattern_parts(pattern: str) -> Iterator[tuple[str, bool]]:
-    """The parts of a regular expression, and whether each stands in [...]."""
+    """The parts of a regular expression, and whether each is in [...]."""
     inside = False
     for match in _PATTERN_PART.finditer(pattern):
         part = match.group()
@@ -349,7 +351,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _names_only(pattern: str, names: Iterable[str]) -> bool:
-    """Whether a pattern matches no text but these names: it stands between anchors, and without
+    """Whether a pattern matches no text but these names: it is between anchors, and without
     them matches none."""
     parts = [part for part, inside in _pattern_parts(pattern) if not inside]
     depth = [
@@ -417,7 +419,7 @@ def _step(name: str) -> str:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """Return the part of the schema that a reference points to; None where there is none."""
+    """Return the part of the schema that a reference points to; None if there is none."""
     for step in reference.removeprefix("#").split("/")[1:]:
         step = unquote(step).replace("~1", "/").replace("~0", "~")
         root = root.get(step) if isinstance(root, dict) else None
@@ -428,7 +430,7 @@ def violation(source: str, answer: str) -> str | None:
     """Return what is wrong with an answer, by the first place in it; None when it follows the
     schema `source`.
 
-    Raises ValueError: this is no JSON schema.
+    Raises ValueError: this is not a JSON schema.
     """
     try:
         value = json.loads(answer, parse_float=_finite, parse_constant=_finite)

@@ -3,9 +3,9 @@
 
 Requests with a negative `priority` go to the second engine, over the same weights, whose rows and
 prefixes are its own. While it has work, the rows of all others rest, and so does the trainer
-(system/turns.py). A step of a few rows takes less than one of a full batch, so a chat goes on as if
-it were alone. The others rest at most `REST` times as long as their last step took: chats without a
-pause leave them a thirtieth of the time.
+(system/turns.py). A step of a few rows takes less than one of a full batch, so a chat continues as
+if it were alone. The others rest at most `REST` times as long as their last step took: chats
+without a pause leave them a thirtieth of the time.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ LANE_SHARE = 8  # it has this part of the memory for keys and values, and of tha
 class Lanes:
     """
     Args:
-        others: the engine of all requests that are no chats.
+        others: the engine of all requests that are not chats.
         chats: the chats' own; None: `others` takes them too.
 
     Attributes:
@@ -61,7 +61,7 @@ class Lanes:
         return self.chats is not None and self.chats.has_work
 
     def step(self, *, ahead: bool = True) -> list[Event]:
-        """Give every running chat a token; where there is none, or the others have rested long
+        """Give every running chat a token; if there is none, or the others have rested long
         enough, every other sequence."""
         if self.chats is None:
             return self.others.step(ahead=ahead)

@@ -124,7 +124,7 @@ class LiveRequests:
         return events
 
     def sampled(self, sequence: Sequence) -> None:
-        """The sequence has a new token and goes on."""
+        """The sequence has a new token and continues."""
         live = self._live[sequence.request_id]
         if live.request.stream:
             self._emit_delta(live, sequence)

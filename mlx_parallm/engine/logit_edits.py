@@ -35,7 +35,7 @@ class EditTable:
 class LogitEdits:
     """One sequence's edits; `add_output` after every token, O(1).
 
-    `bad_words`: token ids of texts that must not come up: the last one is forbidden where the
+    `bad_words`: token ids of texts that must not come up: the last one is forbidden if the
     others have just been drawn (the prompt does not count, as in vLLM).
     """
 
@@ -91,7 +91,7 @@ class LogitEdits:
             self._count[place] += 1
 
     def forbids(self, token: int) -> bool:
-        """Whether the token may not come next. It was drawn all the same where every token is
+        """Whether the token may not come next. A forbidden token is drawn only if all are
         forbidden."""
         place = self._place.get(token)
         if place is None:
@@ -157,9 +157,9 @@ def stack_edits(edits: list[LogitEdits]) -> EditTable:
 
 
 def spellings(word: str, encode: Callable[[str], list[int]]) -> list[tuple[int, ...]]:
-    """Token ids of a bad word: alone, and behind a space, where that is another first token.
+    """Token ids of a bad word: alone, and behind a space, if that is another first token.
 
-    vLLM leaves the second out where it is not as many tokens as the first: SentencePiece's `▁world`
+    vLLM leaves the second out if it is not as many tokens as the first: SentencePiece's `▁world`
     beside `wor` `ld`.
 
     Args:

@@ -21,7 +21,7 @@ class OutputText:
         stop: stop strings, none empty.
         include_stop: keep the matched stop string in the text.
         eager: decode at each token (streams, stop strings).
-        reasoning: its markers, where the text may begin with some ("" and the end: it does). Stop
+        reasoning: its markers, if the text may begin with some ("" and the end: it does). Stop
             strings count behind it.
     """
 
@@ -123,7 +123,7 @@ class OutputText:
         return text
 
     def _is_reasoning(self) -> bool:
-        """Whether the text may be reasoning still. Where it is over, what follows is checked."""
+        """Whether the text may be reasoning still. If it is over, what follows is checked."""
         if self._reasoning is None:
             return False
         start, end = self._reasoning

@@ -22,11 +22,11 @@ class EngineOptions:
     prefill_chunk: int  # prompt tokens between two decode steps
     max_prefill_ms: int | None  # time for them; see PrefillPace
     kv_cache_bytes: int | None  # keys and values of running sequences; None = unbounded
-    # keys and values lie by tokens where the architecture allows it, see cache/batch.py
+    # keys and values lie by tokens if the architecture allows it, see cache/batch.py
     by_tokens: bool
     prefix_cache_bytes: int  # keys and values kept for later requests; 0 = none
-    default_max_tokens: int | None  # of requests without a limit; None = all the room there is
-    seed: int  # of requests without one
+    default_max_tokens: int | None  # for requests without a limit; None = all the room there is
+    seed: int  # for requests without one
     architecture: str  # for error texts
     processed_alternatives: bool  # see SamplingBatch
     close_objects: bool  # see Grammars

@@ -37,7 +37,7 @@ CHUNK_LOGITS = 1 << 24  # logits of one chunk: 64 MB of float32
 class Score:
     """A text being scored, or embedded (`pooling`). Entry 0 of the scores is None: nothing
     precedes it. With `images`: `shown` has their numbers in their tokens' places (images.py), and
-    `places` [3, T] are positions of three axes, where the model has such."""
+    `places` [3, T] are positions of three axes, if the model has such."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -50,7 +50,7 @@ class Score:
     caches: list[Any] = field(default_factory=list)
     done: int = 0
     used: AdapterSlot | None = None  # `adapter` as it was at the first chunk
-    base_serial: int = -1  # of the base at the first chunk
+    base_serial: int = -1  # the base's at the first chunk
     logprobs: list[float | None] = field(default_factory=lambda: [None])
     top_logprobs: list[tuple[TopLogprob, ...] | None] = field(default_factory=lambda: [None])
 
@@ -136,7 +136,7 @@ class Scorer:
 
     def next_logits(self, score: Score, base_serial: int) -> mx.array:
         """Builds the next chunk's logits under the read lock, [C, V]: row i says what follows
-        its token i. `score.done` is its end; it is the first one again where the base has
+        its token i. `score.done` is its end; it is the first one again if the base has
         changed."""
         start = self._advance(score, base_serial, self._chunk)
         tokens = (score.shown or score.tokens)[start : score.done]
@@ -147,7 +147,7 @@ class Scorer:
         return read.logits[0]
 
     def _advance(self, score: Score, base_serial: int, most: int) -> int:
-        """Go on to the next chunk's end, under the weights of the first one; returns where it
+        """Continue to the next chunk's end, under the weights of the first one; returns where it
         begins."""
         if score.base_serial != base_serial:
             score.begin(base_serial, self._new_caches(score.positions))
@@ -190,7 +190,7 @@ class ScoreQueue:
     Args:
         scorer: of the engine's model.
         weights: the read lock.
-        images: what stands in texts beside words; None: nothing does.
+        images: what is in texts beside words; None: nothing does.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class ScoreQueue:
         self._scores = deque(score for score in self._scores if score.request_id != request_id)
 
     def advance(self) -> ScoreEnd | None:
-        """Compute one chunk of the oldest; returns how it has ended, None: it goes on."""
+        """Compute one chunk of the oldest; returns how it has ended, None: it continues."""
         score = self.oldest
         try:
             with self._weights.read() as view:

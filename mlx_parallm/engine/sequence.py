@@ -61,7 +61,7 @@ class Sequence:
     text: OutputText
     # penalties, bias, forbidden ends; None = the logits stay as they are
     edits: LogitEdits | None = None
-    matcher: Matcher | OnlyTokens | None = None  # where its text stands in the request's grammar
+    matcher: Matcher | OnlyTokens | None = None  # where its text is in the request's grammar
     status: Status = Status.WAITING
     row: int = -1
     cached: int = 0
@@ -69,15 +69,15 @@ class Sequence:
     rank: int = 0  # place in the queue
     cache_salt: str | None = None
     images: tuple[PromptImage, ...] = ()
-    positions: Any = None  # [3, prompt] of numpy, where its images have positions of their own
-    shift: int = 0  # of the positions behind the prompt from their places
+    positions: Any = None  # [3, prompt] of numpy, if its images have their own positions
+    shift: int = 0  # positions behind the prompt, less their places
     # places [begin, end) of the prompt's images that a forward must have whole
     spans: tuple[tuple[int, int], ...] = ()
     chunks: tuple["PrefixChunk", ...] = ()  # segments that its row reads and others may read too
     # weights and salt under which the prompt's keys and values began to be computed
     prefix_key: Hashable = None
     prompt_version: int = -1  # policy version at that time
-    cached_prompt_tokens: int = 0  # of the prompt, found in the prefix cache
+    cached_prompt_tokens: int = 0  # tokens of the prompt found in the prefix cache
     is_new: bool = False  # has its row since the last step
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -85,10 +85,10 @@ class Sequence:
     forced: list[int] | None = None  # 1 where the matcher left no choice
     top_logprobs: list[tuple[TopLogprob, ...]] | None = None
     versions: list[int] = field(default_factory=list)
-    # (layers, experts a token, experts) where they are recorded, and the ids so far
+    # (layers, experts a token, experts) if they are recorded, and the ids so far
     routing: tuple[int, int, int] | None = None
     experts: bytearray = field(default_factory=bytearray)
-    prompt_routes: PromptRoutes | None = None  # where its prompt's are recorded too
+    prompt_routes: PromptRoutes | None = None  # if its prompt's are recorded too
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -124,7 +124,7 @@ class Sequence:
         return self.error is None and self.params.prompt_logprobs is None
 
     def advance_matcher(self, token: int) -> None:
-        """Take a sampled token in its grammar, and note whether it was the only one; end where the
+        """Take a sampled token in its grammar, and note whether it was the only one; end if the
         grammar leads nowhere."""
         assert self.matcher is not None and self.forced is not None
         self.forced.append(int(self.matcher.forces))

@@ -146,7 +146,7 @@ def start_engine(
 
 
 def no_drafts(options: EngineOptions, *, deterministic: bool) -> str:
-    """Return why texts are not drafted; "" where they are."""
+    """Return why texts are not drafted; "" if they are."""
     if deterministic:
         return "rl_training.deterministic: which steps have a draft depends on who else is there"
     return "the experts of sampled tokens are recorded" if options.experts is not None else ""

@@ -4,10 +4,10 @@ events.
 Everything MLX that serves runs here. `build` makes the engine on this thread from a model that was
 evaluated where it was loaded (docs/design.md). The loop blocks on the command queue when idle.
 After a step that raises, each sequence is computed alone: those that raise again fail, and the
-engine goes on. When none raises, the step is tried once more; if it raises again, all its requests
-fail. After the third such step in a row the engine is dead, and `stats` says so. After a fault of
-the device, here or in the trainer's thread, it is dead at once: nothing that was computed since is
-delivered.
+engine continues. When none raises, the step is tried once more; if it raises again, all its
+requests fail. After the third such step in a row the engine is dead, and `stats` says so. After a
+fault of the device, here or in the trainer's thread, it is dead at once: nothing that was computed
+since is delivered.
 """
 
 import queue
@@ -63,7 +63,7 @@ class EngineThread:
         build: makes the engine; runs on the new thread. What it raises is raised by `start`.
         chats: makes one more, for chats beside the requests of the first.
         models: names under which the engine answers.
-        turns: the order of engine and trainer where they share the device.
+        turns: the order of engine and trainer if they share the device.
     """
 
     def __init__(

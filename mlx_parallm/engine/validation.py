@@ -22,11 +22,11 @@ class RequestLimits:
     vocab_size: int
     # positions whose keys and values memory holds; None = unbounded
     max_kv_tokens: int | None = None
-    # of a request that names none; None = all the room there is
+    # for a request that names none; None = all the room there is
     default_max_tokens: int | None = None
     # memory of a position of a prompt that is computed, over that of a row's position
     prompt_cost: float = 1.0
-    # what stands in a prompt for each feature of an image; None = the model reads no images
+    # what is in a prompt for each feature of an image; None = the model reads no images
     image_token: int | None = None
 
     def room(self, prompt: int) -> int:
@@ -172,7 +172,7 @@ def _check_sampling(params: SamplingParams) -> None:
     _require(0 <= params.min_p <= 1, "min_p", "must be in [0, 1]")
     _require(-2 <= params.presence_penalty <= 2, "presence_penalty", "must be in [-2, 2]")
     _require(-2 <= params.frequency_penalty <= 2, "frequency_penalty", "must be in [-2, 2]")
-    # Beyond these a logit times the penalty leaves float32, and 0 times infinity is no number.
+    # Beyond these a logit times the penalty leaves float32, and 0 times infinity is not a number.
     _require(
         1e-30 <= params.repetition_penalty <= 1e30,
         "repetition_penalty",

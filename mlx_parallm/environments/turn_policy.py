@@ -42,7 +42,7 @@ class TurnRequest:
     options: Mapping[str, Any]  # for the chat template
 
     def asks_as(self, other: "TurnRequest") -> bool:
-        """Whether both ask the same in the same way."""
+        """Return whether prompt, overrides and options are equal."""
         mine, theirs = (
             (snapshot(self.prompt), dict(self.overrides)),
             (snapshot(other.prompt), dict(other.overrides)),

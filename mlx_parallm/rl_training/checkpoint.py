@@ -54,9 +54,9 @@ from mlx_parallm.system.files import free_bytes, in_gb, point, remove_leftovers,
 OPTIMIZER_FILE = "optimizer.safetensors"
 LEARNERS = "learners"  # a directory of it for each learner beside the policy
 SUPERSEDED = "superseded_"
-# where the server answers with older weights: inside a step, or a publish is due
+# if the server answers with older weights: inside a step, or a publish is due
 SERVED_FILE = "served.safetensors"
-# of a checkpoint's small files: configuration, random states, the last blocks of each file
+# bytes of a checkpoint's small files: configuration, random states, each file's last blocks
 STATE_BYTES = 64 << 10
 
 MOST_KEPT = 512 << 20
@@ -109,7 +109,7 @@ class Checkpointer:
 
         `best`: this checkpoint is the best one, whatever the scores say. `best` is then a directory
         of its own, and the scores no longer change it. `served`: the weights of `policy_version`,
-        where the policy's are newer. Raises
+        if the policy's are newer. Raises
         CheckpointError (a full disk, a run directory that was removed, …): the earlier checkpoints
         are as they were, and `latest` is one of them.
         """
@@ -156,7 +156,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ for a fault of the GPU
 
     def keep(self, state: TrainerState, served: Mapping[str, mx.array] | None) -> None:
-        """Copy what a checkpoint of this moment needs into host memory, where that is not much:
+        """Copy what a checkpoint of this moment needs into host memory, if that is not much:
         the policy and its optimizer, and no learner or reference beside them. Else the last
         checkpoint counts.
 
@@ -183,7 +183,7 @@ class Checkpointer:
 
     def point_at_best(self) -> Path | None:
         """Point `best` at the checkpoint with the highest score (of equal ones the newest); None
-        where none has one."""
+        if none has one."""
         there = (
             checkpoints(self.run_directory) if self._keep_best and not self._best_is_fixed else []
         )
@@ -203,7 +203,8 @@ class Checkpointer:
         return link.is_dir() and not link.is_symlink()
 
     def _score_of(self, checkpoint: Path) -> float | None:
-        """Return the score of a checkpoint; None for one inside a step, which is no candidate."""
+        """Return the score of a checkpoint; None for one inside a step, which is not a
+        candidate."""
         try:
             state = TrainerState.read(checkpoint)
         except CheckpointError:
@@ -312,8 +313,8 @@ class Checkpointer:
         return state
 
     def served(self, checkpoint: Path, state: TrainerState) -> dict[str, mx.array]:
-        """Return the weights that the server answered with, where the checkpoint's are newer;
-        else, or where an older version wrote it, nothing. Raises CheckpointError."""
+        """Return the weights that the server answered with, if the checkpoint's are newer;
+        else, or if an older version wrote it, nothing. Raises CheckpointError."""
         file, trained = checkpoint / SERVED_FILE, self._policy.full_parameters()
         if not (state.unpublished and file.is_file()):
             return {}
@@ -365,7 +366,7 @@ def _link_all(source: Path, directory: Path) -> None:
 
 
 def _complete(state: TrainerState) -> TrainerState:
-    """Return the state with the random states of now, where it has none yet."""
+    """Return the state with the random states of now, if it has none yet."""
     return state if state.random_state else replace(state, random_state=random_state())
 
 

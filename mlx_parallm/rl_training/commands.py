@@ -1,10 +1,10 @@
-"""RunCommands: what people order of a run while it goes on, called from any thread.
+"""RunCommands: what people order of a run while it continues, called from any thread.
 
     note                   at once
     stop                   at once: the event that a signal sets, too
     checkpoint, change     by the trainer's thread, between two steps (`perform`)
 
-A rollback has a service of its own (publish/rollback.py); its mark is written here. Each command is
+A rollback has its own service (publish/rollback.py); its mark is written here. Each command is
 a line of the log and of `marks.jsonl`: `{"step", "time", "kind", "text"}`, `step` finished steps,
 `time` in Unix seconds. Nothing is cut from that file on a resume: what people did, they did.
 """

@@ -64,7 +64,7 @@ FEWEST_STEPS = 3
 """Steps of a probe; the first is not measured: nothing was generated while it trained nothing."""
 MOST_STEPS = 40
 PROBE_S = 8.0
-"""A probe of quick steps goes on for so long."""
+"""A probe of quick steps continues for so long."""
 PROMPTS = 64
 """Tasks of each environment whose prompts are rendered, for their lengths."""
 ALIKE = 0.8
@@ -462,7 +462,7 @@ async def unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) ->
 
 
 def probe_config(config: Config, scratch: Path) -> Config:
-    """A probe's configuration: a directory and a port of its own, no end, nothing saved, no
+    """A probe's configuration: its own directory and port, no end, nothing saved, no
     external API."""
     model = config.model
     training = config.rl_training
@@ -634,7 +634,7 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
 
 
 def float32_note(shape: ModelShape) -> str | None:
-    """Return what to set where a narrow checkpoint takes much more memory as float32."""
+    """Return what to set if a narrow checkpoint takes much more memory as float32."""
     if not shape.widened or shape.quantized:
         return None
     narrow = round(shape.weights * DTYPES[shape.widened].size / shape.width)

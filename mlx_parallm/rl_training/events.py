@@ -54,7 +54,7 @@ class RunInfo:
 
     run_name: str
     model: str
-    base_url: str  # of the server, without /v1; empty: there is none
+    base_url: str  # the server's, without /v1; empty: no server
     total_steps: int
     # a message's content; empty: what the model writes means nothing, it learns to judge
     example_prompt: Any

@@ -44,7 +44,7 @@ def build_policy(
     kv_bits: int | None = None,
     watches_experts: bool = True,
 ) -> TrainedPolicy:
-    """Make the trained tree: a module tree of its own, which shares the arrays of `loaded`.
+    """Make the trained tree: a separate module tree, which shares the arrays of `loaded`.
 
     Args:
         initial_adapter: the arrays that the adapter starts from; default: a new adapter.

@@ -22,7 +22,7 @@ class LogprobMismatchCheck:
     """Called with a group: True when it is not this model's. On the trainer's thread.
 
     The mean of |trainer - sender| over the sampled tokens of the shortest sequence is compared with
-    `MISMATCH_NATS`: at most 1/G of a forward pass of the group. Only where it is above that, the
+    `MISMATCH_NATS`: at most 1/G of a forward pass of the group. Only if it is above that, the
     whole group is scored and decides, for a single unlikely token makes much of a short answer.
     Groups without log-probabilities cannot be judged.
     """

@@ -25,7 +25,7 @@ def configured_shaping(training: LearningSection) -> Shaping:
 
 
 def make_algorithm(config: LearningSection) -> Algorithm:
-    """Make the configured algorithm, with the user's own advantage and loss where they are set.
+    """Make the configured algorithm, with the user's own advantage and loss if they are set.
     Raises ConfigError."""
     return taught(ALGORITHMS[config.algorithm](config), config.distillation, config)
 

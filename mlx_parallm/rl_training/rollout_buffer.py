@@ -89,7 +89,7 @@ class GroupStore(Protocol):
 class Minimum:
     """Hold the least part of a batch of one environment over HTTP."""
 
-    sequences: int  # of whole groups
+    sequences: int  # sequences of whole groups
     group_size: int
 
 
@@ -107,7 +107,7 @@ class RolloutBuffer:
         shaping: changes of rewards and rollouts before the advantages.
         pairs: the sequences of a batch are the best and the worst answer of each group.
         singles: each sequence learns from the sign of its own reward.
-        taught: whether a group has another signal than its rewards: it is kept where they are
+        taught: whether a group has another signal than its rewards: it is kept if they are
             equal, unless none of its answers is trained on.
         dataset_completion: the answer to learn from in a group's place; None: the group's.
 
@@ -154,7 +154,7 @@ class RolloutBuffer:
         self._taught, self._dataset_completion = taught, dataset_completion
         # waiting in the store, read already; in the store's order
         self._held: dict[str, RolloutGroup] = {}
-        # of held groups, which each new arrival looks at again
+        # advantages of held groups, which each new arrival looks at again
         self._computed: dict[str, Advantages | None] = {}
         self._outstanding = 0  # in-process groups asked for and not seen yet
         # What a former process left is no answer to our requests, and perhaps of weights that were
@@ -369,7 +369,7 @@ class RolloutBuffer:
         stale: list[str] = []
         constant: list[str] = []
         trainable: list[Chosen] = []
-        sequences = 0  # of the trainable groups
+        sequences = 0  # sequences of the trainable groups
         for group in self._ordered():
             if room == 0 and self._sampling == "fifo":
                 break
@@ -528,7 +528,7 @@ class RolloutBuffer:
 def _pair(
     group: RolloutGroup, advantages: Advantages | None
 ) -> list[tuple[Rollout, tuple[float, ...]]]:
-    """The best and the worst answer with their advantages; none where there is no pair."""
+    """The best and the worst answer with their advantages; none if there is no pair."""
     rows = list(zip(group.rollouts, advantages or (), strict=bool(advantages)))
     return sorted((row for row in rows if row[1][0]), key=lambda row: -row[1][0])
 

@@ -24,8 +24,8 @@ class TrainingRun:
 
     def execute(self, loads: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
         """Train to total_steps or to the stop; leave a checkpoint either way. The process should
-        end after it. Return whether a new one is to go on (rl_training.restart_every). `loads`: is
-        entered for the time before there is anything to save. Raises DeviceFaultError."""
+        end after it. Return whether a new one is to continue (rl_training.restart_every). `loads`:
+        is entered for the time before there is anything to save. Raises DeviceFaultError."""
         try:
             with loads():
                 started = self.start()
@@ -44,7 +44,7 @@ class TrainingRun:
         return start_run(self.prepared)
 
     def train(self, started: StartedRun) -> None:
-        """Train what `start` has built; the process goes on."""
+        """Train what `start` has built; the process continues."""
         RunningRun(started, ends_process=False).run()
 
     def close(self) -> None:

@@ -179,7 +179,7 @@ def check_resume(
     try:
         saved = load_config(saved_file, saved=True)
     except ConfigError as error:
-        log.warning("what changed since the run was saved is not known", reason=str(error))
+        log.warning("cannot tell what changed since the run was saved", reason=str(error))
         return
     before = dict(_leaves(saved.redacted()))
     goes_on = config.with_training(kept) if kept else config

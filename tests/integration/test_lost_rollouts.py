@@ -27,7 +27,7 @@ def test_a_run_without_its_rollouts_goes_on_and_says_what_is_lost(tmp_path: Path
     configure_logging(level="warning")
     with capture_logs() as logs:
         in_mlx_thread(lambda: start(config, run, stop))
-    [warning] = [entry for entry in logs if "accepted groups are lost" in entry["event"]]
+    [warning] = [entry for entry in logs if "rollouts.sqlite" in entry["event"]]
     assert warning["file"] == str(run / "rollouts.sqlite")
 
 

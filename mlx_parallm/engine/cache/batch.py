@@ -10,8 +10,8 @@
                  in SlotCache), or several of these (CacheList).
     RowCaches    one forward a row, over mlx-lm's own caches of that row alone: for architectures
                  that read `cache.offset` as a number, shape a mask for one row, or bring a cache of
-                 their own. Prefixes are kept where a row holds keys and values only, and the model
-                 goes on from a part of them.
+                 their own. Prefixes are kept if a row holds keys and values only, and the model
+                 continues from a part of them.
 
 `choose_cache` asks the model at load, instead of at the first request, and takes the first that
 gives what the model's own forward gives. mlx-lm's batch caches (left padding) are not used: they
@@ -54,10 +54,10 @@ from mlx_parallm.models.mlx_lm_api import (
 )
 from mlx_parallm.system.log import get_logger
 
-# of the mask: 5 where attention's scores are [rows, key heads, repeats, 1, T] (Gemma 2)
+# dimensions of the mask: 5 if attention's scores are [rows, key heads, repeats, 1, T] (Gemma 2)
 MASK_AXES = (4, 5)
 PROBE_ROWS = 5  # an odd number of rows: it fits no usual number of heads by accident
-# of the largest logit: far above rounding, far below a wrong position …
+# relative to the largest logit: far above rounding, far below a wrong position …
 _TOLERANCE = {mx.float32: 0.01}
 _HALF_TOLERANCE = 0.1  # … and in half precision
 _PROBE_ERRORS = (ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
@@ -143,7 +143,7 @@ class RunningCache(Protocol):
         raise RuntimeError("a cache without states that can be read has no snapshots")
 
     def snapshot_bytes(self) -> int | None:
-        """Memory of a row's recurrent states; None where there are none, or they cannot be read."""
+        """Memory of a row's recurrent states; None if there are none, or they cannot be read."""
         return None
 
     def read_states(self, row: int) -> list[mx.array | None]:
@@ -324,7 +324,7 @@ class RowCaches(RunningCache):
     """mlx-lm's own caches, one set a row. `rows` of the step being built decode one after the
     other.
 
-    `why_no_prefixes`: "" where a row's beginning can be used by others; `choose_cache` tries it.
+    `why_no_prefixes`: "" if a row's beginning can be used by others; `choose_cache` tries it.
     """
 
     layout = "rows"
@@ -430,7 +430,7 @@ def choose_cache(
     by_tokens: bool = True,
     kv_bits: int | None = None,
 ) -> RunningCache:
-    """Choose all rows in one forward where that gives what the model's own forward gives, else row
+    """Choose all rows in one forward if that gives what the model's own forward gives, else row
     by row.
 
     Without `by_tokens` it is not TokenCache; with `kv_bits` it is that or nothing.

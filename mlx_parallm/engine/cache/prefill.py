@@ -72,7 +72,7 @@ def token_bytes(model: nn.Module, caches: list[Any]) -> int:
 
 
 def states_of(caches: Iterable[Any]) -> list[mx.array | None]:
-    """The states of recurrent layers, [rows, …] each, None where a layer has none yet:
+    """The states of recurrent layers, [rows, …] each, None if a layer has none yet:
     `begin_with` takes them so."""
     return [
         array for cache in leaves(caches) if isinstance(cache, ArraysCache) for array in cache.cache

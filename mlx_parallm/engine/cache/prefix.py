@@ -73,7 +73,7 @@ class PrefixCache:
         self.max_tokens = max_tokens
         self.snapshot_tokens = snapshot_tokens
         self.tokens = 0  # held now, snapshots included
-        self.query_tokens = 0  # of the prompts that were looked up …
+        self.query_tokens = 0  # tokens of the prompts that were looked up …
         self.hit_tokens = 0  # … and how many of them were found
         self._roots: dict[Key, Segment] = {}
         # by id, least recently used first
@@ -91,7 +91,7 @@ class PrefixCache:
         return chunks
 
     def held(self, key: Key, tokens: tuple[int, ...]) -> tuple[PrefixChunk, ...]:
-        """The chunks that hold the beginning of `tokens`, whether or not a text can go on from
+        """The chunks that hold the beginning of `tokens`, whether or not a text can continue from
         their end."""
         return self._path(key, tokens)
 

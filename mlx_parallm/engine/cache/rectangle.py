@@ -38,7 +38,7 @@ class LayerCache:
 
     @property
     def offset(self) -> mx.array:
-        """[n] int32: where each row's next token goes; rope takes it per row."""
+        """[n] int32: if each row's next token goes; rope takes it per row."""
         return self._slots.positions
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -105,7 +105,7 @@ class SlotCache:
         self._mask_axes = mask_axes
         self.row_capacity = 0
         self.position_capacity = 0
-        self.rows = 0  # of the step being built
+        self.rows = 0  # rows of the step being built
         self.span = 0  # T: positions that its attention reads
         self.positions = mx.zeros((0,), dtype=mx.int32)
         # of all rows: a slice is written 5 times faster than a scatter, no mask

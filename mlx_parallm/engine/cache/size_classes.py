@@ -56,7 +56,7 @@ class Pool:
         self.span = 0  # positions that the step's attention reads
         # the position that all rows write; a slice is 5 times as fast as a scatter
         self.same: int | None = None
-        # where each row writes, [n, 1] int32 each; the heads' places [1, H] by their number. All
+        # if each row writes, [n, 1] int32 each; the heads' places [1, H] by their number. All
         # layers share them, and none has its own Arange or AsType.
         self.positions = self.slots = mx.zeros((0, 1), dtype=mx.int32)
         self.head_places: dict[int, mx.array] = {}

@@ -62,8 +62,8 @@ SPARE_ROWS = 8  # besides, where rows are short and come and go often
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPart:
-    """A segment and the rows of the merged block that read it. `rows`: a slice, or their numbers
-    [m]. `mask` [m, T] bool, where they read different lengths of it."""
+    """A segment and the rows whose attention merges it. `rows`: a slice, or their numbers
+    [m]. `mask` [m, T] bool, if they read different lengths of it."""
 
     factors: list[tuple[Factor, Factor]]  # by layer: keys [H, Dk, T], values [H, T, Dv]
     rows: slice | mx.array
@@ -80,7 +80,7 @@ class SharedPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Level:
-    """The first segment of each row, or the second, … `places` [N]: where each row of the block
+    """The first segment of each row, or the second, … `places` [N]: if each row of the block
     is among those of the parts, end to end; None: in this order. A row without such a segment is
     the one after the last."""
 
@@ -149,7 +149,7 @@ class TokenLayer(RoutedKeys):
         )
 
     def _over_pool(self, pool: Pool, grouped: mx.array, factor: float) -> Partial:
-        """Queries [n, H, repeats, 1, D] over what the pool's rows hold themselves."""
+        """Queries [n, H, repeats, 1, D] over each row's own positions."""
         arrays, mask = pool.read_step(self._layer), pool.mask
         if self._cache.kv_format.bits is None:
             factors = self._cache.kv_format.factors([array[:, :, None] for array in arrays])
@@ -237,7 +237,7 @@ class TokenCache:
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._rows: list[Row] = []
         self._arranged = False
-        self.order: list[int] = []  # of the step's batch: the rows' numbers
+        self.order: list[int] = []  # row numbers in batch order
         self.positions = mx.zeros((0,), dtype=mx.int32)
         self.step_pools: list[Pool] = []
         self.first_merged = 0  # in the batch: the first row that reads segments
@@ -408,7 +408,7 @@ class TokenCache:
     def shrink_to(self, cached: list[int]) -> None:
         """Gives back the room that pools keep for rows to come."""
         if not cached:
-            self.levels = []  # of the last step: segments that nobody reads
+            self.levels = []  # the last step's: unread segments
             self._states.clear()
         for pool in self._pools.values():
             if pool.capacity > 4 * max(len(pool.rows), 1):
@@ -533,7 +533,7 @@ class TokenCache:
         ]
         for key in empty:
             del self._pools[key]
-        # of the last step; they hold arrays
+        # the last step's; they hold arrays
         self.step_pools = [pool for pool in self.step_pools if pool.rows]
 
     def _arrange(self) -> None:
@@ -623,7 +623,7 @@ def _of_keys(caches: Iterable[Any]) -> list[Any]:
 
 
 def _part_of(array: mx.array, row: int, start: int, stop: int) -> mx.array:
-    """[1, H, stop - start, D]: the array itself where that is all of it, else a copy."""
+    """[1, H, stop - start, D]: the array itself if that is all of it, else a copy."""
     if array.shape[0] == 1 and (start, stop) == (0, array.shape[2]):
         return array
     return mx.take(array[row : row + 1], mx.arange(start, stop), axis=2)

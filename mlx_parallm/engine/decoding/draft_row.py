@@ -25,7 +25,7 @@ class _Row:
     sequence: Sequence
     drafts: Drafts
     caches: list[Any] = field(default_factory=list)
-    draft: tuple[int, ...] = ()  # of the next step
+    draft: tuple[int, ...] = ()  # the next step's
 
 
 class DraftRow:
@@ -112,7 +112,7 @@ class DraftRow:
             self._row.caches = []
 
     def _of(self, rows: SequenceOf[Sequence]) -> _Row | None:
-        """Return the only row, where a draft may be tried on it."""
+        """Return the only row, if a draft may be tried on it."""
         if not self._longest or len(rows) != 1:
             return None
         [sequence] = rows

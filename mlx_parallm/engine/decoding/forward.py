@@ -1,5 +1,5 @@
 """Forwards of the serving tree, with all that they read beside tokens and caches: the rows'
-adapters, what stands in their texts beside words, and whether their experts are recorded.
+adapters, what is in their texts beside words, and whether their experts are recorded.
 
     decode   each row's next token
     read     pieces of texts, padded
@@ -29,7 +29,7 @@ _NO_IMAGES = nullcontext()
 
 @dataclass(frozen=True)
 class GivenText:
-    """A text that is no sequence's, as a forward reads it: `ShownText`."""
+    """A text that belongs to no sequence, as a forward reads it: `ShownText`."""
 
     adapter: AdapterSlot | None = None
     images: tuple[PromptImage, ...] = ()
@@ -38,7 +38,7 @@ class GivenText:
 
 
 class Forward(NamedTuple):
-    """`experts`: [tokens, layers, k] uint8 or uint16, where they were recorded."""
+    """`experts`: [tokens, layers, k] uint8 or uint16, if they were recorded."""
 
     logits: mx.array
     experts: mx.array | None
@@ -49,7 +49,7 @@ class ForwardContext:
     Args:
         model: the serving tree (after `prepare_for_serving`).
         lora: what its linear layers read.
-        images: what stands in prompts beside text; None: nothing does.
+        images: what is in prompts beside text; None: nothing does.
         routing: (layers, experts a token, experts) of a model whose choice of experts is recorded,
             and which `models.experts.routing.prepare_routing` has prepared.
     """

@@ -71,7 +71,7 @@ class ModelRunner:
         self._cache = cache
         self._rows: tuple[Sequence, ...] = ()
         self._batch: SamplingBatch | None = None
-        self._max_row_tokens: int | None = None  # of the last plan
+        self._max_row_tokens: int | None = None  # the last plan's
         self._writes_zeros = False  # this model, in sound steps: zeros say nothing of the device
 
     def move_rows(self, plan: SchedulerOutput) -> None:
@@ -242,7 +242,7 @@ class ModelRunner:
     def _decode(
         self, rows: tuple[Sequence, ...], tokens: mx.array
     ) -> tuple[mx.array, mx.array | None]:
-        """Feeds each row its next token, tokens [n]; returns logits [n, V] and, where they are
+        """Feeds each row its next token, tokens [n]; returns logits [n, V] and, if they are
         recorded, the experts [n, layers, k]."""
         parts = [
             self.forward.decode(rows[start:stop], tokens[start:stop], caches)

@@ -9,7 +9,7 @@ AIM = 0.8
 
 class PrefillPace:
     """Prompt tokens of the next step. macOS kills GPU work that takes seconds, and a token of a
-    long prompt takes longer the more stand before it (ml-explore/mlx#3267). So `tokens` starts
+    long prompt takes longer the more tokens precede it (ml-explore/mlx#3267). So `tokens` starts
     small, doubles while a step takes less than half the limit, and shrinks when one takes longer.
 
     Args:

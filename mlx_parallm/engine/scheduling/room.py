@@ -6,8 +6,8 @@ prefill stop, and what is kept of it. No tensor in sight.
     CacheRoom      over one of these: a row holds every prefix of itself, so a prompt begins where
                    the longest known one ends, and rows are kept when they begin and end
     SnapshotRoom   layers have a recurrent state, so a prompt begins at a snapshot only. Its prefill
-                   stops where one will be wanted: where others that wait, or were computed, go on
-                   in another way, every SNAPSHOT_EVERY tokens, and at the end
+                   stops where one will be wanted: where others that wait, or were computed,
+                   continue in another way, every SNAPSHOT_EVERY tokens, and at the end
 """
 
 from collections import Counter
@@ -57,7 +57,7 @@ class RowLayout(Protocol):
         self, source: int, row: PrefillRow, kept: tuple[PrefixChunk, ...]
     ) -> PromptRows:
         """Return the new rows of a computed prompt, `source` in its prefill. `kept`: what the
-        prefix cache has of it by now, where its prefill has put it there."""
+        prefix cache has of it by now, if its prefill has put it there."""
 
 
 class RectangleRows:
@@ -152,7 +152,7 @@ class CacheRoom:
         self.max_tokens = max_tokens
         self.prompt_cost = prompt_cost
         self.computes_together = computes_together
-        self.beside = 0  # positions of a text that is scored, which has a cache of its own
+        self.beside = 0  # positions of a text that is scored, which has its own cache
 
     # ------------------------------------------------------------ does it fit
 
@@ -213,7 +213,7 @@ class CacheRoom:
         """Prepare a prefill that has not started. Nothing here: `new_row` has done it."""
 
     def advance(self, prefill: Prefill, stop: int, weights_of: WeightsOf) -> PrefixSave | None:
-        """Note that a prefill goes on to `stop`; returns what is kept of it then."""
+        """Note that a prefill continues to `stop`; returns what is kept of it then."""
         return None
 
     # ------------------------------------------------------------ what is kept

@@ -2,8 +2,8 @@
 
 The rows of a step are a function of (seed, step) alone: each epoch is a permutation (not shuffled:
 the order of the rows), cut into batches of nearly equal size that never mix epochs. So a resumed
-run goes on where it was without keeping a position. A step is one optimizer update on `batch_size`
-examples (a pair is one).
+run continues where it was without keeping a position. A step is one optimizer update on
+`batch_size` examples (a pair is one).
 """
 
 import math

@@ -81,7 +81,7 @@ class HeldOut:
         return numbers
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return the numbers for a step's metrics line; empty where no evaluation is due."""
+        """Return the numbers for a step's metrics line; empty if no evaluation is due."""
         due = step == self._last or (self._every > 0 and step % self._every == 0)
         numbers = self.numbers() if due else {}
         return numbers | (self._before if step == 1 else {})
@@ -143,7 +143,7 @@ class HeldOut:
 
 
 def no_ratios(rollouts: Sequence[Rollout]) -> list[float]:
-    """Stand in for `Trainer.log_ratios` where the KL is 0 by definition (APO-zero)."""
+    """Stand in for `Trainer.log_ratios` if the KL is 0 by definition (APO-zero)."""
     return [0.0] * len(rollouts)
 
 

@@ -17,7 +17,7 @@ from mlx_parallm.environments.row_images import COLUMNS as IMAGE_COLUMNS
 from mlx_parallm.execution.chat_messages import ANSWERS
 from mlx_parallm.system.log import get_logger
 
-LEAST_WORDS = 4  # of a prompt: that an answer begins with fewer of its words may be chance
+LEAST_WORDS = 4  # fewest words of a prompt: an answer may begin with fewer of them by chance
 _OF_MESSAGES = {"role", "content", "name", "tool_call_id", "weight", *ANSWERS}
 _OF_PARTS = {"type", "text", "refusal", "image", "image_url", "url", "cache_control"}
 _OF_CALLS = {"id", "type", "index", "function"}
@@ -97,7 +97,7 @@ class Leftovers:
         )
 
     def without_prompt(self, prompt: Any, sides: Sequence[Any], where: str) -> Sequence[Any]:
-        """Return both sides of a pair without their prompt, where both begin with it."""
+        """Return both sides of a pair without their prompt, if both begin with it."""
         rests = [_behind(_text(prompt), _text(side)) for side in sides]
         if any(rest is None for rest in rests):
             for side in sides:
@@ -162,5 +162,5 @@ def _behind(prompt: str | None, completion: str | None) -> str | None:
     goes_on = rest[:1].isalnum() and prompt.rstrip()[-1:].isalnum()  # inside of a word
     if goes_on or not rest.strip():
         return None
-    # white space behind the prompt is the prompt's, where that ends with some
+    # white space behind the prompt is the prompt's, if that ends with some
     return rest.lstrip() if prompt[-1:].isspace() else rest

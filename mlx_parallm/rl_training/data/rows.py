@@ -60,7 +60,7 @@ Text = str | tuple[Mapping[str, Any], ...]
 
 SAME = "chosen and rejected are the same: there is nothing to prefer"
 SIDES = ("chosen", "rejected")
-SOURCES = (*CONVERSATION_COLUMNS, "instruction")  # of a prompt, in other programs' layouts
+SOURCES = (*CONVERSATION_COLUMNS, "instruction")  # a prompt's columns in other programs' layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def _pair(
     where: str,
     leftovers: "Leftovers",
 ) -> tuple[Text, Text, Text] | None:
-    """Return prompt, chosen and rejected; None, which is counted, where both sides are the same."""
+    """Return prompt, chosen and rejected; None, which is counted, if both sides are the same."""
     prompt: Text
     prompt_column = next((name for name in ("prompt", "messages") if name in columns), None)
     if prompt_column is not None:
@@ -264,8 +264,8 @@ def _is_open(value: Any) -> bool:
 def _asked(
     row: Mapping[str, Any], prompt_column: str, names: Sequence[str], *, chat: bool, where: str
 ) -> tuple[Text, list[Text]]:
-    """Return the prompt of a column, and the completions under `names` without it, where they
-    repeat it with or without what stands before it. Raises ConfigError."""
+    """Return the prompt of a column, and the completions under `names` without it, if they
+    repeat it with or without what comes before it. Raises ConfigError."""
     prompt = _prompt(row[prompt_column], chat=chat, where=where)
     if not chat:
         return prompt, [_completion(row, name, chat=False, where=where) for name in names]
@@ -412,7 +412,7 @@ def _messages(value: Any, name: str, where: str) -> tuple[Mapping[str, Any], ...
 
 
 def _weighed(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a message whose `weight` is 0 where a field says that it is not learned. Raises
+    """Return a message whose `weight` is 0 if a field says that it is not learned. Raises
     RequestError."""
     weight = weight_of(message, name)
     kept = {key: value for key, value in message.items() if key not in WEIGHTS}
@@ -427,7 +427,7 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def _margin(value: Any, where: str) -> float:
-    """Return by how much the chosen score is to be the higher one; 0 where the row has none."""
+    """Return by how much the chosen score is to be the higher one; 0 if the row has none."""
     if value is None:
         return 0.0
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

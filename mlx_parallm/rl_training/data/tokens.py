@@ -3,12 +3,12 @@
 The prompt is rendered and tokenised alone, as the server does it, and the completion behind it
 (`Tokenizer.encode_after`): the prompt's tokens are a prefix of the whole, and the completion has
 the tokens that it has there. A completion ends with the turn's end token, as a sampled one does;
-what the template puts behind it (a line end, the next turn) is given, not trained on. Where the
+what the template puts behind it (a line end, the next turn) is given, not trained on. If the
 template closes a turn with no end token, one is put there: without it the model would learn never
 to stop.
 
 A template that rewrites history (Qwen3's leaves out earlier thinking; or it shows no such end)
-gives each such turn a sequence of its own, in the context that it would be sampled in. A preference
+gives each such turn its own sequence, in the context that it would be sampled in. A preference
 is between two sequences: there it is an error that names the row.
 """
 
@@ -69,7 +69,7 @@ class Unit:
 
     sequences: tuple[Encoded, ...]
     label: bool
-    margin: float | None = None  # of a reward model's pair
+    margin: float | None = None  # a reward model's pair only
 
 
 def encode_all(
@@ -154,7 +154,7 @@ def _scored(
     template_kwargs: Mapping[str, Any],
 ) -> Encoded:
     """The conversation as a reward model reads it, and one token behind it: the trainer scores the
-    places where a next token is predicted."""
+    places if a next token is predicted."""
     if isinstance(completion, str):
         whole: Any = f"{example.prompt}{completion}"
     else:
@@ -208,12 +208,12 @@ def _turns(
     *,
     of_tokenizer: bool,
 ) -> list[Encoded]:
-    """Every assistant turn of the completion. One sequence, or more where the template rewrites
+    """Every assistant turn of the completion. One sequence, or more if the template rewrites
     history."""
     encode = tokenizer.encode_after
     messages = [*prompt, *completion]
     sequences: list[list[tuple[list[int], bool]]] = []
-    images: list[tuple[str, ...]] = []  # of each sequence
+    images: list[tuple[str, ...]] = []  # one for each sequence
     shown: str | None = None
     for number in range(len(prompt), len(messages)):
         if messages[number]["role"] != "assistant":

@@ -1,5 +1,5 @@
 """A teacher whose log-probabilities came with the group: Atropos' `distill_token_ids` and
-`distill_logprobs`, [G][T][K] each, at each position the best K tokens that may stand there.
+`distill_logprobs`, [G][T][K] each, at each position the best K tokens that may be there.
 
 They are in the group's metadata under DISTILL. The token at position t is looked for among the
 entries of position t; one that is not there has no score, and is counted.
@@ -33,7 +33,7 @@ class GroupTeacher:
 
     Args:
         keep: as `Teacher.score` will be asked.
-        note: called with the reason where a token or a sequence has no score.
+        note: called with the reason if a token or a sequence has no score.
 
     Raises ConfigError: the whole vocabulary is wanted, which no sender sends.
     """

@@ -117,7 +117,7 @@ class OtherModel:
         context: the student, whose vocabulary it has to share.
         tokenizer: the student's.
         keep: as `Teacher.score` will be asked.
-        note: called with the reason where a sequence has no score.
+        note: called with the reason if a sequence has no score.
 
     Raises ModelError: it cannot be loaded; ConfigError: its tokenizer differs.
     """

@@ -72,7 +72,7 @@ class TeacherPrompt:
                 " an environment of this process)"
             )
         if group.metadata.get(TOOLS):
-            raise NoPromptError("its prompt has tools, and a teacher's own prompt has none")
+            raise NoPromptError("the prompt has tools; this teacher's prompt cannot")
         question, row = group.metadata[ASKED], dict(group.metadata.get(ROW, {}))
         messages = (
             self._by_function(row, group) if self._function else self._filled(question, row, group)
@@ -159,7 +159,7 @@ class TeacherPrompt:
 
 class DatasetCompletions:
     """Args:
-    note: called with the reason where a group that was drawn has no completion that can be
+    note: called with the reason if a group that was drawn has no completion that can be
         taken: it is trained on as it was sampled.
     """
 

@@ -36,7 +36,7 @@ from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.loop_thread import LoopThread
 
 LARGEST_ANSWER, MOST_CONTAINERS = 512 << 20, 8 << 20  # a hundred tokens for each of 32 thousand
-MASS_TOLERANCE = 0.01  # of rounding in half precision
+MASS_TOLERANCE = 0.01  # for rounding in half precision
 UNUSABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """What an answer of another form than the API's raises."""
 TURN_S = 0.1
@@ -59,7 +59,7 @@ class RemoteTeacher:
     """Args:
         tokenizer: the policy's, of the trainer's thread.
         keep: as `Teacher.score` will be asked.
-        note: called with the reason where an answer has no score.
+        note: called with the reason if an answer has no score.
 
     Raises ConfigError: what is asked is not in this API, or a file that cannot be read.
     """
@@ -211,9 +211,9 @@ class RemoteTeacher:
     # ------------------------------------------------------------------ one answer
 
     async def _one(self, answer: Answer, keep: int | None) -> Scored | None:
-        """Return the scores; None, noted, where the answer is not of this API: one of them ends
+        """Return the scores; None, noted, if the answer is not of this API: one of them ends
         no run. Raises ConfigError: none was of it so far; EndpointError: there
-        is no answer."""
+        is not an answer."""
         try:
             scored = await self._ask(answer, keep)
         except ConfigError as error:

@@ -47,7 +47,7 @@ class Teacher(Protocol):
     def score(
         self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]
     ) -> list[Scored | None] | None:
-        """The scores of each answer; None for one that it cannot score, which it counts.
+        """Return the scores of each answer; None, which is counted, where it fails.
 
         Args:
             keep: how many of its best tokens are wanted, fewer than the vocabulary has; 0 = all of
@@ -130,7 +130,7 @@ def _scored(parts: Sequence[np.ndarray], keep: int | None) -> Scored:
 def _measure(
     keep: int | None, temperature: float | None
 ) -> Callable[[mx.array, TokenBatch, slice], tuple[mx.array, ...]]:
-    """(1 where the token is the best one [n]; the best tokens [n, K] and their log-probabilities
+    """(1 if the token is the best one [n]; the best tokens [n, K] and their log-probabilities
     with the rest's [n, K + 1], or those of all tokens [n, V])."""
 
     def measured(logits: mx.array, batch: TokenBatch, chunk: slice) -> tuple[mx.array, ...]:

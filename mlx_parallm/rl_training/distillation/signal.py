@@ -84,7 +84,7 @@ class Teachers:
         self._requested = self._unscored = self._taken = 0
         self._reasons = Counter[str]()
         self._lost = ""
-        # of this step, by teacher: how many of its answers cannot be used, and why the last one
+        # this step's, by teacher: how many of its answers cannot be used, and why the last one
         self._unusable: dict[str, tuple[int, str]] = {}
         self._requested_of = Counter[str]()
         self._warned = set[str]()
@@ -155,7 +155,7 @@ class Teachers:
         self._reasons[reason] += 1
 
     def _note_unusable(self, name: str, reason: str) -> None:
-        """Count an answer of a teacher that has no score, or scores that are no numbers."""
+        """Count an answer of a teacher that has no score, or scores that are not numbers."""
         self._unusable[name] = self._unusable.get(name, (0, ""))[0] + 1, reason
         if name not in self._warned:
             self._warned.add(name)
@@ -250,7 +250,7 @@ class Teachers:
         return True
 
     def _check_numbers(self, name: str, scored: Scored) -> None:
-        """Note scores that are no numbers, which have no signal. A group may bring some of them
+        """Note scores that are not numbers, which have no signal. A group may bring some of them
         by design."""
         if isinstance(self._by_name[name][1], GroupTeacher):
             return
@@ -289,7 +289,7 @@ class Teachers:
     def _columns(
         self, sequences: Sequence[TrainSequence], scored: dict[int, Scored]
     ) -> dict[str, np.ndarray]:
-        """The columns of all trained tokens; NaN where there is no score."""
+        """The columns of all trained tokens; NaN if there is no score."""
         ends = np.cumsum([sequence.trained for sequence in sequences]).astype(int)
         total = int(ends[-1]) if len(ends) else 0
         logprobs, agrees = (np.full(total, np.nan, np.float32) for _ in range(2))

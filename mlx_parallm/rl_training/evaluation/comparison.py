@@ -20,7 +20,7 @@ from mlx_parallm.system.terminal import beginning_of
 from mlx_parallm.types import BETWEEN
 
 SHOWN = 60  # characters of a text
-Line = Mapping[str, Any]  # of evaluations.jsonl
+Line = Mapping[str, Any]  # a line of evaluations.jsonl
 BEFORE, MEAN_REWARD = "before", " (mean reward)"
 SHOWN_EXAMPLES = 3
 
@@ -39,9 +39,9 @@ class Comparison:
     rewards: tuple[tuple[float, float], ...]
     examples: tuple[tuple[Line, Line], ...] = ()
     greedy: bool = True
-    # what scored the answers and trained the policy, and is no rule
+    # what scored the answers and trained the policy, and is not a rule
     own_examiner: tuple[str, ...] = ()
-    # (before, after) with the rows' answers, where the reward is its own examiner
+    # (before, after) with the rows' answers, if the reward is its own examiner
     agreements: tuple[tuple[float, float], ...] = ()
     one_answer: tuple[str, int] | None = None  # afterwards, of nearly all prompts
     # nobody knows what trained it: it was evaluated outside its run
@@ -215,7 +215,7 @@ def plain_report(comparisons: Sequence[Comparison], first: str = BEFORE) -> str:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean as `estimate` rounds it: a plain sum may be 0.9694999 where the other tables
+    """Return the mean as `estimate` rounds it: a plain sum may be 0.9694999 if the other tables
     show 0.970."""
     return math.fsum(values) / len(values)
 

@@ -65,7 +65,7 @@ class ProblemSet:
 def draw_problems(
     sources: Sequence[EnvironmentSource], n: int, training: Sequence[EnvironmentSource] = ()
 ) -> list[ProblemSet]:
-    """Draw up to n problems of each source that has any; warn where the result will say less than
+    """Draw up to n problems of each source that has any; warn if the result will say less than
     it seems to.
 
     Raises ConfigError, RolloutRejectedError: a user's source fails.
@@ -188,8 +188,8 @@ class Evaluation:
 
     def examined(self, examiners: Sequence[str]) -> dict[str, Any]:
         """Return what else is to be known of answers (`examiner.py`): the one answer of nearly all
-        prompts, unless the rows want that one; and where the reward that scored them trained the
-        policy and is no rule, its names and the agreement of each greedy answer with its row's
+        prompts, unless the rows want that one; and if the reward that scored them trained the
+        policy and is not a rule, its names and the agreement of each greedy answer with its row's
         answer, by the problem's key."""
         greedy = [
             (p, _turns(p.greedy.text))
@@ -229,7 +229,7 @@ class Evaluation:
 
     @property
     def score(self) -> float | None:
-        """The mean reward, of the greedy answers where there are some. Checkpoints are compared
+        """The mean reward, of the greedy answers if there are some. Checkpoints are compared
         by it."""
         numbers = self.numbers()
         return numbers.get("reward", numbers.get("sampled_reward"))
@@ -284,7 +284,7 @@ class Evaluation:
 
 
 def overall_score(evaluations: Sequence[Evaluation]) -> float | None:
-    """Return the mean over the environments with equal weights; None where one of them has no
+    """Return the mean over the environments with equal weights; None if one of them has no
     numbers."""
     scores = [score for evaluation in evaluations if (score := evaluation.score) is not None]
     return math.fsum(scores) / len(scores) if scores and len(scores) == len(evaluations) else None

@@ -3,7 +3,7 @@
 A rule (exact match, tests that run) cannot be talked round. A learned reward, a reward model and a
 judge can: a policy that is trained on one finds answers that it likes and nobody else does. So
 nothing of that kind is its own examiner: its held-out number alone makes no checkpoint better.
-Beside it stand the agreement with the rows' answers, where they have some, and whether nearly all
+Beside it stand the agreement with the rows' answers, if they have some, and whether nearly all
 prompts get one answer.
 """
 
@@ -26,7 +26,7 @@ WORD = re.compile(r"\w+|[^\w\s]")
 def own_examiners(
     trained: Iterable[EnvironmentConfig], evaluated: Iterable[EnvironmentConfig]
 ) -> tuple[str, ...]:
-    """Return the rewards that both train and judge, and are no rules, by their names."""
+    """Return the rewards that both train and judge, and are not rules, by their names."""
     teachers = {reward for entry in trained for reward in entry.rewards}
     judges = dict.fromkeys(reward for entry in evaluated for reward in entry.rewards)
     return tuple(
@@ -35,7 +35,7 @@ def own_examiners(
 
 
 def no_rules(entry: EnvironmentConfig) -> tuple[str, ...]:
-    """Return the names of the rewards of an environment that are no rules."""
+    """Return the names of the rewards of an environment that are not rules."""
     return own_examiners([entry], [entry])
 
 
@@ -59,7 +59,7 @@ def text_agreement(text: str, reference: str) -> float:
 
 
 def overlap(one: Counter[str], other: Counter[str]) -> float:
-    """Return F1 of two collections; 1 where both are empty."""
+    """Return F1 of two collections; 1 if both are empty."""
     shared = (one & other).total()
     return 2 * shared / (one.total() + other.total()) if shared else float(not one and not other)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Z = 1.959964  # of a two-sided 95% interval
+Z = 1.959964  # quantile of a two-sided 95% interval
 CHANCE = 0.05
 FEWEST = 6
 """Problems: of fewer, chance alone moves all in one direction more than once in twenty times (2

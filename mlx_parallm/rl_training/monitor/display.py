@@ -130,7 +130,7 @@ class TrainingDisplay:
     ) -> None:
         """
         Args:
-            interactive: a live panel or lines; default: a panel where the console is a terminal.
+            interactive: a live panel or lines; default: a panel if the console is a terminal.
             sources: returns the health of the rollout sources (`RolloutManager.health`); called at
             each update.
             readable: makes messages of what a chat template made of them, in samples.
@@ -144,7 +144,7 @@ class TrainingDisplay:
         self._live: Live | None = None
         self._curve: list[float] = []
         self._curve_of = "reward"
-        self._heldout: list[float] = []  # of the evaluations
+        self._heldout: list[float] = []  # the evaluations' scores
         self._began = 0.0
         self._saved: int | None = None  # step of the newest checkpoint
         self._window: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
@@ -277,7 +277,7 @@ class TrainingDisplay:
             log.warning("the terminal could not be restored", error=str(again))
 
     def _log(self, event: str, level: int = logging.INFO, **fields: Any) -> None:
-        """Write a line of the log; where the panel shows it, into run.log alone."""
+        """Write a line of the log; if the panel shows it, into run.log alone."""
         log.log(level, event, **fields, **({FILE_ONLY: True} if self._interactive else {}))
 
     def _log_step(self, metrics: Mapping[str, Any]) -> None:

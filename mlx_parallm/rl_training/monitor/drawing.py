@@ -31,7 +31,7 @@ def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
 
 
 def scale_of(values: Sequence[float]) -> tuple[float, float]:
-    """Return what ▁ and █ stand for: 0 and 1 where all values lie between them, else the lowest
+    """Return what ▁ and █ stand for: 0 and 1 if all values lie between them, else the lowest
     and the highest."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     return (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, high)

@@ -53,7 +53,7 @@ class Evidence:
 
     @property
     def lines(self) -> Window:
-        """The first steps and the last ones."""
+        """Return the metrics lines of the first and last steps."""
         return [*self.start, *self.window]
 
     def first(self, key: str) -> float | None:
@@ -137,8 +137,8 @@ class Arrivals:
     received: int = 0  # all, the rejected ones too
     rejected: int = 0
     reason: str = ""  # the most frequent one of the rejections
-    times: int = 0  # of that reason, among the newest rejections
-    silent_s: float | None = None  # since anything came, where that is too long
+    times: int = 0  # how often, among the newest rejections
+    silent_s: float | None = None  # since anything came, if that is too long
     paused: str = ""  # who has paused the engine
     endless: str = ""  # what run.log tells about episodes that nothing ends
 

@@ -72,7 +72,7 @@ LOGPROB_MISMATCH, LOGPROB_MISMATCH_MEAN = 0.5, 0.06
 """|trainer - engine| on the same weights, one token and the mean. float32 keeps 1e-4 at most; 4-bit
 weights in bfloat16 a mean of 0.033 (`MEASURED_MISMATCH`), corrected for; a mistake shows more."""
 STALE_MISMATCH_MEAN = 1.0
-"""The same mean where the weights have learned since: one step at the largest learning rate that
+"""The same mean if the weights have learned since: one step at the largest learning rate that
 works moves 0.9 nats a token (`group_fit.MISMATCH_NATS`), usual ones a hundredth of it."""
 STALE, FEWEST_STALE = 0.25, 6
 REFUSED, FEWEST_REFUSED = 0.2, 3
@@ -411,7 +411,7 @@ def _solved(evidence: Evidence) -> Sign | None:
 
 
 def _alike(evidence: Evidence) -> str:
-    """Say that one text earns the rewards of nearly all prompts; "" where the answers differ."""
+    """Say that one text earns the rewards of nearly all prompts; "" if the answers differ."""
     share = evidence.mean("most_frequent_answer")
     if share is None or share < ONE_ANSWER:
         return ""
@@ -596,7 +596,7 @@ def _never_done_in_metrics(evidence: Evidence) -> Sign | None:
 
 
 def _never_done(evidence: Evidence) -> float:
-    """The share of episodes that no environment ended; 0 where it ends some."""
+    """The share of episodes that no environment ended; 0 if it ends some."""
     share = evidence.mean("never_done_fraction") or 0.0
     return share if share >= ALWAYS and evidence.has_enough_groups else 0.0
 

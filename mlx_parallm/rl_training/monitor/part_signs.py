@@ -140,7 +140,7 @@ def teacher_nonsense(evidence: Evidence) -> Sign | None:
     kl, agrees = evidence.mean("teacher_kl"), evidence.mean("teacher_agreement")
     if kl is None or len(evidence.window) < FEWEST_STEPS or kl <= NONSENSE_NATS:
         return None
-    # unknown where the teacher sends no best tokens: then only what no teacher has says it
+    # unknown if the teacher sends no best tokens: then only what no teacher has says it
     if (agrees > NONSENSE_AGREES) if agrees is not None else kl <= 2 * NONSENSE_NATS:
         return None
     best = "" if agrees is None else f", and {agrees:.1%} of the tokens are its best"

@@ -12,7 +12,7 @@ from mlx_parallm.run_files.samples import Sample, merged, number_of
 from mlx_parallm.system.terminal import beginning_of, end_of
 from mlx_parallm.types import ChatTokenizer
 
-SHOWN_CHARACTERS = 300  # of the end of a prompt, of the beginning of a completion
+SHOWN_CHARACTERS = 300  # of a prompt's end and of a completion's beginning
 TURN = "\x00turn\x00"  # where a turn begins; a model may write a NUL
 Readable = Callable[[str], str]
 
@@ -83,6 +83,6 @@ def _marks(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> dict
             continue
         for mark, role in zip(between, (*roles, "assistant"), strict=True):
             marks[mark] = role
-            for end in ends:  # where the policy has sampled it, it is no part of what follows
+            for end in ends:  # if the policy has sampled it, it is no part of what follows
                 marks[mark.removeprefix(end)] = role
     return {mark: role for mark, role in marks.items() if mark.strip()}

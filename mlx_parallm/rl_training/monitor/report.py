@@ -177,7 +177,7 @@ def successes_of(lines: Sequence[Line]) -> list[str]:
 
 
 def our_command() -> str:
-    """Return how a shell runs `mlx_parallm`: its name where it is on PATH, else the path beside
+    """Return how a shell runs `mlx_parallm`: its name if it is on PATH, else the path beside
     this Python."""
     name = "mlx_parallm"
     beside = Path(sys.executable).parent / name
@@ -222,7 +222,7 @@ def print_report(
         problems: what is wrong with the run, a sentence each, the last one where to read more; the
             first and the last are printed. successes: what is good about it.
         first: when the earlier answers of `comparisons` were given.
-        results: the numbers of held-out rows, where a run learned from rows.
+        results: the numbers of held-out rows, if a run learned from rows.
     """
     if results is not None:
         console.print(Text(results), soft_wrap=not console.is_terminal)
@@ -253,7 +253,7 @@ def print_report(
 
 
 def _print_whole(console: Console, lead: str, parts: Sequence[str]) -> None:
-    """Print a path or the parts of a command behind `lead`, or below it where they are too wide
+    """Print a path or the parts of a command behind `lead`, or below it if they are too wide
     for the terminal."""
     line = f"{lead} {' '.join(parts)}"
     if console.is_terminal and cell_len(line) > console.width:

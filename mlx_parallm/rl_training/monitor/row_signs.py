@@ -92,7 +92,7 @@ def not_told_apart(evidence: Evidence) -> Sign | None:
 
 
 def _compared(evidence: Evidence, key: str) -> list[tuple[str, float, float]]:
-    """A number first and now: of the same held-out rows, where there are some, and of the steps."""
+    """A number first and now: of the same held-out rows, if there are some, and of the steps."""
     pairs = []
     if (held_out := _held_out(evidence, key)) is not None:
         pairs.append((f"eval/{key}", *held_out))
@@ -124,7 +124,7 @@ def _held_out(evidence: Evidence, key: str) -> tuple[float, float] | None:
 
 
 def _trained(evidence: Evidence, key: str) -> tuple[float, float] | None:
-    """The loss of the first steps and of the last ones, where there are enough of both and no
+    """The loss of the first steps and of the last ones, if there are enough of both and no
     held-out rows to judge by."""
     if len(evidence.window) < WINDOW or not evidence.start:
         return None

@@ -2,7 +2,7 @@
 names. No MLX.
 
     Trackers    hands lines to its own thread, so that a slow or dead network never delays a step
-    Tracker     the client of one service; an error in it becomes one warning, and the run goes on
+    Tracker     the client of one service; an error in it becomes one warning, and the run continues
 
 A resumed run continues the same tracker run: `trackers.json` in the run directory keeps its id.
 """

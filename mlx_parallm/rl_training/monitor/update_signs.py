@@ -22,7 +22,7 @@ judged."""
 NO_UPDATE = 0.4
 """Share of the steps; with max_staleness = 1 every second step has rollouts of an older policy."""
 SEQUENCES_CLIPPED = 0.2
-"""Share of the tokens, where a ratio is of a whole answer (GSPO): its paper has 0.15. The bounds
+"""Share of the tokens, if a ratio is of a whole answer (GSPO): its paper has 0.15. The bounds
 are those of answers of thousands of tokens."""
 
 
@@ -54,7 +54,7 @@ def small_updates(evidence: Evidence) -> Sign | None:
 
 
 def _may_move(line: Metrics) -> bool:
-    """Whether the rate decides how far a step moves the weights: not where there is no gradient, as
+    """Whether the rate decides how far a step moves the weights: not if there is no gradient, as
     with advantages that are all 0."""
     alike = line.get("groups_without_variance") == 1.0 and not line.get("teacher_share")
     return line.get("grad_norm") != 0.0 and not (alike and line.get("groups"))

@@ -43,7 +43,7 @@ FLOAT, HALF = 4, 2
 NARROW = 0.82
 """Activations of a half-precision model against float32: adapters and log-probabilities stay
 float32."""
-PROJECTIONS = 3  # of a block's experts: gate, up and down
+PROJECTIONS = 3  # a block's experts have three: gate, up and down
 EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 
 
@@ -60,7 +60,7 @@ class ModelShape:
     quantized: bool = False
     loading: int = 0  # bytes besides the weights: the largest array, while it is quantised
     by_tokens: bool = False  # keys and values can lie by tokens
-    widened: str = ""  # the checkpoint's dtype, where the weights take more than they would in it
+    widened: str = ""  # the checkpoint's dtype, if the weights take more than they would in it
     teachers: int = 0  # bytes of other models in this process that score its tokens
     reward_models: int = 0  # bytes of those that score answers in this process
     lends_base: bool = False  # one of them has the base's arrays
@@ -68,9 +68,9 @@ class ModelShape:
     adapted: int = 0  # numbers of the layers that have an adapter
     rounded: int = 0  # qat_bits: numbers of the others, which the trainer holds quantised
     small: int = 0  # trained numbers in arrays whose optimizer states are never in 8 bits
-    routes: int = 0  # bytes of a sampled token's recorded experts, where they are repeated
+    routes: int = 0  # bytes of a sampled token's recorded experts, if they are repeated
     tower: int = 0  # bytes of the part that sees
-    eye: TowerShape | None = None  # of the tower, where it is
+    eye: TowerShape | None = None  # the tower, if it has one
     unpacked: int = 0  # numbers of a block's experts that are unpacked for the moment
 
     def with_smaller(self, key: str) -> "ModelShape":
@@ -188,7 +188,7 @@ def _routes(model: nn.Module, model_config: Mapping[str, Any]) -> int:
 
 
 def _teacher_weights(teacher: TeacherConfig, model: ModelConfig) -> int:
-    """Bytes of a teacher's own weights, loaded as the policy's: 0 where it has none here. Raises
+    """Bytes of a teacher's own weights, loaded as the policy's: 0 if it has none here. Raises
     ModelError: no such model; ConfigError: quantised already."""
     if teacher.kind != "model":
         return 0
@@ -235,7 +235,7 @@ class LoadedShape:
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], dtype: str, *, quantize: bool) -> "LoadedShape":
-        """`quantize`: to 4 bits, where the checkpoint is not quantised. Raises ModelError."""
+        """`quantize`: to 4 bits, if the checkpoint is not quantised. Raises ModelError."""
         model, largest, kept = blueprint(model_config), 0, stored_dtype(model_config)
         if quantize and "quantization" not in model_config:
             largest = HALF * max(array.size for _, array in tree_flatten(model.parameters()))

@@ -42,7 +42,7 @@ PROCESS_BYTES = 240 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny`
 and served nothing."""
 USUAL_IMAGE = 1024
-"""Tokens of the largest image where the part that sees is trained and no row was seen yet."""
+"""Tokens of the largest image if the part that sees is trained and no row was seen yet."""
 TIGHT = 0.85
 """A larger share of the memory is worth a warning: the prediction is good to about 15 %."""
 LEAST_SAVING = 0.01
@@ -275,7 +275,7 @@ class PlannedRun:
         return self._features(gradients=True) + max(0, passes - training)
 
     def _reward_models(self) -> int:
-        """Bytes of reward models. The base that one shares stays for it where all weights are
+        """Bytes of reward models. The base that one shares stays for it if all weights are
         trained, unless it stays as the KL's reference."""
         training = self.config.rl_training
         stays = training.lora.enabled or (self._needs_reference and training.reference != "ema")
@@ -311,8 +311,8 @@ class PlannedRun:
         then needs.
 
         They are taken in the order of what they cost, and of equal ones that which saves most comes
-        first, halved again where it still is. Where it takes one that changes what is learnt, the
-        others are only those that it does not spare. Where nothing is enough: all that help.
+        first, halved again if it still is. If it takes one that changes what is learnt, the
+        others are only those that it does not spare. If nothing is enough: all that help.
         """
         chosen, run = self._lowered(room, ("none", "rounding", "learning"))
         costly = sorted((each for each in chosen if each.cost == "learning"), key=SETTINGS.index)
@@ -454,7 +454,7 @@ def with_value(config: C, key: str, value: Any) -> C:
 
 def room_for_evaluations(*, deterministic: bool, processes: int = 1) -> int:
     """Return the memory of which a run's evaluations take a part, shared by `processes`: what is
-    free, and in deterministic mode, where that may not matter, all. Loads MLX."""
+    free, and in deterministic mode, if that may not matter, all. Loads MLX."""
     free, whole = memory_present()
     return (whole if deterministic else free) // processes
 

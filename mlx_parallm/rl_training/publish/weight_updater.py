@@ -7,7 +7,7 @@ publish stays due and is tried again after the next step, and while the trainer 
 the last publish are not published: a version is a difference.
 
 Weights that the guard refuses are taken back, with their optimizer, to those of the served version,
-which goes on
+which continues
 serving: left as they are they would be refused after every later step too, and their rollouts would
 grow stale.
 """
@@ -131,7 +131,7 @@ class WeightUpdater:
         self._state = UpdaterState()
         self._resumed: tuple[list[mx.array], bool] | None = None
         self.timeouts = self.refused = 0
-        self.publish_kl: float | None = None  # of the last step that was to be published
+        self.publish_kl: float | None = None  # the last step's that was to be published
 
     def resume(self, served: Mapping[str, mx.array], *, due: bool) -> None:
         """Note, before `begin`, that these are served, and the trained weights are newer. `due`:
@@ -200,7 +200,7 @@ class WeightUpdater:
         return report
 
     def go_back(self, state: TrainingState, step: int) -> PublishReport:
-        """Publishes what was put back of `state` after `step` steps, as a version of its own.
+        """Publishes what was put back of `state` after `step` steps, as its own version.
         Waits for the lock."""
         report = self._publish(None)
         self._versions.go_back(state.table, state.steps, version=report.version, steps=step)

@@ -1,7 +1,7 @@
 """The one assembly of a run's parts, for `mlx_parallm train` (start.py) and for programs
 (faces/library).
 
-    trainer, run directory, checkpoint → open_files: the trainer stands where the run goes on
+    trainer, run directory, checkpoint → open_files: the trainer stands where the run continues
     → the caller lets the weights be served, and makes the batches → make_parts → TrainingLoop
 """
 
@@ -31,7 +31,7 @@ from mlx_parallm.weights import SharedWeights
 class RunFiles:
     """Checkpoints and metrics lines of a run.
 
-    `checkpoint`, `state`: what the run goes on from; None: it begins. `learners`: beside the
+    `checkpoint`, `state`: what the run continues from; None: it begins. `learners`: beside the
     policy, by the name of their environment.
     """
 
@@ -43,11 +43,11 @@ class RunFiles:
 
     @property
     def step(self) -> int:
-        """The number of steps that the run goes on from."""
+        """The number of steps that the run continues from."""
         return self.state.step if self.state is not None else 0
 
     def served(self) -> dict[str, mx.array]:
-        """Return the weights that the server answered with, where the checkpoint's are newer; else
+        """Return the weights that the server answered with, if the checkpoint's are newer; else
         nothing. Raises CheckpointError."""
         if self.checkpoint is None or self.state is None:
             return {}
@@ -99,7 +99,7 @@ def open_files(
 class PublishedWeights:
     """The weights that answer when the loop begins.
 
-    `versions`: the table up to the one that is served. `older`: the served weights, where the
+    `versions`: the table up to the one that is served. `older`: the served weights, if the
     trained ones are newer (`RunFiles.served`); empty: both are the same.
     """
 

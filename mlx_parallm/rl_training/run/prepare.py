@@ -136,7 +136,7 @@ class PreparedRun:
         return config
 
     def _open_tools(self) -> EpisodeTools | None:
-        """Start the servers of [tools], where there is an environment. Raises ConfigError."""
+        """Start the servers of [tools], if there is an environment. Raises ConfigError."""
         tools = open_tools(self.config.tools) if self.config.evaluated else None
         if tools is not None:
             self.closing.callback(tools.client.close)

@@ -26,13 +26,13 @@ log = get_logger("train")
 
 
 class RunningRun:
-    """A run whose loop stands before its first step. Main thread only.
+    """A run whose loop comes before its first step. Main thread only.
 
     Args:
-        ends_process: the process has nothing else to do, and ends even where something blocks.
+        ends_process: the process has nothing else to do, and ends even if something blocks.
 
     Attributes:
-        paused: whether it has stopped for a new process to go on (rl_training.restart_every).
+        paused: whether it has stopped for a new process to continue (rl_training.restart_every).
     """
 
     def __init__(self, started: StartedRun, *, ends_process: bool) -> None:
@@ -140,7 +140,7 @@ class RunningRun:
         }
 
     def _guard_falls(self, events: RunEvents) -> None:
-        """Let the weights go back to the best ones when an evaluation falls, where that is
+        """Let the weights go back to the best ones when an evaluation falls, if that is
         asked for."""
         started = self._started
         if (most := started.config.evaluation.max_fall) is None:
@@ -152,7 +152,7 @@ class RunningRun:
         FallGuard(started.evaluation_log, most, roll_back).subscribe(events)
 
     def _end_soon(self) -> None:
-        """The last checkpoint is written: what is left may not take long, where the process has
+        """The last checkpoint is written: what is left may not take long, if the process has
         nothing else to do."""
         if not self._ends_process:
             return
@@ -166,7 +166,7 @@ class RunningRun:
         )
 
     def _exit_code(self) -> int | None:
-        """Return the code of an end that another process goes on from; None: it is the end."""
+        """Return the code of an end that another process continues from; None: it is the end."""
         if self.paused:
             return PAUSED
         try:

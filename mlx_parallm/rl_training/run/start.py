@@ -73,7 +73,7 @@ class OpenDirectory:
 class StartedRun:
     """A run whose loop may begin. Main thread only.
 
-    `state`: of the checkpoint that the run goes on from; None: it begins. `data`, `heldout`: of a
+    `state`: of the checkpoint that the run continues from; None: it begins. `data`, `heldout`: of a
     run on rows; None: it learns from rollouts.
     """
 
@@ -97,7 +97,7 @@ class StartedRun:
 
     @property
     def first_step(self) -> int:
-        """The number of steps that the run goes on from."""
+        """The number of steps that the run continues from."""
         return self.state.step if self.state is not None else 0
 
     @cached_property
@@ -293,7 +293,7 @@ def _open_directory(prepared: PreparedRun, *, keeps_groups: bool) -> OpenDirecto
     is_there = store_file.is_file() and store_file.stat().st_size > 0
     if checkpoint and keeps_groups and not is_there:
         log.warning(
-            "accepted groups are lost: there is no file of rollouts, or it is empty",
+            "accepted groups lost: rollouts.sqlite is missing or empty",
             file=str(store_file),
         )
     store = RolloutStore(store_file, min_free_bytes=reserve)
@@ -382,7 +382,7 @@ def _resume(
     keep: int,
     keep_best: bool,
 ) -> RunFiles:
-    """Put trainer, store and files back to where the run goes on."""
+    """Put trainer, store and files back to where the run continues."""
     files = open_files(
         opened.path,
         trainer,
@@ -456,7 +456,7 @@ def _with_changes(
     state: TrainerState | None, now: Mapping[str, float]
 ) -> tuple[TrainerState | None, dict[str, float]]:
     """Return the checkpoint's state with the settings that this resume changes on purpose, and
-    those that the run goes on with instead of `now`."""
+    those that the run continues with instead of `now`."""
     if state is None:
         return None, {}
     if overridden := overridden_settings(now, state.changes):

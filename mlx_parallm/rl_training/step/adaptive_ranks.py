@@ -7,7 +7,7 @@ triplets of an adapter, (column of A, singular value E, row of B), keep their si
 Importance of a number w with gradient g: I = |w g|, smoothed to Ī = β1 Ī + (1 - β1) I, its
 uncertainty Ū = β2 Ū + (1 - β2) |I - Ī|, score Ī Ū. A triplet's score is E's plus the means of its
 column's and its row's. After an update the triplets with the lowest scores have E = 0; until the
-last allocation they can come back, since E goes on learning. The orthogonal regulariser
+last allocation they can come back, since E continues learning. The orthogonal regulariser
 w · mean ‖AᵀA - 1‖, over all A and Bᵀ, has no data in it, so its gradient is added here.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from mlx_parallm.config.training import AdaLoraConfig
 
-Slots = tuple[int, int, int]  # of A, B and E of a layer
+Slots = tuple[int, int, int]  # slots of A, B and E of a layer
 
 
 def budget_at(
@@ -57,7 +57,7 @@ class AdaptiveRanks:
         slots = [slot for layer in self._layers for slot in layer]
         self._sensitivity = {slot: mx.zeros(arrays[slot].shape) for slot in slots}
         self._uncertainty = {slot: mx.zeros(arrays[slot].shape) for slot in slots}
-        # of each E, after the last allocation
+        # mask of each E, after the last allocation
         self._kept: dict[int, mx.array] = {}
         self._initial = sum(arrays[e].size for _, _, e in self._layers)
         self._target = self._config.target_r * len(self._layers)
@@ -85,7 +85,7 @@ class AdaptiveRanks:
         """
         last = self._total_steps - self._config.tfinal
         if step < last:
-            self._kept = {}  # of a run that was shorter
+            self._kept = {}  # left by a shorter run
             self._measure(arrays, gradients, factor)
         budget = budget_at(step, self._total_steps, self._initial, self._target, self._config)
         if budget is None:
@@ -112,7 +112,7 @@ class AdaptiveRanks:
 
     def _chosen(self, budget: int) -> dict[int, mx.array]:
         """The triplets [r] of each E above the lowest scores that the budget has no room for; {}
-        where it has room for all, or nothing was measured."""
+        if it has room for all, or nothing was measured."""
         scores = {e: self._scores(a, b, e) for a, b, e in self._layers}
         every, left_out = np.concatenate(list(scores.values())), self._initial - budget
         if left_out <= 0 or not every.any():
@@ -152,7 +152,7 @@ class AdaptiveRanks:
 
 
 def _slope(a: mx.array) -> mx.array:
-    """d ‖AᵀA - 1‖ / dA of A [n, r]; 0 where the columns are orthonormal. Lazy."""
+    """d ‖AᵀA - 1‖ / dA of A [n, r]; 0 if the columns are orthonormal. Lazy."""
     c = a.T @ a - mx.eye(a.shape[1])
     norm = mx.sqrt(mx.square(c).sum())
     return 2.0 * (a @ c) / mx.where(norm > 0, norm, 1.0)

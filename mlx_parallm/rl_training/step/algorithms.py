@@ -63,7 +63,7 @@ from mlx_parallm.rl_training.step.teaching import Teaching
 from mlx_parallm.run_files.metrics import KEYS
 from mlx_parallm.types import Rollout
 
-STOP_FACTOR = 1.5  # of the target KL, as in Spinning Up and Stable-Baselines3
+STOP_FACTOR = 1.5  # times the target KL, as in Spinning Up and Stable-Baselines3
 # columns of metrics.jsonl that a loss may fill
 LOSS_METRICS = ("kl", "entropy", "clip_fraction", "ratio_mean")
 
@@ -74,7 +74,7 @@ Score = Callable[[Sequence[Rollout]], list[float]]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """All that an algorithm is, for the trainer.
+    """What the trainer knows of an algorithm.
 
     `advantages`: rewards of one group → one number each, None = nothing to learn. `finish`: a step
     over the whole batch (whitening, GAE). `needs_…`: what is scored before the step's first update.
@@ -327,7 +327,7 @@ def kto_of_rollouts(batch: TrainBatch, score: Score, *, measures_kl: bool) -> di
     """Return the constants of `kto_loss`: "kl" = max(0, mean log-ratio of each prompt with the
     completion of the next sequence), and how many sequences have either label.
 
-    A prompt with another's completion is cut where it is longer than the longest sequence: memory
+    A prompt with another's completion is cut if it is longer than the longest sequence: memory
     and the model's context are for those."""
     rollouts = [sequence.rollout for sequence in batch.sequences if sequence.trained]
     following = [*rollouts[1:], *rollouts[:1]]

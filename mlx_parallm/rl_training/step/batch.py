@@ -66,9 +66,8 @@ class BatchStatistics:
 
     groups: int = 0
     sequences: int = 0
-    unscored_fraction: float = (
-        0.0  # of the sequences: nothing scored them, no reward below has them
-    )
+    # share of the sequences without a score, which no reward below counts
+    unscored_fraction: float = 0.0
     reward_mean: float | None = None
     reward_std: float | None = None  # population, over sequences
     # mean over groups of the sample standard deviation, divided by n - 1
@@ -81,15 +80,15 @@ class BatchStatistics:
     groups_all_wrong: float = 0.0  # fraction: no reward above 0
     groups_all_right: float = 0.0  # fraction: no reward below 1
     groups_same_answer: float = 0.0  # fraction: several answers, all of the same sampled tokens
-    # share of the answers that are the most frequent one; None where there is one prompt alone
+    # share of the answers that are the most frequent one; None if there is one prompt alone
     most_frequent_answer: float | None = None
     truncated_fraction: float = 0.0
     # truncated by max_token_length, as far as is known: in-process environments
     out_of_room_fraction: float = 0.0
-    # of those with several turns, which their environment did not end
+    # share of those with several turns that their environment did not end
     never_done_fraction: float = 0.0
     never_done_turns: float | None = None  # mean turns of these
-    eos_fraction: float | None = None  # of the sequences that say how they ended
+    eos_fraction: float | None = None  # share of the sequences that say how they ended
     completion_tokens_mean: float = 0.0
     # share of the sampled tokens that a grammar forced: nothing is learned from them
     forced_fraction: float = 0.0
@@ -175,20 +174,20 @@ class _Environment:
 class StatisticsCollector:
     """Adds up the groups of one step into BatchStatistics; single use.
 
-    `turn_credit`: turns are to have advantages of their own, so groups that cannot are counted.
+    `turn_credit`: turns are to have their own advantages, so groups that cannot are counted.
     """
 
     def __init__(self, turn_credit: bool = False) -> None:
         self._turn_credit, self._with_episode_credit = turn_credit, 0
         self._sequences = 0
-        self._rewards: list[float] = []  # of the sequences that have one
+        self._rewards: list[float] = []  # rewards of the sequences that have one
         self._by_environment: dict[str, _Environment] = defaultdict(_Environment)
         self._parts: dict[str, list[float]] = defaultdict(list)
         self._lengths: list[int] = []
         self._forced = 0  # tokens
         self._surprise, self._surprising = 0.0, 0  # sum of -logprobs, and over how many tokens
         self._ends: list[str | None] = []
-        self._stds: list[float] = []  # of the rewards of each group
+        self._stds: list[float] = []  # deviation of each group's rewards
         self._all_wrong = self._all_right = self._same_answer = 0
         self._groups = 0
         self._answers: Counter[tuple[int, ...]] = Counter()

@@ -38,7 +38,7 @@ what it saves: the one splits products in two, the other needs masks."""
 MERGING_PAYS_BELOW = 0.8
 """The same of merged rows, against whatever else computes the fewest, and against the rows' tokens
 with each prompt once and no padding: what they have in common behind their prompts has to pay for
-attention in blocks of its own."""
+attention in its own blocks."""
 ATTENTION_WIDTH = 1024
 """Row length at which attention costs a token as much as all else: 512 with a 0.6B model on a
 CPU, where exp is most of it, some thousands on a GPU. Packing must not put many short sequences
@@ -74,7 +74,7 @@ class MicroBatch:
     targets: np.ndarray  # [N] int32
     temperatures: np.ndarray  # [N] float32
     scatter: np.ndarray  # [B, T] int32: which of the N scores belongs here; N where mask is false
-    # [N] int64: where the numbers of these tokens stand in the columns of the step (prepare.py)
+    # [N] int64: where the numbers of these tokens are in the columns of the step (prepare.py)
     columns: np.ndarray
     # [N, layers, k] int16, or int32 of more experts than a byte counts, see `TokenBatch.experts`;
     # None: no rollout has recorded its experts
@@ -144,7 +144,7 @@ def collate(
     merging: bool = False,
     prompt_experts: bool = False,
 ) -> MiniBatch:
-    """The mini-batch of these rows. A sequence longer than the budget is a micro-batch of its own;
+    """The mini-batch of these rows. A sequence longer than the budget is its own micro-batch;
     one without a trained token is in none, and counts among the sequences.
 
     Args:
@@ -156,8 +156,8 @@ def collate(
         merging: the model can compute rows as a tree. Pairs are not merged.
         prompt_experts: the recorded experts of prompts' tokens are repeated too.
 
-    Prompts are shared, or rows packed, where that computes less than rows sorted by length
-    (PAYS_BELOW); of the two, the one with fewer tokens. Rows are merged where that computes less
+    Prompts are shared, or rows packed, if that computes less than rows sorted by length
+    (PAYS_BELOW); of the two, the one with fewer tokens. Rows are merged if that computes less
     than all others (MERGING_PAYS_BELOW).
     """
     count = len(rows)
@@ -241,7 +241,7 @@ def _micro_batch(
 
 
 def _experts(sequences: Sequence[TrainSequence], rows: Sequence[int]) -> np.ndarray | None:
-    """The experts of the trained tokens [N, layers, k], `UNFORCED` where a rollout recorded
+    """The experts of the trained tokens [N, layers, k], `UNFORCED` if a rollout recorded
     none; None: no one did, or several tokens are scored at a position."""
     recorded = [sequences[row].rollout.routed_experts for row in rows]
     first = next((experts for experts in recorded if experts is not None), None)
@@ -292,7 +292,7 @@ def _recorded(rollout: Rollout) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def prompt_coverage(sequences: Sequence[TrainSequence]) -> tuple[int, int]:
-    """How many tokens stand before the last trained one of each sequence and predict no trained
+    """How many tokens come before the last trained one of each sequence and predict no trained
     one, and how many of them have recorded experts."""
     places = recorded = 0
     for sequence in sequences:

@@ -26,7 +26,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FullMarks:
-    """Counts over the answers of one turn. Full marks are the step's highest reward, where it is
+    """Counts over the answers of one turn. Full marks are the step's highest reward, if it is
     above 0."""
 
     answers: int = 0
@@ -34,7 +34,7 @@ class FullMarks:
     full: int = 0
     full_pieces: int = 0
     prompts: int = 0  # different ones, of the answers with full marks
-    prompts_alike: int = 0  # of those, the ones that the most frequent text has full marks for
+    prompts_alike: int = 0  # those for which the most frequent text has full marks
 
     def __add__(self, other: "FullMarks") -> "FullMarks":
         mine, others = asdict(self), asdict(other)
@@ -88,7 +88,7 @@ def is_piece(
             mark. Of "abcd", sorted from "dbca" in a token a letter, two letters between would not
             be enough.
 
-    Worked: (7, 8) is a piece of (6, 7, 8, 9), (7, 9) is not; (1, 6, 7, 8, 9, 2) is one where it is
+    Worked: (7, 8) is a piece of (6, 7, 8, 9), (7, 9) is not; (1, 6, 7, 8, 9, 2) is one if it is
     ragged.
     """
     if ragged:

@@ -4,8 +4,8 @@
 A sequence names its images (`Rollout.images`). `admit` gives the ids of their features to the
 tokens that stand for them, so collating, sharing of prompts and the loss see tokens as always.
 
-Where the part that sees is frozen, its features are computed once, before the step's first forward,
-and kept for later steps. Where it is trained (`ImageEncoder.trained`), they are those of the
+If the part that sees is frozen, its features are computed once, before the step's first forward,
+and kept for later steps. If it is trained (`ImageEncoder.trained`), they are those of the
 weights that are in the tree when a forward begins: the policy's, or the reference's. The passes
 over the language part then find the gradient by the features, as by a parameter (`gradient`), and
 `pull_back` takes it through the tower, once an image for each mini-batch.
@@ -55,7 +55,7 @@ class StepImages:
         seeing = [i for i, name in enumerate(slots.names) if of_part(name, modules)]
         self._trained = sorted(seeing, key=lambda i: _block(slots.names[i]), reverse=True)
         self._between_blocks = between_blocks
-        self._features: dict[str, mx.array] = {}  # by `_weights`, where they are trained
+        self._features: dict[str, mx.array] = {}  # by `_weights`, if they are trained
         self._weights: list[mx.array] = []
         self._outputs = TowerOutputs(parts.encoder)
         self._shown: list[str] = []  # images of the newest forward, as the table has them
@@ -70,7 +70,7 @@ class StepImages:
         return FeatureGradient(self._table, [*self._parts.encoder.modules])
 
     def begin_step(self) -> None:
-        """Forget the features of earlier steps where they take more than `encoder.cache_bytes`, or
+        """Forget the features of earlier steps if they take more than `encoder.cache_bytes`, or
         are trained."""
         held = sum(features.nbytes for features in self._features.values())
         if self._trained or held > self._parts.encoder.cache_bytes:

@@ -47,7 +47,7 @@ class Lengths:
 
     def with_batch(self, batch: TrainBatch, image_token: int | None = None) -> "Lengths":
         """The longest of these and of a batch's. `image_token`: stands for a feature of an image,
-        where the model reads some; those of one sequence count as equally large."""
+        if the model reads some; those of one sequence count as equally large."""
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
         completions = [rollout.sampled_tokens for rollout in rollouts]
         if not batch.groups:  # rows of a file
@@ -157,7 +157,7 @@ class LargestBatch:
 
         Args:
             examples: of a mini-batch; `pairs`: each is two sequences.
-            group: completions of a prompt, where there are fewest; 1: rows of a file.
+            group: completions of a prompt, if there are fewest; 1: rows of a file.
             most: tokens of a sequence.
             budget: `rl_training.token_budget`.
         """
@@ -202,9 +202,9 @@ class LargestBatch:
             self.scored, vocabulary, block.hidden, trained=trained_head, unpacks=unpacks
         )
         unit = self.tokens * number * (SHARED if self.shared else 1)
-        waits = block.kept(self.span)  # of a block, for its backward pass
+        waits = block.kept(self.span)  # kept by a block for its backward pass
         computed = ((blocks - 1) * waits + block.peak(self.span, unpacks=unpacks)) * unit
-        # The head's peak comes while the last group waits; where it goes in pieces, before any
+        # The head's peak comes while the last group waits; if it goes in pieces, before any
         # block is computed again.
         above = max(computed - logits, blocks * waits * unit if whole else 0.0)
         return int(-(-layers // blocks) * block.hidden * unit + above), logits

@@ -8,7 +8,7 @@ schedules.
 
 Small arrays are laid end to end in bundles, so that an adapter of hundreds of arrays costs a dozen
 operations and not thousands; AdamW and Lion are elementwise, so this changes no number. Muon and
-Adafactor look at whole matrices: there each array stands alone. States in 8 bits have blocks: there
+Adafactor look at whole matrices: there each array is alone. States in 8 bits have blocks: there
 each array begins one (states_8bit.py).
 """
 
@@ -44,7 +44,7 @@ BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
 QUANTISED = {"adamw_8bit": AdamW8bit, "lion_8bit": Lion8bit}
 ELEMENTWISE = ("adamw", "lion", *QUANTISED)
 UNITS = {states_8bit.ABSMAX: states_8bit.BLOCK}
-"""End of a state's name → how many numbers of the parameter one of its numbers is of, where that is
+"""End of a state's name → how many numbers of the parameter one of its numbers is of, if that is
 not one."""
 STATE_BYTES = {"adamw": 8.0, "muon": 4.0, "lion": 4.0, "adafactor": 0.0} | {
     "adamw_8bit": 2 * states_8bit.STATE_BYTES,
@@ -115,7 +115,7 @@ class PolicyOptimizer:
         self._dtypes = [array.dtype for array in arrays]
         self._stride = -(-sum(array.size for array in arrays) // MEASURED_ELEMENTS)
         self._groups = make_groups(slots.names, arrays, training)
-        # of the weights in the tree; None: the device loses no results
+        # signals of the weights in the tree; None: the device loses no results
         self._had_signal = has_signal(arrays) if may_lose_results() else None
         self._adaptive = (
             AdaptiveRanks(slots.names, arrays, allocation, training.total_steps)
@@ -283,7 +283,7 @@ class PolicyOptimizer:
 
     def state(self) -> dict[str, mx.array]:
         """Return the tensors for `optimizer.safetensors`: `step`, `<parameter>.<kind>` for each
-        kind of state (AdamW: m, v), and `<parameter>.master` where the tree is narrower than
+        kind of state (AdamW: m, v), and `<parameter>.master` if the tree is narrower than
         float32. With AdaLoRA also the importances."""
         tensors: dict[str, mx.array] = {"step": mx.array(self.updates, mx.uint64)}
         for group in self._groups:
@@ -463,7 +463,7 @@ class ParameterGroup:
 
     def state(self) -> dict[str, list[mx.array]]:
         """Return the optimizer's state besides the step, by kind ("m", "v", …): an array for each
-        slot, empty where it has none."""
+        slot, empty if it has none."""
         kept = [self._optimizer.state[name] for name in self.masters]
         kinds = sorted({kind for entry in kept for kind in entry})
         if self._flat:
@@ -514,7 +514,7 @@ class ParameterGroup:
         ]
 
     def _cut(self, kind: str, packed: Mapping[str, mx.array]) -> list[mx.array]:
-        """The same of a state; flat where it has one number for several."""
+        """The same of a state; flat if it has one number for several."""
         unit = unit_of(kind)
         return self._unpack(packed) if unit == 1 else self._parts(packed, unit)
 
@@ -577,7 +577,7 @@ def rate_of(name: str, training: LearningSection) -> float:
 def decay_of(name: str, shape: Sequence[int], training: LearningSection) -> float:
     """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer
     off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude and
-    AdaLoRA's singular values, which are no norm's, are decayed there and here."""
+    AdaLoRA's singular values, which are not a norm's, are decayed there and here."""
     left_out = len(shape) < 2 and not name.endswith((".m", ".lora_e"))
     return 0.0 if left_out and not training.decay_norms_and_biases else training.weight_decay
 

@@ -21,7 +21,7 @@ exp(old_logprobs - rollout_logprobs). Without one, the ratio is against `rollout
 and contains that factor already: the two are never used together.
 
 `rollout_logprobs` are those *before* top-k, top-p and the like, as the trainer's are: the same
-function of the weights, so that ratio and weight are 1 where nothing but a filter stands between
+function of the weights, so that ratio and weight are 1 if nothing but a filter is between
 sampler and trainer. The log-probabilities after the filter would multiply every ratio by the mass
 that the filter kept.
 """
@@ -86,7 +86,7 @@ class StepPosition:
     """
 
     epoch: int = 0
-    order: tuple[int, ...] = ()  # of the examples, in this epoch
+    order: tuple[int, ...] = ()  # order of the examples this epoch
     next_mini_batch: int = 0
     updates: int = 0
     skipped: int = 0
@@ -122,7 +122,7 @@ class StepTokens:
     sequences, one after the other; NaN = not known.
 
     `trainer_logprobs`, `entropies`: when the token's gradient was first taken. `logprobs`: the
-    sampler's. `advantages`: as the loss read them. `reference_logprobs`: only where a reference was
+    sampler's. `advantages`: as the loss read them. `reference_logprobs`: only if a reference was
     scored. `teacher_logprobs`: only with teachers.
     """
 
@@ -146,7 +146,7 @@ class PreparedBatch:
     """
 
     lengths: tuple[int, ...]  # [rows] trained tokens of each sequence
-    rollout_logprobs: np.ndarray  # the sampler's; the trainer's own where the sender had none
+    rollout_logprobs: np.ndarray  # the sampler's; the trainer's own if the sender had none
     advantages: np.ndarray
     fresh: np.ndarray  # sampled by the very weights that the step starts from
     has_rollout_logprobs: np.ndarray  # the sender has sent a log-probability
@@ -159,9 +159,9 @@ class PreparedBatch:
     kl_penalty: np.ndarray | None = None
     kl: float | None = None
     weights_cut: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of `finish`, and of teachers
-    teacher_logprobs: np.ndarray | None = None  # NaN where no teacher scored the token
-    lesson: Lesson | None = None  # the teacher's distributions, where the loss compares them
+    metrics: Mapping[str, float] = field(default_factory=dict)  # by `finish` and teachers
+    teacher_logprobs: np.ndarray | None = None  # NaN if no teacher scored the token
+    lesson: Lesson | None = None  # the teacher's distributions, if the loss compares them
 
     def loss_columns(self) -> dict[str, np.ndarray]:
         """The columns that a loss reads, by their names in LossInputs."""
@@ -249,7 +249,7 @@ def prepare(
     """The columns of a batch.
 
     Args:
-        scores: with "old_logprobs" where there is a correction, else with "stand_ins" where
+        scores: with "old_logprobs" if there is a correction, else with "stand_ins" where
             sequences came without log-probabilities.
         kl_penalty: coefficient of the KL in the reward; None = it is not there.
         teaching: how the scores of teachers are learned from; they come last, whatever the
@@ -311,12 +311,12 @@ def _taught(
 
 
 def _policy_logprobs(prepared: PreparedBatch) -> np.ndarray:
-    """The policy's that the step starts from; the sampler's, where that one was not scored."""
+    """The policy's that the step starts from; the sampler's, if that one was not scored."""
     return prepared.rollout_logprobs if prepared.old_logprobs is None else prepared.old_logprobs
 
 
 def _with_kl(prepared: PreparedBatch, coefficient: float | None) -> PreparedBatch:
-    """k1 of the policy that the step starts from (the sampler, where that one was not scored)
+    """k1 of the policy that the step starts from (the sampler, if that one was not scored)
     against the reference."""
     assert prepared.ref_logprobs is not None
     k1 = _policy_logprobs(prepared) - prepared.ref_logprobs
@@ -399,11 +399,11 @@ class BatchLoss:
     max_length: float
     constants: Mapping[str, float]
     fuse: bool = False
-    # of the loss's metrics, once it was called
+    # names of the loss's metrics, once it was called
     metric_names: list[str] = field(default_factory=list)
 
     def measure(self, micro_batch: MicroBatch) -> Measure | None:
-        """The divergence of its tokens from their teacher, where the loss has it."""
+        """The divergence of its tokens from their teacher, if the loss has it."""
         lesson = self.prepared.lesson
         return None if lesson is None else lesson.measure(micro_batch.columns)
 
@@ -473,7 +473,7 @@ def _mismatch_parts(apart: mx.array, chosen: mx.array) -> mx.array:
 
 def mismatch(parts: np.ndarray) -> Mismatch | None:
     """Parts of a mini-batch's micro-batches [M, 8] → what engine and trainer differ by. Fresh
-    tokens count alone where there are some; else all that came with log-probabilities, and what
+    tokens count alone if there are some; else all that came with log-probabilities, and what
     was learned since is in it. None: there are none."""
     for fresh, (largest, *sums) in ((True, parts[:, :4].T), (False, parts[:, 4:].T)):
         absolute, k3, count = (float(total.sum(dtype=np.float64)) for total in sums)

@@ -47,7 +47,7 @@ class Ranks:
     """`lost`: why training cannot continue; empty while all ranks are there."""
 
     rank, size = 0, 1
-    here = 1  # of them on this machine
+    here = 1  # ranks on this machine
     lost = ""
 
     def begin(self, config: Config) -> None:
@@ -101,7 +101,7 @@ class Ranks:
         return arrays
 
     def check(self, stop: threading.Event | None = None) -> None:
-        """Check the other ranks between two steps. On rank 0, set `stop` where another rank was
+        """Check the other ranks between two steps. On rank 0, set `stop` if another rank was
         requested to end the run. Raises RankLostError: a rank is gone."""
 
     def close(self) -> None:

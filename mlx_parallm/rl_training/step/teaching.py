@@ -1,15 +1,15 @@
 """The seam of distillation: what a step takes from teachers, and how it learns from it.
 
     TeacherSignal     scores a step's sequences before its first update (a leaf has the teachers)
-    Scores            "teacher_logprobs" [N] of the sampled tokens, NaN where there is none;
-                      "teacher_agrees" [N]: 1 where the token is the teacher's best, NaN = unknown;
+    Scores            "teacher_logprobs" [N] of the sampled tokens, NaN if there is none;
+                      "teacher_agrees" [N]: 1 if the token is the teacher's best, NaN = unknown;
                       with mode = "loss" "teacher_ids" [N · K] and "teacher_targets" [N · (K + 1)],
                       or "teacher_targets" [N · V] of the whole vocabulary
     Teaching          the settings, in the algorithm: from these columns to advantages, or to the
                       divergence of each token (`Lesson`)
 
-The scores are columns of the step like its other scores: an interrupted step goes on with them, and
-other ranks get them from rank 0.
+The scores are columns of the step like its other scores: an interrupted step continues with them,
+and other ranks get them from rank 0.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ LOGPROBS, AGREES, IDS, TARGETS = (
     "teacher_ids",
     "teacher_targets",
 )
-# of metrics.jsonl
+# keys of metrics.jsonl
 TEACHER_KL = "teacher_kl"
 MEASURED = (TEACHER_KL, "teacher_agreement", "teacher_spread", "teacher_reward_r", "teacher_share")
 
@@ -84,7 +84,7 @@ class Teaching:
     weight: float
     reward: bool
     beta: float
-    temperature: float | None  # of the comparison; None: the rollout's
+    temperature: float | None  # the comparison's; None: the rollout's
 
     @classmethod
     def of(cls, distillation: DistillationConfig) -> "Teaching | None":
@@ -151,7 +151,7 @@ def teacher_numbers(
     teacher_kl: mean of log π - log π_T over the scored tokens, an estimate of KL(π ‖ π_T).
     teacher_spread: the deviation of that number. teacher_agreement: share of the tokens that are
     the teacher's best. teacher_reward_r: correlation of reward and mean log π_T - log π of an
-    answer, each against its group's mean: 0 or less where the teacher does not prefer what is
+    answer, each against its group's mean: 0 or less if the teacher does not prefer what is
     rewarded. teacher_share: share of the trained tokens that were scored.
     """
     teacher, agrees = scores[LOGPROBS], scores.get(AGREES)

@@ -11,7 +11,7 @@ advantage.
                 calls
     apply       the optimizer's update with what was accumulated         optimizer.py
 
-`train_step` calls these in that order. A caller with a loop of its own may call `accumulate`
+`train_step` calls these in that order. A caller with its own loop may call `accumulate`
 several times before one `apply`: everything is a sum, and the normalizers are the caller's.
 
 *Scores*: before the first update of a step the batch is scored once, as far as the algorithm or the
@@ -110,7 +110,7 @@ class StepResult:
 @dataclass(frozen=True)
 class Sums:
     """Numbers of a mini-batch, over its micro-batches and all ranks. `totals`: the loss and its
-    metrics; empty where the mini-batch has no trained token."""
+    metrics; empty if the mini-batch has no trained token."""
 
     totals: dict[str, float]
     mismatch: Mismatch | None
@@ -161,9 +161,9 @@ class Trainer:
                     "turns of an episode are not computed as a tree", reason=self.model.unmerged
                 )
         self.optimizer = PolicyOptimizer(policy.slots, options)
-        # of the newest step; an interrupted one knows its last part
+        # tokens of the newest step; an interrupted one knows its last part
         self.step_tokens: StepTokens | None = None
-        # of the run's teachers, where the algorithm learns from some and this rank asks them
+        # the run's teachers, if the algorithm learns from some and this rank asks them
         self.teachers: TeacherSignal | None = None
         # accumulated since the last update, in the order of the slots
         self.gradients: list[mx.array] | None = None
@@ -304,7 +304,7 @@ class Trainer:
         return total, metrics, complete
 
     def _forget_images(self) -> None:
-        """Make room for features, unless a step is under way: it goes on with what it has."""
+        """Make room for features, unless a step is under way: it continues with what it has."""
         if self.images is not None and not self._in_step:
             self.images.begin_step()
 
@@ -316,9 +316,9 @@ class Trainer:
         position: StepPosition | None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> StepPosition | None:
-        """Return the position with the teachers' scores of the step, where the algorithm learns
+        """Return the position with the teachers' scores of the step, if the algorithm learns
         from some; those that it has are kept. None after a stop request. Raises ConfigError: there
-        are no teachers here."""
+        are not teachers here."""
         at = position or StepPosition()
         if self.algorithm.teaching is None or LOGPROBS in at.scores:
             return at
@@ -342,7 +342,7 @@ class Trainer:
         position: StepPosition | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> StepResult:
-        """Train on a batch, from `position` on where an earlier process was interrupted in it."""
+        """Train on a batch, from `position` on if an earlier process was interrupted in it."""
         self._forget_images()
         self._in_step = True
         try:
@@ -505,7 +505,7 @@ class Trainer:
             self.images.add_slopes(self.model.feature_slopes)
 
     def _learn_to_see(self) -> None:
-        """Add the gradients of what makes features of images, where it is trained."""
+        """Add the gradients of what makes features of images, if it is trained."""
         if self.images is None or self.gradients is None:
             return
         for slot, gradient in self.images.pull_back():
@@ -523,7 +523,7 @@ class Trainer:
         )
 
     def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Images' positions in a forward or backward pass, where they have some of their own."""
+        """Images' positions in a forward or backward pass, if they have some of their own."""
         return nullcontext() if self.images is None else self.images.seen(micro_batch.inputs)
 
     def apply(self, learning_rate: float, step: int | None = None) -> Update | None:
@@ -561,7 +561,7 @@ class Trainer:
         return tuple(epoch_order(examples, seed=self.options.seed, step=batch.step, epoch=epoch))
 
     def _mini_batch(self, batch: TrainBatch, order: Sequence[int], number: int) -> MiniBatch:
-        """The n-th of this order of examples; cut finer where a rank would get no micro-batch."""
+        """The n-th of this order of examples; cut finer if a rank would get no micro-batch."""
         size, each = self.options.batch_size, self.algorithm.rows_per_example
         chosen = order[number * size : (number + 1) * size]
         rows = [each * example + row for example in chosen for row in range(each)]
@@ -574,7 +574,7 @@ class Trainer:
         )
 
     def _micro_batches(self, mini_batch: MiniBatch) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches, cut again where the budget has become smaller in the
+        """Yield this rank's micro-batches, cut again if the budget has become smaller in the
         meantime."""
         each = self.algorithm.rows_per_example
         waiting = list(

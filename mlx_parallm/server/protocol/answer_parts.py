@@ -162,9 +162,8 @@ def joined(parts: Sequence[AnswerParts]) -> AnswerParts:
 
 
 class AnswerSplitter:
-    """Splits the text of one choice. It keeps back text that may begin a marker, whitespace that
-    may belong to one, and of a tool call that has not ended what is not certain (all of it, if
-    not `streamed`)."""
+    """Split the text of one choice. Hold back text that may be part of a marker, whitespace that
+    may belong to one, and the unfinished part of a call (all of it, if not `streamed`)."""
 
     def __init__(self, answer_format: AnswerFormat, *, streamed: bool = True) -> None:
         self._format, self._streamed = answer_format, streamed
@@ -261,7 +260,7 @@ class AnswerSplitter:
             self._state = _FINAL
 
     def _cross(self, marker: str, parts: AnswerParts) -> str:
-        """Take a marker. Returns text that is to be read again, now that it is in no call."""
+        """Take a marker. Return text to parse again outside the call."""
         after, again = self._transitions[self._state][marker], ""
         if after == _DRAFT:
             self._draft, self._state = self._draft + marker, _DRAFT

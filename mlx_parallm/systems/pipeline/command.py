@@ -32,7 +32,7 @@ class Pipeline(Arguments):
     name: str = "model"
     """of the work directory and the file"""
     work: Directory | None = None
-    """default: rl_training/NAME; a second call goes on there"""
+    """default: rl_training/NAME; a second call continues there"""
     hardware: Literal["AUTO_DETECT", "CPU_ONLY", "GPU_ENABLED", "RYZEN_OPTIMIZED"] = "AUTO_DETECT"
     """what the hardware is taken for"""
     epochs: int = 3

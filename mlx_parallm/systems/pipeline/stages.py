@@ -2,7 +2,7 @@
 
     traces → label → dataset → dry_run → baseline → train → evaluate → export → deploy
 
-What computes with MLX runs as a command of its own (`mlx_parallm train`, `eval`, `export`): its
+What computes with MLX runs as its own command (`mlx_parallm train`, `eval`, `export`): its
 memory is free afterwards, and a crash in it is that stage's alone.
 """
 
@@ -339,7 +339,7 @@ class Stages:
 
     @property
     def _own_examiner(self) -> bool:
-        """Whether a reward that is no rule has trained the policy."""
+        """Whether a reward that is not a rule has trained the policy."""
         return any(name in LEARNED_EXAMINERS for name in self._rewards)
 
     def _settings(self) -> list[str]:
@@ -459,7 +459,7 @@ class Stages:
 
     def _warm_command(self, directory: Path, rounds: int) -> tuple[list[object] | None, int]:
         """Return the command of the warm-up's first `rounds` rounds, and their steps. None: there
-        is no warm-up."""
+        is not a warm-up."""
         rows = self._file("dataset", "rows") / WARM_ROWS
         if not self._learns_a_reward or not rows.is_file() or not rows.stat().st_size:
             return None, 0

@@ -86,7 +86,7 @@ def optional_text(value: Mapping[str, Any], name: str) -> str | None:
 
 
 def _object(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The object of that name; {} where there is none. Raises ValueError: it is something else."""
+    """The object of that name; {} if there is none. Raises ValueError: it is something else."""
     entry = value.get(name)
     if entry is not None and not isinstance(entry, dict):
         raise ValueError(f"{name!r} is no object")

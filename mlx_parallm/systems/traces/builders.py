@@ -76,7 +76,7 @@ class DatasetOptions:
         least_gap: between the scores of chosen and rejected.
         balance: KTO: drop rows of the larger side until it has at most so many times the smaller; 0
             = keep all.
-        sidechains: keep the runs of sub-agents, as traces of their own.
+        sidechains: keep the runs of sub-agents, as their own traces.
         order: of the rows to train on: as their traces came, or by the pass rate of their prompts
             (the share of scored traces that are worth at least `good_from`); rows of prompts
             without a score come last.
@@ -287,7 +287,7 @@ def _like(rows: Sequence[Json], threshold: float) -> Callable[[str], bool]:
 
 def _with_subagents(traces: Sequence[Trace]) -> Iterator[Trace]:
     """Each trace, and the runs of sub-agents that lie inside it, or that another trace names as
-    such, as traces of their own."""
+    such, as their own traces."""
     named = {name for trace in traces for name in _named_subagents(trace)}
     for trace in traces:
         if trace.id in named and not trace.get("sidechain"):
@@ -355,7 +355,7 @@ def _tools(trace: Trace) -> Json:
 
 
 def _side(trace: Trace) -> str:
-    """The same for all traces of one opening, so for all of a session's that go on from it."""
+    """The same for all traces of one opening, so for all of a session's that continue from it."""
     return str(trace.get("group_id") or prompt_hash(trace.messages))
 
 
@@ -403,7 +403,7 @@ def _kto(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
 LEARNED_BEFORE = "each of its answers is learned in an earlier row"
 LOGS = ("openai-chat", "claude-code", "codex", "otlp")
 """Sources whose sessions repeat others: resumed, forked, or logged again as they grow. Sessions of
-other sources are samples of their own, and two may begin with equal answers."""
+other sources are their own samples, and two may begin with equal answers."""
 
 
 class _LearnedOnce:
@@ -415,7 +415,7 @@ class _LearnedOnce:
 
     def parts(self, trace: Trace, good: bool = True) -> tuple[list[Json], list[Json]] | None:
         """Return a trace's messages before its first answer that is still to be learned, and
-        those from it on; None, which is counted, where there is none."""
+        those from it on; None, which is counted, if there is none."""
         before, answered = _parts(trace)
         messages, scope, chain, repeated = before + answered, _scope(trace), "", 0
         new_keys: set[tuple[str, bool, str]] = set()
@@ -689,7 +689,7 @@ def _only(counts: Counter[str]) -> str:
 
 
 def check_leftovers(directory: Path) -> None:
-    """Raises TraceError: a secret still stands in the files of a data set."""
+    """Raises TraceError: a secret is still in the files of a data set."""
     secrets = list(leftovers(sorted(directory.glob("*.jsonl"))))
     if secrets:
         more = (

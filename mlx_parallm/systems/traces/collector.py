@@ -146,7 +146,7 @@ class TraceCollector:
             running.events.append(event)
 
     def _open_run(self) -> _Running | None:
-        """The run that an event belongs to; None, which is counted, where there is none."""
+        """The run that an event belongs to; None, which is counted, if there is none."""
         running = self._current.get()
         if running is None or running.has_ended:
             self.left_out[OUTSIDE if running is None else AFTER_ITS_END] += 1

@@ -217,7 +217,7 @@ def _conversation(trace: Any) -> Iterator[str]:
 
 
 class Scan(Arguments):
-    """Look for secrets that still stand in files. Exit code 0: none; 1: some, one line each."""
+    """Look for secrets that are still in files. Exit code 0: none; 1: some, one line each."""
 
     paths: list[File] = place()
     """JSONL or text files"""

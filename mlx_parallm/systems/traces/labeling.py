@@ -28,7 +28,7 @@ QUESTION = "[g]ood, [b]ad, [s]kip, [q]uit; a note may follow, as in 'b wrong fil
 
 
 def read_labelable(path: Path) -> list[Trace]:
-    """Raises TraceError: this is no file of traces, which alone can be rewritten."""
+    """Raises TraceError: this is not a file of traces, which alone can be rewritten."""
     if path.is_dir() or detect(path) != "atif":
         raise TraceError(
             f"{path} is no file of traces: `mlx_parallm traces import"
@@ -85,7 +85,7 @@ def label_by_hand(
     """Walk a person through the traces without a judgement; return how many they labelled.
 
     Args:
-        order: which to ask about, and in which order; default: all, as they stand in the file.
+        order: which to ask about, and in which order; default: all, as they are in the file.
         redactor: hides secrets in notes.
         lines: what is typed.
         show: shows a trace.

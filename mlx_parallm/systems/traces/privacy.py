@@ -225,7 +225,7 @@ def review_lines(hits: Iterable[RedactionHit]) -> Iterator[Json]:
 
 
 def leftovers(files: Iterable[Path]) -> Iterator[str]:
-    """Yield a line for each secret that still stands in these JSONL or text files: where it is and
+    """Yield a line for each secret that is still in these JSONL or text files: where it is and
     its kind.
 
     Raises TraceError: a file cannot be read.

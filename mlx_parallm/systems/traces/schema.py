@@ -25,7 +25,7 @@ from mlx_parallm.system.foreign_json import check_containers
 SCHEMA_VERSION = "ATIF-v1.8"
 LONGEST_LINE = 256 << 20  # bytes of a log's line, or of a log that is one JSON text
 MOST_CONTAINERS = 4 << 20  # lists and objects of it: they take twenty times their room
-DEEPEST = 100  # levels of foreign JSON: more is no log, and would break what walks through it
+DEEPEST = 100  # levels of foreign JSON: more is not a log, and would break what walks through it
 _LARGE_TEXT = re.compile(r"[eE]\+?\d{3}|\d{300}")  # may be beyond float64
 _LARGE = re.compile(_LARGE_TEXT.pattern.encode())
 Json = dict[str, Any]
@@ -183,7 +183,7 @@ _OPENAI = "openai"
 def steps_of(messages: Iterable[Mapping[str, Any]]) -> list[Json]:
     """Turn OpenAI chat messages into ATIF steps, as JSON.
 
-    A result joins the step that called the tool; one that follows no call is a step of its own. A
+    A result joins the step that called the tool; one that follows no call is its own step. A
     message's key "step" holds fields for its step ("metrics", "timestamp", "is_copied_context",
     "extra", …), see `add_step`. Raises
     TraceError: a message's shape.
@@ -271,7 +271,7 @@ def as_context(message: Mapping[str, Any]) -> Json:
 
 
 def foreign_message(message: Mapping[str, Any]) -> Json:
-    """Return a message of a log: a field of its own that is called "step" moves to the step's
+    """Return a message of a log: its own field that is called "step" moves to the step's
     `extra.fields`."""
     if "step" not in message or isinstance(message["step"], StepFields):
         return dict(message)

@@ -433,7 +433,7 @@ def prompt_hash(messages: Iterable[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------- which call goes on with
+# ---------------------------------------------------------------------- which call continues with
 # which
 
 

@@ -101,7 +101,7 @@ def openai_conversations(row: Json, place: str, report: ImportReport) -> list[Tr
 
 
 def _system(body: Json) -> list[Json]:
-    """Take the system prompt that stands beside the messages: text, blocks, or Gemini's object
+    """Take the system prompt that is beside the messages: text, blocks, or Gemini's object
     of parts."""
     key = next(
         (key for key in SYSTEM if isinstance(body.get(key), str | list | dict) and body[key]), None
@@ -180,7 +180,7 @@ def _harbor_rewards(path: Path) -> Json:
 
 
 def _rewards(values: Mapping[str, Any]) -> Json:
-    """Rewards of numbers, or of objects with `score` and `weight`. Others are no rewards."""
+    """Rewards of numbers, or of objects with `score` and `weight`. Others are not rewards."""
     made: Json = {}
     for name, value in values.items():
         score, weight = (

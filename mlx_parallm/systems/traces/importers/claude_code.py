@@ -31,13 +31,13 @@ REPEATED = {"toolUseResult": "field 'toolUseResult': the block of the result hol
 
 @dataclass
 class _Node:
-    """One message; an answer's blocks are on lines of their own, which share the message's id."""
+    """One message; an answer's blocks are on their own lines, which share the message's id."""
 
     parent: str | None  # uuid of a line
     role: str
     lines: list[tuple[str, Json]]  # place and line
     blocks: list[Any]
-    is_doubtful: bool = False  # it follows a uuid that stands at two places
+    is_doubtful: bool = False  # it follows a uuid that is at two places
     block_texts: set[str] = field(default_factory=set)  # its blocks as text
     results: set[str] = field(default_factory=set)  # ids of calls whose results it holds
 
@@ -59,7 +59,7 @@ class _ClaudeLog:
         self.holder: dict[str, str] = {}  # uuid of a message's line → of the node that holds it
         self.links: dict[str, str | None] = {}  # uuid of any other line → the one before it
         self.begins: set[str] = set()  # uuids of lines after which the model had a new prompt
-        self.doubted: set[str] = set()  # uuids that stand at two places
+        self.doubted: set[str] = set()  # uuids that are at two places
         self._first: dict[str, Json] = {}  # uuid → its first line
         self._answers: dict[
             tuple[str, str | None], str
@@ -155,7 +155,7 @@ class _ClaudeLog:
             self.report.skip(place, TWICE if texts <= node.block_texts else TWICE_OTHERWISE)
 
     def resolved(self, uuid: str | None) -> str | None:
-        """The node that a link leads to, through lines that are no messages; None: to none."""
+        """The node that a link leads to, through lines that are not messages; None: to none."""
         end = self._end(uuid)
         return self.holder.get(end) if end is not None else None
 
@@ -174,7 +174,7 @@ class _ClaudeLog:
         return end is not None and end not in self.holder and self.links.get(end, "") is not None
 
     def _end(self, uuid: str | None) -> str | None:
-        """The last line that a link leads to through lines that are no messages. The way there
+        """The last line that a link leads to through lines that are not messages. The way there
         gets shorter."""
         seen: list[str] = []
         at = uuid

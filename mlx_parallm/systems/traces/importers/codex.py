@@ -49,7 +49,7 @@ class ItemLog:
     opened: int = 0  # messages that a compaction left
     messages: list[Json] = field(default_factory=list)
     places: list[str] = field(default_factory=list)  # of the lines that are in `messages`
-    about: list[Json] = field(default_factory=list)  # lines that are no messages
+    about: list[Json] = field(default_factory=list)  # lines that are not messages
     answered: dict[str, Any] = field(default_factory=dict)
     untrainable: str | None = None
     is_side: bool | None = None  # None: no line has said it yet

@@ -3,9 +3,9 @@ OpenInference's keys (Phoenix).
 
 Each span of a model call repeats the conversation before it. Calls of one conversation are joined
 as the recorder joins
-them: a call whose messages begin with an earlier one's messages and answer goes on with it, others
-branch. A span's further attributes and events, its resource and its scope are in `extra.span` of
-the answer's step.
+them: a call whose messages begin with an earlier one's messages and answer continues with it,
+others branch. A span's further attributes and events, its resource and its scope are in
+`extra.span` of the answer's step.
 """
 
 import json
@@ -227,7 +227,7 @@ def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]
 
 
 def _attributes(listed: Any) -> Json:
-    """Attributes by their keys. Raises TraceError: an entry is none, or a key stands there
+    """Attributes by their keys. Raises TraceError: an entry is none, or a key is there
     twice."""
     values: Json = {}
     for entry in listed or ():
@@ -447,7 +447,7 @@ def _evaluation(values: Json, event: Mapping[str, Any]) -> Label:
 
 
 def _take_flat(rest: Json) -> dict[str, list[Json]]:
-    """Take the messages whose fields have keys of their own: OpenInference's
+    """Take the messages whose fields have their own keys: OpenInference's
     `llm.input_messages.0.message.role`, and `gen_ai.prompt.0.role`."""
     flat: dict[str, dict[int, Json]] = {"input": defaultdict(dict), "output": defaultdict(dict)}
     for key in list(rest):
@@ -573,7 +573,7 @@ def _joined(name: str, calls: Sequence[_Call], report: ImportReport) -> Iterator
 
 
 def _bare(message: Mapping[str, Any]) -> Json:
-    """A message, and the fields of its own that lie in its step."""
+    """A message, and its own fields that lie in its step."""
     extra = message.get("step", {}).get("extra", {})
     step_fields = without(extra, "span", "not_sampled")
     return without(message, "step") | ({"step": step_fields} if step_fields else {})

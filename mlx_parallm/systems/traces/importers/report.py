@@ -193,7 +193,7 @@ def objects(path: Path, report: ImportReport) -> Iterator[tuple[str, dict[str, A
     """Yield place and value of each object of a file: one a line, or the file is one object or a
     list of them.
 
-    Each entry is counted; what is no object is skipped. The caller carries or skips the others.
+    Each entry is counted; what is not an object is skipped. The caller carries or skips the others.
     """
     for place, value in entries(path):
         report.read(place, value)
@@ -206,7 +206,7 @@ def objects(path: Path, report: ImportReport) -> Iterator[tuple[str, dict[str, A
 
 
 def entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield place and value of each entry; a ValueError where a line is no JSON. They are not
+    """Yield place and value of each entry; a ValueError if a line is not JSON. They are not
     counted here."""
     lines = read_jsonl(path)
     first = next(lines, None)

@@ -5,8 +5,8 @@ in the line or in its `request`, and the response's `output`. Spans of the OpenA
     {"input": …, "output": […]}
     {"object": "trace.span", "span_data": {"type": "generation" or "response", …}}
 
-Only the output is learned: the answers in `input` are another call's. A call that goes on from
-`previous_response_id` gets the messages of that call, where it stands before it in the file.
+Only the output is learned: the answers in `input` are another call's. A call that continues from
+`previous_response_id` gets the messages of that call, where it comes before it in the file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
