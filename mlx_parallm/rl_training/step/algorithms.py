@@ -74,7 +74,7 @@ Score = Callable[[Sequence[Rollout]], list[float]]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the trainer knows of an algorithm.
+    """An algorithm as the trainer knows it.
 
     `advantages`: rewards of one group → one number each, None = nothing to learn. `finish`: a step
     over the whole batch (whitening, GAE). `needs_…`: what is scored before the step's first update.
