@@ -91,6 +91,8 @@ class Architecture:
 def _mixed_types(published: Published, arguments: dict[str, Any]) -> None:
     """The class looks for one layer of each kind; the windows are put in afterwards."""
     types = list(published.config.layer_types)
+    if len(types) == 1:
+        _both_kinds(published, arguments)
     if SLIDING not in types:
         types[0] = SLIDING
     elif GLOBAL not in types:
@@ -106,12 +108,30 @@ def _global_types(published: Published, arguments: dict[str, Any]) -> None:
     arguments["layer_types"] = types or None
 
 
+def _both_kinds(published: Published, arguments: dict[str, Any]) -> None:
+    """The class looks for one layer of each kind in every forward."""
+    for key in ("layer_types", "layers_block_type"):
+        kinds = set(published.get(key) or ()) - {"mlp", "moe"}
+        if len(kinds) == 1:
+            raise ModelError(
+                f"config.json has {key} of one kind alone ({kinds.pop()}): not supported"
+            )
+
+
+def _short_pattern(published: Published, arguments: dict[str, Any]) -> None:
+    """The class looks for a layer that sees the whole text where its pattern has the first one; the
+    windows are put in afterwards."""
+    layers = published.layers
+    arguments["sliding_window_pattern"] = min(arguments.get("sliding_window_pattern", 4), layers)
+
+
 def _one_global(published: Published, arguments: dict[str, Any]) -> None:
     if GLOBAL not in published.config.layer_types:
         raise ModelError("config.json has layer_types without full_attention: not supported")
 
 
 def _lfm2(published: Published, arguments: dict[str, Any]) -> None:
+    _both_kinds(published, arguments)
     config = published.config
     arguments["block_dim"] = config.hidden_size
     arguments["block_ff_dim"] = config.intermediate_size
@@ -366,6 +386,7 @@ def _muse_glimmer(published: Published, arguments: dict[str, Any]) -> None:
 
 
 def _kimi_linear(published: Published, arguments: dict[str, Any]) -> None:
+    _both_kinds(published, arguments)
     config = published.config
     _first_dense(published, arguments)
     arguments["tie_word_embeddings"] = False  # transformers keeps a head of its own
@@ -438,6 +459,7 @@ def _mamba2(published: Published, arguments: dict[str, Any]) -> None:
 
 
 def _nemotron_h(published: Published, arguments: dict[str, Any]) -> None:
+    _both_kinds(published, arguments)
     letters = {"mamba": "M", "linear_attention": "M", "attention": "*", GLOBAL: "*"}
     letters |= {"mlp": "-", "moe": "E"}
     kinds = published.config.layers_block_type
@@ -508,7 +530,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         mend=each(latent_norms, ling_names),
     ),
     "cohere": Architecture(TIED),
-    "cohere2": Architecture(TIED | {"head_dim": _head_dim}, mend=_ropes_where_sliding),
+    "cohere2": Architecture(
+        TIED | {"head_dim": _head_dim}, spell=_short_pattern, mend=_ropes_where_sliding
+    ),
     "dbrx": Architecture(heeds=frozenset({"attn_config", "ffn_config"}), spell=_dbrx),
     "deepseek_v2": Architecture(
         {"mlp_bias": False, "norm_topk_prob": False}, spell=_scaled, own_head=True
@@ -547,6 +571,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         TANH,
         heeds=frozenset({"tie_word_embeddings"}),
+        spell=_short_pattern,
         mend=scale_of_its_type,
         rounding=norms_in_float32,
     ),
@@ -592,7 +617,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         spell=_granitemoehybrid, activated=False, mend=grouped_norms, rounding=wide_scans
     ),
     "helium": Architecture(own_head=True),
-    "jamba": Architecture(activated=False, mend=unnormalised_shares),
+    "jamba": Architecture(activated=False, spell=_both_kinds, mend=unnormalised_shares),
     "kimi_linear": Architecture(
         NO_BIAS | {"q_lora_rank": None, "mlp_layer_types": _dense_first},
         heeds=frozenset({"linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"}),
@@ -688,14 +713,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         own_head=True,
     ),
     "qwen3": Architecture(NO_BIAS),
-    "qwen3_5_moe_text": Architecture(activated=False, mend=stacked_experts, rounding=wide_norms),
-    "qwen3_5_text": Architecture(activated=False, rounding=wide_norms),
+    "qwen3_5_moe_text": Architecture(
+        activated=False, spell=_both_kinds, mend=stacked_experts, rounding=wide_norms
+    ),
+    "qwen3_5_text": Architecture(activated=False, spell=_both_kinds, rounding=wide_norms),
     "qwen3_moe": Architecture(NO_BIAS),
-    "qwen3_next": Architecture(activated=False, rounding=wide_norms),
+    "qwen3_next": Architecture(activated=False, spell=_both_kinds, rounding=wide_norms),
     "recurrent_gemma": Architecture(
         TIED | NO_BIAS | {"num_key_value_heads": 1, "conv1d_width": 4},
         TANH,
         activated=False,
+        spell=_both_kinds,
         mend=rounded_scale,
         rounding=norms_in_float32,
     ),
