@@ -49,6 +49,18 @@ from mlx_parallm.models.published.gemma import (
     scale_of_its_type,
     soft_caps,
 )
+from mlx_parallm.models.published.layer_kinds import (
+    both_kinds,
+    global_types,
+    letters_of_exaone4,
+    mixed_types,
+    one_global,
+    one_of_each,
+    one_of_each_in_mimo,
+    ropes_of_exaone,
+    ropes_where_sliding,
+    short_pattern,
+)
 from mlx_parallm.models.published.reader import GLOBAL, Published, equal
 from mlx_parallm.models.published.windows import SLIDING
 
@@ -88,50 +100,8 @@ class Architecture:
     replaced."""
 
 
-def _mixed_types(published: Published, arguments: dict[str, Any]) -> None:
-    """The class looks for one layer of each kind; the windows are put in afterwards."""
-    types = list(published.config.layer_types)
-    if len(types) == 1:
-        _both_kinds(published, arguments)
-    if SLIDING not in types:
-        types[0] = SLIDING
-    elif GLOBAL not in types:
-        types[0] = GLOBAL
-    arguments["layer_types"] = types
-
-
-def _global_types(published: Published, arguments: dict[str, Any]) -> None:
-    """The class looks for one layer that sees the whole text."""
-    types = list(published.get("layer_types") or ())
-    if types and GLOBAL not in types:
-        types[0] = GLOBAL
-    arguments["layer_types"] = types or None
-
-
-def _both_kinds(published: Published, arguments: dict[str, Any]) -> None:
-    """The class looks for one layer of each kind in every forward."""
-    for key in ("layer_types", "layers_block_type"):
-        kinds = set(published.get(key) or ()) - {"mlp", "moe"}
-        if len(kinds) == 1:
-            raise ModelError(
-                f"config.json has {key} of one kind alone ({kinds.pop()}): not supported"
-            )
-
-
-def _short_pattern(published: Published, arguments: dict[str, Any]) -> None:
-    """The class looks for a layer that sees the whole text where its pattern has the first one; the
-    windows are put in afterwards."""
-    layers = published.layers
-    arguments["sliding_window_pattern"] = min(arguments.get("sliding_window_pattern", 4), layers)
-
-
-def _one_global(published: Published, arguments: dict[str, Any]) -> None:
-    if GLOBAL not in published.config.layer_types:
-        raise ModelError("config.json has layer_types without full_attention: not supported")
-
-
 def _lfm2(published: Published, arguments: dict[str, Any]) -> None:
-    _both_kinds(published, arguments)
+    both_kinds(published, arguments)
     config = published.config
     arguments["block_dim"] = config.hidden_size
     arguments["block_ff_dim"] = config.intermediate_size
@@ -162,49 +132,17 @@ def _scaled_by_position(published: Published, arguments: dict[str, Any]) -> None
 
 def _ministral3(published: Published, arguments: dict[str, Any]) -> None:
     _scaled_by_position(published, arguments)
-    _global_types(published, arguments)
+    global_types(published, arguments)
 
 
 def _gpt2(published: Published, arguments: dict[str, Any]) -> None:
     arguments["n_ctx"] = published.config.n_positions
 
 
-def _exaone4(published: Published, arguments: dict[str, Any]) -> None:
-    letters = "".join("L" if k == SLIDING else "G" for k in published.config.layer_types)
-    # it looks for one of each kind; one more is no layer's
-    letters += "".join({"L", "G"} - set(letters))
-    arguments["sliding_window_pattern"] = letters if published.get("sliding_window") else None
-
-
-def _one_of_each(model: nn.Module, published: Published) -> None:
-    last = published.layers - 1
-    inner: Any = model.model
-    if inner.swa_idx is not None:
-        inner.swa_idx, inner.full_idx = min(inner.swa_idx, last), min(inner.full_idx, last)
-
-
-def _one_of_each_in_mimo(model: nn.Module, published: Published) -> None:
-    last = published.layers - 1
-    inner: Any = model.model
-    inner.swa_idx, inner.ga_idx = min(inner.swa_idx, last), min(inner.ga_idx, last)
-
-
-def _ropes_of_exaone(model: nn.Module, published: Published) -> None:
-    """Layers that see the whole text have no rope, where the model has windows."""
-    if published.get("sliding_window"):
-        for layer, kind in zip(model.layers, published.config.layer_types, strict=True):
-            layer.self_attn.use_rope = kind == SLIDING
-
-
 def _softcaps(published: Published, arguments: dict[str, Any]) -> None:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if published.get(key) is None:
             arguments.pop(key, None)  # the class's arguments have numbers alone
-
-
-def _ropes_where_sliding(model: nn.Module, published: Published) -> None:
-    for layer, kind in zip(model.layers, published.config.layer_types, strict=True):
-        layer.self_attn.use_sliding_window = kind == SLIDING
 
 
 def _gpt_neox(published: Published, arguments: dict[str, Any]) -> None:
@@ -386,7 +324,7 @@ def _muse_glimmer(published: Published, arguments: dict[str, Any]) -> None:
 
 
 def _kimi_linear(published: Published, arguments: dict[str, Any]) -> None:
-    _both_kinds(published, arguments)
+    both_kinds(published, arguments)
     config = published.config
     _first_dense(published, arguments)
     arguments["tie_word_embeddings"] = False  # transformers keeps a head of its own
@@ -398,7 +336,7 @@ def _kimi_linear(published: Published, arguments: dict[str, Any]) -> None:
         "head_dim": config.linear_head_dim,
         "short_conv_kernel_size": config.linear_conv_kernel_dim,
     }
-    _one_global(published, arguments)
+    one_global(published, arguments)
     arguments.setdefault("rope_theta", 10000.0)
     arguments["mla_use_nope"] = True
 
@@ -459,7 +397,7 @@ def _mamba2(published: Published, arguments: dict[str, Any]) -> None:
 
 
 def _nemotron_h(published: Published, arguments: dict[str, Any]) -> None:
-    _both_kinds(published, arguments)
+    both_kinds(published, arguments)
     letters = {"mamba": "M", "linear_attention": "M", "attention": "*", GLOBAL: "*"}
     letters |= {"mlp": "-", "moe": "E"}
     kinds = published.config.layers_block_type
@@ -515,7 +453,7 @@ SAME_CLASS = {
 """`model_type` of the text part of a model that sees → that of the class that computes it."""
 ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": Architecture(
-        NO_BIAS, heeds=frozenset({"global_attn_every_n_layers"}), spell=_one_global
+        NO_BIAS, heeds=frozenset({"global_attn_every_n_layers"}), spell=one_global
     ),
     "apertus": Architecture(NO_BIAS, "xielu", False, spell=_apertus),
     "bailing_hybrid": Architecture(
@@ -531,7 +469,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "cohere": Architecture(TIED),
     "cohere2": Architecture(
-        TIED | {"head_dim": _head_dim}, spell=_short_pattern, mend=_ropes_where_sliding
+        TIED | {"head_dim": _head_dim}, spell=short_pattern, mend=ropes_where_sliding
     ),
     "dbrx": Architecture(heeds=frozenset({"attn_config", "ffn_config"}), spell=_dbrx),
     "deepseek_v2": Architecture(
@@ -546,11 +484,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"use_bias": False, "moe_norm_min": 1e-12}, spell=_ernie4_5_moe, mend=biased_experts
     ),
     "exaone": Architecture({"head_dim": _head_dim}),
-    "exaone4": Architecture(spell=_exaone4, mend=_one_of_each),
+    "exaone4": Architecture(spell=letters_of_exaone4, mend=one_of_each),
     "exaone_moe": Architecture(
         heeds=frozenset({"mlp_layer_types", "first_k_dense_replace"}),
         spell=_exaone_moe,
-        mend=_ropes_of_exaone,
+        mend=ropes_of_exaone,
     ),
     "falcon_h1": Architecture(
         {"time_step_limit": (0.0, float("inf")), "mamba_rms_norm": False},
@@ -571,7 +509,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         TANH,
         heeds=frozenset({"tie_word_embeddings"}),
-        spell=_short_pattern,
+        spell=short_pattern,
         mend=scale_of_its_type,
         rounding=norms_in_float32,
     ),
@@ -608,7 +546,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_oss": Architecture(
         {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         activated=False,
-        spell=_mixed_types,
+        spell=mixed_types,
         mend=unpacked_experts,
         own_head=True,
     ),
@@ -617,7 +555,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         spell=_granitemoehybrid, activated=False, mend=grouped_norms, rounding=wide_scans
     ),
     "helium": Architecture(own_head=True),
-    "jamba": Architecture(activated=False, spell=_both_kinds, mend=unnormalised_shares),
+    "jamba": Architecture(activated=False, spell=both_kinds, mend=unnormalised_shares),
     "kimi_linear": Architecture(
         NO_BIAS | {"q_lora_rank": None, "mlp_layer_types": _dense_first},
         heeds=frozenset({"linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"}),
@@ -655,7 +593,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         mend=grouped_norms,
         rounding=wide_scans,
     ),
-    "mellum": Architecture(NO_BIAS, spell=_one_global),
+    "mellum": Architecture(NO_BIAS, spell=one_global),
     "muse_glimmer_text": Architecture(
         NO_BIAS, spell=_muse_glimmer, mend=text_alone, rounding=norms_in_float32
     ),
@@ -670,7 +608,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         NO_BIAS,
         heeds=frozenset({"mlp_layer_types", "rms_norm_eps"}),
         spell=_mimo_v2_flash,
-        mend=_one_of_each_in_mimo,
+        mend=one_of_each_in_mimo,
         own_head=True,
     ),
     "minicpm3": Architecture(
@@ -702,7 +640,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         spell=_nemotron_h,
         rounding=wide_scans,
     ),
-    "olmo3": Architecture(spell=_mixed_types),
+    "olmo3": Architecture(spell=mixed_types),
     "olmo_hybrid": Architecture(activated=False, mend=each(norm_names, split_kernels)),
     "olmoe": Architecture({"clip_qkv": None}),
     "phi": Architecture(UNTIED | {"qk_layernorm": False}, TANH),
@@ -714,20 +652,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3": Architecture(NO_BIAS),
     "qwen3_5_moe_text": Architecture(
-        activated=False, spell=_both_kinds, mend=stacked_experts, rounding=wide_norms
+        activated=False, spell=both_kinds, mend=stacked_experts, rounding=wide_norms
     ),
-    "qwen3_5_text": Architecture(activated=False, spell=_both_kinds, rounding=wide_norms),
+    "qwen3_5_text": Architecture(activated=False, spell=both_kinds, rounding=wide_norms),
     "qwen3_moe": Architecture(NO_BIAS),
-    "qwen3_next": Architecture(activated=False, spell=_both_kinds, rounding=wide_norms),
+    "qwen3_next": Architecture(activated=False, spell=both_kinds, rounding=wide_norms),
     "recurrent_gemma": Architecture(
         TIED | NO_BIAS | {"num_key_value_heads": 1, "conv1d_width": 4},
         TANH,
         activated=False,
-        spell=_both_kinds,
+        spell=both_kinds,
         mend=rounded_scale,
         rounding=norms_in_float32,
     ),
-    "smollm3": Architecture(spell=_global_types),
+    "smollm3": Architecture(spell=global_types),
     "step3p5": Architecture(
         NO_BIAS
         | {"mlp_bias": False, "query_pre_attn_scalar": lambda published: published.head_dim},
