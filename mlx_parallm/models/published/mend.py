@@ -27,7 +27,7 @@ from mlx_parallm.models.published.architectures import (
 from mlx_parallm.models.published.classes import reading, tie_head
 from mlx_parallm.models.published.fp8 import fp8_reading
 from mlx_parallm.models.published.reader import Published, read_published
-from mlx_parallm.models.published.rope import Rope, Turns, turns_of
+from mlx_parallm.models.published.rope import Rope, Turns, turned_part, turns_of
 from mlx_parallm.models.published.windows import place_windows, windows_in, windows_of, within
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -178,7 +178,7 @@ def _rope(old: Any, published: Published, rope: Mapping[str, Any], turns: Turns)
     if "rope_interleave" in published.keys:
         traditional = bool(published.config.rope_interleave)
     kind = rope.get("rope_type", "default")
-    odd = int(published.head_dim * rope.get("partial_rotary_factor", 1.0)) % 2
+    odd = int(published.head_dim * turned_part(published, rope)) % 2
     if kind in ("default", "linear") and turns.factor == 1.0 and not odd:
         scale = 1 / rope["factor"] if kind == "linear" else 1.0
         return nn.RoPE(2 * len(turns.inverse), traditional, rope["rope_theta"], scale)

@@ -132,8 +132,14 @@ it and transformers' class takes less than the whole head. Its scaled ropes turn
 
 
 def _default(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
-    part = {"partial_rotary_factor": _TURNED.get(published.model_type, 1.0)}
-    return Turns(_plain(rope["rope_theta"], _dims(part | dict(rope), head_dim)))
+    return Turns(_plain(rope["rope_theta"], int(head_dim * turned_part(published, rope))))
+
+
+def turned_part(published: Published, rope: Mapping[str, Any]) -> float:
+    """Return the part of a head that `rope` turns."""
+    plain = rope.get("rope_type", "default") == "default"
+    usual = _TURNED.get(published.model_type, 1.0) if plain else 1.0
+    return float(rope.get("partial_rotary_factor", usual))
 
 
 def _linear(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
