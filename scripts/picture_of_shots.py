@@ -20,7 +20,7 @@ import numpy as np
 from examples.experts.train_physics_expert import UNSEEN
 from mlx_parallm.systems.experts import RNNExpertBase, load_expert
 from mlx_parallm.systems.experts.registry import physics_controller
-from mlx_parallm.systems.experts.tasks import (
+from mlx_parallm.systems.experts.vector_tasks import (
     ATTEMPTS,
     GRAVITY,
     HIT_M,

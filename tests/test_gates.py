@@ -127,7 +127,7 @@ SECOND_DEFAULTS: dict[str, str] = {
 # Configuration classes of leaves: their keys are their own, whatever they are called.
 OWN_CONFIGURATIONS = (
     "systems.experts.expert.ExpertConfig.",
-    "systems.experts.ppo.RecurrentPPOConfig.",
+    "systems.experts.recurrent_ppo.RecurrentPPOConfig.",
 )
 
 

@@ -11,7 +11,7 @@ from dataclasses import fields
 import numpy as np
 
 from mlx_parallm.systems.experts.expert import ExpertConfig, RNNExpertBase
-from mlx_parallm.systems.experts.ppo import RecurrentPPOConfig, evaluate
+from mlx_parallm.systems.experts.recurrent_ppo import RecurrentPPOConfig, evaluate
 from mlx_parallm.systems.experts.running import (
     BEST,
     exit_in_words,
@@ -20,7 +20,7 @@ from mlx_parallm.systems.experts.running import (
     train_expert,
 )
 from mlx_parallm.systems.experts.saving import load_expert
-from mlx_parallm.systems.experts.tasks import GymnasiumTask
+from mlx_parallm.systems.experts.vector_tasks import GymnasiumTask
 
 EPISODES = 20  # to choose the best expert by, and other ones to judge it by
 CHOSEN_BY, UNSEEN = 10**6, 8 * 10**6

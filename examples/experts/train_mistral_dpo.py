@@ -23,7 +23,7 @@ from mlx_parallm.config.data import DataConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.action_grammar import write_action
 from mlx_parallm.rl_training.data.batches import steps_per_epoch
-from mlx_parallm.rl_training.data.rows import read_examples
+from mlx_parallm.rl_training.data.examples import read_examples
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.systems.experts.running import exit_in_words, show
 

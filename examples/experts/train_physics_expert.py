@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from mlx_parallm.systems.experts.expert import RNNExpertBase
-from mlx_parallm.systems.experts.ppo import RecurrentPPOConfig, evaluate
+from mlx_parallm.systems.experts.recurrent_ppo import RecurrentPPOConfig, evaluate
 from mlx_parallm.systems.experts.registry import physics_controller
 from mlx_parallm.systems.experts.running import (
     BEST,
@@ -21,7 +21,7 @@ from mlx_parallm.systems.experts.running import (
     train_expert,
 )
 from mlx_parallm.systems.experts.saving import load_expert
-from mlx_parallm.systems.experts.tasks import HIT_M, ProjectileTask
+from mlx_parallm.systems.experts.vector_tasks import HIT_M, ProjectileTask
 
 EPISODES = 500  # tasks to judge by
 # seeds of the tasks that choose the best expert, and of those that judge it

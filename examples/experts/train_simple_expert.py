@@ -6,7 +6,7 @@ python examples/experts/train_simple_expert.py --timesteps 50000
 from dataclasses import replace
 
 from mlx_parallm.systems.experts.expert import ExpertConfig, RNNExpertBase
-from mlx_parallm.systems.experts.ppo import RecurrentPPOConfig, evaluate
+from mlx_parallm.systems.experts.recurrent_ppo import RecurrentPPOConfig, evaluate
 from mlx_parallm.systems.experts.running import (
     BEST,
     exit_in_words,
@@ -15,7 +15,7 @@ from mlx_parallm.systems.experts.running import (
     train_expert,
 )
 from mlx_parallm.systems.experts.saving import load_expert
-from mlx_parallm.systems.experts.tasks import ConstantTask
+from mlx_parallm.systems.experts.vector_tasks import ConstantTask
 
 ENOUGH = 9.9  # out of 10
 EXCELLENT = 0.1

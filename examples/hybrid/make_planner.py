@@ -34,7 +34,7 @@ from mlx_lm.models.qwen3 import Model, ModelArgs
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_parallm.systems.orchestrator.tasks import WORDS, routing_task
+from mlx_parallm.systems.orchestrator.task_pools import WORDS, routing_task
 from mlx_parallm.systems.orchestrator.tool_server import math_solve
 
 EXPERT = "physics_controller"

@@ -30,8 +30,8 @@ from mlx_parallm.rewards.part_tools import (
     texts_of,
     to_binary,
 )
-from mlx_parallm.rewards.reward_model import reward_model
 from mlx_parallm.rewards.tool_check import tool
+from mlx_parallm.rewards.trained_reward_model import reward_model
 from mlx_parallm.system.foreign_json import steps_of_check, validator
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.patterns import Pattern

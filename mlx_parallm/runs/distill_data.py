@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.rows import DataRow, common_columns, read_prompts
+from mlx_parallm.environments.dataset_rows import DataRow, common_columns, read_prompts
 from mlx_parallm.errors import (
     ConfigError,
     EndpointError,

@@ -40,7 +40,7 @@ from mlx_parallm.run_files.directory import (
 from mlx_parallm.run_files.evaluations import EVALUATIONS_FILE, EvaluationLog
 from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.run_files.spans import SPANS_FILE, lines_of_steps
-from mlx_parallm.run_files.tokens import TOKENS_FILE, read_tokens
+from mlx_parallm.run_files.token_records import TOKENS_FILE, read_tokens
 from mlx_parallm.system.log import RUN_LOG_FILE
 
 FILES = {

@@ -42,15 +42,15 @@ from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.auth import client_of
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import ClientDisconnectedError
-from mlx_parallm.server.protocol.answers import (
+from mlx_parallm.server.protocol.fields import QueueFields, StreamOptions
+from mlx_parallm.server.protocol.openai import ChatBody, Conversation
+from mlx_parallm.server.protocol.response_bodies import (
     TokenReader,
     last_version,
     usage,
     usage_of,
     version_spans,
 )
-from mlx_parallm.server.protocol.fields import QueueFields, StreamOptions
-from mlx_parallm.server.protocol.openai import ChatBody, Conversation
 from mlx_parallm.server.schema_check import NO_CHECK, AnswerCheck
 from mlx_parallm.server.sse import AnswerResponse, EventStream, StreamForm, merged, until_hangup
 from mlx_parallm.types import (

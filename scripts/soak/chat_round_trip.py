@@ -46,11 +46,11 @@ from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError, RequestError, TraceError
 from mlx_parallm.execution.chat_messages import in_known_roles, read_messages
 from mlx_parallm.execution.user_code import reference_to
-from mlx_parallm.faces.trl.rows import read_rows
+from mlx_parallm.faces.trl.dataset_argument import read_rows
 from mlx_parallm.models.loading import load_tokenizer
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.data.rows import read_examples
-from mlx_parallm.rl_training.data.tokens import encode_all
+from mlx_parallm.rl_training.data.examples import read_examples
+from mlx_parallm.rl_training.data.learned_tokens import encode_all
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.context import ServerDeps, ServerState
 from mlx_parallm.server.generation import encode_conversation

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_parallm.engine.cache import sharing, tokens
+from mlx_parallm.engine.cache import sharing, token_cache
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import Failed, Finished, StreamDelta
 from mlx_parallm.engine.parts import EngineOptions
@@ -201,8 +201,8 @@ def short_segments() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in small.items():
                 patch.setattr(sharing, name, value)
-            patch.setattr(tokens, "FIRST_ANSWER", 4)
-            patch.setattr(tokens, "CLASS_STEP", 8)
+            patch.setattr(token_cache, "FIRST_ANSWER", 4)
+            patch.setattr(token_cache, "CLASS_STEP", 8)
             sharing.size_class.cache_clear()
             yield
     finally:

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
 from mlx_parallm.engine.cache.batch import BatchCache, RowCaches, why_not_batched
-from mlx_parallm.engine.cache.tokens import TokenCache
+from mlx_parallm.engine.cache.token_cache import TokenCache
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.logprobs import token_logprobs
 from tests.engine.helpers import (

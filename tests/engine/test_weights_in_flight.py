@@ -7,7 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.engine.cache.tokens import TokenCache
+from mlx_parallm.engine.cache.token_cache import TokenCache
 from mlx_parallm.models.adapters.adapter import LoraPair
 from tests.engine.helpers import (
     EOS,

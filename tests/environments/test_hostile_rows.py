@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.environments.rows import json_lines
+from mlx_parallm.environments.dataset_rows import json_lines
 from mlx_parallm.errors import ConfigError
 
 ROWS = {

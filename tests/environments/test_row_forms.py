@@ -9,13 +9,13 @@ import pytest
 
 from mlx_parallm.config.data import DataConfig
 from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.environments.dataset_rows import json_lines, read_prompts, rows_of
 from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.environments.row_forms import known_row
-from mlx_parallm.environments.rows import json_lines, read_prompts, rows_of
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import reference_to
-from mlx_parallm.faces.trl.rows import read_rows
-from mlx_parallm.rl_training.data.rows import Example, read_examples
+from mlx_parallm.faces.trl.dataset_argument import read_rows
+from mlx_parallm.rl_training.data.examples import Example, read_examples
 from mlx_parallm.systems.traces.importers.dialects import chat_messages
 
 TURNS = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]

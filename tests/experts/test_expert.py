@@ -21,7 +21,7 @@ from mlx_parallm.systems.experts import (
 )
 from mlx_parallm.systems.experts.expert import make_expert
 from mlx_parallm.systems.experts.registry import arc_solver, physics_controller, planner, scheduler
-from mlx_parallm.systems.experts.tasks import ConstantTask
+from mlx_parallm.systems.experts.vector_tasks import ConstantTask
 
 KINDS = ("gru", "lstm")
 

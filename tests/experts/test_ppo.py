@@ -23,10 +23,10 @@ from mlx_parallm.systems.experts import (
     load_expert,
 )
 from mlx_parallm.systems.experts.expert import make_expert
-from mlx_parallm.systems.experts.ppo import Columns, RewardScale, cut, pack
+from mlx_parallm.systems.experts.recurrent_ppo import Columns, RewardScale, cut, pack
 from mlx_parallm.systems.experts.running import exit_in_words
 from mlx_parallm.systems.experts.saving import save_expert
-from mlx_parallm.systems.experts.tasks import (
+from mlx_parallm.systems.experts.vector_tasks import (
     ConstantTask,
     GymnasiumTask,
     ProjectileTask,

@@ -11,7 +11,7 @@ from mlx_parallm.errors import ConfigError, StoreError
 from mlx_parallm.rl_training.sources import SourceContext
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.redaction import Redactor
-from mlx_parallm.systems.feedback.conversation import LONGEST_WORDS, ConversationReader
+from mlx_parallm.systems.feedback.follow_ups import LONGEST_WORDS, ConversationReader
 from mlx_parallm.systems.feedback.judge import JudgeFailedError
 from mlx_parallm.systems.feedback.routes import FeedbackBody
 from mlx_parallm.systems.feedback.signals import Signal

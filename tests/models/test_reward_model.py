@@ -23,8 +23,8 @@ from mlx_parallm.models.scoring.card import (
 )
 from mlx_parallm.models.scoring.reward_model import RewardScorer, TrainedRewardModel
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.data.rows import read_examples
-from mlx_parallm.rl_training.data.tokens import encode_all
+from mlx_parallm.rl_training.data.examples import read_examples
+from mlx_parallm.rl_training.data.learned_tokens import encode_all
 from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.trainer import Trainer

@@ -12,7 +12,7 @@ from mlx_parallm.errors import ConfigError, ToolFailedError
 from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.systems.experts import ExpertConfig, ExpertRegistry, GRUExpert
 from mlx_parallm.systems.experts.registry import physics_controller
-from mlx_parallm.systems.experts.tasks import ProjectileTask, flight, shot_of
+from mlx_parallm.systems.experts.vector_tasks import ProjectileTask, flight, shot_of
 from mlx_parallm.systems.orchestrator import (
     HybridEnv,
     ObservationBuilder,
@@ -23,7 +23,7 @@ from mlx_parallm.systems.orchestrator import (
 )
 from mlx_parallm.systems.orchestrator.control import ProjectileLoop
 from mlx_parallm.systems.orchestrator.reward import HybridTask
-from mlx_parallm.systems.orchestrator.tasks import routing_task
+from mlx_parallm.systems.orchestrator.task_pools import routing_task
 from mlx_parallm.systems.orchestrator.tool_server import math_solve, physics_simulate
 
 AIM = {

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mlx_parallm.execution.tool_client import MCPServer, ToolClient
-from mlx_parallm.systems.experts.tasks import flight
+from mlx_parallm.systems.experts.vector_tasks import flight
 from mlx_parallm.systems.orchestrator.tool_server import math_solve, physics_simulate
 from scripts.server_process import free_port
 

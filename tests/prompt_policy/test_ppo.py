@@ -10,8 +10,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.systems.prompt_policy import Experience, PPOConfig, PPOTrainer
 from mlx_parallm.systems.prompt_policy.experience import Novelty
+from mlx_parallm.systems.prompt_policy.mutation_ppo import advantages_of, parts_of
 from mlx_parallm.systems.prompt_policy.networks import PolicyNetwork, ValueNetwork
-from mlx_parallm.systems.prompt_policy.ppo import advantages_of, parts_of
 from tests.prompt_policy.helpers import SIZE, experience, vector
 
 SMALL = PPOConfig(input_dim=SIZE, hidden_dim=8, min_buffer_size=8, batch_size=8, n_epochs=2)

@@ -14,14 +14,14 @@ from mlx_parallm.systems.prompt_policy.classifier import classify_prompt
 from mlx_parallm.systems.prompt_policy.embeddings import HashedEmbedder, checked
 from mlx_parallm.systems.prompt_policy.mutations import RULES, mutate
 from mlx_parallm.systems.prompt_policy.phrases import CONSTRAINTS, CRITERIA, FALLBACKS, STEPS
-from mlx_parallm.systems.prompt_policy.protocol import LONGEST_PROMPT
-from mlx_parallm.systems.prompt_policy.reward_model import (
+from mlx_parallm.systems.prompt_policy.prompt_ratings import (
     RewardModel,
     default_reward_model,
     features,
     rated_prompts,
     rated_texts,
 )
+from mlx_parallm.systems.prompt_policy.protocol import LONGEST_PROMPT
 from mlx_parallm.systems.prompt_policy.rlaif import RLAIFOptions, learn_from_judge
 from tests.prompt_policy.helpers import small_config
 

@@ -24,7 +24,7 @@ from mlx_parallm.models.scoring.reward_model import (
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import RewardFunctions
-from mlx_parallm.rewards.reward_model import reward_model
+from mlx_parallm.rewards.trained_reward_model import reward_model
 from mlx_parallm.types import Rollout, Trajectory
 from tests.conftest import TinyEngine
 from tests.models.test_reward_model import make_config, save

@@ -14,7 +14,7 @@ from mlx_parallm.rl_training.monitor.recording import TokenLog
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.prepare import StepTokens
 from mlx_parallm.run_files.samples import choose_samples
-from mlx_parallm.run_files.tokens import TOKENS_FILE, read_tokens
+from mlx_parallm.run_files.token_records import TOKENS_FILE, read_tokens
 from mlx_parallm.system import log as logs
 from mlx_parallm.types import Rollout, RolloutGroup
 

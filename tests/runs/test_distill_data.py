@@ -12,11 +12,11 @@ import pytest
 
 from mlx_parallm import cli
 from mlx_parallm.config.data import DataConfig
-from mlx_parallm.environments.rows import DataRow
+from mlx_parallm.environments.dataset_rows import DataRow
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_calls import parse_tool_calls
 from mlx_parallm.inference.types import CalledAnswer
-from mlx_parallm.rl_training.data.rows import read_examples
+from mlx_parallm.rl_training.data.examples import read_examples
 from mlx_parallm.runs.distill_data import (
     Answer,
     AnsweredPrompt,

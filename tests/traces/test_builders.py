@@ -10,8 +10,8 @@ import pytest
 from mlx_parallm.cli.table import main
 from mlx_parallm.config.data import DataConfig
 from mlx_parallm.errors import ConfigError, TraceError
-from mlx_parallm.rl_training.data.rows import read_examples
-from mlx_parallm.rl_training.data.tokens import encode_all, form_of
+from mlx_parallm.rl_training.data.examples import read_examples
+from mlx_parallm.rl_training.data.learned_tokens import encode_all, form_of
 from mlx_parallm.systems.traces.builders import (
     DatasetOptions,
     build_dataset,

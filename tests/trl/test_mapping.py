@@ -26,6 +26,7 @@ from mlx_parallm.faces.trl.config import (
     TaughtConfig,
     TrainerConfig,
 )
+from mlx_parallm.faces.trl.dataset_argument import read_rows, with_completions
 from mlx_parallm.faces.trl.mapping import (
     HOW,
     SAME,
@@ -36,7 +37,6 @@ from mlx_parallm.faces.trl.mapping import (
     rows_schedule,
     taught_schedule,
 )
-from mlx_parallm.faces.trl.rows import read_rows, with_completions
 
 THEIRS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "trl_1_16.json").read_text()

@@ -10,7 +10,7 @@ from PIL import Image
 
 from mlx_parallm.config.data import DataConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl_training.data.rows import read_examples
+from mlx_parallm.rl_training.data.examples import read_examples
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm
 from tests.images.gemma3 import save_gemma3

@@ -1,9 +1,9 @@
 """The cache of any mlx-lm architecture, behind one face: `ModelRunner` and `Engine` know
 `RunningCache` only.
 
-    TokenCache   one forward decodes all rows, over keys and values by what is held (tokens.py).
-                 Plain attention only, with or without recurrent states beside it (states.py); not
-                 with server.kv_layout = "rectangle".
+    TokenCache   one forward decodes all rows, over keys and values by what is held
+                 (token_cache.py). Plain attention only, with or without recurrent states beside it
+                 (states.py); not with server.kv_layout = "rectangle".
     BatchCache   one forward decodes all rows. Each layer keeps keys and values of all positions
                  (`rectangle.SlotCache`; a sliding window is a mask over them, so prefixes can be
                  shared), a recurrent state of fixed size a row (mlx-lm's ArraysCache, dense rows as
@@ -43,7 +43,7 @@ from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.rectangle import LayerCache, SlotCache
 from mlx_parallm.engine.cache.sharing import PromptRows, rows_of
 from mlx_parallm.engine.cache.states import with_rows
-from mlx_parallm.engine.cache.tokens import TokenCache
+from mlx_parallm.engine.cache.token_cache import TokenCache
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.mlx_lm_api import (
     ArraysCache,

@@ -57,7 +57,7 @@ class Generation:
         rows: that decode at once; fewer than `server.batch_size` where fewer are asked for.
         group: completions of one prompt.
         prompt, completion: tokens of the longest.
-        by_tokens: the model's keys and values can lie by tokens (`cache/tokens.py`).
+        by_tokens: the model's keys and values can lie by tokens (`cache/token_cache.py`).
     """
 
     server: ServerConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlx_parallm.environments.base import Split
-from mlx_parallm.environments.rows import TaskData, read_tasks
+from mlx_parallm.environments.dataset_rows import TaskData, read_tasks
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint

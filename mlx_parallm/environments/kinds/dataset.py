@@ -1,4 +1,4 @@
-"""kind = "dataset": the user's rows (`environments/rows.py`), scored by reward functions
+"""kind = "dataset": the user's rows (`environments/dataset_rows.py`), scored by reward functions
 (`rewards/functions.py`).
 
 See docs/your_data.md.
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
-from mlx_parallm.environments.rows import DataRow, common_columns, read_prompts
+from mlx_parallm.environments.dataset_rows import DataRow, common_columns, read_prompts
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.functions import Prompt, RewardFunctions
 

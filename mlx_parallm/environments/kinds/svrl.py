@@ -27,9 +27,9 @@ from typing import Any
 from simpleeval import InvalidExpression, SimpleEval
 
 from mlx_parallm.environments.base import Split
+from mlx_parallm.environments.dataset_rows import TaskData, read_tasks
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.kinds.tasks import split_of
-from mlx_parallm.environments.rows import TaskData, read_tasks
 from mlx_parallm.environments.state import BaseEnvironment, Inference, Prompt, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError, ToolFailedError
 from mlx_parallm.execution.chat_messages import read_messages

@@ -5,8 +5,8 @@ nothing else.
 """
 
 from mlx_parallm.environments.base import Split
+from mlx_parallm.environments.dataset_rows import TaskData, read_tasks
 from mlx_parallm.environments.episode_tools import EpisodeTools
-from mlx_parallm.environments.rows import TaskData, read_tasks
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 
 

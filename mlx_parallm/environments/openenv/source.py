@@ -18,6 +18,7 @@ from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
+from mlx_parallm.environments.dataset_rows import DataRow, SplitRows, TaskData, read_tasks
 from mlx_parallm.environments.episode import CURRENT, Episode
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.openenv.actions import Actions, Observations, is_of_tools
@@ -29,7 +30,6 @@ from mlx_parallm.environments.openenv.session import (
     list_tools,
     require_client,
 )
-from mlx_parallm.environments.rows import DataRow, SplitRows, TaskData, read_tasks
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
 from mlx_parallm.execution.tool_client import ToolClient
@@ -53,7 +53,7 @@ FAILURES: Mapping[str, Failure] = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class OpenEnvOptions:
     """The options of an entry.
 
     Attributes:
@@ -114,7 +114,7 @@ class Settings:
         return tuple(url.rstrip("/") for url in urls)
 
 
-class Played:
+class PlayedEpisode:
     """An episode as rewards see it."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class OpenEnvSource(EnvironmentSource):
         that does not answer, or wrong options."""
         super().__init__(config, seed=seed, name=name)
         what = "environments: openenv"
-        settings = self.settings = read_options(Settings, config.options, what)
+        settings = self.settings = read_options(OpenEnvOptions, config.options, what)
         settings.check()
         require_client()
         if config.prompt_format == "text":
@@ -179,7 +179,7 @@ class OpenEnvSource(EnvironmentSource):
             retries=settings.retries,
         )
         schema = self.servers.schemas()["action"]
-        self._sessions: dict[str, tuple[Session, Played]] = {}
+        self._sessions: dict[str, tuple[Session, PlayedEpisode]] = {}
         self._openings: dict[str, str] = {}
         self._warned = False
         self._listed: EpisodeTools | None = None
@@ -226,7 +226,7 @@ class OpenEnvSource(EnvironmentSource):
         """Play one episode in a session of its own. Raises EndpointError: there is none, or it is
         lost; RolloutRejectedError: the environment has failed."""
         reset = {"episode_id": episode.name, **task.columns["reset"]}
-        played = episode.played = Played(task.columns["reset"])
+        played = episode.played = PlayedEpisode(task.columns["reset"])
         async with self.servers.open(reset) as (session, first):
             played.metadata["server"] = session.url
             if first.done:
@@ -246,7 +246,7 @@ class OpenEnvSource(EnvironmentSource):
         self,
         episode: Episode,
         session: Session,
-        played: Played,
+        played: PlayedEpisode,
         opening: Sequence[Mapping[str, str]],
         limit: int,
     ) -> None:
@@ -265,7 +265,7 @@ class OpenEnvSource(EnvironmentSource):
             ]
         episode.cut = True
 
-    async def _step(self, session: Session, played: Played, text: str) -> str:
+    async def _step(self, session: Session, played: PlayedEpisode, text: str) -> str:
         """Take the action of an answer; return what the policy reads next."""
         assert self._actions is not None
         action, why = self._actions.read(text), self._actions.instructions
@@ -282,7 +282,7 @@ class OpenEnvSource(EnvironmentSource):
         self._reward_turn(played, 0.0)
         return f"That is no action. {why}".strip()
 
-    def _reward_turn(self, played: Played, reward: float | None) -> None:
+    def _reward_turn(self, played: PlayedEpisode, reward: float | None) -> None:
         if not self.config.rewards:
             played.turn_reward = reward or 0.0
 
@@ -290,7 +290,7 @@ class OpenEnvSource(EnvironmentSource):
         self,
         episode: Episode,
         session: Session,
-        played: Played,
+        played: PlayedEpisode,
         opening: Sequence[Mapping[str, str]],
     ) -> None:
         """Let the policy call tools (`SessionTools`) until it answers, or the episode is done."""

@@ -44,7 +44,7 @@ Player = Callable[[Sequence[Mapping[str, str]]], Awaitable[str]]
 
 
 @dataclass(frozen=True)
-class Settings:
+class TextArenaOptions:
     """The options of an entry.
 
     Attributes:
@@ -134,7 +134,7 @@ class TextArenaSource(EnvironmentSource):
         wrong options."""
         super().__init__(config, seed=seed, name=name)
         what = "environments: textarena"
-        self.settings = read_options(Settings, config.options, what)
+        self.settings = read_options(TextArenaOptions, config.options, what)
         self.settings.check()
         if config.prompt_format == "text":
             raise ConfigError(f'{what}: prompt_format = "text" is not for a game: it is a chat')

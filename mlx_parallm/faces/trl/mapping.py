@@ -35,9 +35,9 @@ from mlx_parallm.faces.trl.config import (
     TaughtConfig,
     TrainerConfig,
 )
+from mlx_parallm.faces.trl.dataset_argument import DataRows
 from mlx_parallm.faces.trl.environments import Factories, with_environments
 from mlx_parallm.faces.trl.rollouts import RolloutCalls, with_rollout_func
-from mlx_parallm.faces.trl.rows import DataRows
 from mlx_parallm.models.adapters.settings import ADALORA_SCHEDULE, NAMES, TRAINED, check_trained
 from mlx_parallm.models.formats import billions_in
 from mlx_parallm.system.hardware import detect

@@ -28,8 +28,8 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.turn_policy import EpisodePolicy, TurnRequest
 from mlx_parallm.errors import ConfigError, ParallmError, RolloutRejectedError
 from mlx_parallm.execution.user_code import check_call, is_async, user_code
+from mlx_parallm.faces.trl.dataset_argument import DataRows
 from mlx_parallm.faces.trl.environments import played_by
-from mlx_parallm.faces.trl.rows import DataRows
 from mlx_parallm.rewards.functions import ARGUMENTS
 from mlx_parallm.rewards.threads import Worker
 from mlx_parallm.rollout_store.checks import LEAST_LOGPROB, LOGPROB_TOLERANCE

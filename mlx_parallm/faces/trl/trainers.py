@@ -38,6 +38,7 @@ from mlx_parallm.faces.trl.config import (
     TaughtConfig,
     TrainerConfig,
 )
+from mlx_parallm.faces.trl.dataset_argument import DataRows, read_rows, with_completions
 from mlx_parallm.faces.trl.environments import EMPTY, Factories, rewards_of, sees_environments
 from mlx_parallm.faces.trl.mapping import (
     UpdateSchedule,
@@ -49,7 +50,6 @@ from mlx_parallm.faces.trl.mapping import (
 )
 from mlx_parallm.faces.trl.model import module_before_training, save, warn_of_router, with_methods
 from mlx_parallm.faces.trl.rollouts import RolloutCalls, RolloutFunc, check_rows
-from mlx_parallm.faces.trl.rows import DataRows, read_rows, with_completions
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.threads import MLXThread, in_mlx_thread
 from mlx_parallm.rewards.functions import is_reward_reference

@@ -15,7 +15,7 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.heads.value_head import VALUE_HEAD_FILE
 from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
-from mlx_parallm.models.scoring.conversation import EndToken
+from mlx_parallm.models.scoring.conversation_tokens import EndToken
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.files import is_directory, is_file, local_path
 

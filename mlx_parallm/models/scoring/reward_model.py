@@ -48,7 +48,7 @@ from mlx_parallm.models.scoring.card import (
     check_tokenizer,
     find_reward_model,
 )
-from mlx_parallm.models.scoring.conversation import Conversation, conversation_tokens
+from mlx_parallm.models.scoring.conversation_tokens import Conversation, conversation_tokens
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.device.faults import DeviceFaults

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mlx_parallm.rl_training.data.tokens import Encoded, Unit
+from mlx_parallm.rl_training.data.learned_tokens import Encoded, Unit
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.types import Rollout
 

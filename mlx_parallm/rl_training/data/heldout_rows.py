@@ -22,7 +22,7 @@ from mlx_parallm.rl_training.data.batches import (
     mismatched,
     pair_constants,
 )
-from mlx_parallm.rl_training.data.tokens import Unit
+from mlx_parallm.rl_training.data.learned_tokens import Unit
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import FEWEST
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Rollout

@@ -17,9 +17,9 @@ from mlx_parallm.environments.row_images import example_content
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.user_code import shown
 from mlx_parallm.rl_training.data.batches import DataBatches
+from mlx_parallm.rl_training.data.examples import read_examples
 from mlx_parallm.rl_training.data.heldout_rows import HeldOut, no_ratios
-from mlx_parallm.rl_training.data.rows import read_examples
-from mlx_parallm.rl_training.data.tokens import Unit, encode_all, form_of
+from mlx_parallm.rl_training.data.learned_tokens import Unit, encode_all, form_of
 from mlx_parallm.rl_training.sources import RolloutSource, Served
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.run_files.trainer_state import TrainerState

@@ -13,7 +13,7 @@ import numpy as np
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, SpanEnded, StepFinished
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.run_files.spans import SpanLog
-from mlx_parallm.run_files.tokens import COLUMNS, TokenFile
+from mlx_parallm.run_files.token_records import COLUMNS, TokenFile
 
 if TYPE_CHECKING:  # it imports MLX
     from mlx_parallm.rl_training.step.prepare import StepTokens

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from mlx_parallm.errors import RefusedError, RequestError
 from mlx_parallm.rl_training.commands import RunCommands
-from mlx_parallm.runs.dashboard.answers import ControlAnswer, ControlState
+from mlx_parallm.runs.dashboard.response_shapes import ControlAnswer, ControlState
 from mlx_parallm.runs.run import Run
 from mlx_parallm.server.api.control import pause_for_clients, resume_for_clients
 from mlx_parallm.server.context import Context, ServerContext

@@ -28,7 +28,8 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_parallm.errors import RefusedError
 from mlx_parallm.rl_training.commands import RunCommands
-from mlx_parallm.runs.dashboard.answers import (
+from mlx_parallm.runs.dashboard.controls import control_router
+from mlx_parallm.runs.dashboard.response_shapes import (
     Changes,
     EvaluationList,
     Groups,
@@ -38,7 +39,6 @@ from mlx_parallm.runs.dashboard.answers import (
     ShownGroup,
     Tokens,
 )
-from mlx_parallm.runs.dashboard.controls import control_router
 from mlx_parallm.runs.dashboard.run_view import (
     MOST_ANSWERS,
     MOST_TIMELINE_STEPS,
@@ -126,7 +126,7 @@ def _added(
 
 
 def _answer(model: type) -> dict[int | str, dict[str, Any]]:
-    """Declare what a route answers. `model`: one of answers.py."""
+    """Declare what a route answers. `model`: one of response_shapes.py."""
     return {200: {"model": model}}
 
 

@@ -32,7 +32,8 @@ from mlx_parallm.server.generation import (
     respond,
 )
 from mlx_parallm.server.protocol.answer_parts import AnswerFormat, AnswerSplitter
-from mlx_parallm.server.protocol.answers import (
+from mlx_parallm.server.protocol.openai import ChatBody, ChatTokensBody
+from mlx_parallm.server.protocol.response_bodies import (
     TokenReader,
     chat_logprobs,
     openai_head,
@@ -40,7 +41,6 @@ from mlx_parallm.server.protocol.answers import (
     prompt_logprob_entries,
     version_spans,
 )
-from mlx_parallm.server.protocol.openai import ChatBody, ChatTokensBody
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.schema_check import answer_check, with_names
 from mlx_parallm.types import (

@@ -17,7 +17,8 @@ from mlx_parallm.server.generation import (
     resolve_model,
     respond,
 )
-from mlx_parallm.server.protocol.answers import (
+from mlx_parallm.server.protocol.openai import CompletionBody
+from mlx_parallm.server.protocol.response_bodies import (
     TokenReader,
     completion_logprobs,
     joined,
@@ -26,7 +27,6 @@ from mlx_parallm.server.protocol.answers import (
     prompt_logprob_entries,
     version_spans,
 )
-from mlx_parallm.server.protocol.openai import CompletionBody
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.schema_check import answer_check
 from mlx_parallm.types import Completion, CompletionDelta, RequestOutput, ServedModel

@@ -29,7 +29,6 @@ from mlx_parallm.server.generation import (
     run,
     schema_error,
 )
-from mlx_parallm.server.protocol.answers import TokenReader, finite, last_version, version_spans
 from mlx_parallm.server.protocol.fields import (
     Body,
     ListOf,
@@ -38,6 +37,12 @@ from mlx_parallm.server.protocol.fields import (
     SamplingFields,
     StructureFields,
     TokenId,
+)
+from mlx_parallm.server.protocol.response_bodies import (
+    TokenReader,
+    finite,
+    last_version,
+    version_spans,
 )
 from mlx_parallm.server.protocol.routes import as_int32, as_npy, require_recorded
 from mlx_parallm.server.protocol.strict_json import json_router

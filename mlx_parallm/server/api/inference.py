@@ -21,13 +21,6 @@ from mlx_parallm.server.generation import (
     resolve_model,
     respond,
 )
-from mlx_parallm.server.protocol.answers import (
-    TokenReader,
-    chat_logprobs,
-    processed_logprobs,
-    prompt_logprob_entries,
-    version_spans,
-)
 from mlx_parallm.server.protocol.fields import (
     Body,
     ListOf,
@@ -37,6 +30,13 @@ from mlx_parallm.server.protocol.fields import (
     StreamOptions,
     StructureFields,
     TokenId,
+)
+from mlx_parallm.server.protocol.response_bodies import (
+    TokenReader,
+    chat_logprobs,
+    processed_logprobs,
+    prompt_logprob_entries,
+    version_spans,
 )
 from mlx_parallm.server.protocol.routes import FIELD, as_npy, require_recorded
 from mlx_parallm.server.protocol.strict_json import json_router

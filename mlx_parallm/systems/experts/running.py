@@ -13,9 +13,9 @@ from mlx_parallm.errors import ParallmError
 from mlx_parallm.system.signals import Shutdown
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.systems.experts.expert import ExpertConfig, RNNExpertBase, make_expert
-from mlx_parallm.systems.experts.ppo import RecurrentPPO, RecurrentPPOConfig
+from mlx_parallm.systems.experts.recurrent_ppo import RecurrentPPO, RecurrentPPOConfig
 from mlx_parallm.systems.experts.saving import load_expert, save_expert
-from mlx_parallm.systems.experts.tasks import VectorTask
+from mlx_parallm.systems.experts.vector_tasks import VectorTask
 
 SAVE_EVERY = 8  # updates
 LIMIT_S = 60.0  # after a signal: an update and the saving

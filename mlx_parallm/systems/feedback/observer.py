@@ -14,9 +14,9 @@ from mlx_parallm.rollout_store.completions import Choice, rollout_of
 from mlx_parallm.rollout_store.payload import encode_group
 from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.systems.feedback.consent import Consent
-from mlx_parallm.systems.feedback.conversation import ConversationReader, Reading
+from mlx_parallm.systems.feedback.follow_ups import ConversationReader, Reading
 from mlx_parallm.systems.feedback.store import NOBODY_JUDGES, FeedbackStore, NewAnswer
-from mlx_parallm.systems.traces.answers import ChunkReader, take_answer
+from mlx_parallm.systems.traces.received_answers import ChunkReader, take_answer
 from mlx_parallm.systems.traces.recorder import RecordedCall
 from mlx_parallm.types import Request, Rollout, RolloutGroup
 

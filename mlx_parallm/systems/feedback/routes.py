@@ -20,7 +20,7 @@ from mlx_parallm.server.errors import ERROR_CONTENT
 from mlx_parallm.server.protocol.fields import Body, ListOf
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.systems.feedback.consent import Agreement
-from mlx_parallm.systems.feedback.conversation import LONGEST_WORDS, ConversationReader
+from mlx_parallm.systems.feedback.follow_ups import LONGEST_WORDS, ConversationReader
 from mlx_parallm.systems.feedback.observer import answer_id
 from mlx_parallm.systems.feedback.signals import Kind, Signal, edit_value
 from mlx_parallm.systems.feedback.store import (

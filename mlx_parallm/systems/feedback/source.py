@@ -38,7 +38,7 @@ from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.systems.feedback.config import FeedbackConfig
 from mlx_parallm.systems.feedback.consent import Agreement
-from mlx_parallm.systems.feedback.conversation import ConversationReader
+from mlx_parallm.systems.feedback.follow_ups import ConversationReader
 from mlx_parallm.systems.feedback.judge import JudgeFailedError, reply_judge
 from mlx_parallm.systems.feedback.observer import ENVIRONMENT, ChatObserver
 from mlx_parallm.systems.feedback.routes import CHAT_PATHS, FeedbackRoutes

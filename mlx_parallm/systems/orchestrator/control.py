@@ -25,7 +25,7 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import ToolFailedError
 from mlx_parallm.execution.tool_client import ToolResult
 from mlx_parallm.systems.experts.expert import RNNExpertBase
-from mlx_parallm.systems.experts.tasks import ATTEMPTS, TARGETS_M, WINDS, shot_of
+from mlx_parallm.systems.experts.vector_tasks import ATTEMPTS, TARGETS_M, WINDS, shot_of
 from mlx_parallm.systems.orchestrator.observation import ObservationBuilder
 from mlx_parallm.systems.orchestrator.reward import SIMULATOR, HybridTask
 

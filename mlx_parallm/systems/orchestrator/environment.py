@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from mlx_parallm.environments.base import Split
+from mlx_parallm.environments.dataset_rows import TaskData
 from mlx_parallm.environments.episode_tools import EpisodeTools
-from mlx_parallm.environments.rows import TaskData
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError
@@ -45,7 +45,7 @@ from mlx_parallm.systems.orchestrator.orchestrator import (
 )
 from mlx_parallm.systems.orchestrator.reward import TASK_REWARDS, HybridTask, RewardConfig
 from mlx_parallm.systems.orchestrator.routes import ServedPlanner, hybrid_router
-from mlx_parallm.systems.orchestrator.tasks import task_source
+from mlx_parallm.systems.orchestrator.task_pools import task_source
 from mlx_parallm.types import Trajectory
 
 log = get_logger("hybrid")

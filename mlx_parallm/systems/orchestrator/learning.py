@@ -22,7 +22,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.user_code import did_you_mean
-from mlx_parallm.systems.experts.ppo import Piece, RecurrentPPO, RecurrentPPOConfig, rows_of
+from mlx_parallm.systems.experts.recurrent_ppo import (
+    Piece,
+    RecurrentPPO,
+    RecurrentPPOConfig,
+    rows_of,
+)
 from mlx_parallm.systems.experts.registry import ExpertRegistry
 from mlx_parallm.systems.orchestrator.control import ExpertSteps
 from mlx_parallm.types import RolloutGroup

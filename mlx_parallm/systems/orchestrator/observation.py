@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.environments.state import text_of
-from mlx_parallm.systems.experts.tasks import projectile_observation
+from mlx_parallm.systems.experts.vector_tasks import projectile_observation
 
 SHOWN_RESULTS, SHOWN_ACTIONS = 5, 3
 LONGEST_RESULT = 500  # characters of a result that the model reads in the summary

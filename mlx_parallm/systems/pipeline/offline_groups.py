@@ -28,8 +28,8 @@ from mlx_parallm.faces.trl.trainers import TrainOutput
 from mlx_parallm.losses.advantages import group_advantages, token_advantages
 from mlx_parallm.models.loading import load_tokenizer
 from mlx_parallm.models.threads import in_mlx_thread
-from mlx_parallm.rl_training.data.rows import Example
-from mlx_parallm.rl_training.data.tokens import encode_all
+from mlx_parallm.rl_training.data.examples import Example
+from mlx_parallm.rl_training.data.learned_tokens import encode_all
 from mlx_parallm.systems.pipeline.verdict import read_lines
 from mlx_parallm.types import UNSCORED, Rollout, RolloutGroup, has_score
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mlx_parallm.environments.rows import prompt_key as rows_key
+from mlx_parallm.environments.dataset_rows import prompt_key as rows_key
 from mlx_parallm.rl_training.evaluation.examiner import one_answer
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import (
     FEWEST,

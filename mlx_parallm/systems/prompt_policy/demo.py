@@ -10,7 +10,7 @@ import numpy as np
 from mlx_parallm.systems.prompt_policy.config import PromptPPOConfig
 from mlx_parallm.systems.prompt_policy.embeddings import HashedEmbedder
 from mlx_parallm.systems.prompt_policy.experience import Experience
-from mlx_parallm.systems.prompt_policy.ppo import PPOTrainer
+from mlx_parallm.systems.prompt_policy.mutation_ppo import PPOTrainer
 
 SUBJECTS = (
     (

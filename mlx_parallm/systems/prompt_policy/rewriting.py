@@ -14,6 +14,7 @@ from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
 from mlx_parallm.systems.prompt_policy.embeddings import Embedder
 from mlx_parallm.systems.prompt_policy.experience import Choice
 from mlx_parallm.systems.prompt_policy.mutations import CHAT_REWRITE, RULES, ChatMutation, Mutation
+from mlx_parallm.systems.prompt_policy.prompt_ratings import default_reward_model
 from mlx_parallm.systems.prompt_policy.protocol import (
     LONGEST_PROMPT,
     UNCHANGED,
@@ -23,7 +24,6 @@ from mlx_parallm.systems.prompt_policy.protocol import (
     RolloutAnswer,
     RolloutBody,
 )
-from mlx_parallm.systems.prompt_policy.reward_model import default_reward_model
 from mlx_parallm.systems.prompt_policy.service import PolicyService, allowed_actions, done
 from mlx_parallm.systems.prompt_policy.store import Decision
 from mlx_parallm.systems.prompt_policy.task_reward import TaskReward

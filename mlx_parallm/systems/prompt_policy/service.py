@@ -30,7 +30,7 @@ from mlx_parallm.system.files import TEMPORARY, remove_leftovers
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
 from mlx_parallm.systems.prompt_policy.experience import Choice, Experience, History
-from mlx_parallm.systems.prompt_policy.ppo import STATE_FILE, ActorCritic, PPOTrainer
+from mlx_parallm.systems.prompt_policy.mutation_ppo import STATE_FILE, ActorCritic, PPOTrainer
 from mlx_parallm.systems.prompt_policy.store import Decision, ExperienceStore
 
 log = get_logger("prompt policy")

@@ -35,8 +35,8 @@ from mlx_parallm.system.foreign_http import Bounds, async_client
 from mlx_parallm.system.foreign_json import read_json
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.validation import faults
-from mlx_parallm.systems.traces.answers import MOST_CHOICES, ChunkReader, take_answer
 from mlx_parallm.systems.traces.importers.other_apis import OTHER_APIS, CallReader
+from mlx_parallm.systems.traces.received_answers import MOST_CHOICES, ChunkReader, take_answer
 from mlx_parallm.systems.traces.recorder import RecordedCall, SessionRecorder, session_name
 from mlx_parallm.systems.traces.routes import SessionName, add_feedback
 from mlx_parallm.systems.traces.schema import Json

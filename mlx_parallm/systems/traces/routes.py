@@ -31,12 +31,12 @@ from mlx_parallm.server.api.status import list_models
 from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.context import Context
 from mlx_parallm.server.messages import routes as messages
-from mlx_parallm.server.protocol.answers import finite
 from mlx_parallm.server.protocol.fields import Body
 from mlx_parallm.server.protocol.openai import ChatBody
+from mlx_parallm.server.protocol.response_bodies import finite
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.responses import routes as responses
-from mlx_parallm.systems.traces.answers import ChunkReader, take_answer
+from mlx_parallm.systems.traces.received_answers import ChunkReader, take_answer
 from mlx_parallm.systems.traces.recorder import (
     RecordedCall,
     SessionRecorder,

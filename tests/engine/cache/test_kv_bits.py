@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows
-from mlx_parallm.engine.cache.tokens import TokenCache
+from mlx_parallm.engine.cache.token_cache import TokenCache
 from mlx_parallm.engine.validation import RequestLimits
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.models.adapters.adapter import LoraPair

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.engine.cache import tokens
+from mlx_parallm.engine.cache import token_cache
 from mlx_parallm.engine.cache.batch import (
     BatchCache,
     _step_over_segments,
@@ -27,7 +27,7 @@ from mlx_parallm.engine.cache.sharing import (
     worth_a_segment,
 )
 from mlx_parallm.engine.cache.size_classes import Pool
-from mlx_parallm.engine.cache.tokens import TokenCache
+from mlx_parallm.engine.cache.token_cache import TokenCache
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.attention_parts import LOG2_E, attend_partly, finish, merge
 from mlx_parallm.models.cpu import attention, kernels
@@ -221,13 +221,13 @@ def test_a_mix_of_groups_turns_and_lengths_equals_the_rectangle(small, fewest, m
 
 
 def count_calls(monkeypatch):
-    calls, function = [], tokens.attention_of_rows
+    calls, function = [], token_cache.attention_of_rows
 
     def counting(*arguments):
         calls.append(arguments)
         return function(*arguments)
 
-    monkeypatch.setattr(tokens, "attention_of_rows", counting)
+    monkeypatch.setattr(token_cache, "attention_of_rows", counting)
     return calls
 
 
@@ -548,7 +548,7 @@ def test_a_layer_that_looks_into_its_keys_has_the_rectangle():
         """Raises where keys are no array."""
 
         def __call__(self, x, mask=None, cache=None):
-            if isinstance(cache, tokens.TokenLayer):
+            if isinstance(cache, token_cache.TokenLayer):
                 raise AttributeError("'TokenLayer' object has no attribute 'astype'")
             return super().__call__(x, mask, cache)
 
@@ -564,7 +564,7 @@ def test_the_check_at_load_reads_a_segment_and_quantised_keys(monkeypatch):
         raise ValueError("shapes")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokens.TokenLayer, "_over", fail)
+        patch.setattr(token_cache.TokenLayer, "_over", fail)
         assert type(choose_cache(qwen3_model(), "qwen3", 2, 64)) is BatchCache
     product = Packed.product
     monkeypatch.setattr(Packed, "product", fail)

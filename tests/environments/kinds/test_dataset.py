@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 
 from mlx_parallm.config.load import parse_config
+from mlx_parallm.environments.dataset_rows import prompt_key
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.environments.rows import prompt_key
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, task_in_words
 from mlx_parallm.environments.turn_policy import EpisodePolicy
 from mlx_parallm.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_parallm.rl_training.data.batches import DataBatches, mismatched
 from mlx_parallm.rl_training.data.heldout_rows import area_under_curve, in_words
-from mlx_parallm.rl_training.data.tokens import Encoded, Unit
+from mlx_parallm.rl_training.data.learned_tokens import Encoded, Unit
 
 
 def unit(number: int, *, prompt: int = 2, completion: int = 3, label: bool = True) -> Unit:

@@ -13,7 +13,7 @@ from mlx_parallm.config.data import DataConfig
 from mlx_parallm.config.load import load_config, parse_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.json_values import template_arguments
-from mlx_parallm.rl_training.data.rows import Example, read_examples
+from mlx_parallm.rl_training.data.examples import Example, read_examples
 from mlx_parallm.system.log import configure_logging
 
 USER = {"role": "user", "content": "hi"}

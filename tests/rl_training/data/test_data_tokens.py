@@ -13,8 +13,8 @@ import pytest
 from mlx_parallm.config.data import DataConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.data.rows import Example
-from mlx_parallm.rl_training.data.tokens import Encoded, Unit, encode_all
+from mlx_parallm.rl_training.data.examples import Example
+from mlx_parallm.rl_training.data.learned_tokens import Encoded, Unit, encode_all
 from tests.tokenizer_families import make_tokenizer
 
 USER = {"role": "user", "content": "2+2?"}

@@ -15,8 +15,8 @@ from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.data.batches import DataBatches
 from mlx_parallm.rl_training.data.heldout_rows import HeldOut
+from mlx_parallm.rl_training.data.learned_tokens import Encoded, Unit
 from mlx_parallm.rl_training.data.source import DataSource
-from mlx_parallm.rl_training.data.tokens import Encoded, Unit
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
 from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.run.assembly import PublishedWeights, make_parts, open_files

@@ -9,8 +9,8 @@ import pytest
 from mlx_parallm.config.data import DataConfig
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl_training.data.rows import Example, read_examples
-from mlx_parallm.rl_training.data.tokens import encode_all
+from mlx_parallm.rl_training.data.examples import Example, read_examples
+from mlx_parallm.rl_training.data.learned_tokens import encode_all
 from tests.rl_training.data.test_data_tokens import ANSWER, MORE, SECOND, USER, Characters
 from tests.rl_training.data.test_data_training import make_config, source_of, write_rows
 

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from mlx_parallm.config.data import DataConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl_training.data.rows import Example, read_examples
+from mlx_parallm.rl_training.data.examples import Example, read_examples
 from mlx_parallm.system.log import configure_logging
 
 Row = dict[str, Any]

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.environments.dataset_rows import rows_of
 from mlx_parallm.environments.row_forms import known_row
 from mlx_parallm.environments.row_images import has_images
-from mlx_parallm.environments.rows import rows_of
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import user_code
 

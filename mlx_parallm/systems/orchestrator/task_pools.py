@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from mlx_parallm.environments.base import Split
+from mlx_parallm.environments.dataset_rows import TaskData, read_tasks
 from mlx_parallm.environments.kinds.tasks import split_of
-from mlx_parallm.environments.rows import TaskData, read_tasks
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import did_you_mean, is_reference, load_function
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config.data import PAIRED, REWARD_MODEL, DataConfig
+from mlx_parallm.environments.dataset_rows import formed_rows, prompt_key, read_splits
 from mlx_parallm.environments.row_forms import (
     CONVERSATION_COLUMNS,
     SYSTEM_COLUMNS,
@@ -31,7 +32,6 @@ from mlx_parallm.environments.row_images import (
     refuse_other_media,
     with_row_images,
 )
-from mlx_parallm.environments.rows import formed_rows, prompt_key, read_splits
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.chat_messages import WEIGHTS, read_messages, read_tools, weight_of
 from mlx_parallm.execution.user_code import shown

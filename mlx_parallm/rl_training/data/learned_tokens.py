@@ -22,8 +22,8 @@ import numpy as np
 from mlx_parallm.config.data import REWARD_MODEL, DataConfig
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.execution.prompt_images import image_refs
-from mlx_parallm.models.scoring.conversation import conversation_tokens, without_tail
-from mlx_parallm.rl_training.data.rows import SECTION, Example, Text
+from mlx_parallm.models.scoring.conversation_tokens import conversation_tokens, without_tail
+from mlx_parallm.rl_training.data.examples import SECTION, Example, Text
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import ChatTokenizer, Rollout
 

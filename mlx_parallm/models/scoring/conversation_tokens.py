@@ -1,6 +1,6 @@
 """A finished conversation → the token ids that a reward model reads. No MLX.
 
-Training (rl_training/data/tokens.py) and scoring (scoring/) both come here, so that a text
+Training (rl_training/data/learned_tokens.py) and scoring (scoring/) both come here, so that a text
 has the same tokens in both.
 """
 

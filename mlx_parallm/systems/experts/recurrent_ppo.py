@@ -35,7 +35,7 @@ from mlx_parallm.models.parameters import check_optimizer
 from mlx_parallm.system.files import check_regular, write_directory
 from mlx_parallm.systems.experts.expert import PackedState, RNNExpertBase
 from mlx_parallm.systems.experts.saving import load_expert, save_expert
-from mlx_parallm.systems.experts.tasks import VectorTask
+from mlx_parallm.systems.experts.vector_tasks import VectorTask
 
 EXPERT_FILE, OPTIMIZER_FILE, STATE_FILE = (
     "expert.safetensors",
