@@ -338,7 +338,7 @@ class _Training:
             self._check()
             if time.monotonic() > deadline:
                 raise _FailedError(f"no step after {step} within {seconds:.0f} s")
-            time.sleep(0.2)
+            time.sleep(0.2)  # another process: its steps are lines of a file
 
     def _answers(self) -> bool:
         with contextlib.suppress(*NO_ANSWER):

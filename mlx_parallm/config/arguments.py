@@ -23,6 +23,7 @@ import ast
 import inspect
 import json
 import sys
+from abc import ABC, abstractmethod
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def place(**options: Any) -> Any:
     return _Flag(options=options, positional=True)
 
 
-class Arguments:
+class Arguments(ABC):
     """The arguments of a command, as they were given, and what carries it out.
 
     `argv`: as they were typed. `groups`: titles and descriptions of groups of flags. `actions`:
@@ -119,9 +120,9 @@ class Arguments:
         self._parser = parser
         vars(self).update(values)
 
+    @abstractmethod
     def run(self) -> int:
         """Carry the command out and return its exit code."""
-        raise NotImplementedError
 
     def error(self, message: str) -> NoReturn:
         """End the process with the usage, the message and exit code 2."""

@@ -10,7 +10,7 @@ without a call (None where `max_rounds` or the room for tokens ended before one)
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
@@ -171,3 +171,27 @@ def _note(name: str, arguments: Any, result: ToolResult, *, error: str | None) -
         "seconds": result.seconds,
         "cached": result.cached,
     }
+
+
+class SourceTools(ToolClient):
+    """Tools that a source carries out itself, each call in the episode that makes it.
+
+    Args:
+        carry_out: makes the call `name(**arguments)`, behind what the episode did before.
+    """
+
+    def __init__(
+        self,
+        carry_out: Callable[[str, Mapping[str, Any], CallsBefore | None], Awaitable[ToolResult]],
+    ) -> None:
+        super().__init__()
+        self._carry_out = carry_out
+
+    async def acall(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        before: CallsBefore | None = None,
+    ) -> ToolResult:
+        return await self._carry_out(name, arguments or {}, before)

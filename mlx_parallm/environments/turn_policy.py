@@ -197,19 +197,11 @@ class EpisodePolicy:
         notes: Sequence[Mapping[str, Any]],
         tools: EpisodeTools,
     ) -> Prompt:
-        if isinstance(prompt, str):
-            return f"{prompt}{completion.text}\n" + "".join(
-                f"RESULT: {note['text']}\n" for note in notes
-            )
-        answer = {"role": "assistant", "content": completion.text}
-        if self.with_tools(prompt, tools)[2]:
-            return (*prompt, answer, *({"role": "tool", "content": note["text"]} for note in notes))
         # A template without tools often wants the roles in turns.
-        return (
-            *prompt,
-            answer,
-            {"role": "user", "content": "\n".join(note["text"] for note in notes)},
-        )
+        if isinstance(prompt, str) or not self.with_tools(prompt, tools)[2]:
+            return with_results_as_text(prompt, completion.text, notes)
+        answer = {"role": "assistant", "content": completion.text}
+        return (*prompt, answer, *({"role": "tool", "content": note["text"]} for note in notes))
 
     def ids(
         self, prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any]
@@ -312,6 +304,19 @@ class EpisodePolicy:
 
 def _no_room(prompt_tokens: int, longest: int) -> str:
     return f"the prompt has {prompt_tokens} tokens, at most {longest} are allowed"
+
+
+def with_results_as_text(prompt: Prompt, answer: str, notes: Sequence[Mapping[str, Any]]) -> Prompt:
+    """Return a prompt with an answer and the results of its calls (`EpisodeTools.call`), for a
+    template that has no place for them."""
+    results = [note["text"] for note in notes]
+    if isinstance(prompt, str):
+        return f"{prompt}{answer}\n" + "".join(f"RESULT: {result}\n" for result in results)
+    return (
+        *prompt,
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "\n".join(results)},
+    )
 
 
 def snapshot(prompt: Prompt) -> Prompt:

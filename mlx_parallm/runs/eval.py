@@ -30,7 +30,13 @@ from mlx_parallm.environments.room import PROMPTS, check_room
 from mlx_parallm.environments.row_images import with_data_urls
 from mlx_parallm.environments.state import Prompt
 from mlx_parallm.environments.trajectory import UNKNOWN_VERSION, SequenceRecorder
-from mlx_parallm.environments.turn_policy import EpisodePolicy, LastTurn, TurnPolicy, TurnRequest
+from mlx_parallm.environments.turn_policy import (
+    EpisodePolicy,
+    LastTurn,
+    TurnPolicy,
+    TurnRequest,
+    with_results_as_text,
+)
 from mlx_parallm.errors import (
     ConfigError,
     EndpointError,
@@ -155,18 +161,10 @@ class EndpointPolicy:
         notes: Sequence[Mapping[str, Any]],
         tools: EpisodeTools,
     ) -> Prompt:
-        if isinstance(prompt, str):
-            return f"{prompt}{completion.text}\n" + "".join(
-                f"RESULT: {note['text']}\n" for note in notes
-            )
+        in_text = any(call.raw_text for call in self.tool_calls(completion, tools))
+        if isinstance(prompt, str) or in_text:
+            return with_results_as_text(prompt, completion.text, notes)
         answer: dict[str, Any] = {"role": "assistant", "content": completion.text}
-        # they are in the text
-        if any(call.raw_text for call in self.tool_calls(completion, tools)):
-            return (
-                *prompt,
-                answer,
-                {"role": "user", "content": "\n".join(note["text"] for note in notes)},
-            )
         ids = [f"call_{len(prompt)}_{number}" for number in range(len(notes))]
         answer["tool_calls"] = [
             {"id": name, "type": "function", "function": _function(note)}

@@ -68,7 +68,7 @@ class Fork:
             elif deadline is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             else:
-                time.sleep(LOOK_S)
+                time.sleep(LOOK_S)  # waitpid has no time limit
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -85,7 +85,7 @@ def main() -> int:
     for name in LATER:
         importlib.import_module(name)
     supervisor.LONGEST_PAUSE_S = 2.0
-    supervisor.subprocess.Popen = Fork  # type: ignore[misc,assignment]
+    supervisor.subprocess.Popen = Fork  # type: ignore[misc,assignment]  # a stand-in with what the supervisor calls
     return train()
 
 

@@ -147,7 +147,7 @@ class Learned:
             names=self.names, read=lambda places: [mx.ones(1)] * len(places)
         )
         self.model, self.loss_reached, self.passes = nn.Module(), True, 0
-        self.proof = GradientProof(self)  # type: ignore[arg-type]
+        self.proof = GradientProof(self)  # type: ignore[arg-type]  # has what the proof calls
 
     def give(self, *passes: str) -> "Learned":
         self._passes = list(passes)

@@ -186,6 +186,25 @@ async def test_each_row_has_the_environment_that_it_names(tiny_tokenizer):
         tools.client.close()
 
 
+async def test_recorded_tools_beside_environments_answer_by_their_order(tiny_tokenizer, tmp_path):
+    file = tmp_path / "tools.json"
+    made = trainer(later, environment_factory=Quiet)
+    section = made.config.tools.model_copy(update={"recorded": str(file)})
+    polled = [{"name": "poll", "arguments": {}, "text": text} for text in ("busy", "ready")]
+    definition = {"name": "poll", "description": "Look.", "parameters": {"type": "object"}}
+    recorded = {"definitions": [definition], "runs": [{"calls": polled}]}
+    file.write_text(json.dumps(recorded))
+    tools = open_tools(section)
+    [built] = build_sources(made.config.environments, seed=0, tools=tools)
+    try:
+        answers = [call("poll"), call("poll"), "done"]
+        result = await played(tiny_tokenizer, built, *answers, size=1)
+        [trajectory] = result.trajectories
+        assert [made["text"] for made in trajectory.metadata["tool_calls"]] == ["busy", "ready"]
+    finally:
+        tools.client.close()
+
+
 def test_tools_without_environments_are_those_of_the_configuration():
     args = GRPOConfig("x", max_tool_calling_iterations=3)
     config = GRPOTrainer(MODEL, later, args, [{"prompt": "Hello"}], tools=[twice]).config

@@ -20,7 +20,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
 from mlx_parallm.environments.dataset_rows import DataRow, SplitRows, TaskData, read_tasks
 from mlx_parallm.environments.episode import CURRENT, Episode
-from mlx_parallm.environments.episode_tools import EpisodeTools
+from mlx_parallm.environments.episode_tools import EpisodeTools, SourceTools
 from mlx_parallm.environments.openenv.actions import Actions, Observations, is_of_tools
 from mlx_parallm.environments.openenv.servers import Servers, command_of
 from mlx_parallm.environments.openenv.session import (
@@ -32,7 +32,6 @@ from mlx_parallm.environments.openenv.session import (
 )
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
-from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.execution.tool_results import CallsBefore, Failure, ToolResult, as_json, bounded
 from mlx_parallm.execution.user_code import read_options
 from mlx_parallm.rewards.functions import RewardFunctions
@@ -293,15 +292,17 @@ class OpenEnvSource(EnvironmentSource):
         played: PlayedEpisode,
         opening: Sequence[Mapping[str, str]],
     ) -> None:
-        """Let the policy call tools (`SessionTools`) until it answers, or the episode is done."""
+        """Let the policy call tools (`SourceTools`) until it answers, or the episode is done."""
         self._sessions[episode.name] = session, played
         try:
             await episode.turn(tuple(opening))
         finally:
             del self._sessions[episode.name]
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Make a call in the session of the running episode."""
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], _: CallsBefore | None = None
+    ) -> ToolResult:
+        """Make a call in the session of the running episode, which knows the calls before it."""
         episode = CURRENT.get()
         assert episode is not None, "tools are called in episodes"
         session, played = self._sessions[episode.name]
@@ -330,7 +331,7 @@ class OpenEnvSource(EnvironmentSource):
             loop.stop()
         if not definitions:
             raise ConfigError(f"openenv: {server.url} has no tools")
-        return EpisodeTools(SessionTools(self), tuple(definitions))
+        return EpisodeTools(SourceTools(self.call), tuple(definitions))
 
     def _opening(self, prompt: str, shown: str) -> tuple[Mapping[str, str], ...]:
         """Return the messages before the first turn."""
@@ -359,23 +360,6 @@ class OpenEnvSource(EnvironmentSource):
             )
         while len(self._openings) > 64:  # groups in flight
             del self._openings[next(iter(self._openings))]
-
-
-class SessionTools(ToolClient):
-    """The tools of the server, each call in the session of its episode."""
-
-    def __init__(self, source: OpenEnvSource) -> None:
-        super().__init__()
-        self._source = source
-
-    async def acall(
-        self,
-        name: str,
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        before: CallsBefore | None = None,
-    ) -> ToolResult:
-        return await self._source.call(name, arguments or {})
 
 
 def _tool_result(observation: Mapping[str, Any]) -> ToolResult:

@@ -8,6 +8,7 @@ unless its value switches it off. Imports no MLX.
 """
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar, Literal
@@ -229,9 +230,9 @@ class SampledConfig(TrainerConfig):
     """Without effect: the adapter's dropout is always off in RL."""
 
     @property
+    @abstractmethod
     def longest_completion(self) -> int:
         """Return the longest completion in tokens."""
-        raise NotImplementedError
 
     @model_validator(mode="after")
     def _samples(self) -> "SampledConfig":

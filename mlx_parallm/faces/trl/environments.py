@@ -19,11 +19,10 @@ from typing import Any
 from mlx_parallm.config.environment import DATASET_KEYS, SCORING_KEYS, EnvironmentConfig
 from mlx_parallm.environments.base import Task
 from mlx_parallm.environments.episode import CURRENT, Episode
-from mlx_parallm.environments.episode_tools import EpisodeTools
+from mlx_parallm.environments.episode_tools import EpisodeTools, SourceTools
 from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.tool_calls import tool_definition
-from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.execution.tool_results import CallsBefore, ToolResult, as_json, bounded
 from mlx_parallm.execution.user_code import is_async, name_of, reference_to, user_code
 
@@ -115,7 +114,7 @@ class FactoryEnvironments(DatasetSource):
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
         """`config` is the place of the entry; `self.entry` holds its rows and rewards."""
         super().__init__(EnvironmentConfig(**self.entry), seed=seed, name=name or config.name)
-        self._client = MethodTools(self)
+        self._client = SourceTools(self.call)
         self._standing: EpisodeTools | None = None
         self.playing: dict[str, Instance] = {}
 
@@ -162,37 +161,22 @@ class FactoryEnvironments(DatasetSource):
                 instance, instance.environment.get_reward, "get_reward", {}
             )
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], before: CallsBefore | None
+    ) -> ToolResult:
         """Call a method of the running rollout's environment, or one of the trainer's tools."""
         episode = CURRENT.get()
         assert episode is not None, "tools are called in episodes"
         instance = self.playing[episode.name]
         method = methods(instance.environment).get(name)
         if method is None and self._standing is not None:
-            return await self._standing.client.acall(name, arguments)
+            return await self._standing.client.acall(name, arguments, before=before)
         assert method is not None, "EpisodeTools knows the names"
         try:
             value = await _called(instance, method, name, arguments)
         except RolloutRejectedError as error:
             return ToolResult(str(error), error="tool")
         return bounded(name, ToolResult(value if isinstance(value, str) else as_json(value)))
-
-
-class MethodTools(ToolClient):
-    """The methods of environments as tools, each call in the environment of its episode."""
-
-    def __init__(self, source: FactoryEnvironments) -> None:
-        super().__init__()
-        self._source = source
-
-    async def acall(
-        self,
-        name: str,
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        before: CallsBefore | None = None,
-    ) -> ToolResult:
-        return await self._source.call(name, arguments or {})
 
 
 def with_environments(entry: Mapping[str, Any], of: Factories) -> dict[str, Any]:
