@@ -412,6 +412,8 @@ def _result(
     # kernel, out of memory).
     code = report.get("exit", returncode if MACOS else -signal.SIGKILL)
     outcome: Outcome = cut or (report.get("limit") if "exit" not in report else None) or "ended"
+    if "protections" not in report and cut == "timeout":
+        raise SandboxError(f"the sandbox had not started its code after {seconds:.1f} s")
     if "protections" not in report:
         raise SandboxError(
             f"the sandbox ended with {returncode}: {stderr.decode(errors='replace').strip()[-300:]}"
