@@ -76,10 +76,16 @@ def raise_stored_faults() -> None:
 def has_signal(arrays: Sequence[mx.array]) -> np.ndarray:
     """Return for each array whether a number in it is not 0: [n] bool. Those without numbers have
     a signal."""
-    if not arrays:
-        return np.ones(0, bool)
-    flags = [mx.any(array) if array.size else mx.array(True) for array in arrays]
-    return np.array(mx.stack(flags))
+    return np.array(_read_flags([_signal_flag(array) for array in arrays]), bool)
+
+
+def _signal_flag(array: mx.array) -> mx.array:
+    return mx.any(array) if array.size else mx.array(True)
+
+
+def _read_flags(flags: Sequence[mx.array]) -> list[bool]:
+    """Return all flags by one read."""
+    return mx.stack(list(flags)).tolist() if flags else []
 
 
 def zeros_of(arrays: Mapping[str, mx.array]) -> dict[str, int]:
@@ -108,13 +114,15 @@ class PassProof:
     """
 
     def __init__(self) -> None:
-        self._signals: list[bool] = []  # of the arrays of this pass, in their order
+        self._flags: list[mx.array] = []  # [] bool, one for each array of this pass
         self._right: dict[str, list[bool]] = {}
 
     def look(self, array: mx.array | None) -> None:
-        """Take an evaluated array of the pass; None: there is none."""
-        if array is not None:
-            self._signals.append(not is_silent(array))
+        """Take an evaluated array of the pass; None: there is none. Nothing waits for its flag:
+        all flags are read at the pass's end."""
+        if array is not None and may_lose_results():
+            self._flags.append(_signal_flag(array))
+            mx.async_eval(self._flags[-1])  # now, so that the flag does not keep the array
 
     def proved(self, kind: str, compute: Callable[[], T]) -> T:
         """Return what the pass `compute` returns. Raises DeviceFaultError: an array is zeros alone,
@@ -128,8 +136,10 @@ class PassProof:
         return result
 
     def _once(self, compute: Callable[[], T]) -> tuple[T, list[bool]]:
-        self._signals = []
-        return compute(), self._signals
+        self._flags = []
+        result = compute()
+        flags, self._flags = self._flags, []
+        return result, _read_flags(flags)
 
 
 def evaluated(compute: Callable[[], list[mx.array]], what: str) -> list[mx.array]:

@@ -249,8 +249,9 @@ class PolicyOptimizer:
         arrays = [
             array.astype(dtype) for array, dtype in zip(self._masters(), self._dtypes, strict=True)
         ]
-        mx.eval(arrays)
-        if self._had_signal is not None:
+        if self._had_signal is None:
+            mx.eval(arrays)
+        else:  # the proof evaluates them
             self._had_signal = self._proved(arrays, self._had_signal)
         self._slots.write(arrays)
 
@@ -423,18 +424,18 @@ class ParameterGroup:
     def _odd_zeros(self, gradients: Mapping[str, mx.array], masters: Any, state: Any) -> set[str]:
         """Return the results of an update that are zeros alone although they, or their gradient,
         were not, and the masters that have got many zeros."""
-        learns = dict(zip(gradients, has_signal(list(gradients.values())), strict=True))
-        leaves = {(name, "master"): array for name, array in masters.items()} | {
-            (name, kind): array for name in masters for kind, array in state[name].items()
-        }
-        signal = dict(zip(leaves, has_signal(list(leaves.values())), strict=True))
+        arrays = {(name, "gradient"): array for name, array in gradients.items()}
+        arrays |= {(name, "master"): array for name, array in masters.items()}
+        arrays |= {(name, kind): array for name in masters for kind, array in state[name].items()}
+        signals = dict(zip(arrays, has_signal(list(arrays.values())), strict=True))
+        learns = {name: signals.pop((name, "gradient")) for name in gradients}
         odd = {
             f"{kind} of {name} is zeros alone"
-            for (name, kind), has in signal.items()
+            for (name, kind), has in signals.items()
             if not has and (learns[name] or (name, kind) in self._had_signal)
         }
         if not odd:
-            self._had_signal = {leaf for leaf, has in signal.items() if has}
+            self._had_signal = {leaf for leaf, has in signals.items() if has}
         zeros = zeros_of(masters)
         bounds = {name: array.size // NEW_ZEROS for name, array in masters.items()}
         many = [name for name, count in zeros.items() if count > bounds[name]]
