@@ -76,16 +76,16 @@ def raise_stored_faults() -> None:
 def has_signal(arrays: Sequence[mx.array]) -> np.ndarray:
     """Return for each array whether a number in it is not 0: [n] bool. Those without numbers have
     a signal."""
-    return np.array(_read_flags([_signal_flag(array) for array in arrays]), bool)
+    return _read_flags([_signal_flag(array) for array in arrays])
 
 
 def _signal_flag(array: mx.array) -> mx.array:
     return mx.any(array) if array.size else mx.array(True)
 
 
-def _read_flags(flags: Sequence[mx.array]) -> list[bool]:
-    """Return all flags by one read."""
-    return mx.stack(list(flags)).tolist() if flags else []
+def _read_flags(flags: Sequence[mx.array]) -> np.ndarray:
+    """Return all flags by one read: [n] bool."""
+    return np.array(mx.stack(list(flags))) if flags else np.ones(0, bool)
 
 
 def zeros_of(arrays: Mapping[str, mx.array]) -> dict[str, int]:
@@ -139,7 +139,7 @@ class PassProof:
         self._flags = []
         result = compute()
         flags, self._flags = self._flags, []
-        return result, _read_flags(flags)
+        return result, _read_flags(flags).tolist()
 
 
 def evaluated(compute: Callable[[], list[mx.array]], what: str) -> list[mx.array]:
