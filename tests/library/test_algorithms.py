@@ -449,7 +449,7 @@ def test_trackers_need_a_place() -> None:
     ],
 )
 def test_it_learns(kind: type[BaseAlgorithm], inference: InferenceModule) -> None:
-    """A short version of scripts/bench/primitives.py."""
+    """PPO, GRPO and REINFORCE learn one letter on the shipped model."""
     values = {"kl_coef": 0.0, "entropy_coef": 0.0, "gamma": 1.0}
     algorithm = make(
         kind, inference, ShareOfALetter("q"), tokens=6, batch_size=32, ppo_epochs=1, backprop=values

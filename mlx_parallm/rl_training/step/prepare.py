@@ -72,7 +72,7 @@ MEASURED_MISMATCH: Mapping[tuple[mx.Dtype, bool], float] = {
     (mx.bfloat16, True): 4.7e-2,
 }
 """Mean |trainer - engine| by (dtype of the activations, 4-bit weights): the largest of the
-models that `scripts/bench/mismatch.py` measured on a CPU (docs/algorithms.md#before-a-step-learns).
+models of docs/algorithms.md#before-a-step-learns, on a CPU.
 `mlx_parallm doctor --contracts` measures it for any model and device."""
 
 

@@ -32,8 +32,7 @@ from mlx_parallm.rl_training.step.teaching import IDS, LOGPROBS, TARGETS
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.run_files.versions import VersionSteps
-from mlx_parallm.types import RolloutGroup
-from scripts.bench.tree import episodes
+from mlx_parallm.types import Rollout, RolloutGroup
 from tests.models.recurrent.test_layout import model_of
 from tests.rl_training.distillation.making import BASE, base_logprobs, taught_trainer
 from tests.rl_training.making import make_config, perturb_adapter
@@ -598,16 +597,38 @@ def test_a_reward_that_is_no_number_has_solved_nothing(tiny: LoadedModel) -> Non
         TeacherPrompt(config, tokenizer, {}).tokens(asked)
 
 
+def episodes(count: int, turns: int) -> list[TrainSequence]:
+    """Make one group of episodes, a row for each turn; thoughts of earlier turns are left out."""
+    rng = np.random.default_rng(0)
+
+    def words(size: int) -> list[int]:
+        return rng.integers(0, 40, size).tolist()
+
+    instruction, rows = words(200), []
+    for _ in range(count):
+        history = [*instruction]
+        for _ in range(turns):
+            thought, answer = words(60), words(40)
+            sampled = [*thought, *answer]
+            tokens = (*history, *sampled)
+            rollout = Rollout(
+                tokens=tokens,
+                mask=(0,) * len(history) + (1,) * len(sampled),
+                logprobs=None,
+                policy_versions=(0,) * len(tokens),
+                temperature=1.0,
+                scores={},
+            )
+            rows.append(TrainSequence(rollout, (1.0,) * len(tokens), fresh=True))
+            history += [*answer, *words(40)]
+    return rows
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5", "deepseek_v3"])
 @pytest.mark.parametrize("keep", [None, 0, 3])
 def test_a_teacher_scores_a_tree_of_turns_as_its_rows(architecture: str, keep: int | None) -> None:
     model = BlockwiseModel(model_of(architecture), blocks_per_eval=1)
-    answers = [
-        replace(
-            each, rollout=replace(each.rollout, tokens=tuple(t % 40 for t in each.rollout.tokens))
-        )
-        for each in episodes(count=2, turns=3)
-    ]
+    answers = episodes(count=2, turns=3)
 
     def scored(merging: bool) -> list[Scored]:
         batch = collate(answers, range(len(answers)), token_budget=8192, merging=merging)
