@@ -33,6 +33,7 @@ from mlx_parallm.errors import (
     RolloutRejectedError,
 )
 from mlx_parallm.rewards.base import score_group
+from mlx_parallm.system.device.faults import raise_device_fault
 from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.types import (
     Completion,
@@ -109,7 +110,7 @@ class EpisodeRunner:
         """Play groups, two or more of them submitted atomically; return results in the order of
         `plans`.
 
-        Raises nothing but CancelledError, which aborts the requests in the engine.
+        Raises CancelledError, which aborts the requests in the engine, and DeviceFaultError.
         """
         prepared = [self._prepare(plan) for plan in plans]
         jobs = [item for item in prepared if isinstance(item, _Job)]
@@ -345,11 +346,13 @@ class Outcome:
 @contextmanager
 def attempt() -> Iterator[Outcome]:
     """The boundary around foreign code: environments, rewards, the engine's refusal of a
-    request."""
+    request. Raises DeviceFaultError: the GPU has failed under it, as it may under an expert that
+    acts; that is no episode's failure."""
     outcome = Outcome()
     try:
         yield outcome
     except (Exception, SystemExit) as error:  # noqa: BLE001  boundary: a failed episode is a recorded result
+        raise_device_fault(error)
         outcome.failure, outcome.may_pass = describe(error), _may_pass(error)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()

@@ -11,11 +11,12 @@ from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.environments.turn_policy import EpisodePolicy, TurnRequest
-from mlx_parallm.errors import EngineUnavailableError, RolloutRejectedError
+from mlx_parallm.errors import DeviceFaultError, EngineUnavailableError, RolloutRejectedError
 from mlx_parallm.rewards.base import exact_match
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.types import Structure
+from scripts.soak.faulty_evaluations import TEXTS, raise_as_mlx
 from tests.environments.scripted_client import ScriptedClient, finished
 from tests.environments.templates import QWEN3, with_template
 
@@ -354,3 +355,15 @@ async def test_other_players_of_a_game_are_asked_and_not_recorded(tokenizer):
     ]
     assert len({request.params.seed for request in client.requests}) == 8
     assert [[turn.response for turn in t.history] for t in result.trajectories] == [["3"], ["3"]]
+
+
+async def test_a_fault_of_the_gpu_is_no_episodes_failure(tokenizer):
+    """An expert that acts in an episode may meet it: all that the GPU computes may be wrong."""
+
+    class Acts(Echo):
+        async def play(self, episode, task, max_steps):
+            raise_as_mlx(TEXTS[1])
+
+    client = ScriptedClient(tokenizer, lambda *_: "3")
+    with pytest.raises(DeviceFaultError):
+        await runner(tokenizer, client).run([plan(source(Acts))])

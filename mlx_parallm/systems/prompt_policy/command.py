@@ -35,11 +35,15 @@ class PromptPolicy(Configured):
     def _run(self, shutdown: Shutdown) -> int:
         config = load(self.config, self.overrides)
         require_mlx()
+        import mlx.core as mx
+
         from mlx_parallm.models.threads import mlx_thread
         from mlx_parallm.system.log import configure_logging
         from mlx_parallm.systems.prompt_policy.config import PromptPolicyConfig
 
         configure_logging(level=config.logging.level)
+        # a GPU takes longer to start such small products than a CPU to compute them, and may fail
+        mx.set_default_device(mx.cpu)
         if self.server is None:
             from mlx_parallm.systems.prompt_policy.demo import demonstrate
 
