@@ -219,11 +219,13 @@ class ServedLinear(_Served):
     def __call__(self, x: mx.array) -> mx.array:
         """x [B, ..., in] or [B * positions, in]."""
         context = self._context
+        if not (context.pairs or context.stacked):  # most steps, and each layer of them comes here
+            return self["linear"](x)
         mixed = context.rows is not None or context.indices is not None
         if mixed and (x.ndim != 3 or x.shape[0] != context.batch):
             # Architectures that flatten or split the positions: rows come first all the same.
             return self(x.reshape(context.batch, -1, x.shape[-1])).reshape(*x.shape[:-1], -1)
-        y = self.linear(x)
+        y = self["linear"](x)
         if pair := context.pairs.get(self._path):
             updated = mx.addmm(y, context.reduced(x, pair.a), pair.b, alpha=pair.scale)
             if pair.gain is not None:
