@@ -35,6 +35,8 @@ NARROW_IDS = 256
 WIDEST_ID = (1 << 15) - 1
 """The highest id of an expert: a trainer counts them in 16 bits, and -1 means none."""
 
+LOGPROB_TOLERANCE = 1e-3  # float32 log-softmax may come out a hair above 0
+
 UNSCORED = "unscored"
 """A score of this name marks a trajectory that nothing could score. It gets no advantage and
 counts in no number of its group; its "reward" is a placeholder that nobody reads."""

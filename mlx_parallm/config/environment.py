@@ -75,7 +75,7 @@ class EnvironmentConfig(Section):
     """Share of the groups, relative to the other environments."""
     group_size: int = Field(8, ge=1)
     """Rollouts of one prompt. 1: nothing to compare them with, for algorithms with another baseline
-    (ppo, reinforce, reinforce_pp) and for teachers."""
+    (ppo, reinforce, reinforce_pp) and for distillation."""
     max_tokens: int = Field(256, ge=1)
     """Longest completion of one turn."""
     stop: tuple[str, ...] = ()

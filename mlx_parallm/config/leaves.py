@@ -87,8 +87,8 @@ class Leaf:
         serve_help: the help of that flag.
         images: (its section, directory of the model, its config.json) →
             `models.images.encoder.ImageSupport` or None: what reads images for that model.
-        teachers: (factory.TeacherContext) → `step.teaching.TeacherSignal`: the teachers of
-            [rl_training.distillation].
+        companion: (factory.CompanionContext) → `step.companion.StepCompanion`, or None if the
+            configuration asks for none: what travels with the sequences of a step.
         environments: kinds of environments, each the "module:name" of its class, a
             `BaseEnvironment` or an `EnvironmentSource`.
         commands: further commands of `mlx_parallm`.
@@ -104,7 +104,7 @@ class Leaf:
     clients_train: str | None = None
     serve_help: str | None = None
     images: str | None = None
-    teachers: str | None = None
+    companion: str | None = None
     environments: Mapping[str, str] = field(default_factory=dict)
     commands: tuple[Command, ...] = ()
 

@@ -236,17 +236,17 @@ def _check_signal(
 ) -> None:
     """Raises ValueError: an environment with nothing to learn from: no rewards, or one answer to a
     prompt where answers are compared."""
-    teachers = training.distillation
+    distillation = training.distillation
     for entry in environments:
         compares = training.algorithm == ONLINE_DPO or training.advantage in COMPARING
-        if entry.group_size == 1 and compares and not teachers.active:
+        if entry.group_size == 1 and compares and not distillation.active:
             raise ValueError(
                 f"environments: {entry.name}: group_size = 1, but {training.algorithm} compares the"
                 " answers to one prompt: set at least 2"
             )
         if entry.kind != "dataset" or entry.rewards:
             continue
-        if not teachers.active or teachers.reward:
+        if not distillation.active or distillation.reward:
             raise ValueError(
                 f'environments: {entry.name}: kind = "dataset" needs rewards ='
                 ' ["python:file.py:function"] (only with'

@@ -287,8 +287,8 @@ class LoopSection(Section):
 
 
 class LearningSection(AlgorithmSection, PrepareConfig, LoopSection):
-    """The part of [rl_training] that the trainer, the policy, the optimizer, the buffer and the
-    teachers read: how a step learns."""
+    """The part of [rl_training] that the trainer, the policy, the optimizer, the buffer and its
+    companions read: how a step learns."""
 
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate."""

@@ -95,7 +95,7 @@ class Task:
     # the last message's text goes to the model as it is, without the chat template
     plain: bool = False
     state: State | None = None  # a BaseEnvironment's: each episode begins with a copy of it
-    # columns of the data set's row, for teachers
+    # columns of the data set's row
     columns: Mapping[str, Any] = field(default_factory=dict)
     # definitions that the chat template shows; their calls are not made
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -141,7 +141,7 @@ class EnvironmentSource(ABC):
     structure: Structure | None = None
     """Return the structure that every answer is held to while it is sampled."""
     keeps_rows = False
-    """Whether the store keeps each group's row and messages, which teachers are asked with."""
+    """Whether the store keeps each group's row and messages, of which other prompts are made."""
 
     learner: Learner | None = None
     """Return the learner beside the policy, fed by this environment's groups."""

@@ -397,7 +397,7 @@ async def _deadline(job: _Job, why: Callable[[], str | None] = lambda: None) -> 
 
 
 def task_in_words(task: Task, source: EnvironmentSource) -> dict[str, Any]:
-    """Return a task's messages and row as JSON, for a group's metadata: the teacher's prompt.
+    """Return a task's messages and row as JSON, for a group's metadata.
 
     `columns_left_out`: columns that JSON does not know. `taught_tools`: the policy's prompt has
     tools, which a prompt made of these messages would lack.

@@ -45,7 +45,7 @@ class LossInputs:
     values: mx.array | None = None  # [B, T] float32, differentiated
     old_values: mx.array | None = None  # [B, T] float32, before the step's first update
     returns: mx.array | None = None  # [B, T] float32
-    # [B, T] float32, from a teacher's distribution, nats; differentiated
+    # [B, T] float32, from another distribution, nats; differentiated
     divergence: mx.array | None = None
     max_length: Number | None = None  # L of the aggregation "constant"
     # today's weight of the KL to the reference in the loss; without one the float 0

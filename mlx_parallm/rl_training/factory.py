@@ -27,7 +27,6 @@ from mlx_parallm.rl_training.step.algorithms import Algorithm, shaping_of
 from mlx_parallm.rl_training.step.images import StepImages
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
-from mlx_parallm.rl_training.step.teaching import TeacherSignal
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.types import RolloutGroup
@@ -127,8 +126,8 @@ def step_images(
 
 
 @dataclass(frozen=True)
-class TeacherContext:
-    """The parts from which a run's teachers are built: its trainer, before a resume.
+class CompanionContext:
+    """The parts from which a leaf builds its companion of a run's trainer, before a resume.
 
     `tokenizer` makes one for the trainer's thread. `between_blocks`: as in `Trainer`. `seeing`: a
     loaded model with what reads images for it, as the policy has it.
@@ -143,23 +142,18 @@ class TeacherContext:
     seeing: Callable[[LoadedModel], LoadedModel] = lambda loaded: loaded
 
 
-def build_teachers(
+def build_companions(
     trainer: Trainer,
     training: LearningSection,
     model: ModelConfig,
     loaded: LoadedModel,
     *,
     between_blocks: Callable[[], None] = lambda: None,
-) -> TeacherSignal | None:
-    """Give the trainer its teachers, if the configuration names some, before a checkpoint is
-    resumed. Raises ConfigError: nothing here can build them, or one does not fit the policy;
-    ModelError."""
-    if not training.distillation.active:
-        return None
-    makers = [imported(leaf.teachers) for leaf in leaves() if leaf.teachers is not None]
-    if not makers:
-        raise ConfigError("rl_training.distillation names teachers, and this package has none")
-    context = TeacherContext(
+) -> None:
+    """Give the trainer the companions of the leaves that the configuration asks for, before a
+    checkpoint is resumed. Raises ConfigError: nothing here can build one, or it does not fit the
+    policy; ModelError."""
+    context = CompanionContext(
         model,
         trainer,
         training,
@@ -168,8 +162,13 @@ def build_teachers(
         between_blocks,
         (lambda other: other) if loaded.images is None else loaded.images.for_other,
     )
-    trainer.teachers = makers[0](context)
-    return trainer.teachers
+    for leaf in leaves():
+        made = None if leaf.companion is None else imported(leaf.companion)(context)
+        if made is not None:
+            trainer.companions[made.name] = made
+    signal = trainer.algorithm.signal
+    if signal is not None and signal.companion not in trainer.companions:
+        raise ConfigError(signal.missing)
 
 
 def build_buffer(
@@ -197,8 +196,5 @@ def build_buffer(
         shaping=shaping_of(trainer.algorithm, configured_shaping(training)),
         pairs=trainer.algorithm.pairs,
         singles=trainer.algorithm.singles,
-        taught=lambda group: trainer.teachers is not None and trainer.teachers.teaches(group),
-        dataset_completion=lambda group: (
-            trainer.teachers.dataset_completion(group) if trainer.teachers else None
-        ),
+        companions=trainer.companions,
     )

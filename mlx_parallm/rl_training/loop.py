@@ -267,7 +267,7 @@ class TrainingLoop:
         with self._control.training():
             # before the other ranks begin, since they get the scores
             started = time.perf_counter()
-            scored_position = self._parts.trainer.ask_teachers(
+            scored_position = self._parts.trainer.ask_companions(
                 batch, position, self._control.should_stop
             )
             if scored_position is None:

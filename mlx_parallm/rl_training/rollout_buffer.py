@@ -27,6 +27,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +45,7 @@ from mlx_parallm.losses.advantages import (
 from mlx_parallm.rl_training.monitor.evidence import Arrivals
 from mlx_parallm.rl_training.monitor.health import find_waiting
 from mlx_parallm.rl_training.step.batch import StatisticsCollector, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.companion import StepCompanion
 from mlx_parallm.rollout_store.checks import OTHER_MODEL, TOO_LARGE, is_too_large
 from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.system.log import get_logger
@@ -107,9 +109,8 @@ class RolloutBuffer:
         shaping: changes of rewards and rollouts before the advantages.
         pairs: the sequences of a batch are the best and the worst answer of each group.
         singles: each sequence learns from the sign of its own reward.
-        taught: whether a group has another signal than its rewards: it is kept if they are
+        companions: the trainer's. A group that one of them teaches is kept if its rewards are
             equal, unless none of its answers is trained on.
-        dataset_completion: the answer to learn from in a group's place; None: the group's.
 
     Raises ConfigError: no mix of these group sizes makes `batch_size` sequences.
     """
@@ -128,8 +129,7 @@ class RolloutBuffer:
         shaping: Shaping = PLAIN,
         pairs: bool = False,
         singles: bool = False,
-        taught: Callable[[RolloutGroup], bool] = lambda group: False,
-        dataset_completion: Callable[[RolloutGroup], Rollout | None] = lambda group: None,
+        companions: Mapping[str, StepCompanion] = MappingProxyType({}),
     ) -> None:
         self._target = training.atropos.rollout_batch_size
         if group_sizes and not fillable_up_to(self._target, set(group_sizes))[-1]:
@@ -151,7 +151,7 @@ class RolloutBuffer:
         self._is_mismatched, self._shaping = is_mismatched, shaping
         self._pairs = pairs
         self._nothing = NO_PAIR if pairs else NO_LABEL if singles else NO_VARIANCE
-        self._taught, self._dataset_completion = taught, dataset_completion
+        self._companions = companions
         # waiting in the store, read already; in the store's order
         self._held: dict[str, RolloutGroup] = {}
         # advantages of held groups, which each new arrival looks at again
@@ -407,7 +407,13 @@ class RolloutBuffer:
         return self._computed[group.group_id]
 
     def _is_taught(self, group: RolloutGroup) -> bool:
-        return not all(map(self._shaping.leaves_out, group.rollouts)) and self._taught(group)
+        if all(map(self._shaping.leaves_out, group.rollouts)):
+            return False
+        return any(companion.teaches(group) for companion in self._companions.values())
+
+    def _dataset_completion(self, group: RolloutGroup) -> Rollout | None:
+        answers = (each.dataset_completion(group) for each in self._companions.values())
+        return next((answer for answer in answers if answer is not None), None)
 
     def _choose_among(
         self, trainable: list[Chosen], room: int, fillable: Sequence[bool], step: int

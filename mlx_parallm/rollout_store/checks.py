@@ -12,9 +12,9 @@ from math import isfinite
 from typing import Literal
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.types import MAX_REWARD, Rollout, RolloutGroup
+from mlx_parallm.rollout_store.distillation import check_best_tokens
+from mlx_parallm.types import LOGPROB_TOLERANCE, MAX_REWARD, Rollout, RolloutGroup
 
-LOGPROB_TOLERANCE = 1e-3  # float32 log-softmax may come out a hair above 0
 GREEDY = "greedy"
 """Key of a group's metadata: it was sampled at temperature 0, and its zeros are no placeholders."""
 LEAST_LOGPROB = -1e9  # far below what logits / temperature in float32 gives
@@ -79,7 +79,7 @@ def check_group(
             f"policy version {newest} has not been served yet: the newest is {newest_version}"
         )
     _check_advantages(group)
-    _check_teachers_tokens(group, vocab_size)
+    check_best_tokens(group, vocab_size)
 
 
 def with_fitting_experts(group: RolloutGroup, experts: tuple[int, int, int] | None) -> RolloutGroup:
@@ -134,19 +134,6 @@ def is_too_large(group: RolloutGroup) -> bool:
     except RolloutRejectedError:
         return True
     return False
-
-
-def _check_teachers_tokens(group: RolloutGroup, vocab_size: int) -> None:
-    """The best tokens of a sender's teacher: each of the vocabulary, and once at a position."""
-    for number, row in enumerate(group.metadata.get("distill", {}).get("token_ids", ())):
-        for position, ids in enumerate(row):
-            where = f"sequence {number}: distill_token_ids[{position}]"
-            if wrong := [token for token in ids if not 0 <= token < vocab_size]:
-                raise RolloutRejectedError(
-                    f"{where} has id {wrong[0]}, outside the vocabulary of {vocab_size}"
-                )
-            if len(set(ids)) < len(ids):
-                raise RolloutRejectedError(f"{where} names a token twice")
 
 
 def _check_lengths(rollout: Rollout, max_token_length: int) -> None:

@@ -134,7 +134,7 @@ class EvaluationLog:
 
 def has_collapsed(line: Mapping[str, Any]) -> bool:
     """Whether an evaluation (a line of evaluations.jsonl) says nothing of its weights: its reward
-    was its own teacher, and nearly all prompts got one answer."""
+    was trained on, and nearly all prompts got one answer."""
     parts = line["environments"].values()
     return any(part.get("own_examiner") and part.get("one_answer") for part in parts)
 

@@ -27,7 +27,7 @@ from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
 from mlx_parallm.models.image_support import image_support, with_images
 from mlx_parallm.models.loading import LoadedModel, check_model, load_model
 from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, restore_random_state
-from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_trainer
+from mlx_parallm.rl_training.factory import build_buffer, build_companions, build_trainer
 from mlx_parallm.rl_training.initial_adapter import initial_adapter
 from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
@@ -159,7 +159,7 @@ class _Player:
             initial_adapter=initial,
             kv_bits=config.server.kv_bits,
         )
-        build_teachers(self._trainer, training, config.model, loaded)
+        build_companions(self._trainer, training, config.model, loaded)
         self._policy = self._trainer.policy
         versions = VersionSteps()
         if checkpoint is not None:

@@ -38,7 +38,7 @@ class DatasetSource(EnvironmentSource):
                 config, columns=common_columns(self.rows) if self.columns_are_all else None
             )
             if config.rewards
-            else RewardFunctions.none()  # a teacher scores (config.load checks it)
+            else RewardFunctions.none()  # something else scores (config.load checks it)
         )
 
     def task(self, index: int, split: Split = "train") -> Task:

@@ -21,13 +21,12 @@ null, an image (a data URL, or base64 alone, as atroposlib's environments send i
 them in the order of their tokens; these are as many as the server's prompt has. Fields that would
 change the training and have no counterpart here are refused (`sft`, messages with sound or video).
 Fields without which the group keeps its meaning are listed in `metadata["ignored_fields"]`
-(ref_logprobs: the trainer computes its own reference). The teacher's `distill_token_ids` and
-`distill_logprobs` are in `metadata["distill"]`, if a teacher of kind "group" reads them
-(docs/distillation.md). `checks.check_group` checks the ranges.
+(ref_logprobs: the trainer computes its own reference). `distill_token_ids` and
+`distill_logprobs` are in `metadata["distill"]` (docs/distillation.md). `checks.check_group` checks
+the ranges.
 """
 
 import hashlib
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,11 +38,13 @@ from pydantic import BaseModel, NonNegativeInt, ValidationError, field_validator
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.execution.chat_messages import is_image
 from mlx_parallm.execution.prompt_images import ImageReader, data_url_bytes
-from mlx_parallm.rollout_store.checks import GREEDY, LOGPROB_TOLERANCE
+from mlx_parallm.rollout_store.checks import GREEDY
+from mlx_parallm.rollout_store.distillation import KEY, best_tokens
 from mlx_parallm.server.protocol.fields import ListOf
 from mlx_parallm.server.protocol.routes import read_npy
 from mlx_parallm.system.validation import faults
 from mlx_parallm.types import (
+    LOGPROB_TOLERANCE,
     UNSCORED,
     PromptExperts,
     Rollout,
@@ -198,7 +199,9 @@ def from_scored_data(
     if "inference_logprobs" in ignored and _is_greedy(wire):
         metadata[GREEDY] = True
     if wire.distill_token_ids is not None or wire.distill_logprobs is not None:
-        metadata["distill"] = _teachers_numbers(wire)
+        metadata[KEY] = best_tokens(
+            wire.distill_token_ids, wire.distill_logprobs, wire.tokens, wire.episodes
+        )
     return RolloutGroup(
         group_id=wire.group_id or f"sha256:{_content_hash(wire)}",
         environment=wire.environment or environment,
@@ -232,41 +235,6 @@ def _is_greedy(wire: ScoredData) -> bool:
         for each in overrides
     ]
     return all(isinstance(value, int | float) and value <= 0 for value in temperatures)
-
-
-def _teachers_numbers(wire: ScoredData) -> dict[str, Any]:
-    """The teacher's best tokens at each position and their log-probabilities, [sequences][T][K], in
-    the order of the group's segments."""
-    ids, logprobs, size = wire.distill_token_ids, wire.distill_logprobs, len(wire.tokens)
-    if ids is None or logprobs is None:
-        raise RolloutRejectedError("distill_token_ids and distill_logprobs belong together")
-    tables: dict[str, Sequence[Sequence[Any]]] = {
-        "distill_token_ids": ids,
-        "distill_logprobs": logprobs,
-    }
-    for name, table in tables.items():
-        if len(table) != size:
-            raise RolloutRejectedError(f"{len(table)} {name} for {size} sequences")
-        for number, row in enumerate(table):
-            if len(row) != (length := len(wire.tokens[number])):
-                raise RolloutRejectedError(
-                    f"sequence {number}: {len(row)} {name} for {length} tokens"
-                )
-    for number, rows in enumerate(zip(ids, logprobs, strict=True)):
-        for position, (tokens, values) in enumerate(zip(*rows, strict=True)):
-            good = all(math.isfinite(value) and value <= LOGPROB_TOLERANCE for value in values)
-            if len(tokens) != len(values) or not good:
-                raise RolloutRejectedError(
-                    f"sequence {number}: distill_logprobs[{position}] is not a log-probability for"
-                    f" each of its {len(tokens)} tokens: {str(values)[:80]}"
-                )
-    episodes = list(range(size)) if wire.episodes is None else wire.episodes
-    firsts = {episode: number for number, episode in reversed(list(enumerate(episodes)))}
-    order = sorted(range(size), key=lambda number: (firsts[episodes[number]], number))
-    return {
-        "token_ids": [ids[number] for number in order],
-        "logprobs": [logprobs[number] for number in order],
-    }
 
 
 def _joined(sequences: tuple[Rollout, ...], episodes: list[int]) -> tuple[Rollout, ...]:

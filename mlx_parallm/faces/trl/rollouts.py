@@ -32,8 +32,8 @@ from mlx_parallm.faces.trl.dataset_argument import DataRows
 from mlx_parallm.faces.trl.environments import played_by
 from mlx_parallm.rewards.functions import ARGUMENTS
 from mlx_parallm.rewards.threads import Worker
-from mlx_parallm.rollout_store.checks import LEAST_LOGPROB, LOGPROB_TOLERANCE
-from mlx_parallm.types import Completion, FinishReason
+from mlx_parallm.rollout_store.checks import LEAST_LOGPROB
+from mlx_parallm.types import LOGPROB_TOLERANCE, Completion, FinishReason
 
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")

@@ -1,7 +1,7 @@
 """A teacher whose log-probabilities came with the group: Atropos' `distill_token_ids` and
 `distill_logprobs`, [G][T][K] each, at each position the best K tokens that may be there.
 
-They are in the group's metadata under DISTILL. The token at position t is looked for among the
+They are in the group's metadata under KEY. The token at position t is looked for among the
 entries of position t; one that is not there has no score, and is counted.
 """
 
@@ -15,9 +15,8 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.distillation.remote import rest_of
 from mlx_parallm.rl_training.distillation.scoring import Answer, Scored
 from mlx_parallm.rl_training.step.batch import TrainSequence
+from mlx_parallm.rollout_store.distillation import KEY
 from mlx_parallm.types import RolloutGroup
-
-DISTILL = "distill"
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,13 @@ class GroupTeacher:
         self.name, self._vocab_size, self._note = name, vocab_size, note
 
     def has(self, group: RolloutGroup) -> bool:
-        return DISTILL in group.metadata
+        return KEY in group.metadata
 
     def answer(
         self, group: RolloutGroup, number: int, segment: int, sequence: TrainSequence
     ) -> Answer | None:
         """None: the fields are of other sequences, or of another temperature, which is noted."""
-        scores = group.metadata[DISTILL]
+        scores = group.metadata[KEY]
         flat = sum(len(rollout.segments) for rollout in group.rollouts[:number]) + segment
         if flat >= len(scores["token_ids"]):
             self._note(f"{self.name}: the group's distill fields have no entry for a sequence")

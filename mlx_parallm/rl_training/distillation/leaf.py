@@ -2,4 +2,4 @@
 
 from mlx_parallm.config.leaves import Leaf
 
-LEAF = Leaf("distillation", teachers="mlx_parallm.rl_training.distillation.signal:teachers_of")
+LEAF = Leaf("distillation", companion="mlx_parallm.rl_training.distillation.companion:teachers_of")

@@ -20,7 +20,7 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoint import CheckpointVersions
 from mlx_parallm.rl_training.distillation.scoring import Answer, Scored, forward
 from mlx_parallm.rl_training.distillation.tokenizers import check_tokenizers
-from mlx_parallm.rl_training.factory import TeacherContext, step_images
+from mlx_parallm.rl_training.factory import CompanionContext, step_images
 from mlx_parallm.rl_training.step.collate import MicroBatch, MicroBatchBudget, MiniBatch, collate
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.run_files.directory import FINAL, LATEST
@@ -35,8 +35,8 @@ class OwnWeights:
     def __init__(self, name: str, trainer: Trainer, weights: Weights) -> None:
         self.name = name
         self._trainer, self._weights = trainer, weights
-        teaching = trainer.algorithm.teaching
-        self._temperature = None if teaching is None else teaching.temperature
+        signal = trainer.algorithm.signal
+        self._temperature = None if signal is None else signal.temperature
 
     @property
     def reads_images(self) -> bool:
@@ -125,7 +125,7 @@ class OtherModel:
     def __init__(
         self,
         config: TeacherConfig,
-        context: TeacherContext,
+        context: CompanionContext,
         tokenizer: Tokenizer,
         keep: int | None,
         note: Callable[[str], None] = lambda reason: None,

@@ -29,7 +29,7 @@ from mlx_parallm.rl_training.distillation.tokenizers import (
     compare,
     texts,
 )
-from mlx_parallm.rl_training.factory import TeacherContext
+from mlx_parallm.rl_training.factory import CompanionContext
 from mlx_parallm.system.files import local_path
 from mlx_parallm.system.foreign_http import Bounds
 from mlx_parallm.system.log import get_logger
@@ -69,7 +69,7 @@ class RemoteTeacher:
     def __init__(
         self,
         config: TeacherConfig,
-        context: TeacherContext,
+        context: CompanionContext,
         tokenizer: Tokenizer,
         keep: int | None,
         note: Callable[[str], None],

@@ -27,18 +27,19 @@ from mlx_parallm.rl_training.distillation.prompts import (
 )
 from mlx_parallm.rl_training.distillation.remote import LostError, RemoteTeacher
 from mlx_parallm.rl_training.distillation.scoring import Answer, Scored, Teacher, behind
-from mlx_parallm.rl_training.factory import TeacherContext
+from mlx_parallm.rl_training.factory import CompanionContext
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
-from mlx_parallm.rl_training.step.teaching import (
+from mlx_parallm.rl_training.step.companion import StepCompanion
+from mlx_parallm.rl_training.step.distillation import (
     AGREES,
     IDS,
     LOGPROBS,
     TARGETS,
+    TEACHERS,
     sequence_groups,
 )
-from mlx_parallm.rollout_store.checks import LOGPROB_TOLERANCE
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.types import LOGPROB_TOLERANCE, Rollout, RolloutGroup
 
 PAUSE_S = 2.0
 """Between two tries of a server that steps wait for."""
@@ -46,16 +47,12 @@ PAUSE_S = 2.0
 log = get_logger("distillation")
 
 
-def teachers_of(context: TeacherContext) -> "Teachers":
-    """The configured teachers, loaded and compared with the policy's tokenizer. Raises ConfigError,
-    ModelError."""
-    return Teachers(context)
+class Teachers(StepCompanion):
+    """The teachers of a run."""
 
+    name = TEACHERS
 
-class Teachers:
-    """See `step.teaching.TeacherSignal`."""
-
-    def __init__(self, context: TeacherContext) -> None:
+    def __init__(self, context: CompanionContext) -> None:
         self._config: DistillationConfig = context.training.distillation
         self._tokenizer: Tokenizer | None = None
         self._context = context

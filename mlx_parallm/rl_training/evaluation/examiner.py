@@ -27,10 +27,10 @@ def own_examiners(
     trained: Iterable[EnvironmentConfig], evaluated: Iterable[EnvironmentConfig]
 ) -> tuple[str, ...]:
     """Return the rewards that both train and judge, and are not rules, by their names."""
-    teachers = {reward for entry in trained for reward in entry.rewards}
+    trains = {reward for entry in trained for reward in entry.rewards}
     judges = dict.fromkeys(reward for entry in evaluated for reward in entry.rewards)
     return tuple(
-        name.rpartition(":")[2] for name in judges if name in LEARNED_EXAMINERS and name in teachers
+        name.rpartition(":")[2] for name in judges if name in LEARNED_EXAMINERS and name in trains
     )
 
 

@@ -19,6 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.rl_training.monitor import reward_signs, row_signs, update_signs
+from mlx_parallm.rl_training.monitor.distillation_signs import (
+    NO_SIGNAL_RULES,
+    SIGNAL_RULES,
+    is_taught,
+)
 from mlx_parallm.rl_training.monitor.evidence import (
     FEWEST_STEPS,
     GAIN,
@@ -31,7 +36,7 @@ from mlx_parallm.rl_training.monitor.evidence import (
     mean_of,
     values_of,
 )
-from mlx_parallm.rl_training.monitor.part_signs import FAILURE_RULES, PART_RULES, is_taught
+from mlx_parallm.rl_training.monitor.part_signs import FAILURE_RULES, PART_RULES
 from mlx_parallm.rl_training.monitor.reward_hole import reward_hole
 from mlx_parallm.rl_training.monitor.reward_signs import NO_ROOM
 from mlx_parallm.rl_training.step.batch import ONE_ANSWER
@@ -228,7 +233,7 @@ def _logprob_mismatch(evidence: Evidence) -> Sign | None:
     return None
 
 
-RULES += [Rule(*rule) for rule in FAILURE_RULES]
+RULES += [Rule(*rule) for rule in (*FAILURE_RULES, *NO_SIGNAL_RULES)]
 _rule(
     "chosen-answers-unlikely",
     "lower learning_rate (by 10), or raise preference.beta; go back to an earlier checkpoint",
@@ -738,7 +743,7 @@ def _refused(arrivals: Arrivals) -> Sign | None:
     )
 
 
-RULES += [Rule(*rule) for rule in PART_RULES]
+RULES += [Rule(*rule) for rule in (*SIGNAL_RULES, *PART_RULES)]
 
 
 def _share(value: float) -> str:

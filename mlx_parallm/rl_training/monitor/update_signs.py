@@ -1,6 +1,7 @@
 """Rules about a step's updates: too small to move the weights, taken back, not published, clipped,
 or none at all. No MLX. `health` lists these rules, and has the others."""
 
+from mlx_parallm.rl_training.monitor.distillation_signs import learns_from_one
 from mlx_parallm.rl_training.monitor.evidence import (
     FEWEST_STEPS,
     Evidence,
@@ -56,7 +57,7 @@ def small_updates(evidence: Evidence) -> Sign | None:
 def _may_move(line: Metrics) -> bool:
     """Whether the rate decides how far a step moves the weights: not if there is no gradient, as
     with advantages that are all 0."""
-    alike = line.get("groups_without_variance") == 1.0 and not line.get("teacher_share")
+    alike = line.get("groups_without_variance") == 1.0 and not learns_from_one(line)
     return line.get("grad_norm") != 0.0 and not (alike and line.get("groups"))
 
 

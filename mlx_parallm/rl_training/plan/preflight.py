@@ -8,8 +8,8 @@ with which it fits.
         .what_fits(room)                      settings that bring it below so many bytes
         .checkpoint_bytes()                   one step_* directory
 
-Each part says its bytes itself (`step/memory.py`, `engine/memory.py`, `teaching.scores_bytes`, …);
-here they are added. docs/benchmarks/training.md#dry-run compares the sum with what runs take.
+Each part says its bytes itself (`step/memory.py`, `engine/memory.py`, `scores_bytes`, …); here
+they are added. docs/benchmarks/training.md#dry-run compares the sum with what runs take.
 """
 
 import json
@@ -27,6 +27,7 @@ from mlx_parallm.engine.cache.memory import Generation
 from mlx_parallm.models.adapters.fake_quantized import rounding_bytes
 from mlx_parallm.models.evaluations import EVAL_SHARE, Evaluations
 from mlx_parallm.rl_training.plan.model_shape import FLOAT, ModelShape
+from mlx_parallm.rl_training.step.distillation import scores_bytes
 from mlx_parallm.rl_training.step.memory import (
     LargestBatch,
     Lengths,
@@ -34,7 +35,6 @@ from mlx_parallm.rl_training.step.memory import (
     recorded_bytes,
 )
 from mlx_parallm.rl_training.step.optimizer import QUANTISED
-from mlx_parallm.rl_training.step.teaching import scores_bytes
 from mlx_parallm.system.device.traits import unpacks_weights, writes_attention_scores
 from mlx_parallm.system.hardware import GIB, memory_present, prefix_cache_bytes
 

@@ -22,7 +22,7 @@ from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.data.heldout_rows import HeldOut
 from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.evaluation.schedule import EvaluationOptions, Evaluations
-from mlx_parallm.rl_training.factory import build_buffer, build_teachers, build_trainer
+from mlx_parallm.rl_training.factory import build_buffer, build_companions, build_trainer
 from mlx_parallm.rl_training.group_fit import LogprobMismatchCheck
 from mlx_parallm.rl_training.initial_adapter import initial_adapter
 from mlx_parallm.rl_training.loop import Batches, Parts
@@ -343,19 +343,19 @@ def _listen(
 
 
 def _complete(trainer: Trainer, prepared: PreparedRun, loaded: LoadedModel) -> None:
-    """Give a new trainer what lies beside its weights in a checkpoint, and its teachers."""
+    """Give a new trainer what lies beside its weights in a checkpoint, and its companions."""
     policy = trainer.policy
     prepared.live.experts = policy.experts if policy.replays_experts else None
     policy.described = _described(prepared)
-    teachers = build_teachers(
+    build_companions(
         trainer,
         prepared.config.rl_training,
         prepared.config.model,
         loaded,
         between_blocks=prepared.serving.turns.after_evaluation,
     )
-    if teachers is not None:
-        prepared.closing.callback(teachers.close)
+    for companion in trainer.companions.values():
+        prepared.closing.callback(companion.close)
 
 
 def _described(prepared: PreparedRun) -> dict[str, str]:

@@ -56,11 +56,11 @@ def _subscribe_display(started: StartedRun, tokenizer: Tokenizer) -> None:
                 serving.memory_health(),
                 started.memory.health(),
             ]
-        teachers = started.parts.trainer.teachers
+        companions = started.parts.trainer.companions.values()
         return [
             *started.sources.health(),
             started.parts.buffer.health(),
-            teachers.health() if teachers is not None else None,
+            *(companion.health() for companion in companions),
             serving.memory_health(),
             started.memory.health(),
         ]

@@ -58,8 +58,9 @@ from mlx_parallm.losses.preference import (
 )
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.rl_training.step.companion import Signal
+from mlx_parallm.rl_training.step.distillation import Teaching
 from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch
-from mlx_parallm.rl_training.step.teaching import Teaching
 from mlx_parallm.run_files.metrics import KEYS
 from mlx_parallm.types import Rollout
 
@@ -89,7 +90,7 @@ class Algorithm:
     `entropy_slope`: whether the loss depends on the entropy; without, the head is computed once.
     `fuse`: the loss takes arrays for numbers, and looks at none (`losses.types.LossInputs`), so it
     may be compiled with the step.
-    `teaching`: how a step learns from the scores of teachers.
+    `signal`: how a step learns from the scores of a companion.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Algorithm:
     rows_per_example: int = 1
     entropy_slope: bool = True
     fuse: bool = False
-    teaching: Teaching | None = None
+    signal: Signal | None = None
 
     @property
     def has_values(self) -> bool:
@@ -117,15 +118,15 @@ class Algorithm:
 
 def shaping_of(algorithm: Algorithm, configured: Shaping) -> Shaping:
     """Return the configured changes to groups. A rollout marked `zero_advantage` is left out where
-    the algorithm, or a teacher, would give it an advantage all the same."""
-    marked = algorithm.finish is not None or algorithm.teaching is not None
+    the algorithm, or its signal, would give it an advantage all the same."""
+    marked = algorithm.finish is not None or algorithm.signal is not None
     return replace(configured, leave_out_marked=configured.leave_out_marked or marked)
 
 
 def taught(
     algorithm: Algorithm, distillation: DistillationConfig, config: AlgorithmSection
 ) -> Algorithm:
-    """The same algorithm with the signal of the configured teachers, if there are any."""
+    """The same algorithm with the signal of [rl_training.distillation], if that is on."""
     teaching = Teaching.of(distillation)
     if teaching is None:
         return algorithm
@@ -133,7 +134,7 @@ def taught(
     if teaching.mode == "loss":
         aggregation = config.loss_aggregation or "token"
         loss = with_divergence(loss, weight=teaching.weight, aggregation=aggregation)
-    return replace(algorithm, loss=loss, teaching=teaching)
+    return replace(algorithm, loss=loss, signal=teaching)
 
 
 # ---------------------------------------------------------------------- on rollouts

@@ -45,14 +45,14 @@ from mlx_parallm.models.blockwise import Objective
 from mlx_parallm.models.ops import as_data
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import Measure, MicroBatch
-from mlx_parallm.rl_training.step.teaching import LOGPROBS, Lesson, Teaching, teacher_numbers
+from mlx_parallm.rl_training.step.companion import Compared, Signal
 from mlx_parallm.system.hardware import float32_is_tf32
 
 Scores = Mapping[str, np.ndarray]
 """Columns of the trainer's own forward passes, [N] float32 over the trained tokens of the batch:
 "old_logprobs" (under the weights that the step starts from) or only "stand_ins" (the same, of
 the sequences that came without log-probabilities; 0 elsewhere), "ref_logprobs", "old_values", and
-those of teachers (teaching.py)."""
+those of companions (companion.py)."""
 
 Mismatch = tuple[float, float, float, bool]
 """Largest and mean |trainer - engine| and KL(engine || trainer) in nats a token, and whether the
@@ -123,7 +123,7 @@ class StepTokens:
 
     `trainer_logprobs`, `entropies`: when the token's gradient was first taken. `logprobs`: the
     sampler's. `advantages`: as the loss read them. `reference_logprobs`: only if a reference was
-    scored. `teacher_logprobs`: only with teachers.
+    scored. More of them by companions.
     """
 
     columns: Mapping[str, np.ndarray]
@@ -159,9 +159,9 @@ class PreparedBatch:
     kl_penalty: np.ndarray | None = None
     kl: float | None = None
     weights_cut: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)  # by `finish` and teachers
-    teacher_logprobs: np.ndarray | None = None  # NaN if no teacher scored the token
-    lesson: Lesson | None = None  # the teacher's distributions, if the loss compares them
+    metrics: Mapping[str, float] = field(default_factory=dict)  # by `finish` and companions
+    recorded: Mapping[str, np.ndarray] = field(default_factory=dict)  # by companions, [N]
+    compared: Compared | None = None  # a distribution that the loss compares the policy's with
 
     def loss_columns(self) -> dict[str, np.ndarray]:
         """The columns that a loss reads, by their names in LossInputs."""
@@ -189,9 +189,7 @@ class PreparedBatch:
         }
         if self.ref_logprobs is not None:
             columns["reference_logprobs"] = self.ref_logprobs
-        if self.teacher_logprobs is not None:
-            columns["teacher_logprobs"] = self.teacher_logprobs
-        return StepTokens(columns)
+        return StepTokens({**columns, **self.recorded})
 
 
 Finish = Callable[[PreparedBatch], PreparedBatch]
@@ -244,7 +242,7 @@ def prepare(
     correction: SamplerCorrection | None = None,
     kl_penalty: float | None = None,
     finish: Finish | None = None,
-    teaching: Teaching | None = None,
+    signal: Signal | None = None,
 ) -> PreparedBatch:
     """The columns of a batch.
 
@@ -252,7 +250,7 @@ def prepare(
         scores: with "old_logprobs" if there is a correction, else with "stand_ins" where
             sequences came without log-probabilities.
         kl_penalty: coefficient of the KL in the reward; None = it is not there.
-        teaching: how the scores of teachers are learned from; they come last, whatever the
+        signal: how the scores of a companion are learned from; they come last, whatever the
             advantages are.
 
     A sequence that came without log-probabilities counts as sampled by the policy that the step
@@ -292,22 +290,10 @@ def prepare(
             prepared,
             advantages=prepared.advantages + (prepared.kl_penalty.mean() - prepared.kl_penalty),
         )
-    return prepared if teaching is None else _taught(prepared, batch, scores, teaching)
-
-
-def _taught(
-    prepared: PreparedBatch, batch: TrainBatch, scores: Scores, teaching: Teaching
-) -> PreparedBatch:
-    """The same with what the teachers say; against the policy that the step starts from, as the KL
-    is."""
-    teacher, policy = scores[LOGPROBS], _policy_logprobs(prepared)
-    return replace(
-        prepared,
-        advantages=teaching.advantages(prepared.advantages, policy, teacher),
-        teacher_logprobs=teacher,
-        lesson=Lesson.of(scores, len(teacher), teaching) if teaching.mode == "loss" else None,
-        metrics={**prepared.metrics, **teacher_numbers(batch, policy, scores)},
-    )
+    if signal is None:
+        return prepared
+    # against the policy that the step starts from, as the KL is
+    return signal.learned(prepared, batch, scores, _policy_logprobs(prepared))
 
 
 def _policy_logprobs(prepared: PreparedBatch) -> np.ndarray:
@@ -403,9 +389,9 @@ class BatchLoss:
     metric_names: list[str] = field(default_factory=list)
 
     def measure(self, micro_batch: MicroBatch) -> Measure | None:
-        """The divergence of its tokens from their teacher, if the loss has it."""
-        lesson = self.prepared.lesson
-        return None if lesson is None else lesson.measure(micro_batch.columns)
+        """The divergence of its tokens from a distribution, if the loss has it."""
+        compared = self.prepared.compared
+        return None if compared is None else compared.measure(micro_batch.columns)
 
     def objective(self, micro_batch: MicroBatch) -> Objective:
         """(logprobs, entropy, perhaps a divergence, perhaps values; each [N]) → (loss, (metrics
@@ -428,8 +414,8 @@ class BatchLoss:
             logprobs: mx.array, entropy: mx.array, *others: mx.array
         ) -> tuple[mx.array, tuple[mx.array, ...]]:
             rows = spread(logprobs)
-            taught = self.prepared.lesson is not None
-            values = others[taught:]
+            diverges = self.prepared.compared is not None
+            values = others[diverges:]
             number = as_data if self.fuse else float
             inputs = LossInputs(
                 logprobs=rows,
@@ -438,7 +424,7 @@ class BatchLoss:
                 sequence_normalizer=number(self.sequence_normalizer),
                 entropy=spread(entropy),
                 values=spread(values[0]) if values else None,
-                divergence=spread(others[0]) if taught else None,
+                divergence=spread(others[0]) if diverges else None,
                 max_length=number(self.max_length),
                 kl_beta=number(self.kl_beta) if self.kl_beta else 0.0,
                 constants={name: number(constant) for name, constant in self.constants.items()},

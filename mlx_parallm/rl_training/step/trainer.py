@@ -56,6 +56,7 @@ from mlx_parallm.rl_training.step.collate import (
     epoch_order,
     prompt_coverage,
 )
+from mlx_parallm.rl_training.step.companion import StepCompanion
 from mlx_parallm.rl_training.step.gradient_proof import GradientProof, proved_scores
 from mlx_parallm.rl_training.step.images import StepImages
 from mlx_parallm.rl_training.step.optimizer import (
@@ -78,7 +79,6 @@ from mlx_parallm.rl_training.step.prepare import (
     sampler_correction,
 )
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks, RankTask
-from mlx_parallm.rl_training.step.teaching import LOGPROBS, TeacherSignal
 from mlx_parallm.types import Rollout
 
 MEASURED = (
@@ -163,8 +163,7 @@ class Trainer:
         self.optimizer = PolicyOptimizer(policy.slots, options)
         # tokens of the newest step; an interrupted one knows its last part
         self.step_tokens: StepTokens | None = None
-        # the run's teachers, if the algorithm learns from some and this rank asks them
-        self.teachers: TeacherSignal | None = None
+        self.companions: dict[str, StepCompanion] = {}  # by name; more may come before a step
         # accumulated since the last update, in the order of the slots
         self.gradients: list[mx.array] | None = None
         self._in_step = False
@@ -310,24 +309,21 @@ class Trainer:
 
     # ------------------------------------------------------------------ a step
 
-    def ask_teachers(
+    def ask_companions(
         self,
         batch: TrainBatch,
         position: StepPosition | None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> StepPosition | None:
-        """Return the position with the teachers' scores of the step, if the algorithm learns
-        from some; those that it has are kept. None after a stop request. Raises ConfigError: there
-        are not teachers here."""
-        at = position or StepPosition()
-        if self.algorithm.teaching is None or LOGPROBS in at.scores:
+        """Return the position with the scores of the companion that the algorithm learns from, if
+        there is one; those that it has are kept. None after a stop request. Raises ConfigError: it
+        is not there."""
+        at, signal = position or StepPosition(), self.algorithm.signal
+        if signal is None or signal.column in at.scores:
             return at
-        if self.teachers is None:
-            raise ConfigError(
-                "rl_training.distillation names teachers, and none was built here: this needs"
-                " mlx_parallm.rl_training.distillation, or leave them out"
-            )
-        scores = self.teachers.score(batch, should_stop)
+        if signal.companion not in self.companions:
+            raise ConfigError(signal.missing)
+        scores = self.companions[signal.companion].score(batch, should_stop)
         return None if scores is None else replace(at, scores={**at.scores, **scores})
 
     def announce_step(self, batch: TrainBatch, position: StepPosition | None = None) -> None:
@@ -364,7 +360,7 @@ class Trainer:
             return should_stop() or bool(self.ranks.lost)
 
         learning_rate = learning_rate_at(batch.step, self.options)
-        scored_position = self.ask_teachers(batch, at, stopping)
+        scored_position = self.ask_companions(batch, at, stopping)
         scores = None if scored_position is None else self._score(batch, scored_position, stopping)
         if scored_position is None or scores is None:
             return self._result(batch, at, None, learning_rate, started, finished=False)
@@ -713,7 +709,7 @@ class Trainer:
             correction=self._correction,
             kl_penalty=self._kl_coefficient if self.options.kl_in == "reward" else None,
             finish=self.algorithm.finish,
-            teaching=self.algorithm.teaching,
+            signal=self.algorithm.signal,
         )
 
     def _loss(self, batch: TrainBatch, prepared: PreparedBatch, mini_batch: MiniBatch) -> BatchLoss:
@@ -751,13 +747,15 @@ class Trainer:
             "mismatch_kl": mismatch_kl,
             "mismatch_fresh": fresh,
             **(prepared.metrics if prepared else {}),
-            **(self.teachers.measured() if self.teachers and prepared else {}),
             "sampler_weights_cut": prepared.weights_cut if prepared else None,
             "kl_coefficient": self._kl_coefficient if self.options.kl_beta > 0 else None,
             "tokens": at.tokens,
             "optimizer_updates": at.updates,
             "skipped_steps": at.skipped,
         }
+        if prepared:
+            for companion in self.companions.values():
+                metrics |= companion.measured()
         if self.policy.replays_experts:
             metrics |= self._routing_metrics(batch)
         if self.algorithm.stop_kl is not None:

@@ -9,7 +9,7 @@ import numpy as np
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.rl_training.distillation.signal import Teachers
-from mlx_parallm.rl_training.factory import TeacherContext
+from mlx_parallm.rl_training.factory import CompanionContext
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.trainer import Trainer
 from tests.rl_training.making import make_config, make_trainer, perturb_adapter
@@ -30,8 +30,8 @@ def taught_trainer(
     settings = make_config(distillation=section, **(config or {}))
     trainer = make_trainer(settings)
     perturb_adapter(trainer.policy)
-    trainer.teachers = Teachers(
-        TeacherContext(
+    trainer.companions["teachers"] = Teachers(
+        CompanionContext(
             ModelConfig(),
             trainer,
             settings,

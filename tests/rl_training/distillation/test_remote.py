@@ -11,7 +11,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
 from mlx_parallm.rl_training.distillation import signal
 from mlx_parallm.rl_training.distillation.remote import rest_of
-from mlx_parallm.rl_training.step.teaching import AGREES, IDS, LOGPROBS, TARGETS
+from mlx_parallm.rl_training.step.distillation import AGREES, IDS, LOGPROBS, TARGETS
 from tests.rl_training.distillation.making import BASE
 from tests.rl_training.distillation.test_teachers import (
     TINY,
@@ -118,8 +118,8 @@ def test_log_probabilities_of_sampled_tokens(tiny: LoadedModel, api: str) -> Non
     groups = [question(number) for number in range(3)]
     with scripted_http(scripted()) as (url, received):
         trainer = tiny_trainer(tiny, teacher(url, api=api))
-        scores = trainer.teachers.score(batch_of(*groups), lambda: False)
-        trainer.teachers.close()
+        scores = trainer.companions["teachers"].score(batch_of(*groups), lambda: False)
+        trainer.companions["teachers"].close()
     logprobs, agrees, _ = expected(groups)
     assert scores[LOGPROBS] == pytest.approx(logprobs, abs=1e-6)
     if api != "sglang":  # there the best tokens are asked for with mode = "loss" alone
@@ -133,8 +133,8 @@ def test_the_best_tokens_and_the_rest(tiny: LoadedModel, api: str) -> None:
     groups = [question(number) for number in range(2)]
     with scripted_http(scripted()) as (url, _):
         trainer = tiny_trainer(tiny, teacher(url, api=api), mode="loss", top_k=5)
-        scores = trainer.teachers.score(batch_of(*groups), lambda: False)
-        trainer.teachers.close()
+        scores = trainer.companions["teachers"].score(batch_of(*groups), lambda: False)
+        trainer.companions["teachers"].close()
     _, _, rows = expected(groups)
     ids, targets = scores[IDS].reshape(-1, 5), scores[TARGETS].reshape(-1, 6)
     for row, own, numbers in zip(rows, ids.astype(int), targets, strict=True):
@@ -160,8 +160,8 @@ def test_a_step_goes_on_without_a_lost_teacher(tiny: LoadedModel) -> None:
             tiny, teacher(url, requests_at_once=1), on_teacher_lost="skip", reward=False
         )
         metrics = trainer.train_step(batch_of(*groups)).metrics
-        assert "does not answer" in trainer.teachers.health()
-        trainer.teachers.close()
+        assert "does not answer" in trainer.companions["teachers"].health()
+        trainer.companions["teachers"].close()
     assert metrics["teacher_unscored"] == 4
     assert 0 < metrics["teacher_share"] < 1
     assert np.isfinite(metrics["loss"])
@@ -183,18 +183,18 @@ def test_a_step_waits_for_a_lost_teacher(
     groups = [question(number) for number in range(3)]
     with scripted_http(scripted(refuse=lose)) as (url, received):
         trainer = tiny_trainer(tiny, teacher(url))
-        scores = trainer.teachers.score(batch_of(*groups), lambda: False)
-        assert trainer.teachers.health() is None
-        trainer.teachers.close()
+        scores = trainer.companions["teachers"].score(batch_of(*groups), lambda: False)
+        assert trainer.companions["teachers"].health() is None
+        trainer.companions["teachers"].close()
     assert scores[LOGPROBS] == pytest.approx(expected(groups)[0], abs=1e-6)
     assert sum(one.path == "/v1/completions" for one in received) > 6
 
 
 def test_a_stop_request_ends_the_waiting(tiny: LoadedModel) -> None:
     trainer = tiny_trainer(tiny, teacher("http://127.0.0.1:9"))
-    assert trainer.teachers.score(batch_of(question(1)), lambda: True) is None
+    assert trainer.companions["teachers"].score(batch_of(question(1)), lambda: True) is None
     result = trainer.train_step(batch_of(question(1)), should_stop=lambda: True)
-    trainer.teachers.close()
+    trainer.companions["teachers"].close()
     assert not result.finished
     assert not result.position.updates
 
@@ -229,8 +229,8 @@ def test_what_it_answers_wrongly_ends_the_run(tiny: LoadedModel, refuse: Any, wo
     with scripted_http(scripted(refuse=refuse)) as (url, _):
         trainer = tiny_trainer(tiny, teacher(url))
         with pytest.raises(ConfigError, match=words):
-            trainer.teachers.score(batch_of(question(1)), lambda: False)
-        trainer.teachers.close()
+            trainer.companions["teachers"].score(batch_of(question(1)), lambda: False)
+        trainer.companions["teachers"].close()
 
 
 def with_entry(entry: Any) -> Callable[[dict[str, Any]], Any]:
@@ -312,8 +312,8 @@ def test_an_answer_of_another_form_has_no_score_and_ends_no_run(
         one = teacher(url, api=api, requests_at_once=1)
         trainer = tiny_trainer(tiny, one, mode="loss", top_k=5)
         metrics = trainer.train_step(batch_of(*groups)).metrics
-        health = trainer.teachers.health()
-        trainer.teachers.close()
+        health = trainer.companions["teachers"].health()
+        trainer.companions["teachers"].close()
     assert health is not None and health.startswith("teacher big: ") and words in health
     assert 0 < metrics["teacher_share"] < 1
     assert np.isfinite(metrics["loss"])
@@ -322,8 +322,8 @@ def test_an_answer_of_another_form_has_no_score_and_ends_no_run(
 def test_the_files_of_its_tokenizer_will_do(tiny: LoadedModel) -> None:
     with scripted_http(scripted(refuse=no_tokenize)) as (url, received):
         trainer = tiny_trainer(tiny, teacher(url, path=str(mlx_tiny())))
-        trainer.teachers.score(batch_of(question(1)), lambda: False)
-        trainer.teachers.close()
+        trainer.companions["teachers"].score(batch_of(question(1)), lambda: False)
+        trainer.companions["teachers"].close()
     assert not any(one.path == "/tokenize" for one in received)
 
 
@@ -349,10 +349,10 @@ def test_an_answer_of_another_temperature_has_no_signal(tiny: LoadedModel) -> No
         trainer = tiny_trainer(tiny, teacher(url))
         batch = batch_of(group)
         object.__setattr__(batch.sequences[0].rollout, "temperature", 0.7)
-        scores = trainer.teachers.score(batch, lambda: False)
-        trainer.teachers.close()
+        scores = trainer.companions["teachers"].score(batch, lambda: False)
+        trainer.companions["teachers"].close()
     assert np.isnan(scores[LOGPROBS]).sum() == sum(group.rollouts[0].mask)
-    assert trainer.teachers.measured()["teacher_unscored"] == 1
+    assert trainer.companions["teachers"].measured()["teacher_unscored"] == 1
 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang", "completions"])
@@ -364,8 +364,8 @@ def test_our_own_server_says_what_the_same_weights_say_here(
     section = {"mode": "loss", "top_k": 8} if api == "vllm" else {}
     here = tiny_trainer(tiny, BASE, **section)
     there = tiny_trainer(tiny, teacher(server.url, api=api), **section)
-    own, served = (t.teachers.score(batch, lambda: False) for t in (here, there))
-    there.teachers.close()
+    own, served = (t.companions["teachers"].score(batch, lambda: False) for t in (here, there))
+    there.companions["teachers"].close()
     assert served[LOGPROBS] == pytest.approx(own[LOGPROBS], abs=1e-4)
     if section:
         for name, width in ((TARGETS, 9), (IDS, 8)):
@@ -379,7 +379,7 @@ def test_a_timeout_that_is_the_teachers_own_ends_the_waiting(tiny: LoadedModel) 
     """It has the type of a turn's end, and would be waited for again without an end."""
     with scripted_http(lambda path, body: (200, {}, {"data": [{"id": "big"}]})) as (url, _):
         trainer = tiny_trainer(tiny, {"name": "big", "kind": "http", "url": url})
-        teacher = trainer.teachers._by_name["big"][1]
+        teacher = trainer.companions["teachers"]._by_name["big"][1]
 
         async def late(*_: Any) -> None:
             raise TimeoutError("its own")
@@ -387,4 +387,4 @@ def test_a_timeout_that_is_the_teachers_own_ends_the_waiting(tiny: LoadedModel) 
         teacher._all = late
         with pytest.raises(TimeoutError, match="its own"):
             teacher.score([], None, lambda: False)
-        trainer.teachers.close()
+        trainer.companions["teachers"].close()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.algorithm import PRESETS
+from mlx_parallm.rl_training.step.distillation import AGREES, LOGPROBS
 from mlx_parallm.rl_training.step.prepare import StepPosition
-from mlx_parallm.rl_training.step.teaching import AGREES, LOGPROBS
 from tests.losses.test_distillation import log_softmax, oracle
 from tests.rl_training.distillation.making import (
     base_logits,
@@ -36,7 +36,7 @@ def test_the_teachers_column_is_its_plain_forward(layout: dict[str, Any], turns:
     trainer = taught_trainer(config=layout)
     batch = make_batch(random_groups(4))
     batch = several_turns(batch) if turns > 1 else batch
-    scores = trainer.teachers.score(batch, lambda: False)
+    scores = trainer.companions["teachers"].score(batch, lambda: False)
     assert scores[LOGPROBS] == pytest.approx(base_logprobs(trainer, batch), abs=2e-5)
     best = [
         z.argmax(-1) == tokens
@@ -117,7 +117,7 @@ def test_the_same_prompt_of_a_group_changes_nothing() -> None:
         for group in random_groups(3, size=8)
     ]
     trainer, batch = taught_trainer(config={"batch_size": 8}), make_batch(groups)
-    scores = trainer.teachers.score(batch, lambda: False)
+    scores = trainer.companions["teachers"].score(batch, lambda: False)
     assert scores[LOGPROBS] == pytest.approx(base_logprobs(trainer, batch), abs=2e-5)
 
 
@@ -163,7 +163,7 @@ def test_the_divergence_of_a_step_and_its_slope(
     for student, teacher in zip(students, teachers, strict=True):
         ids = None if top_k in (0, 39, 64) else np.argsort(-teacher, -1)[:, :top_k]
         values.append(oracle(student, teacher, ids, beta))
-    at = trainer.ask_teachers(batch, None)
+    at = trainer.ask_companions(batch, None)
     scores = trainer._score(batch, at, lambda: False)
     prepared = trainer._prepare(batch, scores)
     mini_batch = trainer._mini_batch(batch, trainer._order(batch, 0), 0)
@@ -271,14 +271,14 @@ def test_an_interrupted_step_goes_on_with_the_same_scores(mode: str) -> None:
     assert not first.finished
     assert first.position.updates
     position = StepPosition.from_json(first.position.to_json())
-    stopped.teachers = None  # nobody asks again
+    stopped.companions.clear()  # nobody asks again
     stopped.train_step(batch, position=position)
     assert_same_training(weights(stopped), weights(whole))
 
 
 def test_without_teachers_a_step_says_so() -> None:
     trainer = taught_trainer()
-    trainer.teachers = None
+    trainer.companions.clear()
     with pytest.raises(Exception, match="names teachers, and none was built"):
         trainer.train_step(make_batch(random_groups(1)))
 

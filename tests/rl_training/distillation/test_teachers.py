@@ -23,12 +23,12 @@ from mlx_parallm.rl_training.distillation.prompts import NoPromptError, TeacherP
 from mlx_parallm.rl_training.distillation.scoring import Scored, forward
 from mlx_parallm.rl_training.distillation.signal import Teachers
 from mlx_parallm.rl_training.distillation.tokenizers import MANY, TextIds, compare, texts
-from mlx_parallm.rl_training.factory import TeacherContext, build_buffer, build_trainer
+from mlx_parallm.rl_training.factory import CompanionContext, build_buffer, build_trainer
 from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, RolloutBuffer
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import collate
-from mlx_parallm.rl_training.step.teaching import IDS, LOGPROBS, TARGETS
+from mlx_parallm.rl_training.step.distillation import IDS, LOGPROBS, TARGETS
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.run_files.versions import VersionSteps
@@ -73,8 +73,8 @@ def tiny_trainer(
     options = config
     trainer = build_trainer(tiny, options, make_algorithm(config))
     perturb_adapter(trainer.policy)
-    trainer.teachers = Teachers(
-        TeacherContext(
+    trainer.companions["teachers"] = Teachers(
+        CompanionContext(
             TINY,
             trainer,
             options,
@@ -133,7 +133,7 @@ def plain(model: Any, tokens: list[int], start: int) -> np.ndarray:
 def test_the_completion_is_scored_behind_the_teachers_prompt(tiny: LoadedModel) -> None:
     trainer = tiny_trainer(tiny, SELF | {"prompt": "Hint: {answer}. {prompt}"})
     group = question(2, answer="5")
-    scores = trainer.teachers.score(batch_of(group), lambda: False)
+    scores = trainer.companions["teachers"].score(batch_of(group), lambda: False)
     tokenizer = load_tokenizer(tiny.path, TINY)
     asked = tokenizer.render_chat([{"role": "user", "content": "Hint: 5. Sum: 2+3"}])
     expected = []
@@ -146,7 +146,7 @@ def test_the_completion_is_scored_behind_the_teachers_prompt(tiny: LoadedModel) 
 def test_the_same_prompt_is_the_student(tiny: LoadedModel) -> None:
     trainer = tiny_trainer(tiny, SELF | {"prompt": "{prompt}"})
     group = question(2)
-    scores = trainer.teachers.score(batch_of(group), lambda: False)
+    scores = trainer.companions["teachers"].score(batch_of(group), lambda: False)
     own = np.concatenate(trainer.logprobs(group.rollouts))
     assert scores[LOGPROBS] == pytest.approx(own, abs=2e-5)
 
@@ -201,12 +201,12 @@ def test_a_later_stretch_of_an_episode_has_its_own_opening_replaced(tiny: Loaded
     other = replace(longer, tokens=(8, *longer.tokens[1:]), scores={})
     first = replace(rollout, scores={})
     whole = replace(group, rollouts=(replace(longer, earlier=(first, other)),))
-    scores = trainer.teachers.score(batch_of(whole), lambda: False)[LOGPROBS]
+    scores = trainer.companions["teachers"].score(batch_of(whole), lambda: False)[LOGPROBS]
     count = sum(rollout.mask)
     assert np.isfinite(scores[:count]).all()
     assert np.isnan(scores[count : 2 * count + 2]).all()
     assert np.isfinite(scores[2 * count + 2 :]).all()
-    assert trainer.teachers.measured()["teacher_unscored"] == 1
+    assert trainer.companions["teachers"].measured()["teacher_unscored"] == 1
 
 
 # ---------------------------------------------------------------------- other weights
@@ -217,7 +217,7 @@ def test_another_model_scores_by_its_plain_forward(tiny: LoadedModel, tmp_path: 
     teacher = {"name": "other", "kind": "model", "path": str(tmp_path / "other")}
     trainer = tiny_trainer(tiny, teacher, mode="loss", top_k=6)
     groups = [question(number) for number in range(3)]
-    scores = trainer.teachers.score(batch_of(*groups), lambda: False)
+    scores = trainer.companions["teachers"].score(batch_of(*groups), lambda: False)
     other = load_model(ModelConfig(base_path=str(tmp_path / "other"))).model
     expected = [
         plain(other, list(rollout.tokens), rollout.mask.index(1))
@@ -257,7 +257,7 @@ def test_an_older_version_of_the_policy(tmp_path: Path) -> None:
     later = taught_trainer(teacher)
     later.train_step(batch)
     moved = np.concatenate(later.logprobs([s.rollout for s in batch.sequences]))
-    found = later.teachers.score(batch, lambda: False)[LOGPROBS]
+    found = later.companions["teachers"].score(batch, lambda: False)[LOGPROBS]
     assert found == pytest.approx(expected, abs=2e-5)
     assert np.abs(moved - expected).max() > 1e-3
     assert np.concatenate(later.logprobs([s.rollout for s in batch.sequences])) == pytest.approx(
@@ -277,7 +277,7 @@ def test_the_moving_average() -> None:
     trainer.train_step(batch)
     with trainer.policy.reference():
         expected = np.concatenate(trainer.logprobs([s.rollout for s in batch.sequences]))
-    found = trainer.teachers.score(batch, lambda: False)[LOGPROBS]
+    found = trainer.companions["teachers"].score(batch, lambda: False)[LOGPROBS]
     assert found == pytest.approx(expected, abs=2e-5)
     own = np.concatenate(trainer.logprobs([s.rollout for s in batch.sequences]))
     assert np.abs(found - own).max() > 1e-3
@@ -290,7 +290,7 @@ def test_the_base_of_full_weights_is_where_the_run_began(mode: str) -> None:
     before = np.concatenate(trainer.logprobs([s.rollout for s in batch.sequences]))
     trainer.train_step(batch)
     trainer.train_step(replace(batch, step=2))
-    found = trainer.teachers.score(batch, lambda: False)[LOGPROBS]
+    found = trainer.companions["teachers"].score(batch, lambda: False)[LOGPROBS]
     assert found == pytest.approx(before, abs=2e-5)
 
 
@@ -305,15 +305,17 @@ def test_teachers_by_row_by_environment_and_for_the_rest(tiny: LoadedModel) -> N
         SELF | {"prompt": "{hint}", "environments": ["nowhere"]},
         column="teacher",
     )
-    route = trainer.teachers._teacher_of
+    route = trainer.companions["teachers"]._teacher_of
     assert route(question(1)) == "of_sums"
     assert route(question(1, teacher="self")) == "self"
     assert route(replace(question(1), environment="other")) == "rest"
-    assert trainer.teachers.teaches(question(1))
-    assert not trainer.teachers.teaches(question(1, teacher="self")), "its row has no hint"
-    assert trainer.teachers.teaches(question(2, teacher="self", hint="x"))
+    assert trainer.companions["teachers"].teaches(question(1))
+    assert not trainer.companions["teachers"].teaches(question(1, teacher="self")), (
+        "its row has no hint"
+    )
+    assert trainer.companions["teachers"].teaches(question(2, teacher="self", hint="x"))
     with pytest.raises(ConfigError, match="names the teacher 'me'; there are rest, of_sums, self"):
-        trainer.teachers.teaches(question(1, teacher="me"))
+        trainer.companions["teachers"].teaches(question(1, teacher="me"))
 
 
 @pytest.mark.parametrize("taught", [True, False])
@@ -354,9 +356,9 @@ def test_tokens_of_the_second_step_keep_their_teacher(tmp_path: Path) -> None:
     trainer = taught_trainer()
     batch = make_batch(random_groups(2))
     assert base_logprobs(trainer, batch) == pytest.approx(
-        trainer.teachers.score(batch, lambda: False)[LOGPROBS], abs=2e-5
+        trainer.companions["teachers"].score(batch, lambda: False)[LOGPROBS], abs=2e-5
     )
-    assert trainer.teachers.score(batch, lambda: True) is None, "a stop request"
+    assert trainer.companions["teachers"].score(batch, lambda: True) is None, "a stop request"
 
 
 @pytest.mark.parametrize(
@@ -414,7 +416,7 @@ def test_a_sender_brings_its_teachers_numbers(mode: str) -> None:
     trainer = taught_trainer({"name": "sender", "kind": "group"}, mode=mode)
     with_them, without = with_numbers(make_group("a", [0.0, 1.0])), make_group("b", [0.0, 1.0])
     batch = make_batch([with_them, without])
-    scores = trainer.teachers.score(batch, lambda: False)
+    scores = trainer.companions["teachers"].score(batch, lambda: False)
     expected = [-1.5, np.nan] * 2 + [np.nan] * 4
     assert scores[LOGPROBS] == pytest.approx(expected, nan_ok=True)
     if mode == "loss":
@@ -422,8 +424,8 @@ def test_a_sender_brings_its_teachers_numbers(mode: str) -> None:
         assert np.exp(targets[:4].astype(np.float64)).sum(-1) == pytest.approx(np.ones(4))
         assert scores[IDS].reshape(8, -1)[0, 0] == 1 + (with_them.rollouts[0].tokens[3] == 1)
         assert len(set(scores[IDS].reshape(8, -1)[0])) == 39
-    assert trainer.teachers.teaches(with_them)
-    assert not trainer.teachers.teaches(without)
+    assert trainer.companions["teachers"].teaches(with_them)
+    assert not trainer.companions["teachers"].teaches(without)
     metrics = trainer.train_step(batch).metrics
     assert np.isfinite(metrics["loss"])
     assert metrics["teacher_unscored"] == 2
@@ -460,7 +462,7 @@ def test_completions_of_the_dataset_in_the_place_of_groups(
         assert rollout.tokens[-1] == tokenizer.eos_token_id
         assert rollout.tokens[:start] in {g.rollouts[0].tokens[:start] for g in groups}
     assert batch.statistics.sequences == 8, "statistics are of what was sampled"
-    scores = trainer.teachers.score(batch, lambda: False)
+    scores = trainer.companions["teachers"].score(batch, lambda: False)
     assert np.isfinite(scores[LOGPROBS]).all()
     with trainer.policy.base([]):
         place = sum(s.trained for s in batch.sequences[: batch.sequences.index(completions[0])])
@@ -505,8 +507,8 @@ class BrokenTeacher:
 
 def test_a_broken_teacher_makes_no_loss_that_is_not_finite() -> None:
     trainer = taught_trainer(mode="loss", top_k=4)
-    config, _, prompt = trainer.teachers._by_name["base"]
-    trainer.teachers._by_name["base"] = config, BrokenTeacher(), prompt
+    config, _, prompt = trainer.companions["teachers"]._by_name["base"]
+    trainer.companions["teachers"]._by_name["base"] = config, BrokenTeacher(), prompt
     metrics = trainer.train_step(make_batch(random_groups(2))).metrics
     assert metrics["skipped_steps"] == 0
     assert np.isfinite(metrics["loss"])
@@ -523,7 +525,11 @@ def test_a_sender_has_no_whole_vocabulary() -> None:
 
 
 def reasons(trainer: Trainer) -> list[str]:
-    return [reason for reason, count in trainer.teachers._reasons.items() for _ in range(count)]
+    return [
+        reason
+        for reason, count in trainer.companions["teachers"]._reasons.items()
+        for _ in range(count)
+    ]
 
 
 def test_what_a_sender_did_not_score_is_counted_with_the_reason() -> None:
@@ -534,7 +540,7 @@ def test_what_a_sender_did_not_score_is_counted_with_the_reason() -> None:
     few = with_numbers(make_group("c", [0.0, 1.0]))
     del few.metadata["distill"]["token_ids"][1]
     warm = replace(warm, rollouts=tuple(replace(r, temperature=0.7) for r in warm.rollouts))
-    scores = trainer.teachers.score(make_batch([warm, short, few]), lambda: False)
+    scores = trainer.companions["teachers"].score(make_batch([warm, short, few]), lambda: False)
     assert np.isnan(scores[LOGPROBS]).sum() == 4 + 3 + 3
     assert reasons(trainer) == [
         *[
@@ -545,7 +551,7 @@ def test_what_a_sender_did_not_score_is_counted_with_the_reason() -> None:
         "sender: the group's distill fields have no entry for a sequence",
         *["sender: a token is not among those that the sender scored"] * 2,
     ]
-    assert trainer.teachers.measured()["teacher_unscored"] == 4
+    assert trainer.companions["teachers"].measured()["teacher_unscored"] == 4
 
 
 def test_a_sequence_longer_than_the_teachers_context_is_counted_with_the_reason(
@@ -555,7 +561,7 @@ def test_a_sequence_longer_than_the_teachers_context_is_counted_with_the_reason(
     teacher = {"name": "other", "kind": "model", "path": str(tmp_path / "other")}
     trainer = tiny_trainer(tiny, teacher)
     group = question(1)
-    trainer.teachers.score(batch_of(group), lambda: False)
+    trainer.companions["teachers"].score(batch_of(group), lambda: False)
     assert reasons(trainer) == ["other: a sequence is longer than its context, 4"] * len(
         group.rollouts
     )
@@ -574,8 +580,8 @@ def test_a_number_that_is_no_log_probability_has_no_signal(number: float) -> Non
         def close(self) -> None: ...
 
     trainer = taught_trainer()
-    config, _, prompt = trainer.teachers._by_name["base"]
-    trainer.teachers._by_name["base"] = config, Wrong(), prompt
+    config, _, prompt = trainer.companions["teachers"]._by_name["base"]
+    trainer.companions["teachers"]._by_name["base"] = config, Wrong(), prompt
     metrics = trainer.train_step(make_batch(random_groups(2))).metrics
     assert metrics["teacher_share"] == 0.0
     assert metrics["skipped_steps"] == 0

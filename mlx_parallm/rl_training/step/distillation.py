@@ -1,20 +1,17 @@
-"""The seam of distillation: what a step takes from teachers, and how it learns from it.
+"""Distillation in a step: the scores of teachers, and how it learns from them.
 
-    TeacherSignal     scores a step's sequences before its first update (a leaf has the teachers)
-    Scores            "teacher_logprobs" [N] of the sampled tokens, NaN if there is none;
-                      "teacher_agrees" [N]: 1 if the token is the teacher's best, NaN = unknown;
-                      with mode = "loss" "teacher_ids" [N · K] and "teacher_targets" [N · (K + 1)],
-                      or "teacher_targets" [N · V] of the whole vocabulary
-    Teaching          the settings, in the algorithm: from these columns to advantages, or to the
-                      divergence of each token (`Lesson`)
-
-The scores are columns of the step like its other scores: an interrupted step continues with them,
-and other ranks get them from rank 0.
+Teachers          the companion that scores; a leaf has it
+Scores            "teacher_logprobs" [N] of the sampled tokens, NaN if there is none;
+                  "teacher_agrees" [N]: 1 if the token is the teacher's best, NaN = unknown;
+                  with mode = "loss" "teacher_ids" [N · K] and "teacher_targets" [N · (K + 1)],
+                  or "teacher_targets" [N · V] of the whole vocabulary
+Teaching          the settings, in the algorithm: from these columns to advantages, or to the
+                  divergence of each token (`Lesson`)
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -24,8 +21,10 @@ from mlx_parallm.losses.distillation import divergence, teacher_advantages, with
 from mlx_parallm.models.layouts.layout import TokenBatch, scaled
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import Measure
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.rl_training.step.prepare import PreparedBatch
 
+TEACHERS = "teachers"
+"""The companion's name."""
 LOGPROBS, AGREES, IDS, TARGETS = (
     "teacher_logprobs",
     "teacher_agrees",
@@ -48,38 +47,16 @@ def scores_bytes(distillation: DistillationConfig, tokens: int, vocabulary: int)
     return 2 * tokens * columns * 4
 
 
-class TeacherSignal(Protocol):
-    """The teachers of a run. One thread's, the trainer's."""
-
-    def teaches(self, group: RolloutGroup) -> bool:
-        """Whether a teacher has a signal for this group, whatever its rewards are."""
-        ...
-
-    def dataset_completion(self, group: RolloutGroup) -> Rollout | None:
-        """The answer of the dataset to learn from in a group's place; None: there is none."""
-        ...
-
-    def score(
-        self, batch: TrainBatch, should_stop: Callable[[], bool]
-    ) -> dict[str, np.ndarray] | None:
-        """The columns of a batch; None after a stop request."""
-        ...
-
-    def measured(self) -> dict[str, float | None]:
-        """Numbers of the newest step for its metrics line."""
-        ...
-
-    def health(self) -> str | None:
-        """Say what is wrong; None when nothing is."""
-        ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Teaching:
-    """The settings of [rl_training.distillation] that a step reads."""
+    """The settings of [rl_training.distillation] that a step reads: a `companion.Signal`."""
 
+    companion: ClassVar[str] = TEACHERS
+    column: ClassVar[str] = LOGPROBS
+    missing: ClassVar[str] = (
+        "rl_training.distillation names teachers, and none was built here: this needs"
+        " mlx_parallm.rl_training.distillation, or leave them out"
+    )
     mode: Literal["advantage", "loss"]
     weight: float
     reward: bool
@@ -107,6 +84,23 @@ class Teaching:
         if self.mode == "loss":
             return advantages
         return advantages + teacher_advantages(policy, teacher, weight=self.weight)
+
+    def learned(
+        self,
+        prepared: PreparedBatch,
+        batch: TrainBatch,
+        scores: Mapping[str, np.ndarray],
+        policy: np.ndarray,
+    ) -> PreparedBatch:
+        """The batch with the teachers' advantages, or distributions, and numbers."""
+        teacher = scores[LOGPROBS]
+        return replace(
+            prepared,
+            advantages=self.advantages(prepared.advantages, policy, teacher),
+            recorded={**prepared.recorded, LOGPROBS: teacher},
+            compared=Lesson.of(scores, len(teacher), self) if self.mode == "loss" else None,
+            metrics={**prepared.metrics, **teacher_numbers(batch, policy, scores)},
+        )
 
 
 @dataclass(frozen=True)
