@@ -58,9 +58,8 @@ from mlx_parallm.losses.preference import (
 )
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.step.batch import TrainBatch
-from mlx_parallm.rl_training.step.companion import Signal
 from mlx_parallm.rl_training.step.distillation import Teaching
-from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch
+from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch, Signal
 from mlx_parallm.run_files.metrics import KEYS
 from mlx_parallm.types import Rollout
 

@@ -5,21 +5,17 @@ stages that concern it; the defaults answer nothing. The trainer, the buffer and
 them and name none. Those that a configuration asks for are built by `factory.build_companions`.
 """
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.types import Rollout, RolloutGroup
 
-if TYPE_CHECKING:
-    from mlx_parallm.rl_training.step.collate import Measure
-    from mlx_parallm.rl_training.step.prepare import PreparedBatch
-
 
 class StepCompanion:
-    """What travels with sequences, as a training step sees it. One thread's, the trainer's."""
+    """Something that travels with sequences, in a training step. One thread's, the trainer's."""
 
     name: ClassVar[str]
 
@@ -53,46 +49,3 @@ class StepCompanion:
 
     def close(self) -> None:
         """Let go of what it holds."""
-
-
-class Compared(Protocol):
-    """What a loss compares the model's distribution with, at the trained tokens of a step."""
-
-    def measure(self, columns: np.ndarray) -> "Measure":
-        """Return the function that gives one number for each of the tokens at these columns."""
-        ...
-
-
-class Signal(Protocol):
-    """How a step learns from the scores of a companion; a part of the algorithm, so that every rank
-    has it. The scores are columns of the step like its other scores: an interrupted step continues
-    with them, and other ranks get them from rank 0.
-
-    `companion`: the name of the one that scores. `column`: of its scores; a step that has it is not
-    scored again. `missing`: what to say where that companion is not there.
-    """
-
-    @property
-    def companion(self) -> str: ...
-
-    @property
-    def column(self) -> str: ...
-
-    @property
-    def missing(self) -> str: ...
-
-    @property
-    def temperature(self) -> float | None:
-        """The temperature at which distributions are compared; None: the rollout's."""
-        ...
-
-    def learned(
-        self,
-        prepared: "PreparedBatch",
-        batch: TrainBatch,
-        scores: Mapping[str, np.ndarray],
-        policy: np.ndarray,
-    ) -> "PreparedBatch":
-        """Return a prepared batch with these scores in it. `policy` [N]: log-probabilities of the
-        weights that the step starts from."""
-        ...

@@ -49,7 +49,7 @@ def scores_bytes(distillation: DistillationConfig, tokens: int, vocabulary: int)
 
 @dataclass(frozen=True)
 class Teaching:
-    """The settings of [rl_training.distillation] that a step reads: a `companion.Signal`."""
+    """The settings of [rl_training.distillation] that a step reads: a `prepare.Signal`."""
 
     companion: ClassVar[str] = TEACHERS
     column: ClassVar[str] = LOGPROBS

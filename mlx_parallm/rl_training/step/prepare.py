@@ -45,7 +45,6 @@ from mlx_parallm.models.blockwise import Objective
 from mlx_parallm.models.ops import as_data
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import Measure, MicroBatch
-from mlx_parallm.rl_training.step.companion import Compared, Signal
 from mlx_parallm.system.hardware import float32_is_tf32
 
 Scores = Mapping[str, np.ndarray]
@@ -136,6 +135,14 @@ class StepTokens:
             column[places] = np.where(np.isnan(column[places]), values, column[places])
 
 
+class Compared(Protocol):
+    """A distribution that a loss compares the model with, at the trained tokens of a step."""
+
+    def measure(self, columns: np.ndarray) -> Measure:
+        """Return the function that gives one number for each of the tokens at these columns."""
+        ...
+
+
 @dataclass(frozen=True)
 class PreparedBatch:
     """Columns are [N] float32, `fresh` and `has_rollout_logprobs` [N] bool; None = not needed.
@@ -190,6 +197,41 @@ class PreparedBatch:
         if self.ref_logprobs is not None:
             columns["reference_logprobs"] = self.ref_logprobs
         return StepTokens({**columns, **self.recorded})
+
+
+class Signal(Protocol):
+    """The way a step learns from a companion's scores; a part of the algorithm, so that each rank
+    has it. The scores are columns of the step like its other scores: an interrupted step continues
+    with them, and other ranks get them from rank 0.
+
+    `companion`: the name of the one that scores. `column`: of its scores; a step that has it is not
+    scored again. `missing`: what to say where that companion is not there.
+    """
+
+    @property
+    def companion(self) -> str: ...
+
+    @property
+    def column(self) -> str: ...
+
+    @property
+    def missing(self) -> str: ...
+
+    @property
+    def temperature(self) -> float | None:
+        """The temperature at which distributions are compared; None: the rollout's."""
+        ...
+
+    def learned(
+        self,
+        prepared: PreparedBatch,
+        batch: TrainBatch,
+        scores: Mapping[str, np.ndarray],
+        policy: np.ndarray,
+    ) -> PreparedBatch:
+        """Return a prepared batch with these scores in it. `policy` [N]: log-probabilities of the
+        weights that the step starts from."""
+        ...
 
 
 Finish = Callable[[PreparedBatch], PreparedBatch]
