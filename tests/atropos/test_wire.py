@@ -217,7 +217,7 @@ def test_atroposlibs_placeholder_data_is_refused() -> None:
         masks=[[-100, *range(1, 128)]] * 2,
         inference_logprobs=[[-0.5] * 128] * 2,
     )
-    with pytest.raises(RolloutRejectedError, match=r"placeholder.*server_type vllm"):
+    with pytest.raises(RolloutRejectedError, match="server_type"):
         parse(dummy)
     real = dummy | {"inference_logprobs": [[-0.5] * 127 + [-0.4]] * 2}
     assert parse(real).rollouts[0].sampled_tokens == 127
@@ -383,7 +383,7 @@ def test_rewards_of_turns_go_through_the_sequences_of_an_episode() -> None:
     ):
         with pytest.raises(RolloutRejectedError, match=reason):
             parse(data | {"turn_rewards": rows})
-    with pytest.raises(RolloutRejectedError, match="the reward of turn 0 is nan"):
+    with pytest.raises(RolloutRejectedError, match="turn 0 is nan"):
         check_group(
             parse(data | {"turn_rewards": [[float("nan"), 0.5], [1.0], [2.0]]}),
             vocab_size=512,

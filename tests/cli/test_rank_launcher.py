@@ -175,9 +175,7 @@ def test_a_rank_that_cannot_be_started_leaves_no_other_behind(
 
     parent = stub_ranks(tmp_path, {"1.0": "waits"})
     monkeypatch.setattr(subprocess, "Popen", start_one)
-    with pytest.raises(
-        RankLostError, match=r"rank 1 of 2 cannot be started: .*temporarily unavailable"
-    ):
+    with pytest.raises(RankLostError, match=r"rank 1 of 2 .*started"):
         parent._run_once([])
     assert started[0].returncode == 0
     assert (tmp_path / "asked.0").read_text() == "SIGTERM"

@@ -112,21 +112,19 @@ def test_the_key_comes_from_environment_before_file_before_config(
     assert config.resolve_api_key() == "from-environment"
     file.unlink()
     monkeypatch.setenv("MLX_PARALLM_API_KEY", "  ")
-    with pytest.raises(ConfigError, match="MLX_PARALLM_API_KEY holds only white space"):
+    with pytest.raises(ConfigError, match="MLX_PARALLM_API_KEY"):
         config.resolve_api_key()
     monkeypatch.delenv("MLX_PARALLM_API_KEY")
-    with pytest.raises(ConfigError, match=r"server\.api_key holds only white space"):
+    with pytest.raises(ConfigError, match=r"server\.api_key"):
         load_config(None, ["server.api_key='  '"]).resolve_api_key()
     with pytest.raises(ConfigError, match="api_key_file"):
         config.resolve_api_key()
 
 
 def test_a_bound_on_oversampling_needs_something_to_replace() -> None:
-    with pytest.raises(
-        ConfigError, match="max_oversampling is set, but only read with dynamic_sampling = true"
-    ):
+    with pytest.raises(ConfigError, match=r"max_oversampling.*dynamic_sampling"):
         load_config(None, text="[rl_training]\ndynamic_sampling = false\nmax_oversampling = 2.0")
-    with pytest.raises(ConfigError, match="has to be at least 1, or 0 for no bound"):
+    with pytest.raises(ConfigError, match="at least 1, or 0"):
         load_config(None, text="[rl_training]\nmax_oversampling = 0.5")
 
 
@@ -157,7 +155,7 @@ def test_evaluations_are_short_where_chats_come_first(tmp_path: Path) -> None:
 )
 def test_true_is_no_number(setting: str) -> None:
     """A learning rate of `true` was 1.0."""
-    with pytest.raises(ConfigError, match=r"a number is wanted, not true or false"):
+    with pytest.raises(ConfigError, match="number"):
         load_config("quickstart", [setting])
 
 

@@ -301,7 +301,7 @@ def test_two_evaluations_word_by_word(tmp_path: Path) -> None:
         ["same", ", I think."],
         ["new", " <b>"],
     ]
-    with pytest.raises(RequestError, match="there are 2 evaluations, no number 2"):
+    with pytest.raises(RequestError, match="2 evaluations"):
         view.evaluations.heldout(0, 2)
 
 

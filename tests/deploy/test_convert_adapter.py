@@ -125,9 +125,7 @@ def test_layers_of_several_ranks_are_pefts_only(tmp_path: Path) -> None:
     convert(source, tmp_path / "again", "peft")
     assert_same(source, tmp_path / "again")
     for layout in ("mlx-lm", "npz"):
-        with pytest.raises(
-            AdapterError, match=r"one rank and scale for all layers, this adapter has several"
-        ):
+        with pytest.raises(AdapterError, match="rank and scale"):
             convert(source, tmp_path / layout, layout)
         assert not (tmp_path / layout).exists()
 
@@ -138,10 +136,10 @@ def test_a_factor_that_no_alpha_gives_is_refused() -> None:
     )
     config = peft_config(pairs((3, 1.0)), dropout=0.0)
     assert (config["lora_alpha"], config["use_rslora"]) == (3.0, False)
-    with pytest.raises(AdapterError, match="no lora_alpha gives exactly the factors"):
+    with pytest.raises(AdapterError, match="lora_alpha"):
         peft_config(pairs((7, UNREACHABLE)), dropout=0.0)
     mixed = pairs((2, 1.0)) | {"x": LoraPair(mx.ones((4, 2)), mx.ones((2, 5)), 1.0, mx.ones((5,)))}
-    with pytest.raises(AdapterError, match="use_dora is one setting for all layers"):
+    with pytest.raises(AdapterError, match="use_dora"):
         peft_config(mixed, dropout=0.0)
 
 
@@ -187,12 +185,12 @@ def test_what_is_no_adapter_is_never_replaced(tmp_path: Path) -> None:
     source = adapter(tmp_path / "source", lora_config(2, 4, ("q_proj",)))
     (mine := tmp_path / "mine").mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    with pytest.raises(AdapterError, match="is not an adapter's directory"):
+    with pytest.raises(AdapterError, match="directory"):
         convert(source, mine, "npz", overwrite=True)
     (source / "optimizer.safetensors").write_text(
         "of a checkpoint, which is an adapter's directory too"
     )
-    with pytest.raises(AdapterError, match=r"holds optimizer\.safetensors besides an adapter"):
+    with pytest.raises(AdapterError, match=r"optimizer\.safetensors"):
         convert(source, source, "peft", overwrite=True)
     assert len(list(source.iterdir())) == 3
 
@@ -202,7 +200,7 @@ def test_what_cannot_be_read_or_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="no adapter at "):
         convert(tmp_path / "nothing", tmp_path / "x", "npz")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="file/x cannot be written: File exists"):
+    with pytest.raises(CheckpointError, match="file/x"):
         convert(source, tmp_path / "file" / "x", "npz")
     config = json.loads((source / "adapter_config.json").read_text()) | {
         "num_layers": None,

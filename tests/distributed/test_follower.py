@@ -87,7 +87,7 @@ def test_a_rank_whose_engine_has_died_ends_between_two_steps(follows: Any) -> No
     leader.send(Publish(5))
     end_of_run = threading.Timer(5, leader.send, [None])
     end_of_run.start()
-    with pytest.raises(EngineUnavailableError, match="the engine thread has ended"):
+    with pytest.raises(EngineUnavailableError, match="engine thread"):
         run(ranks)
     end_of_run.cancel()
     assert limits == [(EXIT_LOST, follower.END_S + 5.0)]
@@ -106,9 +106,7 @@ def test_what_is_advised_when_rank_0_is_gone_is_what_its_settings_do(
 ) -> None:
     ranks, leader, _ = follows
     monkeypatch.setattr(Serving, "load", lambda *_, **__: leader.close())
-    with pytest.raises(
-        RankLostError, match=r"rank 0 of 2 is gone .* the others are started again"
-    ) as lost:
+    with pytest.raises(RankLostError, match="rank 0 of 2") as lost:
         run(ranks)
     assert "--resume auto" not in str(lost.value)
 

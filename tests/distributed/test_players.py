@@ -213,7 +213,7 @@ def test_a_bug_on_another_rank_ends_the_run(
     with Run(tiny_tokenizer, by_seed, ranks=2) as run:
         run.manager._players[1].play([run.manager._queues[0].start(())])
         until(lambda: run.manager.health() is not None)
-        with pytest.raises(EnvironmentFailedError, match="rank 1: RuntimeError: a bug"):
+        with pytest.raises(EnvironmentFailedError, match="rank 1: RuntimeError"):
             run.manager.check()
 
 
@@ -230,7 +230,7 @@ def test_a_rank_whose_engine_has_died_ends_the_run(tiny_tokenizer: Tokenizer) ->
     with Run(tiny_tokenizer, answer, ranks=2, check=dead) as run:
         run.manager._players[1].play([run.manager._queues[0].start(())])
         until(lambda: run.manager.health() is not None)
-        with pytest.raises(EnvironmentFailedError, match="rank 1: the engine thread has ended"):
+        with pytest.raises(EnvironmentFailedError, match=r"rank 1: .*thread"):
             run.manager.check()
         assert not run.inbox.failures
 

@@ -163,7 +163,7 @@ def test_context_end_and_its_errors():
         12,
         "length",
     )
-    with pytest.raises(ContextLengthError, match="maximum context length is 32"):
+    with pytest.raises(ContextLengthError, match="length is 32"):
         served.engine.add(request("x", [1] * 20, max_tokens=13))
     with pytest.raises(ContextLengthError):
         served.engine.add(request("x", [1] * 32))

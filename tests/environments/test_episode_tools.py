@@ -321,9 +321,7 @@ async def test_prompts_without_room_are_refused_before_the_run(tokenizer, tools,
     )
     assert "tools_column" in whole
     check(tokens - 10, tools=("add",))
-    with pytest.raises(
-        ConfigError, match=r"Of it: \d{3} are the same in every prompt, system_prompt \d+\. Shorten"
-    ):
+    with pytest.raises(ConfigError, match=r"\d{3} .*system_prompt \d+"):
         check(60, tools=(), system_prompt="word " * 100)
     with pytest.raises(ConfigError, match="raise the model's context"):
         client.max_model_len = 30

@@ -110,7 +110,7 @@ def test_an_environment_that_blocks_its_thread_does_not_block_the_others(
     manager.request_groups(30)
     inbox.wait(groups=30)
     until(lambda: "x delivers nothing" in (manager.health() or ""))
-    with pytest.raises(EnvironmentFailedError, match="environment x blocks its thread"):
+    with pytest.raises(EnvironmentFailedError, match="environment x"):
         manager.stop(timeout_s=0.5)
     release.set()
 

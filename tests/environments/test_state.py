@@ -112,15 +112,11 @@ def test_what_is_missing_is_told_in_words():
         async def update_state(self, state, response):
             return state
 
-    with pytest.raises(
-        RolloutRejectedError, match="Minimal has no inference: give one to its constructor"
-    ):
+    with pytest.raises(RolloutRejectedError, match=r"Minimal.*inference"):
         Minimal().step(State(prompt="Hi"))
-    with pytest.raises(
-        RolloutRejectedError, match=r"NoState\.update_state returned None, not a State"
-    ):
+    with pytest.raises(RolloutRejectedError, match=r"NoState\.update_state"):
         NoState(Echoing()).step(State(prompt="Hi"))
-    with pytest.raises(RolloutRejectedError, match=r"Async\.update_state is async"):
+    with pytest.raises(RolloutRejectedError, match=r"Async\.update_state"):
         Async(Echoing()).step(State(prompt="Hi"))
 
 
@@ -149,7 +145,7 @@ def test_environments_are_made_by_their_kind():
     environment = create_environment("simple_text", prompts=["A:"], max_steps=2)
     assert isinstance(environment, SimpleTextEnvironment)
     assert environment.max_steps == 2
-    with pytest.raises(ConfigError, match="unknown kind 'simple_txt'; did you mean 'simple_text'"):
+    with pytest.raises(ConfigError, match=r"'simple_txt'.*'simple_text'"):
         create_environment("simple_txt")
     with pytest.raises(ConfigError, match=r"called with \(prompt="):
         create_environment("simple_text", prompt="A:")

@@ -149,7 +149,7 @@ def test_kinds_are_known_by_name():
     assert [built.task(index).messages[0]["content"] for index in range(3)] == ["A", "B", "A"]
     with pytest.raises(ConfigError, match="comes over HTTP"):
         build_sources([EnvironmentConfig(kind="verifiers", name="x")], seed=0)
-    with pytest.raises(ConfigError, match="did you mean 'conversation'"):
+    with pytest.raises(ConfigError, match="'conversation'"):
         build_sources([EnvironmentConfig(kind="conversations", name="x")], seed=0)
 
 

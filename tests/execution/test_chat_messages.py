@@ -199,7 +199,7 @@ def test_roles_that_a_template_knows() -> None:
     )
     assert in_known_roles([critic], "{% if m['role'] == 'critic' %}") == [critic]
     assert in_known_roles([critic], None) == [critic]
-    with pytest.raises(RequestError, match="'critic' is not a role of this model's chat template"):
+    with pytest.raises(RequestError, match="'critic'"):
         in_known_roles([critic], "{{ message.role }}")
 
 

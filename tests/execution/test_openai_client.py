@@ -112,7 +112,7 @@ def test_a_refusal_is_not_repeated(status: int, said: Any, words: str) -> None:
 def test_nobody_there(quick: None) -> None:
     with server(OK) as (url, _):
         pass
-    with pytest.raises(EndpointError, match=r"cannot be reached: .*\(tried 2 times\)"):
+    with pytest.raises(EndpointError, match="tried 2 times"):
         post(url, retries=1)
     with pytest.raises(EndpointError, match="is not a URL"):
         OpenAIEndpoint("127.0.0.1:8000")

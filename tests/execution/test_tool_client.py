@@ -354,7 +354,7 @@ def test_an_sdk_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mcp.Client")
     with (
         ToolClient([stdio()]) as client,
-        pytest.raises(ConfigError, match=r"Client.*pip install '\.\[mcp\]'"),
+        pytest.raises(ConfigError, match=r"'\.\[mcp\]'"),
     ):
         client.definitions()
 
@@ -383,7 +383,7 @@ def test_what_cannot_be(client: ToolClient) -> None:
             MCPServer("s", **changes)
     with pytest.raises(ConfigError, match="already"):
         client.register_tool("greet", lambda: "")
-    with pytest.raises(ConfigError, match="two MCP servers have one name"):
+    with pytest.raises(ConfigError, match=r"MCP servers.*name"):
         ToolClient([stdio(), stdio()])
 
 

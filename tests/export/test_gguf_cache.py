@@ -112,11 +112,11 @@ def test_each_fault_is_one_line(
     assert "Traceback" not in error
     with monkeypatch.context() as patched:
         patched.setattr(from_gguf, "free_bytes", lambda path: 1000)
-        with pytest.raises(ModelError, match=r"GB are free there: free some space.*XDG_CACHE_HOME"):
+        with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
             resolve_model_path(str(file))
     with monkeypatch.context() as patched:
         patched.setattr(packages, "is_installed", lambda module: module != "gguf")
-        with pytest.raises(ConfigError, match=r"pip install '\.\[export\]'"):
+        with pytest.raises(ConfigError, match=r"'\.\[export\]'"):
             resolve_model_path(str(file))
     with pytest.raises(ModelError, match="has no converted copy"):
         resolve_model_path(str(file), fetch=False)

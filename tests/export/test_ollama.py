@@ -183,7 +183,7 @@ def test_a_cut_upload_is_repeated(ollama: Ollama, file: Path) -> None:
 def test_a_refusal_is_one_line(ollama: Ollama, file: Path, where: str) -> None:
     deployer, state = ollama
     setattr(state, where, "unsupported\n architecture 'x'")
-    with pytest.raises(EndpointError, match="unsupported architecture 'x'") as raised:
+    with pytest.raises(EndpointError, match="'x'") as raised:
         deployer.create("m", file, stops=[])
     assert "\n" not in str(raised.value)
     assert state.created == []
@@ -192,9 +192,7 @@ def test_a_refusal_is_one_line(ollama: Ollama, file: Path, where: str) -> None:
 def test_no_server_is_one_line(ollama: Ollama, file: Path) -> None:
     deployer, state = ollama
     state.cut = 99
-    with pytest.raises(
-        EndpointError, match=r"no answer from Ollama at .*is `ollama serve` running"
-    ):
+    with pytest.raises(EndpointError, match="`ollama serve`"):
         deployer.create("m", file, stops=[])
     assert state.uploads == 4
     with pytest.raises(EndpointError, match="is not a URL"):

@@ -198,9 +198,9 @@ def test_a_pre_tokenizer_outside_the_table_is_found_by_trying_or_refused(
     other = with_rules(tmp_path / "other", r"\p{L}{1,2}|\P{L}+")
     tokenizer, found = read(other)
     opened = type("Opened", (), {"tokenizer": tokenizer, "notes": []})()
-    with pytest.raises(ModelError, match=r"none of its 2 fits: the best, '.*', fits \d+ texts"):
+    with pytest.raises(ModelError, match=r"best, '.*', fits \d+"):
         export_of(other)._try_pre(opened, found)
-    with pytest.raises(ModelError, match=r"how this tokenizer splits texts \(.*or pass --pre NAME"):
+    with pytest.raises(ModelError, match="--pre NAME"):
         export_of(other, check="off")._try_pre(opened, found)
 
 
@@ -208,16 +208,16 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model", byte_level((("words",), False)))
     config = json.loads((path / "config.json").read_text())
     tokenizer, _ = read(path)
-    with pytest.raises(ModelError, match="has token 849, the model's embedding has only 800 rows"):
+    with pytest.raises(ModelError, match=r"849.*800"):
         read_vocabulary(tokenizer, config | {"vocab_size": 800}, path)
     tokenizer.eos_token_ids = frozenset()
     with pytest.raises(ModelError, match="no EOS token"):
         read_vocabulary(tokenizer, config, path)
     unigram = Tokenizer(models.Unigram([("a", -1.0), ("<|im_end|>", -2.0)], unk_id=0))
-    with pytest.raises(ModelError, match="type Unigram cannot be exported"):
+    with pytest.raises(ModelError, match="Unigram"):
         read(checkpoint(tmp_path / "unigram", unigram))
     (path / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"generation_config.json cannot be read"):
+    with pytest.raises(ModelError, match=r"generation_config.json"):
         read(path)
 
 

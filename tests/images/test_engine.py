@@ -318,7 +318,7 @@ def test_the_embedding_stays_the_layer_that_it_was() -> None:
     with admit_images(quantised).using(row, ids):
         shown = quantised(ids)
     assert mx.abs(shown - quantised(mx.array([[1, 5]]))).max().item() < 1e-4
-    with pytest.raises(ModelError, match="0 layers named embed_tokens"):
+    with pytest.raises(ModelError, match=r"0 .*embed_tokens"):
         admit_images(nn.Linear(2, 2))
 
 

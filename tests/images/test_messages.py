@@ -41,9 +41,9 @@ def test_a_users_images_stay_in_their_places() -> None:
 
 
 def test_without_images_they_are_refused_as_before() -> None:
-    with pytest.raises(RequestError, match="only text parts can be read"):
+    with pytest.raises(RequestError, match="text parts"):
         read_messages(CHAT)
-    with pytest.raises(RequestError, match=r"messages\.0\.content\.0: only text parts"):
+    with pytest.raises(RequestError, match=r"messages\.0\.content\.0"):
         read_messages([{"role": "assistant", "content": [{"type": "image"}]}], images=True)
 
 
@@ -65,7 +65,7 @@ def test_a_part_that_is_not_understood_is_refused(part: dict[str, Any], reason: 
 def test_each_placeholder_becomes_its_image() -> None:
     images = [PromptImage("a", "[a]", 1), PromptImage("b", "[b]", 1)]
     assert with_images("x<i>y<i>", "<i>", images) == "x[a]y[b]"
-    with pytest.raises(RequestError, match=r"made 2 places of these 1 images"):
+    with pytest.raises(RequestError, match="2 places of these 1"):
         with_images("x<i>y<i>", "<i>", images[:1])
 
 

@@ -41,6 +41,6 @@ def test_they_are_refused_by_name(tmp_path: Path) -> None:
         for name, images in (("seeing", (image,)), ("blind", ())):
             request = Request(name, (1, 2), SamplingParams(n=2), images=images)
             kept.keep(name, [request], [choices])
-        with pytest.raises(RefusedError, match="'seeing' is an answer to images, which are not"):
+        with pytest.raises(RefusedError, match="'seeing'"):
             kept.reward(["seeing"], [0.0, 1.0], "clients")
         assert len(kept.reward(["blind"], [0.0, 1.0], "clients")) == 1

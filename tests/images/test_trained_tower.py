@@ -419,12 +419,12 @@ def test_full_weights_are_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
     assert mx.array_equal(same.policy.model.eye.second.bias, trained.policy.model.eye.second.bias)
     _, frozen = built(SeeingEncoder(()), **settings)
     for load in (frozen.policy.load, frozen.policy.saved):
-        with pytest.raises(CheckpointError, match=r"eye\.second\.\w+ was trained there"):
+        with pytest.raises(CheckpointError, match=r"eye\.second"):
             load(tmp_path)
 
 
 def test_a_connector_without_linear_layers_learns_with_full_weights_alone() -> None:
-    with pytest.raises(AdapterError, match=r"eye\.norm has no linear layer .*lora\.enabled"):
+    with pytest.raises(AdapterError, match=r"eye\.norm.*lora\.enabled"):
         built(SeeingEncoder(("eye.norm",)))
     configure_logging(level="warning")
     with capture_logs() as lines:

@@ -177,7 +177,7 @@ def test_an_engine_that_nobody_can_use_is_stopped(monkeypatch: pytest.MonkeyPatc
 
 def test_logits_are_bounded(inference: InferenceModule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference_engine, "MAX_LOGITS_BYTES", 4096)
-    with pytest.raises(RequestError, match="pass fewer responses in a call"):
+    with pytest.raises(RequestError, match="responses"):
         inference.get_logits(["a"], [[5] * 20])
 
 

@@ -63,9 +63,9 @@ def test_scores_are_those_of_the_engine(here: InferenceModule, remote: Inference
 
 
 def test_what_an_endpoint_cannot_do_is_said(remote: InferenceModule) -> None:
-    with pytest.raises(RequestError, match="an OpenAI endpoint returns none"):
+    with pytest.raises(RequestError, match="OpenAI endpoint"):
         remote.get_logits(SUM, "85")
-    with pytest.raises(RequestError, match="an OpenAI endpoint returns none"):
+    with pytest.raises(RequestError, match="OpenAI endpoint"):
         remote.generate(SUM, return_logits=True)
     assert (remote.client, remote.tokenizer, remote.adapter, remote.max_model_len) == (
         None,
@@ -83,7 +83,7 @@ def test_an_empty_prompt_has_the_same_message(
 ) -> None:
     for prompt, response in (("", "c"), ("", "")):
         for module in (here, remote):
-            with pytest.raises(RequestError, match=r"^prompt: the prompt is empty$"):
+            with pytest.raises(RequestError, match=r"^prompt: .*empty"):
                 module.get_logprobs([prompt], [response])
 
 
@@ -180,7 +180,7 @@ def test_an_endpoint_without_token_ids_is_asked_without() -> None:
         )
         with pytest.raises(EndpointError, match="top_k"):
             remote.generate("a", top_k=3)
-        with pytest.raises(EndpointError, match="returns no log-probabilities"):
+        with pytest.raises(EndpointError, match="log-probabilities"):
             remote.generate("a", return_logprobs=True)
         with pytest.raises(EndpointError, match="needs /tokenize"):
             remote.get_logprobs("a", "b")

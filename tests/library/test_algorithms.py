@@ -266,9 +266,7 @@ def test_the_reference_follows_when_asked(inference: InferenceModule) -> None:
 
 
 def test_what_does_not_fit_is_refused(inference: InferenceModule) -> None:
-    with pytest.raises(
-        ConfigError, match=r"batch_size \(9\) is not a multiple of group_size \(8\)"
-    ):
+    with pytest.raises(ConfigError, match=r"batch_size.*group_size"):
         make(GRPOAlgorithm, inference, Length(), batch_size=9)
     with pytest.raises(ConfigError, match="at least 2"):
         make(GRPOAlgorithm, inference, Length(), group_size=1)
@@ -276,10 +274,10 @@ def test_what_does_not_fit_is_refused(inference: InferenceModule) -> None:
         make(REINFORCEAlgorithm, inference, Length(), ppo_epochs=4)
     with pytest.raises(
         ConfigError,
-        match="so ppo_epochs can only be 1; PPOAlgorithm and GRPOAlgorithm take several",
+        match="ppo_epochs",
     ):
         make(REINFORCEAlgorithm, inference, Length(), backprop={"ppo_epochs": 2})
-    with pytest.raises(ConfigError, match="'a2c': choose one of ppo, grpo, reinforce"):
+    with pytest.raises(ConfigError, match="'a2c'"):
         create_algorithm("a2c")
     algorithm = make(GRPOAlgorithm, inference, Length(), batch_size=8)
     with pytest.raises(ConfigError, match="checkpoint_dir"):
@@ -369,7 +367,7 @@ def test_a_checkpoint_is_the_daemons_and_training_goes_on_from_it(tmp_path: Path
     assert [
         json.loads(text)["step"] for text in (run / "metrics.jsonl").read_text().splitlines()
     ] == [1, 2, 3, 4]
-    with pytest.raises(CheckpointError, match=r"no checkpoint of an algorithm"):
+    with pytest.raises(CheckpointError, match="algorithm"):
         load_algorithm_from_checkpoint(tmp_path / "elsewhere", *_parts(inference))
 
 
@@ -426,7 +424,7 @@ def test_a_loss_of_ones_own_and_no_environment_twice(inference: InferenceModule)
 
 
 def test_trackers_need_a_place() -> None:
-    with pytest.raises(ConfigError, match="tensorboard needs checkpoint_dir"):
+    with pytest.raises(ConfigError, match="checkpoint_dir"):
         AlgorithmConfig(trackers=("tensorboard",))
     assert AlgorithmConfig(
         use_wandb=True, checkpoint_dir="x", trackers=("trackio",)

@@ -106,11 +106,11 @@ def test_relative_advantages_compare_with_the_own_group_alone() -> None:
     np.testing.assert_allclose(mean, [2 / 3, -1 / 3, -1 / 3, 0, 0, 0], atol=1e-9)
     std = make().compute_relative_advantages(rewards, group_size=3)
     np.testing.assert_allclose(std, [1.414214, -0.707107, -0.707107, 0, 0, 0], atol=1e-6)
-    with pytest.raises(ConfigError, match="6 rewards are not whole groups of 4"):
+    with pytest.raises(ConfigError, match=r"6 rewards .*4"):
         make().compute_relative_advantages(rewards, group_size=4)
-    with pytest.raises(ConfigError, match="expected a list of numbers"):
+    with pytest.raises(ConfigError, match="list of numbers"):
         make().compute_relative_advantages(["good", "bad"], group_size=2)  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="the number of answers to one prompt"):
+    with pytest.raises(ConfigError, match="number of answers"):
         make().compute_relative_advantages(rewards, group_size=None)  # type: ignore[arg-type]
 
 
@@ -166,19 +166,19 @@ def _lengths(trajectories: list[Trajectory]) -> list[int]:
 
 def test_what_does_not_fit_is_refused() -> None:
     backprop, trajectories = make(**PLAIN), played(1)
-    with pytest.raises(ConfigError, match="3 advantages for 4 trajectories"):
+    with pytest.raises(ConfigError, match="3 advantages for 4"):
         backprop.compute_loss(trajectories, [1.0] * 3)
-    with pytest.raises(ConfigError, match=r"advantages\[0\] is not one finite number, or \d"):
+    with pytest.raises(ConfigError, match=r"advantages\[0\]"):
         backprop.compute_loss(trajectories, [np.zeros(99), 0.0, 0.0, 0.0])
     with pytest.raises(ConfigError, match=r"advantages\[1\]"):
         backprop.compute_loss(trajectories, [0.0, math.nan, 0.0, 0.0])
-    with pytest.raises(ConfigError, match="'an answer' is no trajectory"):
+    with pytest.raises(ConfigError, match="'an answer'"):
         backprop.compute_loss(["an answer"], [1.0])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="advantages is None: expected a list"):
+    with pytest.raises(ConfigError, match="advantages is None"):
         backprop.compute_loss(trajectories, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"advantages\[0\] is 'good'"):
         backprop.compute_loss(trajectories, ["good", 0.0, 0.0, 0.0])
-    with pytest.raises(ConfigError, match="expected a function, LossInputs"):
+    with pytest.raises(ConfigError, match="LossInputs"):
         backprop.compute_custom_loss(trajectories, [0.0] * 4, None)  # type: ignore[arg-type]
 
 
@@ -261,7 +261,7 @@ def test_a_kl_that_divides_by_the_sampler_needs_its_log_probabilities() -> None:
     """The trainer's own stood in: the ratio was 1, and the number k3's."""
     backprop, trajectories = make(**PLAIN, kl_estimator="k3_ratio"), played()
     assert backprop.compute_kl(trajectories).item() == pytest.approx(0.0, abs=1e-7)
-    with pytest.raises(ConfigError, match=r'"k3_ratio" divides .* choose kl_estimator = "k3"'):
+    with pytest.raises(ConfigError, match=r'"k3_ratio".*kl_estimator'):
         backprop.compute_kl(
             [replace(trajectory.rollout, logprobs=None) for trajectory in trajectories]
         )
@@ -368,11 +368,11 @@ def test_one_number_has_many_names() -> None:
     for name in ("clip_ratio", "eps_clip", "clip_epsilon", "ppo_clip_range"):
         assert BackpropConfig(**{name: 0.3}).ppo_clip_range == 0.3
         assert AlgorithmConfig(**{name: 0.3}).ppo_clip_range == 0.3
-    with pytest.raises(ConfigError, match="ppo_clip_range is given twice, as 'eps_clip' too"):
+    with pytest.raises(ConfigError, match=r"ppo_clip_range.*'eps_clip'"):
         BackpropConfig(clip_ratio=0.2, eps_clip=0.3)
-    with pytest.raises(ConfigError, match="no 'gama'; did you mean 'gamma'"):
+    with pytest.raises(ConfigError, match=r"'gama'.*'gamma'"):
         BackpropConfig(gama=1.0)
-    with pytest.raises(ConfigError, match=r"gamma: Input should be less than or equal to 1"):
+    with pytest.raises(ConfigError, match=r"gamma: .*1"):
         BackpropConfig(gamma=2.0)
     with pytest.raises(ConfigError, match=r"use_amp.*bfloat16"):
         AlgorithmConfig(use_amp=True)
@@ -417,7 +417,7 @@ def test_an_optimizer_is_read_for_its_numbers() -> None:
     with pytest.raises(ConfigError, match="schedule"):
         BackpropModule(model, optim.Adam(optim.cosine_decay(1e-3, 10)))
     assert BackpropModule(model, optim.Adam(1e-3, eps=1e-5)).run_config.rl_training.adam_eps == 1e-5
-    with pytest.raises(ConfigError, match=r"betas = \[0.8, 0.9\] would get lost"):
+    with pytest.raises(ConfigError, match=r"betas = \[0.8, 0.9\]"):
         BackpropModule(model, optim.Lion(1e-4, betas=[0.8, 0.9]))
 
 

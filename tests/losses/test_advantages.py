@@ -40,9 +40,7 @@ def test_equal_rewards_have_no_variance(rewards: list[float]) -> None:
 
 def test_a_kind_that_there_is_not() -> None:
     for rewards in ([1.0, 0.0], [1.0, 1.0]):
-        with pytest.raises(
-            ValueError, match="'grpo' is no kind of advantage; there are std, std_sample, mean"
-        ):
+        with pytest.raises(ValueError, match=r"'grpo'.*std_sample"):
             group_advantages(rewards, "grpo")  # type: ignore[arg-type]
 
 

@@ -191,9 +191,7 @@ def test_rank_and_alpha_are_pefts(tmp_path: Path) -> None:
     (tmp_path / "a" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     assert next(iter(load_adapter(tmp_path / "a").layers.values())).scale == 4.0
     for settings in ({"r": 4}, {"rank_pattern": {"q_proj": 8}}):
-        with pytest.raises(
-            AdapterError, match=r"q_proj has rank 2, adapter_config\.json [48] \(r, rank_pattern\)"
-        ):
+        with pytest.raises(AdapterError, match=r"rank 2, .*rank_pattern"):
             scale(**settings)
     with pytest.raises(AdapterError, match=r"rank_pattern: unterminated|rank_pattern: .*"):
         scale(rank_pattern={"(": 4})
@@ -454,12 +452,10 @@ def test_every_way_in_refuses_it(tmp_path: Path) -> None:
 
 def test_a_pickle_is_named(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").write_bytes(b"x")
-    with pytest.raises(AdapterError, match=r"adapter_model\.bin is PyTorch's pickle"):
+    with pytest.raises(AdapterError, match=r"adapter_model\.bin.*PyTorch"):
         load_adapter(tmp_path)
     (peft(tmp_path / "a") / "new_embeddings.safetensors").write_bytes(b"x")
-    with pytest.raises(
-        AdapterError, match=r"new_embeddings\.safetensors: embeddings of added tokens"
-    ):
+    with pytest.raises(AdapterError, match=r"new_embeddings\.safetensors"):
         load_adapter(tmp_path / "a")
 
 

@@ -220,11 +220,11 @@ def test_files_are_mlx_lms_and_come_back(tmp_path: Path, dora: bool) -> None:
     assert mx.array_equal(again(TOKENS), tree(TOKENS))
     other = copy.deepcopy(model)
     inject_lora(other, lora_config(4, 8, ("q_proj", "up_proj"), dora=not dora))
-    with pytest.raises(AdapterError, match=r"the configuration asks for .* \(lora\.use_dora\)"):
+    with pytest.raises(AdapterError, match=r"lora\.use_dora"):
         load_into_trainer(other, layers)
     path = next(iter(layers))
     short = {path: LoraPair(layers[path].a, layers[path].b, 1.0, mx.ones((3,)))}
-    with pytest.raises(AdapterError, match=r"outputs, its magnitude is \(3,\)"):
+    with pytest.raises(AdapterError, match=r"magnitude is \(3,\)"):
         check_adapter(linear_shapes(model), short, "x")
 
 
@@ -261,7 +261,7 @@ def test_pefts_dora_and_patterns_are_read(tmp_path: Path) -> None:
         assert mx.array_equal(pair.magnitude, expected)
     del tensors[f"{prefix}.o_proj.lora_magnitude_vector"]
     mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), tensors)
-    with pytest.raises(AdapterError, match=r"o_proj has no magnitude vector"):
+    with pytest.raises(AdapterError, match="o_proj"):
         load_adapter(tmp_path)
 
 
@@ -279,7 +279,7 @@ def test_a_range_of_blocks(layers: tuple[int, int] | str, blocks: set[int]) -> N
 
 @pytest.mark.parametrize("layers", ["last 3", (1, 3), (5, 9)])
 def test_a_range_that_the_model_does_not_have(layers: tuple[int, int] | str) -> None:
-    with pytest.raises(AdapterError, match=r"layers = .* the model has 2 blocks"):
+    with pytest.raises(AdapterError, match=r"layers = .*2 blocks"):
         inject_lora(make_model(), lora_config(2, 2, layers=layers))
 
 

@@ -218,7 +218,7 @@ def test_the_trained_model_is_the_file_of_llama_cpp(
 
 
 def test_a_format_without_bits_is_refused() -> None:
-    with pytest.raises(ValueError, match="qat_format is read with qat_bits only"):
+    with pytest.raises(ValueError, match=r"qat_format.*qat_bits"):
         make_config(lora={"qat_format": "gguf"})
 
 
@@ -258,7 +258,7 @@ def test_a_quantised_base_is_refused() -> None:
     assert make_config(algorithm="online_dpo", lora={"qat_bits": 4}).lora.qat_bits == 4
     config = make_config(algorithm="sft", lora={"qat_bits": 4})
     options = config
-    with pytest.raises(ConfigError, match="name the checkpoint that it was made from"):
+    with pytest.raises(ConfigError, match="checkpoint"):
         TrainedPolicy(model, options, source=Path(), model_config={"model_type": "qwen3"})
 
 

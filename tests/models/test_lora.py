@@ -152,7 +152,7 @@ def test_tensors_that_would_be_left_out_are_an_error(tmp_path: Path) -> None:
     tensors["base_model.model.x.lora_B.weight"] = mx.zeros((4, 2))
     mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), tensors)
     (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 2}')
-    with pytest.raises(AdapterError, match="modules_to_save is not supported"):
+    with pytest.raises(AdapterError, match="modules_to_save"):
         load_adapter(tmp_path)
 
 
@@ -171,9 +171,7 @@ def test_damaged_peft_adapters_are_refused(
     tensors = {f"base_model.model.x.lora_{name}.weight": mx.zeros(shape) for name in "AB"}
     mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), tensors)
     (tmp_path / "adapter_config.json").write_text(config)
-    with pytest.raises(
-        AdapterError, match=r"adapter_config\.json does not fit adapter_model\.safetensors"
-    ):
+    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
         load_adapter(tmp_path)
 
 
@@ -213,7 +211,7 @@ def test_an_adapter_from_anybody_is_refused_in_words(
 
 
 def test_a_pattern_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match=r"alpha_pattern: .* nested too deeply"):
+    with pytest.raises(AdapterError, match="alpha_pattern"):
         load_adapter(peft_adapter(tmp_path, alpha_pattern={"(" * 1500 + "a" + ")" * 1500: 4}))
 
 
@@ -270,24 +268,22 @@ def test_the_names_that_the_specification_prints(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     model = make_model()
-    with pytest.raises(AdapterError, match=r"'qproj' matches no linear layer; there are: .*q_proj"):
+    with pytest.raises(AdapterError, match=r"'qproj'.*q_proj"):
         inject_lora(copy.deepcopy(model), lora_config(2, 2, ("qproj",)))
     wrong = {"model.layers.0.self_attn.q_proj": LoraPair(mx.zeros((32, 2)), mx.zeros((2, 64)), 1.0)}
-    with pytest.raises(
-        AdapterError, match=r"x: model.layers.0.self_attn.q_proj is \[64 → 64\].*\(32, 2\)"
-    ):
+    with pytest.raises(AdapterError, match=r"q_proj is \[64 → 64\]"):
         check_adapter(linear_shapes(model), wrong, "x")
     flat = {"model.layers.0.self_attn.q_proj": LoraPair(mx.zeros(()), mx.zeros(()), 1.0)}
     with pytest.raises(AdapterError, match=r"q_proj is \[64 → 64\]"):
         check_adapter(linear_shapes(model), flat, "x")
-    with pytest.raises(AdapterError, match=r"no linear layer 'model\.layers\.9\.q'"):
+    with pytest.raises(AdapterError, match=r"'model\.layers\.9\.q'"):
         check_adapter(
             linear_shapes(model),
             {"model.layers.9.q": wrong["model.layers.0.self_attn.q_proj"]},
             "x",
         )
     (tmp_path / "run" / "final").mkdir(parents=True)
-    with pytest.raises(AdapterError, match=r"no adapter at .*did you mean .*run/final\?"):
+    with pytest.raises(AdapterError, match=r"run/final\?"):
         find_adapter_file(tmp_path / "run")
     with pytest.raises(AdapterError, match="no adapter at"):
         load_adapter(tmp_path)
@@ -325,7 +321,7 @@ def test_dropout_leaves_the_mean_and_is_a_function_of_seed_and_layer() -> None:
 
 def test_an_adapter_of_the_part_that_sees_is_refused_by_a_model_that_reads_no_images() -> None:
     pair = LoraPair(mx.zeros((4, 2)), mx.zeros((2, 4)), 1.0)
-    with pytest.raises(AdapterError, match="of the part that sees, which is not loaded here"):
+    with pytest.raises(AdapterError, match="part that sees"):
         check_adapter({"model.layers.0.mlp": (4, 4)}, {"vision_tower.0.mlp": pair}, "a")
-    with pytest.raises(AdapterError, match=r"no linear layer 'model\.x'$"):
+    with pytest.raises(AdapterError, match=r"'model\.x'"):
         check_adapter({"model.layers.0.mlp": (4, 4)}, {"model.x": pair}, "a")

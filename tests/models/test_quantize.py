@@ -169,7 +169,7 @@ def test_a_quantised_checkpoint_is_not_quantised_again(checkpoint: Path) -> None
     ):
         with pytest.raises(
             ConfigError,
-            match=r"already quantised \(4 bits, groups of 64\): set .*quantize_base = false",
+            match="quantize_base",
         ):
             refuse(ModelConfig(base_path=str(entry)), quantize=True)
 
@@ -182,7 +182,7 @@ def test_a_model_without_a_layer_to_quantise(tmp_path: Path) -> None:
         "num_key_value_heads": 1,
     }
     save_checkpoint(tmp_path / "m", narrow)
-    with pytest.raises(ModelError, match="no layer's width is a multiple of 64"):
+    with pytest.raises(ModelError, match="multiple of 64"):
         load_model(model_config(tmp_path / "m"), quantize=True)
 
 

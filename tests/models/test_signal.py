@@ -111,7 +111,7 @@ def test_hidden_states_that_are_rightly_zeros_are_computed_again_once() -> None:
     """A model whose first layers are zeros at their start was ended as a fault of the GPU."""
     model = Passes((1, 1), (0, 1), (0, 1), (0, 1), (1, 1), (0, 1), (1, 1))
     assert [model.score() for _ in range(4)] == [7] * 4  # the second one twice, the third is known
-    with pytest.raises(DeviceFaultError, match="a hidden state, or a gradient by one, is zeros"):
+    with pytest.raises(DeviceFaultError, match="zeros"):
         model.score()
     known = Passes((0, 1), (0, 1), (0, 0), (0, 1))
     known.score()

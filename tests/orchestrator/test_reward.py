@@ -57,7 +57,7 @@ def test_the_end_of_a_sum() -> None:
     assert final(Played(sum_, "45", 2)) == pytest.approx(-0.5)  # near is wrong, unless one says so
     near = RewardConfig(partial_answer_reward=0.25)
     assert final_reward(near, Played(sum_, "45", 2), timed_out=False) == pytest.approx(0.25)
-    with pytest.raises(ConfigError, match="has to be below correct_answer_reward"):
+    with pytest.raises(ConfigError, match="correct_answer_reward"):
         RewardConfig(partial_answer_reward=1.0)
     assert final(Played(sum_, "47", 2)) == pytest.approx(-0.5)
     assert final(Played(sum_, "", 2)) == final(Played(sum_, None, 2)) == pytest.approx(-1.0)

@@ -47,7 +47,7 @@ def test_it_trains_with_the_constructor_of_the_plan(trainer: GRPOTrainer) -> Non
     assert first.num_trajectories >= 8 and first.kl is not None
     [second] = trainer.train(num_iterations=1)
     assert second.iteration == 2 and second.reward_max > 0
-    with pytest.raises(ConfigError, match="goes on with the same prompts"):
+    with pytest.raises(ConfigError, match="same prompts"):
         trainer.train(["Sum: 5+5"])
 
 

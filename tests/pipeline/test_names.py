@@ -177,7 +177,7 @@ def test_the_rows_of_groups_train_without_rewards(tmp_path: Path) -> None:
         for n in ((0, 1) if rows[2]["rewards"][0] else (1, 0))
     )
     assert good > bad
-    with pytest.raises(ConfigError, match="a scored group has prompt, completions and rewards"):
+    with pytest.raises(ConfigError, match="completions and rewards"):
         trainer.train([{"prompt": "x"}])
     with pytest.raises(ConfigError, match="1 logprobs for"):
         trainer.train([{**rows[1], "logprobs": [[-1.0], [-1.0]]}])
@@ -210,9 +210,9 @@ def test_the_trainer_of_rows(tmp_path: Path) -> None:
 
 
 def test_the_trainer_refuses(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected one of grpo, kto, dpo, sft"):
+    with pytest.raises(ConfigError, match="grpo, kto, dpo, sft"):
         RLTrainer(TrainingConfig("builtin:tiny", "ppo"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="is no argument of a training on scored groups"):
+    with pytest.raises(ConfigError, match="scored groups"):
         RLTrainer(TrainingConfig("builtin:tiny", arguments={"beta": 1})).train([])
     with pytest.raises(ConfigError, match="rewards are for"):
         RLTrainer(TrainingConfig("builtin:tiny", "kto"), ["builtin:length"])

@@ -254,9 +254,7 @@ def test_a_model_that_comes_with_the_dry_run_is_checked_after_it(
             stages.check_requirements()
         monkeypatch.setattr(stages, "_training_command", lambda directory: ["train"])
         monkeypatch.setattr(work, "command", lambda *arguments: None)
-        with pytest.raises(
-            ConfigError, match="could not be exported: --type q9_9: expected one of"
-        ):
+        with pytest.raises(ConfigError, match=r"--type.*q9_9"):
             stages._watch = lambda: None
             stages._dry_run(place)
 
@@ -284,7 +282,7 @@ def test_a_reward_of_labels_needs_scikit_learn_from_the_start(
     )
     with (
         closing(WorkDirectory(place / "work")) as work,
-        pytest.raises(ConfigError, match=r"needs the package scikit-learn: .*\[traces\]"),
+        pytest.raises(ConfigError, match=r"scikit-learn: .*\[traces\]"),
     ):
         Stages(options, detect_hardware(CPU_ONLY), work).check_requirements()
 

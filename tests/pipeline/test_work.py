@@ -85,7 +85,7 @@ def test_a_stage_that_failed_begins_anew_or_goes_on(
 def test_a_command_that_fails_is_one_line(work: WorkDirectory) -> None:
     work.directory("x").mkdir()
     work.command("x", ["--version"])
-    with pytest.raises(StageFailedError, match=r"x: there is no command 'nothing'.*log\.txt"):
+    with pytest.raises(StageFailedError, match=r"'nothing'.*log\.txt"):
         work.command("x", ["nothing"])
     assert "mlx_parallm" in (work.directory("x") / "log.txt").read_text()
 

@@ -177,7 +177,7 @@ def test_a_row_that_cannot_be_read_is_named(row: dict[str, Any], message: str) -
 def test_nested_values_that_are_no_lists_are_named_and_no_crash() -> None:
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "dict"}}}}
     row = {"tools": [[tool]], "calls": [[{"f": {"a": [{"k": 5}]}}]]}
-    with pytest.raises(RolloutRejectedError, match="'calls' are not in BFCL's form"):
+    with pytest.raises(RolloutRejectedError, match="'calls'"):
         tool_call()(completions=[written("f", a={"k": 5})], **row)
 
 

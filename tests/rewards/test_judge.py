@@ -201,13 +201,13 @@ async def test_the_base_as_the_judge(engine, tiny_tokenizer):
         await judge(["q"], ["a"])
     inference = SimpleNamespace(client=engine.client, tokenizer=tiny_tokenizer, adapter=None)
     judge.attach(inference)
-    with pytest.raises(RolloutRejectedError, match="needs a policy that is an adapter"):
+    with pytest.raises(RolloutRejectedError, match="adapter"):
         await judge(["q"], ["a"])
     inference.adapter = "policy"
     metrics = {}
     assert await judge(["Sort: cab"] * 2, ["abc", "cab"], metrics.__setitem__) == [UNSCORED] * 2
     assert metrics["judge/requests"] == 2 and metrics["judge/prompt_tokens"] > 100
-    with pytest.raises(RolloutRejectedError, match=r"judge: .*5\d{3} prompt tokens"):
+    with pytest.raises(RolloutRejectedError, match=r"5\d{3} prompt tokens"):
         await judge(["x" * 5000], ["too long for the model"])
 
 

@@ -127,11 +127,11 @@ def test_the_order_of_the_rows_does_not_matter():
 
 def test_ten_of_each_label_are_needed():
     rows, _ = episodes(40, seed=4)
-    with pytest.raises(ConfigError, match="9 good and 31 bad labels; it takes 10 of each"):
+    with pytest.raises(ConfigError, match="9 good and 31 bad"):
         LearnedReward.fit(rows, [True] * 9 + [False] * 31)
     with pytest.raises(ConfigError, match="39 labels for 40"):
         LearnedReward.fit(rows, [True] * 39)
-    with pytest.raises(ConfigError, match="l2 = -1: expected a number from 0"):
+    with pytest.raises(ConfigError, match="l2 = -1"):
         LearnedReward.fit(rows, [True] * 20 + [False] * 20, l2=-1)
 
 

@@ -60,5 +60,5 @@ def test_numbers_of_a_run(tmp_path: Path) -> None:
 def test_a_run_without_an_end_or_a_score_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="after the last step"):
         read_run(write_run(tmp_path, (0, [0.0, 0.5]), (2, [1.0, 0.5])))
-    with pytest.raises(SystemExit, match="1 held-out problems have no score"):
+    with pytest.raises(SystemExit, match="1 held-out problems"):
         read_run(write_run(tmp_path, (0, [0.0, 0.5]), (3, [1.0, None])))

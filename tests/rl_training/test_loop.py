@@ -109,7 +109,7 @@ def test_publishing_every_second_step(tmp_path: Path) -> None:
 
 def test_publishing_too_rarely_for_the_staleness_limit_is_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(ValidationError, match=r"update_every_n_steps = 3 .*max_staleness \(1\)"),
+        pytest.raises(ValidationError, match=r"update_every_n_steps.*max_staleness"),
         running(tmp_path / "run", weight_updates={"update_every_n_steps": 3}, max_staleness=1),
     ):
         pass

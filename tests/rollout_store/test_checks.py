@@ -33,9 +33,7 @@ def test_what_means_nothing_passes(changes: dict[str, Any]) -> None:
 
 def test_rollouts_without_logprobs_are_refused_unless_they_may_be_recomputed() -> None:
     group = make_group(rollouts=(make_rollout(), make_rollout(logprobs=None)))
-    with pytest.raises(
-        RolloutRejectedError, match=r'server_type vllm.*missing_logprobs = "recompute"'
-    ):
+    with pytest.raises(RolloutRejectedError, match=r"server_type.*missing_logprobs"):
         check(group)
     check_group(group, vocab_size=VOCAB_SIZE, max_token_length=16, missing_logprobs="recompute")
     half = make_group(rollouts=(make_rollout(logprobs=()),))
@@ -45,7 +43,7 @@ def test_rollouts_without_logprobs_are_refused_unless_they_may_be_recomputed() -
 
 def test_every_segment_is_checked() -> None:
     faulty = make_rollout(earlier=(make_rollout(scores={}), make_rollout(scores={}, mask=(0,) * 5)))
-    with pytest.raises(RolloutRejectedError, match="rollout 0: no token was sampled"):
+    with pytest.raises(RolloutRejectedError, match=r"rollout 0: .*token"):
         check(make_group(rollouts=(faulty,)))
 
 
@@ -114,5 +112,5 @@ def test_a_faulty_group_is_refused(changes: dict[str, Any], reason: str) -> None
 
 def test_the_longest_sequence_passes_and_one_more_token_does_not() -> None:
     check(make_group(rollouts=(make_rollout(prompt=6, sampled=10),)))
-    with pytest.raises(RolloutRejectedError, match="17 tokens are more than max_token_length = 16"):
+    with pytest.raises(RolloutRejectedError, match="max_token_length"):
         check(make_group(rollouts=(make_rollout(prompt=7, sampled=10),)))

@@ -47,7 +47,7 @@ def test_steps_behind_the_bound_lose_their_tokens_and_keep_their_rows(store):
     assert store.counts() == before == StoreCounts(waiting=1, taken=4, dropped=4, rejected=0)
     assert store.drop_reasons() == {"no variance": 4}
     assert store.add(make_group("1-0"), source="test") is False, "a pruned group is still known"
-    with pytest.raises(StoreError, match="the tokens of group '1-0' are pruned"):
+    with pytest.raises(StoreError, match="'1-0'"):
         store.groups(["4-0", "1-0"])
     assert store.prune(3, always_up_to_step=2, max_bytes=0) == 0
 
@@ -157,9 +157,7 @@ def test_below_the_reserve_no_group_is_accepted(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "free_bytes", lambda directory: free)
     assert store.add(make_group("a"), source="t")
     free = 10**9 - 1
-    with pytest.raises(
-        StoreError, match=r"no group is accepted: 1\.00 GB are free.*min_free_gb.*sent again"
-    ):
+    with pytest.raises(StoreError, match=r"1\.00 GB .*min_free_gb"):
         store.add(make_group("b"), source="t")
     assert store.known_ids() == {"a"}
     store.take(["a"], 1)  # what is there can still be trained on

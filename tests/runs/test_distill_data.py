@@ -332,7 +332,7 @@ def test_a_line_that_was_begun_is_cut_off(tmp_path: Path) -> None:
 def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "j"
     path.write_text('{"mine": 1}\n')
-    with pytest.raises(ConfigError, match="is no journal of distill-data"):
+    with pytest.raises(ConfigError, match="journal"):
         Journal(path, DistillSettings("rows", "T", 9), 3).open()
     assert path.read_text() == '{"mine": 1}\n'
 

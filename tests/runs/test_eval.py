@@ -190,7 +190,7 @@ def test_a_comparison_pairs_problems_and_names_the_chance(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="share no problem"):
         compare(tmp_path / "a.json", other, console)
     (tmp_path / "d.json").write_text("[]")
-    with pytest.raises(ConfigError, match="no results of mlx_parallm eval"):
+    with pytest.raises(ConfigError, match="mlx_parallm eval"):
         compare(tmp_path / "a.json", tmp_path / "d.json", console)
     with pytest.raises(ConfigError, match="No such file"):
         compare(tmp_path / "a.json", tmp_path / "nothing.json", console)

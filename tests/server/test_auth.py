@@ -259,7 +259,7 @@ def test_other_origins(origin):
 def test_a_public_address_needs_a_key(host):
     with pytest.raises(ConfigError, match="API key"):
         check_bind(host, None)
-    with pytest.raises(ConfigError, match="an API key of 1 characters is soon guessed"):
+    with pytest.raises(ConfigError, match="1 characters"):
         check_bind(host, "k")
     check_bind(host, "a-longer-key")
 

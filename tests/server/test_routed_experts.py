@@ -151,7 +151,7 @@ def test_a_server_that_records_nothing_refuses(directory: Path) -> None:
 
 
 def test_a_dense_model_cannot_record() -> None:
-    with pytest.raises(ConfigError, match="enable_return_routed_experts = true, but the model has"):
+    with pytest.raises(ConfigError, match="enable_return_routed_experts"):
         next(serve(Path("builtin:tiny"), enable_return_routed_experts=True))
 
 
@@ -258,7 +258,7 @@ def test_a_sequence_of_several_turns_keeps_the_rows_of_its_sampled_tokens() -> N
 
 def test_lists_of_other_lengths_are_rejected() -> None:
     both = scored(None, routed_experts=[None, None])
-    with pytest.raises(RolloutRejectedError, match="2 routed_experts for 1 sequences"):
+    with pytest.raises(RolloutRejectedError, match="routed_experts"):
         from_scored_data(both, policy_version=1, environment="e")
 
 
@@ -270,7 +270,7 @@ def test_the_queue_of_a_run_stores_what_its_trainer_repeats(store: RolloutStore)
     shapes.append(None)
     assert queue.submit(scored(as_npy(RECORDED, 3), group_id="second"))
     shapes.append((2, 2, 3))
-    with pytest.raises(RolloutRejectedError, match="expert 3, but a layer of the model has 3"):
+    with pytest.raises(RolloutRejectedError, match=r"expert 3, .*3"):
         queue.submit(scored(as_npy(RECORDED, 3), group_id="third"))
     stored = {group.group_id: group for group in store.groups(store.known_ids())}
     assert stored["first"].rollouts[0].routed_experts == RECORDED

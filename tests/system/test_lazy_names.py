@@ -12,9 +12,7 @@ from mlx_parallm.systems.traces.trace import Trace
 def test_a_name_is_its_modules_and_an_unknown_one_is_named() -> None:
     assert traces.Trace is Trace
     assert {*traces.__all__, "__doc__"} <= set(dir(traces))
-    with pytest.raises(
-        AttributeError, match=r"module 'mlx_parallm.systems.traces' has no attribute 'Tracer'"
-    ):
+    with pytest.raises(AttributeError, match=r"mlx_parallm.systems.traces.*'Tracer'"):
         traces.Tracer  # noqa: B018
 
 

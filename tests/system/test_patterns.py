@@ -29,7 +29,7 @@ def test_a_slow_pattern_ends_and_holds_nobody_up(pattern: str) -> None:
     try:
         before = turns[0]
         for ask in (slow.search, slow.last, slow.last_part):
-            with pytest.raises(PatternTimeoutError, match=r"takes more than 0.05 s on 4,001 char"):
+            with pytest.raises(PatternTimeoutError, match=r"0.05.*4,001"):
                 ask("ab" * 2000 + "c")
         assert turns[0] > before + 100
     finally:

@@ -81,7 +81,7 @@ def test_each_optimizer_step_is_a_line_and_its_times(client: WireClient, root: P
     assert found.total_steps is None and not [
         finding for finding in found.findings if "reward" in finding.diagnosis.name
     ]
-    with pytest.raises(StoreError, match="neither groups nor rewards"):
+    with pytest.raises(StoreError, match="groups nor rewards"):
         Answers(open_run(run))
 
     client.output(client.send(model, 4, data, "ppo"))

@@ -170,9 +170,7 @@ def test_what_changes_no_result_is_accepted_with_one_warning() -> None:
         "top_p": 1.0,
         "top_k": -1,
     }
-    with pytest.warns(
-        UserWarning, match=r"GRPOConfig: without effect: bf16=True \(.*run_name='x' \(.*=512"
-    ) as heard:
+    with pytest.warns(UserWarning, match=r"bf16=True .*run_name='x' .*=512") as heard:
         args = GRPOConfig("out", **given, min_p=0.0)
     assert (
         len(heard) == 1
@@ -717,7 +715,7 @@ def test_every_argument_is_obeyed_or_refused(name: str) -> None:
 
 
 def test_lions_betas_are_not_read() -> None:
-    with pytest.raises(ConfigError, match=r"adam_beta2 is not read with optim='lion_32bit'"):
+    with pytest.raises(ConfigError, match=r"adam_beta2.*'lion_32bit'"):
         SFTConfig(optim="lion_32bit", adam_beta2=0.95)
 
 
@@ -754,9 +752,9 @@ def test_a_gkd_configuration() -> None:
     assert teacher.kind == "base"  # TRL: without a teacher the model itself
     assert training.atropos.max_token_length == 200
     assert config.environments[0].max_tokens == 30
-    with pytest.raises(ConfigError, match="seq_kd=True: let the teacher write"):
+    with pytest.raises(ConfigError, match="seq_kd"):
         GKDConfig(seq_kd=True)
-    with pytest.raises(ConfigError, match="'output_attentions' means nothing here"):
+    with pytest.raises(ConfigError, match="'output_attentions'"):
         one(GKDConfig(teacher_model_init_kwargs={"output_attentions": True}))
 
 

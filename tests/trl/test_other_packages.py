@@ -49,11 +49,9 @@ def test_data_sets_of_the_package(tmp_path: Path) -> None:
     args = DPOConfig(str(tmp_path / "pairs"), **QUICK, max_steps=1, per_device_train_batch_size=2)
     with DPOTrainer(MODEL, args, train_dataset=splits["train"], eval_dataset=splits["test"]) as dpo:
         assert dpo.train().global_step == 1
-    with pytest.raises(
-        ConfigError, match=r"has several splits: choose one, such as train_dataset\['train'\]"
-    ):
+    with pytest.raises(ConfigError, match=r"train_dataset\['train'\]"):
         DPOTrainer(MODEL, args, train_dataset=splits)
-    with pytest.raises(ConfigError, match=r"has no length: take as many rows as you need"):
+    with pytest.raises(ConfigError, match="no length"):
         DPOTrainer(MODEL, args, train_dataset=splits["train"].to_iterable_dataset())
 
 

@@ -63,11 +63,11 @@ def test_a_pictures_tokens_and_features(tmp_path: Path) -> None:
 
 def test_what_is_computed_otherwise_is_refused(tmp_path: Path) -> None:
     path = save_gemma3(tmp_path / "crops", do_pan_and_scan=True)
-    with pytest.raises(ModelError, match="do_pan_and_scan = true, and pictures are not cropped"):
+    with pytest.raises(ModelError, match="do_pan_and_scan"):
         support(path)
     path = save_gemma3(tmp_path / "model")
     settings = json.loads((path / "config.json").read_text())
     settings["vision_config"]["hidden_act"] = "gelu"
     (path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelError, match=r"hidden_act = 'gelu': mlx-vlm's tower computes"):
+    with pytest.raises(ModelError, match=r"hidden_act.*'gelu'"):
         support(path)

@@ -150,14 +150,14 @@ def test_its_text_is_that_of_mlx_lms_lfm2(checkpoint: Path, tmp_path: Path, layo
 
 def test_what_is_computed_otherwise_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     path = save_lfm2_vl(tmp_path / "act", projector_hidden_act="relu")
-    with pytest.raises(ModelError, match=r"projector_hidden_act = 'relu': mlx-vlm's tower"):
+    with pytest.raises(ModelError, match=r"projector_hidden_act.*'relu'"):
         support(path)
     path = save_lfm2_vl(tmp_path / "head", tie_word_embeddings=False)
-    with pytest.raises(ModelError, match="LFM2 has no head of its own"):
+    with pytest.raises(ModelError, match=r"LFM2 .*head"):
         load_model(support(path)[0].model)
     text = {"model_type": "lfm2_moe"}
     path = save_lfm2_vl(tmp_path / "moe", text_config=text)
-    with pytest.raises(ModelError, match=r"text_config.model_type = 'lfm2_moe': expected 'lfm2'"):
+    with pytest.raises(ModelError, match=r"text_config.model_type.*'lfm2_moe'"):
         load_model(support(path)[0].model)
     # transformers 5 writes one file for both processors
     settings = json.loads((checkpoint / "preprocessor_config.json").read_text())

@@ -78,7 +78,7 @@ def test_what_is_held_out_is_never_trained_on() -> None:
 
 def test_a_wrong_name_is_refused() -> None:
     config = EnvironmentConfig.model_validate({"kind": "pictures", "name": "dogs"})
-    with pytest.raises(ConfigError, match=r"no built-in task 'dogs'; did you mean 'dots'\?"):
+    with pytest.raises(ConfigError, match=r"'dogs'.*'dots'"):
         build_sources([config], seed=0)
 
 

@@ -143,7 +143,7 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
     assert open_picture(data, 1 << 20).size == (64, 64)
     last = data.rindex(b"\xff\xda")
     many = data[:last] + data[last:-2] * 200 + data[-2:]
-    with pytest.raises(PictureError, match=r"JPEG of 2\d\d scans: at most 100"):
+    with pytest.raises(PictureError, match=r"2\d\d scans"):
         open_picture(many, 1 << 20)
 
 

@@ -254,7 +254,7 @@ def test_what_cannot_be_read_is_named(client: OpenAI, name: str) -> None:
 
 def test_other_things_that_cannot_be(client: OpenAI, serving: Serving) -> None:
     square = image(data_url(SQUARE))
-    with pytest.raises(BadRequestError, match=r"4 images, and a request may have 3"):
+    with pytest.raises(BadRequestError, match=r"4 images, .*3"):
         ask(client, [square] * 4)
     with pytest.raises(BadRequestError, match="must not hold '<image>'"):
         ask(client, [square, text(f"what is {IMAGE}?")])

@@ -41,9 +41,7 @@ def test_a_model_of_texts_has_none() -> None:
 
 def test_a_family_that_is_not_known_is_named(checkpoint: Path) -> None:
     assert support(checkpoint, "auto", model_type="paligemma") is None
-    with pytest.raises(
-        ModelError, match="'paligemma' that sees is not known here: gemma3, idefics3,"
-    ):
+    with pytest.raises(ModelError, match="'paligemma'"):
         support(checkpoint, True, model_type="paligemma")
 
 
@@ -52,7 +50,7 @@ def test_without_the_extra_the_text_part_is_used(
 ) -> None:
     monkeypatch.setattr(leaf, "is_installed", lambda module: module != "mlx_vlm")
     assert support(checkpoint, "auto") is None
-    with pytest.raises(ConfigError, match=r"needs the package mlx-vlm: pip install .*\[vision\]"):
+    with pytest.raises(ConfigError, match=r"mlx-vlm: .*\[vision\]"):
         support(checkpoint, True)
 
 
@@ -62,19 +60,19 @@ def test_a_checkpoint_without_its_tower_is_its_text_part(checkpoint: Path, tmp_p
     mx.save_safetensors(str(tmp_path / "model.safetensors"), kept)
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     assert support(tmp_path, "auto") is None
-    with pytest.raises(ModelError, match="has no arrays of the part that sees"):
+    with pytest.raises(ModelError, match="arrays"):
         support(tmp_path, True)
 
 
 def test_it_is_switched_off(checkpoint: Path) -> None:
     assert support(checkpoint, False) is None
-    with pytest.raises(ValidationError, match='train = "tower" needs the part that sees'):
+    with pytest.raises(ValidationError, match='"tower"'):
         Config.model_validate({"vision": {"enabled": False, "train": "tower"}})
 
 
 def test_a_tower_that_is_to_be_trained_has_to_be_there() -> None:
     config = Config.model_validate({"vision": {"train": "connector"}})
-    with pytest.raises(ModelError, match=r'vision\.train = "connector", but the model has no part'):
+    with pytest.raises(ModelError, match=r'vision\.train.*"connector"'):
         image_support(config.section(VisionConfig), TINY_ASSETS, read_config(TINY_ASSETS))
 
 

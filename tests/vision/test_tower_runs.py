@@ -163,7 +163,7 @@ def test_a_teacher_that_sees_nothing_is_refused_by_name(tmp_path: Path) -> None:
     shown = [{"prompt": "Which?", "images": [data_url(noise(24, 40))]}]
     text = GRPO + DISTILLATION.replace("{teacher}", str(blind))
     config = write_run(tmp_path, checkpoint, text, shown)
-    with pytest.raises(ConfigError, match="teacher 'seer' reads no images here"):
+    with pytest.raises(ConfigError, match="'seer'"):
         train_here(config, "rl_training.total_steps=1")
 
 

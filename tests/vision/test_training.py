@@ -285,14 +285,10 @@ def test_a_model_of_texts_refuses_rows_with_images(tmp_path: Path) -> None:
     row = {"prompt": "x", "images": [data_url(colour("red"))]}
     config = write_run(tmp_path, Path("builtin:tiny"), GRPO, [row])
     config.write_text(config.read_text().replace("enabled = true", "enabled = false"))
-    with pytest.raises(
-        ConfigError, match="rows: its prompts have images, and this model reads none"
-    ):
+    with pytest.raises(ConfigError, match=r"rows: .*images"):
         train_here(config)
     row["completion"] = "y"
     config = write_run(tmp_path, Path("builtin:tiny"), SFT, [row] * 2)
     config.write_text(config.read_text().replace("enabled = true", "enabled = false"))
-    with pytest.raises(
-        ConfigError, match=r"rows.jsonl:1: messages\.0\.content\.0: only text parts"
-    ):
+    with pytest.raises(ConfigError, match=r"rows.jsonl.*messages\.0\.content\.0"):
         train_here(config, 'rl_training.algorithm="sft"', "rl_training.batch_size=1")

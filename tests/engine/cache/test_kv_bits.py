@@ -390,9 +390,7 @@ def test_a_prompt_that_is_computed_counts_in_full():
     token = quantised(model_of_width(), 4).engine.cache.token_bytes()
     served = quantised(model_of_width(), 4, kv_cache_bytes=600 * token, prefix_cache_bytes=0)
     # 600 / 6.4
-    with pytest.raises(
-        RequestError, match=r"prompt: .* to compute 93 tokens, and this prompt has 94"
-    ):
+    with pytest.raises(RequestError, match=r"93.*94"):
         served.engine.add(request("long", [1] * 94, prompt_logprobs=0, max_tokens=0))
     [scored] = run(
         served.engine, [request("s", [1] * 93, prompt_logprobs=0, max_tokens=0)]

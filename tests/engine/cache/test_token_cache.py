@@ -569,9 +569,7 @@ def test_the_check_at_load_reads_a_segment_and_quantised_keys(monkeypatch):
     product = Packed.product
     monkeypatch.setattr(Packed, "product", fail)
     assert type(choose_cache(qwen3_model(), "qwen3", 2, 64)) is TokenCache
-    with pytest.raises(
-        ModelError, match=r"server\.kv_bits = 8 does not work for the architecture 'qwen3': shapes"
-    ):
+    with pytest.raises(ModelError, match=r"server\.kv_bits.*'qwen3'"):
         choose_cache(qwen3_model(head_dim=32), "qwen3", 2, 64, kv_bits=8)
     monkeypatch.setattr(Packed, "product", lambda self, x: product(self, x) * mx.nan)
     with pytest.raises(ModelError, match="not finite"):

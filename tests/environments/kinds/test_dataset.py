@@ -89,14 +89,14 @@ def test_rows_without_rewards_are_for_teachers_alone(make):
         return parse_config({"environments": entries, "rl_training": training} | sections)
 
     assert parsed(False).environments[0].rewards == ()
-    with pytest.raises(ConfigError, match=r"needs rewards .*distillation.reward = false"):
+    with pytest.raises(ConfigError, match=r"distillation.reward"):
         parsed(True)
-    with pytest.raises(ConfigError, match=r"evaluation.problems cannot be scored"):
+    with pytest.raises(ConfigError, match=r"evaluation.problems"):
         parsed(False, evaluation={"problems": 3})
-    with pytest.raises(ConfigError, match=r"evaluation.environments: rows: .* needs rewards"):
+    with pytest.raises(ConfigError, match=r"evaluation.environments"):
         bare = {name: value for name, value in entry.items() if name != "group_size"}
         parsed(False, evaluation={"problems": 3, "environments": [bare]})
-    with pytest.raises(ConfigError, match="group_size = 1, but grpo compares"):
+    with pytest.raises(ConfigError, match="group_size"):
         parse_config({"environments": [entry | {"rewards": ["builtin:length"]}]})
     for algorithm in ("ppo", "reinforce", "reinforce_pp"):
         parse_config(
@@ -285,16 +285,14 @@ def test_a_data_set_of_the_hub(make, monkeypatch):
     ]
     with pytest.raises(
         ConfigError,
-        match="'openai/gsm8k', split 'validation', cannot be loaded: Unknown split 'val",
+        match=r"'openai/gsm8k'.*'validation'",
     ):
         make("", data="hf:openai/gsm8k", data_split="validation")
 
 
 def test_a_data_set_of_the_hub_without_the_package(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ConfigError, match=r"needs the package datasets: pip install '\.\[datasets\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"'\.\[datasets\]'"):
         make("", data="hf:openai/gsm8k")
 
 
@@ -369,7 +367,5 @@ def test_a_reward_needs_its_columns_in_the_held_out_rows_too(make, tmp_path):
         "def right(completions, answer):\n    return [0.0 for _ in answer]\n"
     )
     (tmp_path / "heldout.jsonl").write_text('{"prompt": "3+3?"}\n')
-    with pytest.raises(
-        ConfigError, match="'answer' is not a column of the data, held-out rows included"
-    ):
+    with pytest.raises(ConfigError, match="'answer'"):
         make(numbered(4), heldout_data=str(tmp_path / "heldout.jsonl"))

@@ -362,7 +362,7 @@ def test_code_runs_in_the_sandbox():
         pytest.skip(str(error))
     assert (tool.name, tool.cost, tool.blocking) == ("run_code", 1.5, True)
     assert tool.call("print(sum(range(10)))") == "45"
-    with pytest.raises(ToolFailedError, match=r"^ZeroDivisionError: division by zero$"):
+    with pytest.raises(ToolFailedError, match="ZeroDivisionError"):
         tool.call("1/0")
     with pytest.raises(ToolFailedError):
         tool.call("open('/etc/passwd', 'w')")

@@ -222,7 +222,7 @@ async def test_an_answer_without_a_call_ends_an_episode_of_tools(tokenizer, serv
     answers = [call("add", a=2, b=3), "It is 5."]
     result, _ = await played(tokenizer, built, lambda text, turn: answers[turn], size=1)
     assert result.trajectories[0].metadata["answer_text"] == "It is 5."
-    with pytest.raises(ConfigError, match="no tool 'ad'; did you mean 'add'"):
+    with pytest.raises(ConfigError, match=r"'ad'.*'add'"):
         source(serving(Calculator), {"tools": ("ad",)})
 
 
@@ -410,7 +410,7 @@ def test_an_answer_as_an_action():
 def test_an_answer_that_the_pattern_never_ends_on_loses_its_episode(monkeypatch):
     monkeypatch.setattr(patterns, "SEARCH_S", 0.05)
     schema = action_schema("A", ["move"], move={"type": "string"})
-    with pytest.raises(RolloutRejectedError, match="action_of: the regular expression"):
+    with pytest.raises(RolloutRejectedError, match="action_of"):
         Actions(schema, r"^(?P<move>a|b|ab)*[^ab]{2}$").read("ab" * 2000 + "c")
 
 
@@ -448,11 +448,11 @@ def test_an_observation_as_text():
     assert Observations(None).text({"a": "x", "b": 0}) == '{"a": "x", "b": 0}'
     assert Observations(None).text({}) == ""
     assert len(Observations(None).text({"a": "x" * 1_000_000})) == 1_000_000
-    with pytest.raises(RolloutRejectedError, match=r"has 1,000,001 characters, at most 1,000,000"):
+    with pytest.raises(RolloutRejectedError, match=r"1,000,001.*1,000,000"):
         Observations(None).text({"a": "x" * 1_000_001})
     assert Observations("{a}").text({"a": 1, "b": "x" * 1_000_001}) == "1"
     assert Observations("{a} of {b[0]}{c}").text({"a": 1, "b": [2], "c": None}) == "1 of 2"
-    with pytest.raises(RolloutRejectedError, match="KeyError: 'c'; an observation has: a"):
+    with pytest.raises(RolloutRejectedError, match=r"KeyError.*'c'"):
         Observations("{c}").text({"a": 1})
     with pytest.raises(ConfigError, match="stand for braces"):
         Observations("{")

@@ -133,7 +133,7 @@ def test_a_python_verifier_gives_a_share(tmp_path: Path) -> None:
 def test_tests_without_a_reward_reject_the_episode(tmp_path: Path) -> None:
     harbor(tmp_path, **{"tests/test.sh": "echo nothing"})
     environment = TaskFoldersEnvironment(path=str(tmp_path), heldout=0)
-    with pytest.raises(RolloutRejectedError, match="greet: its tests wrote no reward: nothing"):
+    with pytest.raises(RolloutRejectedError, match=r"greet: .*reward"):
         play(environment, "done")
 
 
@@ -263,13 +263,13 @@ def test_yaml_that_stands_for_more_than_it_is(tmp_path: Path, text: str, reason:
 def test_refused_tasks_end_the_start_or_are_counted(tmp_path: Path) -> None:
     harbor(tmp_path, "good")
     harbor(tmp_path, "deep/bad", dockerfile="FROM ubuntu\nRUN make\n")
-    with pytest.raises(ConfigError, match="skip = true leaves such tasks out"):
+    with pytest.raises(ConfigError, match="skip = true"):
         TaskFoldersEnvironment(path=str(tmp_path))
     environment = TaskFoldersEnvironment(path=str(tmp_path), skip=True, heldout=0)
     assert environment.refused == {"Dockerfile, line 2: RUN make: needs a container": 1}
     with pytest.raises(ConfigError, match="each of 1 tasks"):
         TaskFoldersEnvironment(path=str(tmp_path / "deep"), skip=True)
-    with pytest.raises(ConfigError, match=r"no task\.toml and no task\.yaml"):
+    with pytest.raises(ConfigError, match=r"task\.toml.*task\.yaml"):
         TaskFoldersEnvironment(path=str(tmp_path / "good" / "tests"))
 
 

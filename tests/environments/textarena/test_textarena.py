@@ -118,7 +118,7 @@ def test_nothing_is_downloaded(monkeypatch):
 
     asked = []
     monkeypatch.setattr(nltk, "download", lambda *names, **_: asked.append(names))
-    with pytest.raises(ConfigError, match=r"nltk's data 'words'.*python -m nltk.downloader words"):
+    with pytest.raises(ConfigError, match=r"'words'.*nltk.downloader"):
         source("Wordle-v0")
     assert not asked
     nltk.download("words")  # is itself again
@@ -353,7 +353,7 @@ def test_what_is_not_there_is_refused():
         source(fields={"prompt_format": "text"})
     with pytest.raises(ConfigError, match="played with an engine"):
         create_environment("textarena", id="TicTacToe-v0")
-    with pytest.raises(ConfigError, match="needs an adapter that is trained"):
+    with pytest.raises(ConfigError, match="adapter"):
         source(opponent="policy@-1").attach(SimpleNamespace(weights=SimpleNamespace(policy=None)))
     with pytest.raises(RolloutRejectedError, match=r"step: .*IndexError"):
         game = deal("GuessTheNumber-v0", 0)

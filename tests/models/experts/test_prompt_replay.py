@@ -152,9 +152,9 @@ def test_a_streamed_answer_has_them_too():
 
 
 def test_a_model_without_experts_refuses_the_setting():
-    with pytest.raises(ConfigError, match="this model has no experts that can be repeated"):
+    with pytest.raises(ConfigError, match="experts"):
         make_policy(make_config(router_replay_prompts=True))
-    with pytest.raises(ValueError, match='router_replay = "off": no experts are repeated'):
+    with pytest.raises(ValueError, match=r'router_replay.*"off"'):
         make_config(router_replay_prompts=True, router_replay="off")
 
 
@@ -227,7 +227,7 @@ def test_a_rollout_with_prompts_experts_survives_json_and_is_checked():
         (PromptExperts(-1, IDS),),
     ):
         wrong = replace(PLAIN, prompt_experts=parts)
-        with pytest.raises(RolloutRejectedError, match="experts of the prompt's tokens"):
+        with pytest.raises(RolloutRejectedError, match="prompt's tokens"):
             check_group(RolloutGroup("g", "e", (wrong,)), vocab_size=10, max_token_length=8)
     group = RolloutGroup("g", "e", (replace(PLAIN, earlier=(PLAIN,)),))
     assert with_fitting_experts(group, (1, 2, 4)) == group

@@ -369,7 +369,7 @@ def test_a_rollout_with_experts_of_other_tokens_is_rejected():
         {"reward": 1.0},
         routed_experts=RoutedExperts(2, 2, bytes(4)),
     )
-    with pytest.raises(RolloutRejectedError, match="experts of 1 tokens for 2 sampled ones"):
+    with pytest.raises(RolloutRejectedError, match="1 tokens for 2"):
         check_group(RolloutGroup("g", "e", (rollout,)), vocab_size=10, max_token_length=8)
 
 

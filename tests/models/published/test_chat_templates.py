@@ -212,5 +212,5 @@ def test_a_processors_template_that_cannot_be_read_is_named(folder: Path) -> Non
     write(folder, None)
     for text in ("{", "[]", '{"chat_template": 7}'):
         (folder / "chat_template.json").write_text(text)
-        with pytest.raises(ModelError, match=r"chat_template\.json cannot be read"):
+        with pytest.raises(ModelError, match=r"chat_template\.json"):
             load_tokenizer(folder, ModelConfig(base_path=str(folder)))

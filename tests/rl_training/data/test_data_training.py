@@ -303,18 +303,14 @@ def test_other_rows_than_at_the_start_are_refused(tmp_path: Path) -> None:
     state = source.state()
     write_rows(tmp_path, "dpo", count=21)
     other = source_of(make_config("dpo", tmp_path))
-    with pytest.raises(
-        CheckpointError, match=r"rows\.jsonl gives other tokens than when this run began"
-    ):
+    with pytest.raises(CheckpointError, match=r"rows\.jsonl"):
         other.start(
             None, TrainerState(step=0, policy_version=0, versions=[], sources={"data": state})
         )
 
 
 def test_fewer_rows_than_a_mini_batch_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"rows to train on are fewer than one mini-batch: .*batch_size = 64"
-    ):
+    with pytest.raises(ConfigError, match="batch_size"):
         open_source("dpo", tmp_path, batch_size=64)
 
 

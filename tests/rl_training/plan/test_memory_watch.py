@@ -61,9 +61,7 @@ def test_what_does_not_fit_is_refused_with_settings_that_do(memory: Any, share: 
     asked = config()
     room = share * needed(asked)
     memory(room)
-    with pytest.raises(
-        ConfigError, match=r"needs .* GiB of memory and .* GiB are there; it fits with"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"GiB .*fits with") as caught:
         MemoryWatch.checked(PlannedRun.of(asked, QWEN3_06B))
     message = str(caught.value)
     assert "\n" not in message and f"{needed(asked) / GIB:.2f} GiB" in message
@@ -86,9 +84,7 @@ def test_what_changes_the_learning_is_named_last(memory: Any) -> None:
     ]
     assert 0 < order[0] < order[1]
     memory(0.01 * needed(asked))
-    with pytest.raises(
-        ConfigError, match=r"even .* leave it at .*: take a smaller model, or more memory"
-    ):
+    with pytest.raises(ConfigError, match="smaller model"):
         MemoryWatch.checked(PlannedRun.of(asked, QWEN3_06B))
 
 

@@ -37,9 +37,9 @@ def test_the_first_token_of_a_sequence_without_prompt_has_no_score() -> None:
 def test_a_bound_needs_something_to_go_back_to() -> None:
     bound = {"max_publish_kl": 1.0}
     make_config(weight_updates=bound)
-    with pytest.raises(ValidationError, match="rollback_versions has to be at least 1"):
+    with pytest.raises(ValidationError, match="rollback_versions"):
         make_config(weight_updates=bound | {"rollback_versions": 0})
-    with pytest.raises(ValidationError, match="rollback_versions has to be at least 1"):
+    with pytest.raises(ValidationError, match="rollback_versions"):
         make_config(lora=False, weight_updates=bound)
 
 
@@ -141,9 +141,7 @@ def test_finite_weights_whose_answers_are_not_finite_are_never_served(tmp_path: 
 def test_with_nothing_kept_weights_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     with running(tmp_path / "run", total_steps=4, weight_updates={"rollback_versions": 0}) as run:
         poison(run, step=3)
-        with pytest.raises(
-            CheckpointError, match="step 3 is not published: the weights are not finite"
-        ):
+        with pytest.raises(CheckpointError, match=r"step 3 .*finite"):
             run.loop.run()
         assert run.shared.version == 2
         assert [path.name for path in sorted(run.directory.glob("step_*"))] == ["step_000002"]

@@ -200,7 +200,7 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_its_keys_belong_to_ppo() -> None:
-    with pytest.raises(ValueError, match=r'ppo\.target_kl: only read with algorithm = "ppo"'):
+    with pytest.raises(ValueError, match=r'ppo\.target_kl.*"ppo"'):
         make_config(ppo={"target_kl": 0.1})
     assert make_config(ppo=make_config().ppo.model_dump()).algorithm == "grpo", (
         "a saved configuration says everything"

@@ -318,9 +318,9 @@ def test_what_belongs_to_one_process_is_refused(
     unlaunched: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     unlaunched.setenv("MLX_RANK", "0")
-    with pytest.raises(ConfigError, match="--restarts starts one process anew"):
+    with pytest.raises(ConfigError, match="--restarts"):
         supervise([], ServerConfig(), tmp_path, resume=None, restarts=1)
-    with pytest.raises(ConfigError, match="--dry-run measures one process"):
+    with pytest.raises(ConfigError, match="--dry-run"):
         run_dry_run(Config())
 
 
