@@ -208,9 +208,6 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "scripts/generate_model_table.py:kernels_called": (
         "whatever an architecture raises is no kernel"
     ),
-    "scripts/soak/preloaded_train.py:Fork._become": "the end of a process: what it raises is printed",
-    "scripts/soak/attack.py:carry_out": "whatever an attack raises, it did not hold",
-    "scripts/soak/fuzz_logs.py:fuzz": "whatever an importer raises is the finding",
     "scripts/generate_model_table.py:try_one": "whatever an architecture raises is the finding",
 }
 ENVIRONMENT_READERS = {

@@ -1,11 +1,11 @@
 """kill -9 under a steady flow of groups: none lost, none trained twice. Long form:
-scripts/soak/kill_rollouts.py."""
+tests/soak/kill_rollouts.py."""
 
 from pathlib import Path
 
 import pytest
 
-from scripts.soak.kill_rollouts import run_kills
+from tests.soak.kill_rollouts import run_kills
 
 
 @pytest.mark.slow

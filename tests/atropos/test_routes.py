@@ -17,10 +17,10 @@ from mlx_parallm.faces.atropos.routes import create_atropos_router
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.middleware import BodyLimitMiddleware
 from mlx_parallm.system.foreign_json import MAX_CONTAINERS
-from scripts.soak.fuzz_openapi import atropos, fuzz, tiny_server
 from tests.atropos.groups import ATROPOS_SETTINGS, scored_data
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import running_server
+from tests.soak.fuzz_openapi import atropos, fuzz, tiny_server
 
 SETTINGS = replace(ATROPOS_SETTINGS, wandb_group="group", wandb_project="project")
 JSON = {"Content-Type": "application/json"}
@@ -341,7 +341,7 @@ def test_a_body_over_the_limit_lies_in_quarantine(app, store, announced):
 
 @pytest.mark.slow
 def test_made_up_requests_are_never_a_500_and_never_surprise():
-    """The short form of scripts/soak/fuzz_openapi.py, for these routes."""
+    """The short form of tests/soak/fuzz_openapi.py, for these routes."""
     with tiny_server(added=atropos) as serving:
         findings = fuzz(serving.url, cases=30, prefix="/atropos")
     assert findings.problems == {} and findings.cases >= 30

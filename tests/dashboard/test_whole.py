@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from scripts.soak.resume_bits import Run, differences
 from tests.dashboard.conftest import FLAGS, NAMES, Opened
 from tests.dashboard.making import make_run
 from tests.integration.test_wheel import venv, wheel
+from tests.soak.resume_bits import Run, differences
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 __all__ = ["venv", "wheel"]  # fixtures

@@ -16,9 +16,9 @@ from mlx_parallm.rewards.base import exact_match
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.types import Structure
-from scripts.soak.faulty_evaluations import TEXTS, raise_as_mlx
 from tests.environments.scripted_client import ScriptedClient, finished
 from tests.environments.templates import QWEN3, with_template
+from tests.soak.faulty_evaluations import TEXTS, raise_as_mlx
 
 
 class Echo(EnvironmentSource):

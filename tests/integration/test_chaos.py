@@ -1,10 +1,10 @@
 """Good requests among all that can go wrong; a whole server. The long form is
-scripts/soak/chaos.py."""
+tests/soak/chaos.py."""
 
 import pytest
 
-from scripts.soak.chaos import CONTEXT, HANGUPS, WRONG, run_chaos
-from scripts.soak.fuzz_openapi import tiny_server
+from tests.soak.chaos import CONTEXT, HANGUPS, WRONG, run_chaos
+from tests.soak.fuzz_openapi import tiny_server
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""A device that fails once, in this process; `scripts/soak/gpu_faults.py` does it at length."""
+"""A device that fails once, in this process; `tests/soak/gpu_faults.py` does it at length."""
 
 import threading
 from io import StringIO
@@ -12,9 +12,9 @@ from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import DeviceFaultError
 from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
-from scripts.soak.faulty_evaluations import TEXTS, Plan, inject
-from scripts.soak.gpu_faults import ZEROS, zeros_once
-from scripts.soak.resume_bits import Run, differences
+from tests.soak.faulty_evaluations import TEXTS, Plan, inject
+from tests.soak.gpu_faults import ZEROS, zeros_once
+from tests.soak.resume_bits import Run, differences
 
 pytestmark = pytest.mark.slow
 

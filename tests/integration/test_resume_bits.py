@@ -1,5 +1,5 @@
 """A deterministic run that was killed and resumed writes the numbers of one that never was, and
-so does a replay of it. Long form: scripts/soak/resume_bits.py."""
+so does a replay of it. Long form: tests/soak/resume_bits.py."""
 
 import random
 import subprocess
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
-from scripts.soak.resume_bits import Run, differences, kill_once, without_times
+from tests.soak.resume_bits import Run, differences, kill_once, without_times
 
 STEPS = 3
 TRAINED = (

@@ -14,10 +14,10 @@ import pytest
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.rollout_store.store import RolloutStore
 from scripts.bench.studies.upcycling import EACH, EXPERTS, upcycle
-from scripts.soak.resume_bits import Run, differences, kill_once
 from tests.integration.http_environment import HttpEnvironment, needs_atropos
 from tests.integration.in_process import train_here
 from tests.integration.processes import free_port, metrics
+from tests.soak.resume_bits import Run, differences, kill_once
 from tests.waiting import until
 
 HTTP = """

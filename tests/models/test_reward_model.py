@@ -28,7 +28,7 @@ from mlx_parallm.rl_training.data.learned_tokens import encode_all
 from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.trainer import Trainer
-from scripts.soak.faulty_evaluations import TEXTS, Plan, inject
+from tests.soak.faulty_evaluations import TEXTS, Plan, inject
 
 ROWS = [
     {"prompt": f"Sum: {a}+{b}", "chosen": str(a + b), "rejected": f"{a}{b} perhaps"}

@@ -19,7 +19,6 @@ from mlx_parallm.errors import CheckpointError, StoreError
 from mlx_parallm.systems.prompt_policy import service
 from mlx_parallm.systems.prompt_policy.embeddings import HashedEmbedder
 from mlx_parallm.systems.prompt_policy.store import ExperienceStore
-from scripts.soak.fuzz_openapi import fuzz, policy_server
 from tests.prompt_policy.helpers import (
     SIZE,
     SMALL,
@@ -28,6 +27,7 @@ from tests.prompt_policy.helpers import (
     small_server,
     vector,
 )
+from tests.soak.fuzz_openapi import fuzz, policy_server
 
 POLITE = "Could you please write a Python function that sorts a list? Thank you so much!"
 

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from scripts.soak.fuzz_openapi import tiny_server
 from tests.prompt_policy.helpers import SIZE, SMALL, serving
 from tests.scripted_http import scripted_http
+from tests.soak.fuzz_openapi import tiny_server
 
 SCORE = (
     "def right(completions, answer):\n    return [float(c.strip() == a) for c, a in"

@@ -1,7 +1,7 @@
 """One conversation by every way into the house has the same prompt ids: a small piece of
-scripts/soak's round trip."""
+tests/soak's round trip."""
 
-from scripts.soak.chat_round_trip import FACES, FAMILIES, round_trip
+from tests.soak.chat_round_trip import FACES, FAMILIES, round_trip
 
 
 def test_the_same_ids_everywhere() -> None:

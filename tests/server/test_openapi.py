@@ -6,7 +6,7 @@ import pytest
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.context import ServerDeps, ServerState
-from scripts.soak.fuzz_openapi import fuzz, tiny_server
+from tests.soak.fuzz_openapi import fuzz, tiny_server
 
 
 def test_every_route_declares_the_errors_it_can_answer() -> None:
@@ -29,7 +29,7 @@ def test_every_route_declares_the_errors_it_can_answer() -> None:
 
 @pytest.mark.slow
 def test_made_up_requests_are_never_a_500_and_never_surprise() -> None:
-    """The short form of scripts/soak/fuzz_openapi.py."""
+    """The short form of tests/soak/fuzz_openapi.py."""
     with tiny_server() as serving:
         findings = fuzz(serving.url, cases=120)
     assert findings.problems == {}

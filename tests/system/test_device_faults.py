@@ -29,7 +29,7 @@ from mlx_parallm.system.device.faults import (
 )
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import SharedWeights
-from scripts.soak.faulty_evaluations import TEXTS, Plan, inject, raise_as_mlx, set_error
+from tests.soak.faulty_evaluations import TEXTS, Plan, inject, raise_as_mlx, set_error
 
 KINDS = (
     "out_of_memory",

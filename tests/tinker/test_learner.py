@@ -24,7 +24,7 @@ from mlx_parallm.models.loading import load_model
 from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings
 from mlx_parallm.system.turns import Turns
-from scripts.soak.faulty_evaluations import TEXTS, raise_as_mlx
+from tests.soak.faulty_evaluations import TEXTS, raise_as_mlx
 from tests.tinker.serving import request_of
 from tests.tiny_models import EXPERTS, QWEN3, save_checkpoint
 

@@ -1,7 +1,7 @@
 """Logs as other programs really write them: nothing vanishes, walks end, nobody learns what no
 model said.
 
-The long form of the last test is scripts/soak/fuzz_logs.py.
+The long form of the last test is tests/soak/fuzz_logs.py.
 """
 
 import json
@@ -17,8 +17,8 @@ from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.reading import read_traces
 from mlx_parallm.systems.traces.trace import Trace, new_trace
-from scripts.soak.fuzz_logs import fuzz
-from scripts.soak.good_logs import GOOD
+from tests.soak.fuzz_logs import fuzz
+from tests.soak.good_logs import GOOD
 from tests.traces.test_importers import (
     claude,
     codex,

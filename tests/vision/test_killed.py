@@ -1,5 +1,5 @@
 """kill -9 of a real daemon while groups with images wait: a resume trains on all of them, with their
-images. And hostile images against a real server (scripts/soak/hostile_images.py)."""
+images. And hostile images against a real server (tests/soak/hostile_images.py)."""
 
 import json
 import signal
@@ -11,10 +11,10 @@ import pytest
 
 from mlx_parallm.rollout_store.store import RolloutStore
 from scripts.server_process import free_port
-from scripts.soak.hostile_images import attack
-from scripts.soak.kill_rollouts import read_ledger
 from tests.images.checkpoints import save_smolvlm
 from tests.integration.processes import Daemon, metrics, train
+from tests.soak.hostile_images import attack
+from tests.soak.kill_rollouts import read_ledger
 from tests.vision.drawn import data_url, noise
 
 pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: the extra `vision`")

@@ -1,7 +1,7 @@
 """10,000 malformed groups among 1,000 good ones, sent to a real training daemon over eight
 connections.
 
-    .venv/bin/python -m scripts.soak.malformed_groups
+    .venv/bin/python -m tests.soak.malformed_groups
 
 Every malformed one must be answered 4xx and lie in quarantine with a reason; every good one must be
 trained on; memory must stay bounded and the daemon alive. A body of 50 MB may be cut off instead of
@@ -26,8 +26,8 @@ from typing import Any
 import httpx
 import psutil
 
-from scripts.soak.kill_rollouts import wait_until_trained
-from scripts.soak.training_daemon import BATCH_SIZE, Body, TrainingDaemon, sampled_groups
+from tests.soak.kill_rollouts import wait_until_trained
+from tests.soak.training_daemon import BATCH_SIZE, Body, TrainingDaemon, sampled_groups
 
 CONNECTIONS = 8
 POOL = 40

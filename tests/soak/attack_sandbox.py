@@ -14,7 +14,7 @@ from mlx_parallm.execution.sandbox import sandbox as module
 from mlx_parallm.execution.sandbox.sandbox import PROTECTIONS, Sandbox, SandboxRun
 from mlx_parallm.rewards.code import fenced
 from scripts.bench import sandbox as bench
-from scripts.soak.attack_target import Target, attack
+from tests.soak.attack_target import Target, attack
 
 TRAIN = str(Path(sys.executable).parent / "mlx_parallm_train")
 SMALL = (

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import zstandard
 
-from scripts.soak.attack_sandbox import FINE, TRAIN, ended, training
-from scripts.soak.attack_server import JSON, costly, together
-from scripts.soak.attack_target import MB, PORT, SERVE, Server, Target, Watch, attack
+from tests.soak.attack_sandbox import FINE, TRAIN, ended, training
+from tests.soak.attack_server import JSON, costly, together
+from tests.soak.attack_target import MB, PORT, SERVE, Server, Target, Watch, attack
 
 API = "/api/v1"
 TINKER = (*SERVE, "--tinker")

@@ -1,7 +1,7 @@
 """`mlx_parallm_train` whose supervised processes are forks of this one, in which everything is
 loaded: a start then costs a third. For `gpu_faults`.
 
-    python -m scripts.soak.preloaded_train FAULTS [arguments of mlx_parallm_train]
+    python -m tests.soak.preloaded_train FAULTS [arguments of mlx_parallm_train]
 
 FAULTS is a directory of `faulty_evaluations.planned`. The supervisor, its signals, exit codes and
 heartbeats are the package's own; MLX has computed nothing when a process is forked.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import mlx_parallm.daemon  # noqa: F401  what a run loads at its start
 from mlx_parallm.cli import supervisor, train
-from scripts.soak import faulty_evaluations
+from tests.soak import faulty_evaluations
 
 LATER = (
     "mlx_parallm.rl_training.run.start",

@@ -1,6 +1,6 @@
 """A GPU that fails under a run that serves and trains: does it end where it would have ended?
 
-    .venv/bin/python -m scripts.soak.gpu_faults --faults 300 --zeros 100 --hangs 4 --out FILE
+    .venv/bin/python -m tests.soak.gpu_faults --faults 300 --zeros 100 --hangs 4 --out FILE
 
 *Faults*: evaluations of engine, trainer, publish, checkpoint, held-out evaluation and adapter
 loader raise the texts of Metal, CUDA and MLX, in deterministic runs under `--restarts`, with
@@ -50,10 +50,10 @@ from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.system.terminal import Console
-from scripts.soak.faulty_evaluations import TEXTS, Plan, fired_of, inject, planned
-from scripts.soak.kill_rollouts import POOL, SENDERS, Sender, Sent, audit, wait_until_trained
-from scripts.soak.resume_bits import Run, differences
-from scripts.soak.training_daemon import TrainingDaemon, sampled_groups
+from tests.soak.faulty_evaluations import TEXTS, Plan, fired_of, inject, planned
+from tests.soak.kill_rollouts import POOL, SENDERS, Sender, Sent, audit, wait_until_trained
+from tests.soak.resume_bits import Run, differences
+from tests.soak.training_daemon import TrainingDaemon, sampled_groups
 
 STEPS = 12
 FAULTS_OF_A_RUN = 20
@@ -221,7 +221,7 @@ def finish(
         threads.append(threading.Thread(target=clients.load, args=(0.5,), daemon=True))
     for thread in threads:
         thread.start()
-    command = [sys.executable, "-m", "scripts.soak.preloaded_train", str(planned(here, plans))]
+    command = [sys.executable, "-m", "tests.soak.preloaded_train", str(planned(here, plans))]
     command += ["--config", str(run.config), "--resume", "auto", *arguments]
     wrong = []
     with run.output.open("ab") as output:
@@ -332,7 +332,7 @@ class FaultyDaemon(TrainingDaemon):
         super().__init__(directory)
 
     def start(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "scripts.soak.preloaded_train", str(self.faults)]
+        command = [sys.executable, "-m", "tests.soak.preloaded_train", str(self.faults)]
         command += ["--config", str(self._config), "--resume", "auto"]
         command += ["--restarts", str(self._count + 1)]
         with self.output.open("ab") as output:

@@ -1,8 +1,8 @@
 """Attacks on a real server and real trainings: those that got through once, and some that have
 always held.
 
-    .venv/bin/python -m scripts.soak.attack                 # all: about ten minutes
-    .venv/bin/python -m scripts.soak.attack --only gzip
+    .venv/bin/python -m tests.soak.attack                 # all: about ten minutes
+    .venv/bin/python -m tests.soak.attack --only gzip
 
 Prints a table; exit code 1 when one gets through. An attack is a function in a module that is
 imported below (attack_target.py says how). Everything goes to 127.0.0.1 and to processes that this
@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from scripts.soak import attack_clients, attack_sandbox, attack_server, attack_sieges
-from scripts.soak.attack_target import ATTACKS, Attack, Target
+from tests.soak import attack_clients, attack_sandbox, attack_server, attack_sieges
+from tests.soak.attack_target import ATTACKS, Attack, Target
 
 MODULES = (
     attack_server,

@@ -2,7 +2,7 @@
 prompts of no length or too much. Every good one must be answered as it was alone, everything else
 with its own error, and nothing may be left.
 
-    .venv/bin/python -m scripts.soak.chaos --requests 2000
+    .venv/bin/python -m tests.soak.chaos --requests 2000
 """
 
 import argparse
@@ -18,7 +18,7 @@ import httpx
 from mlx_parallm.daemon import Serving
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.system.log import configure_logging
-from scripts.soak.fuzz_openapi import tiny_server
+from tests.soak.fuzz_openapi import tiny_server
 
 CONTEXT = 256
 AT_ONCE = 24

@@ -1,7 +1,7 @@
 """kill -9 of deterministic runs at random moments: does the resumed run write the numbers that it
 would have written?
 
-    .venv/bin/python -m scripts.soak.resume_bits --kills 10
+    .venv/bin/python -m tests.soak.resume_bits --kills 10
 
 One run goes from start to end and is the reference. For each kill another one starts, is killed
 once (a third of them while a step is trained, a third while a checkpoint is written, the others

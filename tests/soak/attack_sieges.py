@@ -30,9 +30,9 @@ import httpx
 import zstandard
 from PIL import Image
 
-from scripts.soak import hostile_images
-from scripts.soak.attack_target import MB, PORT, SERVE, Server, Target, Watch, attack
-from scripts.soak.hostile_http import ANSWERS, hostile_server
+from tests.soak import hostile_images
+from tests.soak.attack_target import MB, PORT, SERVE, Server, Target, Watch, attack
+from tests.soak.hostile_http import ANSWERS, hostile_server
 
 ANSWERS_S, ENDS_S = 10.0, 10.0
 LASTS_S, LASTS_AT_MOST_S = 5.0, 60.0

@@ -1,7 +1,7 @@
 """Hostile images sent to a real server over its three APIs: each has to be a 400 within a second,
 with the image's place, and the server has to live, answer, and stay within its memory.
 
-    python -m scripts.soak.hostile_images --count 500
+    python -m tests.soak.hostile_images --count 500
 
 Bombs (of pixels, of a text, of a profile), pictures of 100 megapixels, truncated and changed files,
 files of other kinds, SVG with entities, moving pictures, impossible EXIF, URLs that are none. A

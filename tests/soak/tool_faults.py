@@ -1,7 +1,7 @@
 """Episodes whose tools are real MCP servers that die, hang, answer garbage or 10 MB, start slowly,
 or are killed.
 
-    .venv/bin/python -m scripts.soak.tool_faults --episodes 1000
+    .venv/bin/python -m tests.soak.tool_faults --episodes 1000
 
 The policy is scripted, so that each episode makes the calls that its prompt names; all else is
 real: scheduler, episodes, tool client, server processes. Prints a table; exit code 1 when an

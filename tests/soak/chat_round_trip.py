@@ -1,6 +1,6 @@
 """One conversation, by every way into the house: the same prompt ids everywhere.
 
-    .venv/bin/python -m scripts.soak.chat_round_trip --conversations 2000 --seed 0
+    .venv/bin/python -m tests.soak.chat_round_trip --conversations 2000 --seed 0
 
 Made-up conversations (tools, calls in every form, Unicode, nulls, parts, developers' messages,
 unknown fields) under nine chat templates and three families of tokenizers go through

@@ -21,8 +21,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.rollout_store.store import RolloutStore
-from scripts.soak.attack_target import MB, Server, Target, Watch, attack, open_files
-from scripts.soak.training_daemon import GROUP_SIZE, TrainingDaemon, sampled_groups
+from tests.soak.attack_target import MB, Server, Target, Watch, attack, open_files
+from tests.soak.training_daemon import GROUP_SIZE, TrainingDaemon, sampled_groups
 
 JSON = {"Content-Type": "application/json"}
 GZIP = JSON | {"Content-Encoding": "gzip"}

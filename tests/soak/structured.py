@@ -1,7 +1,7 @@
 """Schemas of public type systems and hand-made overlaps, over HTTP at temperature 1: is every
 finished answer valid?
 
-    .venv/bin/python -m scripts.soak.structured --schemas 500 --seeds 10
+    .venv/bin/python -m tests.soak.structured --schemas 500 --seeds 10
 
 The type systems are the models of the packages openai, anthropic and mcp (pydantic's schemas of
 them), this project's configuration and the metaschemas of JSON Schema. Texts and lists get a bound,
@@ -31,7 +31,7 @@ from pydantic import BaseModel
 from mlx_parallm.config.load import Config
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.system.log import configure_logging
-from scripts.soak.fuzz_openapi import tiny_server
+from tests.soak.fuzz_openapi import tiny_server
 
 PACKAGES = ("mcp.types", "openai.types", "anthropic.types")
 LARGEST = 8 << 10  # characters of a schema

@@ -1,7 +1,7 @@
 """Mixed load for minutes, an adapter published every second: failed requests, and whether memory
 stays where it was.
 
-    .venv/bin/python -m scripts.soak.soak --minutes 20 --figure docs/benchmarks/soak.png
+    .venv/bin/python -m tests.soak.soak --minutes 20 --figure docs/benchmarks/soak.png
 
 The real HTTP server in this process, on the shipped tiny weights with a context of 8,192 tokens (or
 on --model); clients in processes of their own ask everything at once (streams, groups, chats, texts

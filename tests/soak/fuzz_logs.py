@@ -1,6 +1,6 @@
 """Mutated logs of agents through every importer: each import ends, and nothing of a log vanishes.
 
-    .venv/bin/python -m scripts.soak.fuzz_logs --logs 10000 [--formats claude-code codex] [--seed 0]
+    .venv/bin/python -m tests.soak.fuzz_logs --logs 10000 [--formats claude-code codex] [--seed 0]
 
 Each log is a good one with one to four mutations: lines and keys that go, come twice, change places
 or names, values of other types, links in a circle, roles and parts of unknown types, lines that
@@ -38,7 +38,7 @@ from mlx_parallm.systems.traces.privacy import redact_trace, secret_finder
 from mlx_parallm.systems.traces.reading import read_traces
 from mlx_parallm.systems.traces.schema import dump_line
 from mlx_parallm.systems.traces.trace import Trace, parse_trace
-from scripts.soak.good_logs import FAILED, GOOD, Mark
+from tests.soak.good_logs import FAILED, GOOD, Mark
 
 SECONDS = 5.0  # of processor time, for one log
 MOST_GROWTH_MB = 400

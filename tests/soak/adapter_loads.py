@@ -1,7 +1,7 @@
 """Adapters that come and go under load: threads, open files and memory of the process stay flat.
 
-    .venv/bin/python -m scripts.soak.adapter_loads                  # 2,000 loads, 2,000 publishes,
-    .venv/bin/python -m scripts.soak.adapter_loads --loads 100 …    # 200 Tinker samplers
+    .venv/bin/python -m tests.soak.adapter_loads                  # 2,000 loads, 2,000 publishes,
+    .venv/bin/python -m tests.soak.adapter_loads --loads 100 …    # 200 Tinker samplers
 
 Two parts, with chats under the adapters all the while:
 
@@ -38,7 +38,7 @@ from mlx_parallm.models.lora import adapter_layers, inject_lora, load_adapter, s
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
-from scripts.soak.attack_target import MB, SERVE, Server
+from tests.soak.attack_target import MB, SERVE, Server
 
 assert mlx_parallm.__version__
 

@@ -1,8 +1,8 @@
 """Requests made up from the OpenAPI document, right ones and wrong ones, against a real server
 (schemathesis).
 
-    .venv/bin/python -m scripts.soak.fuzz_openapi --cases 2000
-    .venv/bin/python -m scripts.soak.fuzz_openapi --cases 2000 --prompt-policy    # its service instead
+    .venv/bin/python -m tests.soak.fuzz_openapi --cases 2000
+    .venv/bin/python -m tests.soak.fuzz_openapi --cases 2000 --prompt-policy    # its service instead
 
 What must not happen: a response of 500, a status or a content type that the document does not name,
 a body that is not of the declared shape. The model is the shipped tiny one with a short context and

@@ -1,7 +1,7 @@
 """kill -9 of the training daemon at random moments under a steady flow of groups: is any lost, is
 any trained twice?
 
-    .venv/bin/python -m scripts.soak.kill_rollouts --kills 20
+    .venv/bin/python -m tests.soak.kill_rollouts --kills 20
 
 Four connections send scored groups to /atropos/scored_data all the while, each again until it is
 answered, and note what was answered "received". The daemon is killed while it starts, resumes,
@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 
 from mlx_parallm.faces.atropos.wire import from_scored_data
-from scripts.soak.training_daemon import (
+from tests.soak.training_daemon import (
     BATCH_SIZE,
     GROUP_SIZE,
     Body,

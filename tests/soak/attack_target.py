@@ -1,4 +1,4 @@
-"""Parts that the attacks of `scripts.soak.attack` share: the table that they enter, and the
+"""Parts that the attacks of `tests.soak.attack` share: the table that they enter, and the
 processes that they attack.
 
 @attack("what is tried", got_through=True)        # True: before it was mended; False: never
@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import psutil
 
-from scripts.soak.training_daemon import TrainingDaemon
+from tests.soak.training_daemon import TrainingDaemon
 
 MB = 1 << 20
 START_S = 120.0
