@@ -12,6 +12,7 @@ import atexit
 import functools
 import gc
 import os
+import re
 import signal
 import ssl
 import sys
@@ -67,12 +68,29 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
     return argname if isinstance(val, bytes) else None
 
 
+HAS_SLOW = re.compile(r"\bmark\.(slow|long)\b|\beither\b")  # either: a fixture of tests/atropos
+
+
+@functools.cache
+def _has_slow(file: Path) -> bool:
+    return HAS_SLOW.search(file.read_text(encoding="utf-8")) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without a slow test are not imported for `-m slow`: each worker would take seconds."""
+    if collection_path.suffix == ".py" and config.option.markexpr.startswith(("slow", "long")):
+        return not _has_slow(collection_path) or None
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test marked long is a slow one: `-m "not slow"` leaves it out."""
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker("slow")
+        if item.get_closest_marker("slow") and not _has_slow(item.path):
+            raise pytest.UsageError(f"{item.nodeid}: its file has to say that it is slow")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
