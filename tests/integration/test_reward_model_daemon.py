@@ -20,7 +20,7 @@ port = {port}
 algorithm = "reward_model"
 total_steps = {steps}
 checkpoint_interval = 2
-learning_rate = 2e-3
+learning_rate = 4e-3
 batch_size = 16
 checkpoint_dir = "{directory}"
 run_name = "judge"
@@ -55,7 +55,7 @@ def chat(answer: str) -> list[dict[str, str]]:
 
 
 def test_trained_killed_resumed_and_served(tmp_path: Path) -> None:
-    config, run = write_run(tmp_path, steps=60), tmp_path / "runs" / "judge"
+    config, run = write_run(tmp_path, steps=24), tmp_path / "runs" / "judge"
     with train(config) as daemon:
         wait_for_step(daemon, run, 9)
         daemon.process.kill()
@@ -65,7 +65,7 @@ def test_trained_killed_resumed_and_served(tmp_path: Path) -> None:
         assert daemon.wait() == 0, daemon.output
     assert f"--reward-model {run}" in daemon.output.replace("\n", "")
     lines = metrics(run)
-    assert [line["step"] for line in lines] == list(range(1, 61))
+    assert [line["step"] for line in lines] == list(range(1, 25))
     assert lines[0]["eval_before/rewards/accuracies"] == 0.5
     assert lines[-1]["heldout_score"] > 0.9
 

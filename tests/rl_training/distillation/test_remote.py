@@ -9,8 +9,9 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer
-from mlx_parallm.rl_training.distillation import signal
+from mlx_parallm.rl_training.distillation import remote, signal
 from mlx_parallm.rl_training.distillation.remote import rest_of
+from mlx_parallm.rl_training.distillation.tokenizers import PIECES
 from mlx_parallm.rl_training.step.distillation import AGREES, IDS, LOGPROBS, TARGETS
 from tests.rl_training.distillation.making import BASE
 from tests.rl_training.distillation.test_teachers import (
@@ -29,6 +30,12 @@ VOCAB = 320
 @pytest.fixture(scope="module")
 def tiny() -> LoadedModel:
     return load_model(TINY)
+
+
+@pytest.fixture
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers are compared by a few texts, where a test is about something else."""
+    monkeypatch.setattr(remote, "texts", lambda: PIECES)
 
 
 def table(tokens: list[int]) -> np.ndarray:
@@ -291,6 +298,7 @@ ODD: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.usefixtures("few_texts")
 @pytest.mark.parametrize(("api", "change", "words"), ODD)
 def test_an_answer_of_another_form_has_no_score_and_ends_no_run(
     tiny: LoadedModel, api: str, change: Any, words: str
