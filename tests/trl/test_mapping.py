@@ -170,7 +170,7 @@ def test_what_changes_no_result_is_accepted_with_one_warning() -> None:
         "top_p": 1.0,
         "top_k": -1,
     }
-    with pytest.warns(UserWarning, match=r"bf16=True .*run_name='x' .*=512") as heard:
+    with pytest.warns(UserWarning, match=r"run_name.*'x'") as heard:
         args = GRPOConfig("out", **given, min_p=0.0)
     assert (
         len(heard) == 1

@@ -314,7 +314,7 @@ def test_teachers_by_row_by_environment_and_for_the_rest(tiny: LoadedModel) -> N
         "its row has no hint"
     )
     assert trainer.companions["teachers"].teaches(question(2, teacher="self", hint="x"))
-    with pytest.raises(ConfigError, match="names the teacher 'me'; there are rest, of_sums, self"):
+    with pytest.raises(ConfigError, match=r"'me'.*of_sums"):
         trainer.companions["teachers"].teaches(question(1, teacher="me"))
 
 
