@@ -8,7 +8,7 @@ stops the threads.
     trackers        W&B, TensorBoard, trackio               rl_training/monitor/trackers.py
     shutdown        sigwait                                 system/signals.py
 
-    supervisor      with --restarts, a process of its own   cli/supervisor.py
+    supervisor      with --restarts, its own process   cli/supervisor.py
 
 `rl_training/run/` builds the trainer's half around a `Serving`, the serving half:
 

@@ -39,7 +39,7 @@ ParallmError
 """
 
 EXIT_AGAIN = 75
-"""The exit code of a process that has ended because something was short or stood still: another
+"""The exit code of a process that has ended because something was short or stalled: another
 one may continue from the newest checkpoint (EX_TEMPFAIL of sysexits.h)."""
 
 

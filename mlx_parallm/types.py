@@ -199,7 +199,7 @@ class RoutedExperts:
     def __post_init__(self) -> None:
         if self.token_bytes <= 0 or len(self.ids) % self.token_bytes:
             raise ValueError(
-                f"{len(self.ids)} bytes are no whole number of tokens with {self.layers} layers of"
+                f"{len(self.ids)} bytes are not whole tokens: {self.layers} layers of"
                 f" {self.each} experts, {1 + self.wide} bytes an id"
             )
 

@@ -107,7 +107,7 @@ class VersionArchive(Protocol):
 
 
 class AdapterShelf(Protocol):
-    """Adapters that lie on disk under names of their own: the first request for one puts it into
+    """Adapters that lie on disk under their own names: the first request for one puts it into
     the table."""
 
     def holds(self, name: str) -> bool:
@@ -154,7 +154,7 @@ class PolicyHistory:
 
     def hold(self, version: int) -> None:
         """Keep a version in memory, however many follow it, until `release` was called as often.
-        Raises AdapterError: there is none."""
+        Raises AdapterError: not found."""
         slot = self.find(version)
         if slot is None:
             raise AdapterError(f"version {version} is not kept; there are {self.versions()}")
@@ -171,7 +171,7 @@ class PolicyHistory:
             self._held = {each: slot for each, slot in self._held.items() if each != version}
 
     def find(self, version: int) -> AdapterSlot | None:
-        """Find a version in memory or on disk; None when there is none."""
+        """Find a version in memory or on disk, or None."""
         if slot := self.in_memory(version):
             return slot
         with self._loading:
@@ -411,7 +411,7 @@ class SharedWeights:
         return number
 
     def _put(self, adapter: AdapterWeights) -> None:
-        """Put an adapter into its slot, under the write lock. Requests that hold the slot go on
+        """Put an adapter into its slot, under the write lock. Requests that hold the slot continue
         with the new arrays."""
         slot = self._slots.get(adapter.name)
         if slot is None:

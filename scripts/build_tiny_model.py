@@ -218,7 +218,7 @@ def pretrain(
     """Next-token cross-entropy on the answers, AdamW; `at_step` hears each step's number and loss.
 
     `checkpoint`: a file that holds model, optimizer and step every CHECKPOINT_STEPS steps and at
-    the end; where there is one, the stage goes on from it.
+    the end; where there is one, the stage continues from it.
     """
     peak, steps = stage.learning_rate, stage.steps
     final = (
@@ -383,7 +383,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("mlx_parallm/models/tiny"))
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
     parser.add_argument(
-        "--checkpoints", type=Path, help="a folder; an interrupted run goes on from what is in it"
+        "--checkpoints", type=Path, help="a folder; an interrupted run continues from what is in it"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

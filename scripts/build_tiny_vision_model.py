@@ -219,7 +219,7 @@ def pretrain(
     checkpoint: Path | None,
 ) -> None:
     """Next-token cross-entropy on the answers, AdamW, of all parts. `checkpoint`: a file that
-    holds the state; where there is one, the stage goes on from it."""
+    holds the state; where there is one, the stage continues from it."""
     peak = stage.learning_rate
     final = optim.cosine_decay(peak, max(1, stage.steps - WARMUP))
     schedule = optim.join_schedules([optim.linear_schedule(0.0, peak, WARMUP), final], [WARMUP])
@@ -303,7 +303,7 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, default=Path("mlx_parallm/models/tiny_vision"))
     parser.add_argument(
-        "--checkpoints", type=Path, help="a folder; an interrupted run goes on from what is in it"
+        "--checkpoints", type=Path, help="a folder; an interrupted run continues from what is in it"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skill-steps", type=int, default=1000, help="first stage: a word asks")

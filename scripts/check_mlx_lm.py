@@ -3,7 +3,7 @@ there are any.
 
 Run it when mlx-lm is upgraded and the tests do not even start: it imports each name on its own, and
 nothing of ours. What the package uses is in mlx_parallm/models/mlx_lm_api.py; scripts and tests may
-take names of their own.
+take their own names.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """Writes docs/models.md: what every architecture of the installed mlx-lm can do here, found out by
 trying it.
 
-Each architecture is built with small sizes and random weights, in a process of its own:
+Each architecture is built with small sizes and random weights, in its own process:
 
     serves      the engine's check at load (engine/cache/batch.py): batched decoding = plain forward, or row by row
     gradient    LoRA on all linear layers, our block-wise gradients: finite, and not zero
@@ -396,7 +396,7 @@ def render(findings: dict[str, dict[str, Any]], others: dict[str, list[str]]) ->
         *bullets(1, TURNS),
         "",
         (
-            "**prefixes**: whether a text goes on from what was computed before, such as an"
+            "**prefixes**: whether a text continues from what was computed before, such as an"
             " agent's next turn, or an"
         ),
         "evaluation's instructions ([serving.md](serving.md#how-much-at-once))",

@@ -38,8 +38,8 @@ REASONS = {
     "gemma4_unified": "no tower: the language part embeds patches itself, and mlx-lm leaves that out",
     "llama4": "the smallest has 109 billion parameters; layers see chunks of the text",
     "llava": "a tower of CLIP's, of which a layer before the last is read; no family is written",
-    "mistral3": "rows of a picture end with a token of their own; no family is written",
-    "pixtral": "rows of a picture end with a token of their own; no family is written",
+    "mistral3": "rows of a picture end with their own token; no family is written",
+    "pixtral": "rows of a picture end with their own token; no family is written",
 }
 """Why one was not tried, where it is known; for others a rule of `reason`."""
 

@@ -1,4 +1,4 @@
-"""A server in a process of its own, for benchmarks and clients: its address while a block runs."""
+"""A server in its own process, for benchmarks and clients: its address while a block runs."""
 
 import contextlib
 import os

@@ -183,7 +183,7 @@ def running_tiny_engine(
 
 @pytest.fixture(scope="session")
 def server(tiny_engine: TinyEngine) -> Iterator[RunningServer]:
-    """An HTTP server over `tiny_engine`, with a tokenizer of its own."""
+    """An HTTP server over `tiny_engine`, with its own tokenizer."""
     with running_server(
         tiny_engine.client, load_tokenizer(resolve_model_path(TINY.base_path), TINY)
     ) as running:

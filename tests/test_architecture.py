@@ -142,7 +142,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/engine/scoring.py:ScoreQueue.advance": (
         "a text is scored alone: what fails is its own"
     ),
-    "mlx_parallm/engine/engine.py:Engine.recover": "who fails alone is told so; the others go on",
+    "mlx_parallm/engine/engine.py:Engine.recover": "who fails alone is told so; the others continue",
     "mlx_parallm/engine/live_requests.py:own_failure": "one request's text must not end the engine",
     "mlx_parallm/engine/thread.py:EngineThread._accept": (
         "one request's values must not end the engine"
@@ -206,7 +206,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/models/published/report.py:_theirs": "any of transformers' models may raise anything",
     "scripts/parity/make.py:make_all": "whatever transformers raises of an option is recorded",
     "scripts/generate_model_table.py:kernels_called": (
-        "whatever an architecture raises is no kernel"
+        "whatever an architecture raises is not a kernel"
     ),
     "scripts/generate_model_table.py:try_one": "whatever an architecture raises is the finding",
 }

@@ -108,7 +108,7 @@ def test_what_a_loss_gets() -> None:
     lines = text(source.path).splitlines()
     fields = {node.target.id: node for node in class_.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
     missing = [
-        f"`{name}` is no field any more: remove its row" for name in rows if name not in fields
+        f"`{name}` is not a field any more: remove its row" for name in rows if name not in fields
     ]
     for name, node in fields.items():
         if name not in rows:

@@ -34,7 +34,7 @@ SHORTEST_PIECE = 14  # characters of a wrapped string
 BEGINNINGS = ("Of ", "What ", "From ", "As ", "On ")
 PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
 
-TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
+TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is its own file
     "engine.scheduling.prefill_pace": "plain Python beside the engine, which computes",
     "engine.decoding.prompt_lookup": "plain Python beside the engine, which computes",
     "cli.model_report": "a report of doctor, beside doctor_report and contracts",
@@ -264,7 +264,7 @@ def bound_names(node: ast.AST) -> Iterator[str]:
 def test_names_say_what_they_hold() -> None:
     """A participle is not the name of a thing: `checkpoint`, `matches`, `requested_seed`."""
     report(
-        f"{source.path}: {name!r} is no name (PARTICIPLES of tests/test_gates.py):"
+        f"{source.path}: {name!r} is not a name (PARTICIPLES of tests/test_gates.py):"
         " name the thing, `checkpoint` or `requested_seed`"
         for source in sources("mlx_parallm")
         for node in source.nodes(*BINDERS)
@@ -327,7 +327,7 @@ def test_a_string_is_not_wrapped_after_a_word() -> None:
 
 
 def test_a_literal_stands_without_parentheses() -> None:
-    """`("id")` alone is no tuple."""
+    """`("id")` alone is not a tuple."""
     lonely = re.compile(
         r"""(?:[\[,(=:{]|\breturn|\bin|\belse|\bif|\bor|\band|\+|==)\s*\(f?"[^"\\]*"\)"""
     )

@@ -114,7 +114,7 @@ def dataset_toml(
         names = get_args(AlgorithmName)
         if algorithm not in names:
             raise ConfigError(
-                f"--algorithm {algorithm}: there is none of that name"
+                f"--algorithm {algorithm}: unknown name"
                 f"{did_you_mean(algorithm, names)}; from the rows alone learn"
                 f" {', '.join(DATA_ALGORITHMS)}"
             )

@@ -61,7 +61,7 @@ def _range(text: str) -> Range:
     except ValueError:
         bounds = []
     if not first + last or not bounds or any(bound != bound for bound in bounds):
-        raise ArgumentTypeError(f"{text!r} is no range: A:B, A:, :B or one number")
+        raise ArgumentTypeError(f"{text!r} is not a range: A:B, A:, :B or one number")
     return bounds[0], bounds[1]
 
 
@@ -238,7 +238,7 @@ class Evaluate(Configured):
         if self.url and self.lora_path:
             self.error(
                 "--lora-path is for a model on this machine; an endpoint's adapters have"
-                " names of their own: --model"
+                " their own names: --model"
             )
         require_mlx()
         from mlx_parallm.runs import eval as evaluation

@@ -484,7 +484,7 @@ def _column(beside: Beside) -> dict[str, str]:
         return " → ".join(format(v, form) for v in ends) + f", most {max(values):{form}}"
 
     late = number(first[min(len(first) - 1, int(0.95 * len(first)))], ".2f") if first else "–"
-    resumed = f"{beside.resumed_s:.1f} s to go on" if beside.resumed_s else "**not resumed**"
+    resumed = f"{beside.resumed_s:.1f} s to continue" if beside.resumed_s else "**not resumed**"
     order = "in order" if beside.in_order else "**not in order**"
     return {
         "minutes": f"{beside.minutes:g}",

@@ -13,7 +13,7 @@ When a rank ends with an error or dies of a signal, all others are asked to stop
 joined save, those that wait for it end at once. Ranks that the user has stopped are not asked
 again, for a second signal ends them at once. With `on_rank_lost = "continue"` the death of a rank
 is answered by a new start with as many ranks fewer, from the newest checkpoint; rank 0 saves one
-when it notices. If none has died and a sum has stood still (EXIT_AGAIN), all are started again,
+when it notices. If none has died and a sum has stalled (EXIT_AGAIN), all are started again,
 at most STANDSTILLS times without a new checkpoint.
 """
 
@@ -145,7 +145,7 @@ class LocalRanks:
             before = now
             if again and goes_on:
                 log.warning(
-                    "memory was short, or a sum stood still: starting all ranks again",
+                    "memory was short, or a sum stalled: starting all ranks again",
                     checkpoint=now,
                 )
             for rank in lost:

@@ -109,7 +109,7 @@ class Train(Configured):
             raise ConfigError(
                 'rl_training.on_rank_lost = "continue" needs --ranks N: under mlx.launch a lost'
                 " rank ends the run, and"
-                " --resume auto goes on with the hosts that are left"
+                " --resume auto continues with the hosts that are left"
             )
         _before_mlx(deterministic=training.deterministic)
         from mlx_parallm.daemon import run_training
@@ -216,7 +216,7 @@ def _several_ranks(args: Train) -> bool:
     if args.ranks > 1 and args.restarts:
         raise ConfigError(
             "--restarts starts one process anew; with --ranks, rl_training.on_rank_lost ="
-            ' "continue" goes on without a'
+            ' "continue" continues without a'
             " rank that died"
         )
     return args.ranks > 1

@@ -50,7 +50,7 @@ CORE = (
         "Say what a run did and why it does not learn.",
         "mlx_parallm.cli.existing:Explain",
         "mlx_parallm_explain",
-        "The answer has the numbers and the setting to change. Works while the run goes on, too."
+        "The answer has the numbers and the setting to change. Works while the run continues, too."
         " Exit code 0: nothing is wrong; 1: a finding is named.",
     ),
     Command(
@@ -60,7 +60,7 @@ CORE = (
         "mlx_parallm.cli.existing:Rollouts",
         "mlx_parallm_rollouts",
         "The newest first, or the worst or the best; one group as a whole; counts; or the refused"
-        " groups. Reads only, also while the run goes on.",
+        " groups. Reads only, also while the run continues.",
     ),
     Command(
         "checkpoint",
@@ -88,7 +88,7 @@ CORE = (
         "mlx_parallm.cli.existing:Compare",
         details=(
             "Says which differences on held-out problems are more than chance. Works while the"
-            " runs go on, too."
+            " runs continue, too."
         ),
     ),
     Command(
@@ -107,7 +107,7 @@ CORE = (
         "mlx_parallm.cli.distill:DistillData",
         details=(
             "The teacher is a model on this machine, or any OpenAI-compatible endpoint. A call that"
-            " was ended goes on where it was."
+            " was ended continues where it was."
         ),
         ends_in_order=True,
     ),

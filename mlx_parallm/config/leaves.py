@@ -1,4 +1,4 @@
-"""`Leaf`: the one way in which a part of its own plugs into the core, and the tuple of all leaves.
+"""`Leaf`: the one way in which an optional part plugs into the core, and the tuple of all leaves.
 
 A leaf is a folder that no core module imports. Its `leaf.py` holds `LEAF`: the section of the
 configuration that it reads, and the hooks that it has. Everything in it is named as "module:name"

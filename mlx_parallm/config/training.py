@@ -412,7 +412,7 @@ class RLTrainingConfig(LearningSection):
     many ranks fewer."""
     rank_timeout_s: float = Field(600.0, gt=0)
     """Longest time that a rank waits for the others in a sum over all of them; then the run ends in
-    words, and on_rank_lost = "continue" starts all ranks again. MLX's ring has stood still
+    words, and on_rank_lost = "continue" starts all ranks again. MLX's ring has stalled
     (docs/operations.md#a-mac)."""
 
     def changeable(self) -> dict[str, float]:

@@ -215,7 +215,7 @@ def _beginnings(request: Request, version: int) -> list[int]:
 
 def summed(stats: Sequence[EngineStats]) -> EngineStats:
     """Return the first, with the sums of all numbers that can be added, and the last step of the
-    engine that has work and has stood still for longest."""
+    engine that has work and has stalled for longest."""
     rows = [asdict(each) for each in stats]
     sums: dict[str, Any] = {name: sum(row[name] for row in rows) for name in ADDED}
     parts = rows[0]["step_seconds"]

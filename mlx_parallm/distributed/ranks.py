@@ -14,7 +14,7 @@ they differ (a resume, a rollback, other hardware), rank 0's arrays are copied.
 A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's
 ring raises when a neighbour's process has died, but not when its machine has vanished. So
 collectives run in their own thread, and the thread that waits for one watches the connections,
-and the clock (`rl_training.rank_timeout_s`): a ring has stood still although all ranks were there.
+and the clock (`rl_training.rank_timeout_s`): a ring has stalled although all ranks were there.
 These are authenticated with a key that rank 0 hands out by the first collective. A process that is
 stopped keeps its connections; its heartbeat shows it (heartbeat.py), and then the others end them.
 """
@@ -308,7 +308,7 @@ class JoinedRanks(Ranks):
                 if gone_at is None and self._gone():
                     gone_at = time.monotonic()
                 if gone_at is None and time.monotonic() > until:
-                    self._give_up_sum("a sum over the ranks stands still, although all are there")
+                    self._give_up_sum("a sum over the ranks has stalled, although all are there")
                     return None
                 if gone_at is not None and time.monotonic() - gone_at > GRACE_S:
                     # the end of a backend may wait for its collectives, as MPI_Finalize does
@@ -395,7 +395,7 @@ class JoinedRanks(Ranks):
         self.lost = (
             f"{what}: not done within {self._sum_s:g} s (rl_training.rank_timeout_s): {self._then}"
         )
-        log.error("the ranks stand still", rank=self.rank, why=what)
+        log.error("the ranks have stalled", rank=self.rank, why=what)
 
     def _lose(self, why: object) -> None:
         gone = self._gone()
@@ -596,7 +596,7 @@ def _accept(listener: socket.socket, key: bytes, count: int) -> list[list[Connec
             place = connection.recv()
         # a rank that tries an address, or a stranger
         except (AuthenticationError, EOFError, OSError) as error:
-            log.debug("a connection that is no rank's", error=repr(error))
+            log.debug("a connection that is not a rank's", error=repr(error))
             connection.close()
         else:
             _limit_reading(connection, 0.0)

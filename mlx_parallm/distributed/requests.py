@@ -404,7 +404,7 @@ class RankRequestWorker:
 
     async def _carried_out(self, order: Order) -> bool:
         client = self._client
-        with contextlib.suppress(EngineUnavailableError):  # a dead engine stands still
+        with contextlib.suppress(EngineUnavailableError):  # a dead engine does not answer
             match order:
                 case PauseAdmission(holder, freeze):
                     await asyncio.wrap_future(client.pause_admission(holder, freeze=freeze))

@@ -48,8 +48,8 @@ class AdapterLoader:
         self._free = threading.Condition()
 
     def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """Adds an adapter, or replaces the one of that name; running requests go on under the new
-        one. One too many takes the place of the one that was not used for the longest time.
+        """Adds an adapter, or replaces the one of that name; running requests continue under the
+        new one. One too many takes the place of the one that was not used for the longest time.
 
         Args:
             in_place: a name that is taken is replaced; without it only when `path` is where it came

@@ -419,7 +419,7 @@ def _step(name: str) -> str:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """Return the part of the schema that a reference points to; None if there is none."""
+    """Return the part of the schema that a reference points to, or None."""
     for step in reference.removeprefix("#").split("/")[1:]:
         step = unquote(step).replace("~1", "/").replace("~0", "~")
         root = root.get(step) if isinstance(root, dict) else None

@@ -174,7 +174,7 @@ def _rates_of(results: str, rows: Sequence[DataRow]) -> list[float | None]:
         rates = {key: sum(map(float, r)) / len(r) for key, r in scored.items() if r}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"environments: pass_rates = {results!r}: these are no results of `mlx_parallm"
+            f"environments: pass_rates = {results!r}: these are not results of `mlx_parallm"
             f" eval` ({error})"
         ) from error
     row_rates = [rates.get(row.key) for row in rows]
@@ -371,7 +371,7 @@ def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
             )
         if "\\ud" in line.lower() and not _whole_characters(entry):
             raise ConfigError(
-                f"{key}: {where}: a text holds half a surrogate pair, which is no character"
+                f"{key}: {where}: a text holds half a surrogate pair, which is not a character"
             )
         yield where, entry
 

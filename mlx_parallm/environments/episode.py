@@ -3,8 +3,8 @@
 A prompt that begins with the last one and its answer continues the tokens that were sampled; any
 other prompt opens a new sequence of the same episode (`types.Rollout.earlier`). Either way the
 tokens are recorded as the engine saw them (`turn_policy.py`). Where the environment has tools,
-`turn` makes the policy's calls and goes on with their results (`tool_rounds.py`). `CURRENT` is the
-episode of the running code, so that `InferenceModule.generate` inside it is a turn of it.
+`turn` makes the policy's calls and continues with their results (`tool_rounds.py`). `CURRENT` is
+the episode of the running code, so that `InferenceModule.generate` inside it is a turn of it.
 """
 
 import asyncio
@@ -313,7 +313,7 @@ class Episode:
         spans: Sequence[Sequence[int] | Completion],
         text: str,
     ) -> None:
-        """Record a turn that somebody else sampled with this policy, in a sequence of its own.
+        """Record a turn that somebody else sampled with this policy, in its own sequence.
 
         Args:
             spans: what follows the prompt: completions, and tokens between them that were given.
@@ -348,7 +348,7 @@ class Episode:
     def take_turn_reward(self, played: RewardsTurn) -> None:
         """Add the reward that a step reports to the last turn that it took, and clear it.
 
-        Raises RolloutRejectedError: it is no number, or no turn was taken yet.
+        Raises RolloutRejectedError: it is not a number, or no turn was taken yet.
         """
         reward, played.turn_reward = played.turn_reward, None
         if reward is None:
@@ -372,7 +372,7 @@ class Episode:
 
     @property
     def never_done(self) -> bool:
-        """Whether it went on, for several turns, until there was no room: the environment did
+        """Whether it continued, for several turns, until there was no room: the environment did
         not end it."""
         return self.cut and len(self._turns) > 1 and (self._full or not self._bounded)
 

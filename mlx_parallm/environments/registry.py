@@ -127,7 +127,7 @@ def _unknown(kind: str, kinds: Sequence[str]) -> ConfigError:
         )
     if kind == SEPARATE_PROCESS:
         return ConfigError(
-            f"environments: {kind!r} is no kind: such an environment runs in a process of its own"
+            f"environments: {kind!r} is not a kind: such an environment runs in its own process"
             " and comes over HTTP"
             " (docs/environments.md#verifiers)"
         )

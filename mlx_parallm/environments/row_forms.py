@@ -158,7 +158,7 @@ def _of_item(item: Any, where: str) -> dict[str, Any]:
     if kind == "function_call_output":
         content = _content_of(item.get("output"), where)
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
-    raise ConfigError(f"{where}: {kind or item!r:.80} is no message, call or result of a call")
+    raise ConfigError(f"{where}: {kind or item!r:.80} is not a message, call or result of a call")
 
 
 def _content_of(content: Any, where: str) -> Any:
@@ -179,7 +179,7 @@ def _text_of_parts(content: Any, where: str) -> str:
     parts = content if isinstance(content, list | tuple) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"{where}: content that is no text: {content!r:.120}")
+        raise ConfigError(f"{where}: content that is not text: {content!r:.120}")
     return "".join(map(str, texts))
 
 
@@ -224,7 +224,7 @@ def _past_turns(history: Any, where: str) -> list[dict[str, Any]]:
             or not all(isinstance(text, str) for text in pair)
         ):
             raise ConfigError(
-                f'{place}: {turn!r:.120} is no pair of texts; expected ["question", "answer"],'
+                f'{place}: {turn!r:.120} is not a pair of texts; expected ["question", "answer"],'
                 ' {"user": …, "assistant": …}, or a message'
             )
         messages += [

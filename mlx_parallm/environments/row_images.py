@@ -223,7 +223,7 @@ def _bytes(value: Any, folder: Path, where: str) -> bytes:
             raise ConfigError(f"{where}: the image {value} cannot be read: {error}") from error
         if not data.startswith(_BEGINNINGS):  # it would be stored, and sent to other servers
             raise ConfigError(
-                f"{where}: {value} is no image that is read here: PNG, JPEG, WebP or GIF"
+                f"{where}: {value} is not an image that is read here: PNG, JPEG, WebP or GIF"
             )
         return data
     if callable(save := getattr(value, "save", None)) and hasattr(value, "mode"):  # Pillow's

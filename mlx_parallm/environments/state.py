@@ -204,7 +204,7 @@ def overrides_step(environment: BaseEnvironment) -> bool:
 
 
 def check_state(value: Any, what: str) -> State:
-    """Return the value that `what` returned. Raises RolloutRejectedError: it is no State."""
+    """Return the value that `what` returned. Raises RolloutRejectedError: it is not a State."""
     if isinstance(value, State):
         return value
     if inspect.iscoroutine(value):

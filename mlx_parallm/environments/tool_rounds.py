@@ -20,7 +20,7 @@ class ToolRounds:
 
     Args:
         ask: samples one answer.
-        is_open: whether the episode goes on; a call may end it.
+        is_open: whether the episode continues; a call may end it.
         noted: called after each change of `metadata`.
     """
 
@@ -47,7 +47,8 @@ class ToolRounds:
         overrides: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> Completion:
-        """Sample a turn, make its calls, go on with their results until an answer has no call."""
+        """Sample a turn, make its calls, continue with their results until an answer has no
+        call."""
         prompt = self._as_sampled(requested)
         self._question = self._question or last_question(requested)
         self._note(None)

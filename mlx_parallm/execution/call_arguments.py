@@ -113,7 +113,7 @@ def _natural_value(key: str | None, text: str) -> Any:
         pass
     if text[0] in "\"'":
         raise UnreadableError(
-            f"{place}: {text[:40]} is no text in quotation marks; put a \\ before those within it"
+            f"{place}: {text[:40]} is not text in quotation marks; put a \\ before those within it"
         )
     if _NEXT_KEY.search(text) or (key is None and len(text.split()) > 1):
         advice = "put texts in quotation marks, and commas between arguments"

@@ -24,7 +24,7 @@ Call = tuple[str, dict[str, Any], str | None]
 
 
 class ReadCalls(NamedTuple):
-    """`rest`: text behind the calls of a format without an end marker; it is no part of them."""
+    """`rest`: text behind the calls of a format without an end marker; it is not part of them."""
 
     calls: list[Call]
     rest: str = ""
@@ -108,7 +108,7 @@ def json_call(value: Any) -> Call:
         arguments = json.loads(arguments or "{}", strict=False, parse_constant=_refuse)
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        raise ValueError("the arguments are no object")
+        raise ValueError("the arguments are not an object")
     call_id = value.get("id")
     return name, arguments, call_id if isinstance(call_id, str) and call_id else None
 

@@ -21,7 +21,7 @@ class Markup:
     Args:
         begins: how an opening tag begins.
         follows: what comes after an end tag; `may_end`: or the end of the call's text.
-        next: the tag that follows if it is no opening tag.
+        next: the tag that follows if it is not an opening tag.
         call: how a call begins and ends, "" if there are no such tags.
         cdata: a value may be in a CDATA section, which ends it.
     """

@@ -93,7 +93,7 @@ def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
     except ValueError as error:
         raise RequestError(f"{where} is text, but not JSON: {error}", param=where) from error
     if not (isinstance(read, list | tuple) and all(isinstance(tool, Mapping) for tool in read)):
-        raise RequestError(f"{where} is no list of objects (or JSON text of one)", param=where)
+        raise RequestError(f"{where} is not a list of objects (or JSON text of one)", param=where)
     return [_tool(tool) for tool in read]
 
 
@@ -211,7 +211,7 @@ def part_text(part: Any, where: str) -> str:
     reason = f"{where}: only text parts can be read (got {kind!r})"
     if name is not None:
         others = ", ".join(repr(key) for key in part if key != "type") or "nothing else"
-        problem = f"has no field {name!r}" if text is None else f"has a {name!r} that is no text"
+        problem = f"has no field {name!r}" if text is None else f"has a {name!r} that is not text"
         reason = f"{where}: a part of type {kind!r} {problem} (it has {others})"
     raise RequestError(reason, param=where, code="unsupported_content")
 

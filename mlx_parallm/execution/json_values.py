@@ -4,7 +4,7 @@ Templates use arguments in many ways: `arguments | tojson` (Qwen, Llama), `argum
 (Qwen3-Coder, GLM), `"…" + arguments` (DeepSeek), `{{ arguments }}` (Mistral, Kimi). `JSONObject` is
 a mapping for those that ask for one, and the client's own JSON text wherever it is printed or
 joined to text; what lies in it prints as JSON too. Numbers and repeated keys stay as they were
-written. Arguments that are not objects are text, which `write_json` does not quote again.
+written. Arguments that are not an objects are text, which `write_json` does not quote again.
 
 JSON's true, false and null cannot be subclasses of Python's, so a template's tests have to know
 them: `TESTS`.
@@ -100,7 +100,7 @@ class JSONNumber(float):
 
 
 class JSONText(str):
-    """Arguments that are not objects, as a model wrote them, or another server."""
+    """Arguments that are not an objects, as a model wrote them, or another server."""
 
 
 _OF_JSON = (JSONObject, JSONArray, JSONBool, JSONNull, JSONNumber, JSONText)

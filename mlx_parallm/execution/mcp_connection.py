@@ -77,7 +77,7 @@ class MCPServer:
 
 
 class MCPConnection:
-    """One server. Everything runs in one loop; a task of its own holds the session open."""
+    """One server. Everything runs in one loop; its own task holds the session open."""
 
     def __init__(self, server: MCPServer) -> None:
         self.server, self.starts = server, 0

@@ -39,7 +39,7 @@ def stored_digest(name: str) -> str:
     ValueError: it is none, and may lead anywhere."""
     digest = name.removeprefix(STORED)
     if not _DIGEST.fullmatch(digest):
-        raise ValueError(f"{name[:_SHOWN]!r} is no name of a stored image")
+        raise ValueError(f"{name[:_SHOWN]!r} is not a name of a stored image")
     return digest
 
 
@@ -105,7 +105,7 @@ def data_url_bytes(url: str, most: int | None = None) -> bytes:
     if not comma or "base64" not in (option.strip().lower() for option in options):
         raise ValueError("a data URL is read as data:image/…;base64,…")
     if kind.strip() and not kind.strip().lower().startswith("image/"):
-        raise ValueError(f"the data URL says {kind.strip()[:_SHOWN]!r}, which is no image")
+        raise ValueError(f"the data URL says {kind.strip()[:_SHOWN]!r}, which is not an image")
     if most is not None and len(body) // 4 * 3 > most + 3:
         raise ValueError(f"it has {len(body) // 4 * 3} bytes, and at most {most} are read")
     try:

@@ -70,7 +70,7 @@ the template, such as llama.cpp."""
 
 
 def read_taught_call(text: str, tools: Any) -> Any:
-    """Return what is between the markers. Raises ValueError: it is no JSON."""
+    """Return what is between the markers. Raises ValueError: it is not JSON."""
     return json.loads(text)
 
 
@@ -134,7 +134,7 @@ def _pythonic(functions: Sequence[Mapping[str, Any]]) -> str:
     for function in functions:
         arguments = template_arguments(function["arguments"])
         if not isinstance(arguments, Mapping):
-            raise RequestError("the arguments of a call are no object", param="messages")
+            raise RequestError("the arguments of a call are not an object", param="messages")
         pairs = ", ".join(f"{key}={value(item)}" for key, item in arguments.items())
         calls.append(f"{function['name']}({pairs})")
     return f"[{', '.join(calls)}]"

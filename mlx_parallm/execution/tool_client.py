@@ -143,7 +143,7 @@ class ToolClient:
 
         Args:
             timeout_s: of this call, in the place of its server's `timeout_s` or
-                `function_timeout_s`; the thread of a function may go on.
+                `function_timeout_s`; the thread of a function may continue.
             cached: false: the tool is called even where an earlier result is kept.
             before: what the episode did so far, for a recorded tool whose answers differ.
         """

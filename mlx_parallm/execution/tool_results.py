@@ -72,7 +72,7 @@ def bounded(name: str, result: ToolResult) -> ToolResult:
 
 def as_json(value: Any) -> str:
     """Return JSON text; what JSON does not have is its `str`. Raises TypeError, ValueError: keys
-    that are no text."""
+    that are not text."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -90,7 +90,7 @@ class CallsBefore:
 
 
 def last_question(prompt: str | Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the text of the last user message; None: there is none. A text is one."""
+    """Return the text of the last user message, or None. A text is one."""
     if isinstance(prompt, str):
         return prompt
     contents = [message.get("content") for message in prompt if message.get("role") == "user"]

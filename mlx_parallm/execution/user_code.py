@@ -103,7 +103,7 @@ def load(reference: str, key: str) -> Any:
         raise ConfigError(
             f"{key}: {name} was an object of the Python program that began this run: only that"
             " program can evaluate, by"
-            " trainer.evaluate(), or go on, by trainer.train(resume_from_checkpoint=True);"
+            " trainer.evaluate(), or continue, by trainer.train(resume_from_checkpoint=True);"
             " `mlx_parallm eval` needs"
             " [[evaluation.environments]] made of files"
         )

@@ -47,7 +47,7 @@ def group_advantages(
     -0.5, -0.5].
     """
     if kind not in KINDS:
-        raise ValueError(f"{kind!r} is no kind of advantage; there are {', '.join(KINDS)}")
+        raise ValueError(f"{kind!r} is not a kind of advantage; there are {', '.join(KINDS)}")
     scored = [reward for reward in rewards if has_score(reward)]
     values = _group_advantages(scored, kind, epsilon) if scored else None
     if values is None or len(scored) == len(rewards):

@@ -1,4 +1,4 @@
-"""Where mlx-lm's attention layers compute: how a cache of its own layout serves mlx-lm's models
+"""Where mlx-lm's attention layers compute: how our cache layouts serve mlx-lm's models
 unchanged.
 
 mlx-lm's attention layers give what `cache.update_and_fetch` returned to
@@ -94,5 +94,5 @@ def _attention(
     if isinstance(keys, RoutedLatent) and isinstance(mask, mx.array) and values is keys:
         return keys.attend_latent(queries, mask, scale)
     if mask is not None or values is not keys:
-        raise NotImplementedError("its attention has a mask of its own")
+        raise NotImplementedError("its attention has its own mask")
     return keys.attend(queries, scale, sinks)

@@ -49,7 +49,7 @@ class BlockSize:
         heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
         hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
         dense = int(text.get("intermediate_size") or 4 * hidden)
-        # without a size of their own experts have that of the feed-forward (Mixtral, gpt-oss)
+        # without their own size experts have that of the feed-forward (Mixtral, gpt-oss)
         of_expert = int(
             text.get("moe_intermediate_size") or (dense if text.get("num_local_experts") else 0)
         )
@@ -127,7 +127,7 @@ def blocks_of(
     configured: int | None, model_config: Mapping[str, Any], most_bytes: int | None = None
 ) -> int | Evaluations:
     """Return the configured number of blocks, or what chooses it. `most_bytes`: of the memory plan;
-    None: there is none, so a share of the memory, and at most half of what is free."""
+    None: not set, so a share of the memory, and at most half of what is free."""
     if configured is not None:
         return configured
     if most_bytes is None:

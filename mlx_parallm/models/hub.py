@@ -156,7 +156,7 @@ def _what_is_wrong(error: Exception, repo: str, revision: str | None) -> str:
             part = "is only partly" if isinstance(error, IncompleteSnapshotError) else "is not"
             return f"{repo!r} {part} in the local cache and {_unreachable(repo)}"
         case HFValidationError():
-            return f"{repo!r} is no hub id (owner/name) and no directory: {error}"
+            return f"{repo!r} is neither a hub id (owner/name) nor a directory: {error}"
         case HfHubHTTPError():
             return _refused(error, repo)
     return f"{repo!r} cannot be downloaded: {_first_line(error)}"

@@ -193,7 +193,7 @@ def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
         config = dataclasses.asdict(arguments)  # type: ignore[arg-type]
     else:
         raise ModelError(
-            f"{type(model).__name__} is no model of mlx-lm: it has no args,"
+            f"{type(model).__name__} is not a model of mlx-lm: it has no args,"
             " and its tokenizer no checkpoint"
         )
     copied = copy.deepcopy(model)
@@ -280,7 +280,7 @@ def _chat_template(setting: str) -> str:
             raise ModelError(f"model.chat_template: {setting} cannot be read: {error}") from error
     if "{" not in setting and (is_directory(setting) or Path(setting).suffix in TEMPLATE_SUFFIXES):
         raise ModelError(
-            f"model.chat_template: there is no file {setting}, and it is no template in Jinja"
+            f"model.chat_template: there is no file {setting}, and it is not a template in Jinja"
         )
     return setting
 

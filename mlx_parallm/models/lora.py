@@ -118,7 +118,7 @@ def adapted_layer(
     dropout: AdapterDropout | None = None,
     kind: type[LoRALinear] = LoRALinear,
 ) -> LoRALinear:
-    """Put a new adapter around a linear layer; `kind`: if it is no stack of experts."""
+    """Put a new adapter around a linear layer; `kind`: if it is not a stack of experts."""
     kind = LoRASwitchLinear if are_experts(layer) else kind
     return kind(layer, linear_shape(layer), rank, scale, dropout)
 
@@ -460,7 +460,7 @@ def _target_paths(model: nn.Module, config: LoraConfig) -> list[str]:
     paths = _targets(model, targets, layers, set(every) - set(layers))
     if config.routed_experts and not any(are_experts(layers[path]) for path in paths):
         raise AdapterError(
-            "lora.routed_experts = true, but the target modules are no stacked experts: leave it"
+            "lora.routed_experts = true, but the target modules are not stacked experts: leave it"
             " out, or name those of a mixture of experts"
         )
     return paths
@@ -489,7 +489,7 @@ def _targets(
         if any(_matches(path, target) for path in experts):
             raise AdapterError(
                 f"target module {target!r} is a stack of routed experts: set lora.routed_experts ="
-                " true to give each an adapter of its own, or adapt attention projections"
+                " true to give each its own adapter, or adapt attention projections"
             )
         names = sorted({path.rsplit(".", 1)[-1] for path in layers})
         raise AdapterError(

@@ -100,7 +100,7 @@ def zeros_of(arrays: Mapping[str, mx.array]) -> dict[str, int]:
 
 
 def is_silent(array: mx.array | None) -> bool:
-    """Return whether it is zeros alone, where a device may lose results. None: there is none."""
+    """Return whether it is zeros alone, where a device may lose results. None: missing."""
     return array is not None and may_lose_results() and not has_signal([array]).all()
 
 
@@ -118,7 +118,7 @@ class PassProof:
         self._right: dict[str, list[bool]] = {}
 
     def look(self, array: mx.array | None) -> None:
-        """Take an evaluated array of the pass; None: there is none. Nothing waits for its flag:
+        """Take an evaluated array of the pass, or None. Nothing waits for its flag:
         all flags are read at the pass's end."""
         if array is not None and may_lose_results():
             self._flags.append(_signal_flag(array))

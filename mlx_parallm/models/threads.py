@@ -157,7 +157,7 @@ def in_loader_thread(function: Callable[[], T]) -> T:
     """Run `function`, which reads arrays from disk and puts them in their place, in THE thread of
     the process that does so, after those that came before; wait, and raise what it raises.
 
-    Clients cause any number of such reads at once: each in a thread of its own would leave as many
+    Clients cause any number of such reads at once: each in its own thread would leave as many
     threads and streams of MLX behind.
     """
     with _LOADER_STARTS:

@@ -147,7 +147,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template in Jinja, of several the default one; None: there is none, or it is
+        """The chat template in Jinja, of several the default one; None: missing, or it is
         written in Python."""
         template = None if self._wrapper._chat_template is not None else self._hf.chat_template
         if isinstance(template, dict):
@@ -279,7 +279,7 @@ class Tokenizer:
             )
         ) is not None:
             reason = (
-                f"'chat_template_kwargs' cannot set {taken!r}: it is no argument of the template"
+                f"'chat_template_kwargs' cannot set {taken!r}: the template takes no such argument"
             )
             raise RequestError(reason, param="chat_template_kwargs")
         read = read_messages(messages, images=images or self.images is not None)

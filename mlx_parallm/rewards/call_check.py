@@ -127,7 +127,7 @@ def _read_wanted(
         well_formed = False
     if not well_formed:
         raise RolloutRejectedError(
-            f"tool_call: the row's {column!r} is no list of calls with lists of accepted values:"
+            f"tool_call: the row's {column!r} is not a list of calls with lists of accepted values:"
             ' [{"weather": {"city": ["Paris"]}}]'
         )
     if missing := [name for name, _ in calls if name not in schemas]:

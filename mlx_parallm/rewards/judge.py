@@ -215,7 +215,7 @@ class _Endpoint:
             text = str(reply["choices"][0]["message"]["content"] or "")
         except (LookupError, TypeError) as error:
             raise RolloutRejectedError(
-                f"judge: this is no chat completion: {str(reply)[:200]}"
+                f"judge: this is not a chat completion: {str(reply)[:200]}"
             ) from error
         used = reply.get("usage") or {}
         return JudgeReply(
@@ -284,7 +284,7 @@ def _report_problems(problems: Sequence[Exception | None]) -> None:
 
 
 def parse_score(text: str) -> float | None:
-    """Return the last "Score: N", or a text that is only N, as N / 10; None: there is none, or
+    """Return the last "Score: N", or a text that is only N, as N / 10; None: missing, or
     it is not 0 to 10."""
     scores = SCORE.findall(text) or re.findall(r"^\W*(\d+(?:\.\d+)?)\W*$", text.strip())
     score = float(scores[-1]) if scores else -1.0

@@ -49,7 +49,7 @@ def reward_model(
 
     Metric: reward_model/unscored, answers of the group that it could not read.
 
-    Raises ConfigError: there is none, or its base has another tokenizer; both a path and a url, or
+    Raises ConfigError: not found, or its base has another tokenizer; both a path and a url, or
     neither. ModelError: no such base.
     """
     if bool(path) == bool(url):
@@ -136,7 +136,7 @@ class _Server:
             scores = [float(entry["score"]) for entry in entries]
         except (LookupError, TypeError, ValueError) as error:
             raise RolloutRejectedError(
-                f"reward_model: this is no answer of /v1/score: {str(reply)[:200]}"
+                f"reward_model: this is not an answer of /v1/score: {str(reply)[:200]}"
             ) from error
         if len(scores) != len(conversations) or not all(map(math.isfinite, scores)):
             raise RolloutRejectedError(

@@ -230,7 +230,7 @@ class Checkpointer:
             kept = ", ".join(old.name for old in checkpoints(self.run_directory)) or "none"
             raise CheckpointError(
                 f"{path} needs {in_gb(needed)} and {in_gb(free)} are free: it was not begun. Free"
-                " some space and go on with --resume"
+                " some space and continue with --resume"
                 f" {self.run_directory} (checkpoints there: {kept})"
             )
 

@@ -160,7 +160,7 @@ class RunCommands:
         for key in values:
             if key not in CHANGEABLE:
                 raise RequestError(
-                    f"only {', '.join(CHANGEABLE)} can change while the run goes on", param=key
+                    f"only {', '.join(CHANGEABLE)} can change while the run continues", param=key
                 )
         config = self.config
         if (beta := values.get("kl_beta")) is not None:

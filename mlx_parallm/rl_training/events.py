@@ -66,13 +66,13 @@ class RunInfo:
     evaluates_at_end: bool = False
 
     def next_checkpoint(self, step: int) -> int | None:
-        """Return the next step that is saved after `step` is made; None: there is none."""
+        """Return the next step that is saved after `step` is made, or None."""
         return _next(
             step, self.checkpoint_every, self.total_steps, at_end=bool(self.checkpoint_every)
         )
 
     def next_evaluation(self, step: int) -> int | None:
-        """Return the next step whose weights are evaluated; None: there is none."""
+        """Return the next step whose weights are evaluated, or None."""
         return _next(step, self.evaluate_every, self.total_steps, at_end=self.evaluates_at_end)
 
 

@@ -47,7 +47,7 @@ def initial_adapter(
         return None
     run = file.resolve().parent.parent.name if named else ""
     log.info(
-        "training goes on from an adapter (model.lora_path); leave it out for a new one",
+        "training continues from an adapter (model.lora_path); leave it out for a new one",
         file=str(file),
         **({"of_run": run} if run else {}),
     )

@@ -157,8 +157,8 @@ class RolloutBuffer:
         # advantages of held groups, which each new arrival looks at again
         self._computed: dict[str, Advantages | None] = {}
         self._outstanding = 0  # in-process groups asked for and not seen yet
-        # What a former process left is no answer to our requests, and perhaps of weights that were
-        # lost with it.
+        # What a former process left is not an answer to our requests, and perhaps of weights that
+        # were lost with it.
         self._restored = frozenset(store.known_ids())
         self._step = 0  # that is being collected
         self._begin()

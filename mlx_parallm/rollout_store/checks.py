@@ -16,7 +16,8 @@ from mlx_parallm.rollout_store.distillation import check_best_tokens
 from mlx_parallm.types import LOGPROB_TOLERANCE, MAX_REWARD, Rollout, RolloutGroup
 
 GREEDY = "greedy"
-"""Key of a group's metadata: it was sampled at temperature 0, and its zeros are no placeholders."""
+"""Key of a group's metadata: it was sampled at temperature 0, and its zeros are not
+placeholders."""
 LEAST_LOGPROB = -1e9  # far below what logits / temperature in float32 gives
 
 TOO_LARGE = (

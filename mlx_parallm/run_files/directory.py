@@ -57,7 +57,7 @@ def moment(checkpoint: Path) -> tuple[int, int]:
 
 def checkpoint_at(path: Path) -> Path | None:
     """Returns `path` itself, or the checkpoint that `latest` of a run directory points at. Where
-    a kill has left that link without a target, the newest step; None if there is none. Raises
+    a kill has left that link without a target, the newest step, or None. Raises
     CheckpointError: that one has lost its state, and an older one would be taken without a word."""
     for directory in (path, path / LATEST):
         if (directory / STATE_FILE).is_file():
@@ -66,7 +66,7 @@ def checkpoint_at(path: Path) -> Path | None:
     complete = [step for step in steps if (step / STATE_FILE).is_file()]
     if complete and complete[-1] != steps[-1]:
         raise CheckpointError(
-            f"{steps[-1]} has no {STATE_FILE}: it is damaged. Put the file back, or go on from the"
+            f"{steps[-1]} has no {STATE_FILE}: it is damaged. Put it back, or continue from the"
             f" one before: --resume {complete[-1]}"
         )
     return complete[-1].resolve() if complete else None
@@ -119,7 +119,7 @@ def find_run(path: Path) -> Path:
     runs = sorted(place.name for place in path.iterdir() if _is_run(place)) if path.is_dir() else []
     hint = f"; runs in it: {', '.join(runs)}" if runs else ""
     raise ConfigError(
-        f"{path} is no run directory (no {METRICS_FILE}, {STORE_FILE} or {CONFIG_FILE}){hint}"
+        f"{path} is not a run directory (no {METRICS_FILE}, {STORE_FILE} or {CONFIG_FILE}){hint}"
     )
 
 
@@ -162,7 +162,7 @@ class RunDirectory:
             path = checkpoint_dir / run_name
             if not reuse and any((path / name).exists() for name in USED_BY):
                 raise ConfigError(
-                    f"{path} holds a run already: go on with --resume {path}, or choose"
+                    f"{path} holds a run already: continue with --resume {path}, or choose"
                     " another rl_training.run_name"
                 )
         return cls.hold(path)
@@ -306,7 +306,7 @@ class DiskUse:
                 f"training stops: {self._run} was removed or replaced while it trained"
             )
         if fault := shortage(self._run, self._store.min_free_bytes):
-            raise CheckpointError(f"training stops: {fault}, then go on with --resume {self._run}")
+            raise CheckpointError(f"training stops: {fault}, then continue: --resume {self._run}")
 
     def prune(self) -> None:
         """Remove consumed rollouts that no recent checkpoint of the run needs for a resume."""

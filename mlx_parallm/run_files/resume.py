@@ -1,4 +1,4 @@
-"""Find what `--resume` means: the checkpoint that a run goes on from, and the keys of the
+"""Find what `--resume` means: the checkpoint that a run continues from, and the keys of the
 configuration that may differ from the saved ones. No MLX.
 
 The model, the adapter's shape, the problems and how a step is divided may not change on a resume:
@@ -172,7 +172,7 @@ def check_resume(
     config: Config, run: Path, saved_file: Path, *, kept: Mapping[str, float] | None = None
 ) -> None:
     """Compare with the configuration that the run was saved with. `kept`: settings that were
-    changed while it went on, and that it goes on with (`commands.restored_settings`). Raises
+    changed while it continued, and that it continues with (`commands.restored_settings`). Raises
     ConfigError: which keys may not change."""
     if not saved_file.is_file():
         return
@@ -192,7 +192,7 @@ def check_resume(
         )
         start = "model.lora_path" if config.rl_training.lora.enabled else "model.base_path"
         raise ConfigError(
-            f"--resume {run}: may not change: {what}. Set back to the first value to go on, or"
+            f"--resume {run}: may not change: {what}. Set back to the first value to continue, or"
             " start a new run from"
             f" this one's weights: {start}={run / 'latest'} and another rl_training.run_name,"
             " without --resume"
@@ -256,8 +256,8 @@ def _shown(value: Any) -> str:
 def restored_settings(
     now: Mapping[str, float], changes: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """Return the values that a resumed run goes on with, of keys whose value now is the one before
-    a change: a configuration that says something else than both was changed on purpose.
+    """Return the values that a resumed run continues with, of keys whose value now is the one
+    before a change: a configuration that says something else than both was changed on purpose.
 
     Args:
         now: `changeable` of [rl_training].
@@ -275,8 +275,9 @@ def overridden_settings(
     now: Mapping[str, float], changes: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[float]]:
     """Return {key: [value of the run, value now]} of what a resume changes on purpose.
-    It is a change of its own, so that a later resume from the file that the run began with keeps
-    it, too. A kl_beta of 0 is not: the file always says whether a run has a reference."""
+    It is recorded as a separate change, so that a later resume from the file that the run began
+    with keeps it, too. A kl_beta of 0 is not: the file always says whether a run has a
+    reference."""
     newest = {key: new for change in changes for key, (_, new) in change["settings"].items()}
     resumed = {**now, **restored_settings(now, changes)}
     return {

@@ -60,7 +60,7 @@ Versions = Annotated[
 
 def _counts_mini_batches(position: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(position.get(key), int) for key in ("updates", "skipped")):
-        raise ValueError("its updates and skipped are no counts")
+        raise ValueError("its updates and skipped are not counts")
     return position
 
 

@@ -527,7 +527,7 @@ class Journal:
     def _check(self, first: Any) -> None:
         earlier = first.get("distill_data") if isinstance(first, Mapping) else None
         if not isinstance(earlier, Mapping):
-            raise ConfigError(f"{self._path} is no journal of distill-data: remove it")
+            raise ConfigError(f"{self._path} is not a journal of distill-data: remove it")
         now = self._header["distill_data"]
         if other := [key for key in now if earlier.get(key) != now[key]]:
             raise ConfigError(

@@ -546,5 +546,5 @@ def _load(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--compare {path}: {file} is not JSON: {error}") from error
     if not isinstance(result, dict) or not {"model", "environments"} <= set(result):
-        raise ConfigError(f"--compare {file}: these are no results of mlx_parallm eval")
+        raise ConfigError(f"--compare {file}: these are not results of mlx_parallm eval")
     return result

@@ -99,7 +99,7 @@ class Answers:
         if run.config is not None and run.config.rl_training.algorithm in DATA_ALGORITHMS:
             raise StoreError(
                 f"{run.path}: {run.config.rl_training.algorithm} learns from rows of a file: there"
-                " are no rollouts"
+                " are not rollouts"
             )
         if run.config is not None and run.client_trainer is not None:
             raise StoreError(

@@ -236,7 +236,7 @@ class Run:
     # ------------------------------------------------------------------ rollouts and checkpoints
 
     def open_rollouts(self) -> RolloutStore:
-        """Return the rollout store, to be closed by the caller. Raises StoreError: there is none,
+        """Return the rollout store, to be closed by the caller. Raises StoreError: not found,
         or it cannot be read."""
         if not self.has("rollouts"):
             raise StoreError(

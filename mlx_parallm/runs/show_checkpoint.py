@@ -99,7 +99,7 @@ def _find(path: Path) -> Path:
     if path.is_dir() and (moment(path.resolve())[0] >= 0 or (path / PEFT_FILE).is_file()):
         return path.resolve()
     hint = "" if path.exists() else ": no such directory"
-    raise CheckpointError(f"{path} is no checkpoint and no run directory with one{hint}")
+    raise CheckpointError(f"{path} is neither a checkpoint nor a run directory with one{hint}")
 
 
 def _peft(directory: Path) -> dict[str, Any]:

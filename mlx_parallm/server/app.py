@@ -80,7 +80,7 @@ MEANINGS = {
     408: "The body came too slowly",
     413: "The body is too large",
     429: "The queue is full: try again after Retry-After",
-    500: "The server failed on this request; others go on",
+    500: "The server failed on this request; others continue",
     503: "Loading, draining, or the engine is dead: try again after Retry-After",
     TIMED_OUT: "Not ready within server.request_timeout_s",
 }

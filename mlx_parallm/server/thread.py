@@ -146,7 +146,8 @@ def serve_until_signal(
     connections: int = 0,
     lifespan: Literal["on", "off"] = "off",
 ) -> None:
-    """Serve an app of its own process, without a model, until a shutdown signal. Main thread only.
+    """Serve an app alone in its process, without a model, until a shutdown signal. Main thread
+    only.
 
     Args:
         make: makes the app, within the time that a signal interrupts.

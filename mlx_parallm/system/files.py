@@ -66,7 +66,7 @@ def inside(root: Path, name: str | Path) -> Path:
     try:
         path = (root / name).resolve()
     except (ValueError, RuntimeError) as error:  # a null character; a circle of links
-        raise OSError(errno.EINVAL, f"{str(name)[:200]!r} is no path") from error
+        raise OSError(errno.EINVAL, f"{str(name)[:200]!r} is not a path") from error
     if not path.is_relative_to(root.resolve()):
         raise OSError(errno.EACCES, f"{str(name)[:200]!r} leads out of {root}")
     return path
@@ -77,7 +77,7 @@ def check_regular(path: Path, most: int | None = None) -> None:
     never ends), or larger than `most` bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, f"{path} is no regular file")
+        raise OSError(errno.EINVAL, f"{path} is not a regular file")
     if most is not None and status.st_size > most:
         raise OSError(errno.EFBIG, f"{path} has {status.st_size} bytes, more than {most}")
 

@@ -22,7 +22,7 @@ import psutil
 GIB = 2**30
 LOOK_S = 0.5
 BELOW = 0.97
-"""Of the mark: admission goes on once less is used."""
+"""Of the mark: admission continues once less is used."""
 IDLE_PAUSE_S = 30.0
 """A pause in which nothing computes and nothing is given back for so long helps nobody."""
 LIBPROC = "/usr/lib/libproc.dylib"
@@ -186,7 +186,7 @@ class MemoryGuard:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Look every LOOK_S in a thread of its own."""
+        """Look every LOOK_S in its own thread."""
         self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
         self._thread.start()
 

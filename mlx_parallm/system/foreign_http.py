@@ -218,7 +218,7 @@ def _unpacked(response: Any, bounds: Bounds) -> Unpacked:
 
 
 def _following(response: Any) -> Any:
-    """Return the request that a redirect leads to; None: it is no redirect. Raises
+    """Return the request that a redirect leads to; None: it is not a redirect. Raises
     BeyondBoundsError: it leads to another server, or would lose the request's body."""
     following = response.next_request
     if following is None:

@@ -32,7 +32,7 @@ every alternative."""
 MOST_PAIRS = 300_000
 _GROWS = ("$ref", "$dynamicRef", "$recursiveRef", "unevaluated")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_VALUES = ("const", "enum", "default", "examples")  # what they hold is no schema
+_VALUES = ("const", "enum", "default", "examples")  # what they hold is not a schema
 _OF_A_FRAGMENT = "%/?:@!$&'()*+,;=-._~"
 _STRAY_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _HERE = ("not", "if", "then", "else")

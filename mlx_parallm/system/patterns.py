@@ -55,7 +55,7 @@ class Pattern:
                 raise PatternError(f"{text[:80]!r} repeats a part more than {MOST_REPEATS:,} times")
             self._regex = regex.compile(text, flags)
         except (re.error, regex.error, OverflowError) as error:
-            raise PatternError(f"{text[:80]!r} is no regular expression: {error}") from error
+            raise PatternError(f"{text[:80]!r} is not a regular expression: {error}") from error
         except RecursionError as error:
             raise PatternError(f"{text[:80]!r} is nested too deeply") from error
         self.groups: int = compiled.groups

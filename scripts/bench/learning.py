@@ -138,7 +138,7 @@ def ask_until_exit(process: subprocess.Popen[bytes], port: int, requests: Client
                     requests.sent -= 1
                     return
                 except subprocess.TimeoutExpired:
-                    pass  # it goes on without listening: a failed request
+                    pass  # it continues without listening: a failed request
             requests.failed.append(f"{error!r} from {error.__cause__!r}, request {requests.sent}")
         time.sleep(0.2)
 

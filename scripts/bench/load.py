@@ -1,4 +1,4 @@
-"""The sender of the serving benchmarks, a process of its own: it counts what it sent, what came
+"""The sender of the serving benchmarks, its own process: it counts what it sent, what came
 back and what failed.
 
 Each client is one task that sends its requests one after the other; nothing is retried. stdin: a
@@ -44,7 +44,7 @@ class Report:
 
 
 def send(url: str, clients: list[list[dict[str, Any]]]) -> Report:
-    """Run the sender in a process of its own. Raises CalledProcessError."""
+    """Run the sender in its own process. Raises CalledProcessError."""
     command = [sys.executable, str(Path(__file__)), url]
     result = subprocess.run(
         command, input=json.dumps(clients), stdout=subprocess.PIPE, text=True, check=True

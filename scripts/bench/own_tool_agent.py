@@ -74,7 +74,7 @@ def definitions() -> list[Json]:
 
 
 def run_agent(client: OpenAI, question: str) -> tuple[str, list[str]]:
-    """The agent: it asks the model, makes the calls, and goes on until an answer without one.
+    """The agent: it asks the model, makes the calls, and continues until an answer without one.
 
     Returns the answer, and the names of the tools that it called.
     """

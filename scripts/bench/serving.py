@@ -3,7 +3,7 @@ docs/benchmarks/serving.md.
 
 A random 29 M parameter Qwen3 is written in Hugging Face layout and served by this package and by
 `mlx_lm.server` (its newest release, `setup_peers`; peers.py) with the same BLAS; `ceiling.py` is
-mlx-lm's forward without any server. The sender (load.py) is a process of its own and sends all
+mlx-lm's forward without any server. The sender (load.py) is its own process and sends all
 servers the same bodies. In every round each contender of a case runs once, one after the other, so
 that a busy neighbour hits all; the ratio of a round is within the round. Round 0 warms up and is
 not counted.

@@ -3,9 +3,9 @@
     .venv/bin/python -m scripts.bench.sharing [--rounds 3] [--requests 6] [--seconds 20]
 
 The 29 M parameter benchmark model is served by the real HTTP server to 8 clients (64-token prompts,
-64 tokens out; a sender in a process of its own, no retries) while the main thread takes training
+64 tokens out; a sender in its own process, no retries) while the main thread takes training
 steps on a LoRA adapter of rank 16 (16 rollouts of 64 + 64 tokens a step, block by block), as the
-daemon does. Every case is a process of its own; in a round all run once, in turn. A share is a rate
+daemon does. Every case is its own process; in a round all run once, in turn. A share is a rate
 over the rate alone in the same round; alone, engine or trainer has all cores (the better of one and
 of all BLAS threads), together the daemon's own split.
 """

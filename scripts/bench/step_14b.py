@@ -7,7 +7,7 @@ what it then takes.
 
 The checkpoint is written in bfloat16, file by file, and quantised while it is loaded, which is part
 of the peak; a second run starts from what was kept. Its blocks hold the same random numbers each,
-under names of their own. The step trains a rank-16 adapter of every linear layer on one micro-batch
+under their own names. The step trains a rank-16 adapter of every linear layer on one micro-batch
 of `--tokens` tokens: a group of eight completions of one prompt. Both peaks are printed:
 `mx.get_peak_memory` from before the load on, and the process's resident set.
 """

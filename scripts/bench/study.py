@@ -5,7 +5,7 @@
     python -m scripts.bench.study algorithms --only "PPO" --set rl_training.total_steps=20
 
 `scripts/bench/studies/NAME.toml` says what is varied and what is measured: `Study` and `Measure` below
-are its keys. Each run is the real `mlx_parallm train` in a directory of its own; within a seed
+are its keys. Each run is the real `mlx_parallm train` in its own directory; within a seed
 the variants take turns. Printed: a line a run, then Markdown for the page: the command, and a row a
 variant with the median of the seeds and, in brackets, the lowest and the highest.
 """

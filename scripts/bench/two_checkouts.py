@@ -33,7 +33,7 @@ SERVED = [case for case in CASES if case.against == "mlx_lm.server"]
 
 
 def serve_rate(checkout: Path, model: Path, case: Case, turn: int) -> float:
-    """Return the tokens a second of a server of its own, after one warm-up request a client."""
+    """Return the tokens a second of its own server, after one warm-up request a client."""
     command = [
         checkout / ".venv/bin/mlx_parallm_serve",
         "--model-path",

@@ -366,7 +366,7 @@ def names_in(name: str) -> Callable[[str], str]:
 
 
 def _write_text_alone(target: Path, shapes: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Write the text part of a saved model that also sees as a model of its own; return its
+    """Write the text part of a saved model that also sees as its own model; return its
     tensors' shapes."""
     file, written = target / "model.safetensors", target / "config.json"
     tensors = {k: v.clone() for k, v in load_file(file).items() if k.startswith(("model.", "lm_"))}

@@ -21,7 +21,7 @@ import numpy as np
 RESULTS = Path(__file__).parent / "rounding.json"
 TYPES = ("bfloat16", "float16")
 MOST = 1.5
-"""The largest ratio that is no fault."""
+"""The largest ratio that is not a fault."""
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 

@@ -3,7 +3,7 @@ and does it learn?
 
     .venv/bin/python -m scripts.tinker.recipes [NAME …] [--seeds N] [--seed FIRST] [--steps N]
 
-Needs scripts/setup_tinker. Starts a server of its own. Prints a line a run: exit code, seconds, and
+Needs scripts/setup_tinker. Starts its own server. Prints a line a run: exit code, seconds, and
 the recipe's own measure, means of the first and of the last quarter of the steps. The exit code is
 1 when a run fails.
 

@@ -81,7 +81,7 @@ class Watched:
 
 
 class RunApi:
-    """`run-api` on a port of its own that it gets again when it is started again."""
+    """`run-api` on its own port that it gets again when it is started again."""
 
     def __init__(self) -> None:
         self.port = free_port()

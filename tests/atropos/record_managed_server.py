@@ -22,7 +22,7 @@ SAMPLING = {"max_tokens": 12, "temperature": 1.0, "seed": 3}
 
 
 async def chat(server: VLLMServer) -> dict[str, object]:
-    """Two turns, in a conversation that goes on."""
+    """Two turns, in a conversation that continues."""
     managed = ManagedServer(server)
     messages = [{"role": "user", "content": "Sort: cab"}]
     answer = await managed.chat_completion(messages=messages, **SAMPLING)

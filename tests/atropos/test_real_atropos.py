@@ -62,7 +62,7 @@ def test_the_tiny_model_learns_from_a_real_environment(queue: str, tmp_path: Pat
         url = api.url if queue == "run-api" else f"{daemon.url}/atropos"
         with Environment(EXAMPLES / "environment.py", url, daemon.url) as environment:
             wait_for_step(daemon, tmp_path / "run", 55, timeout=500)
-            # it logs what its workers raise, and goes on
+            # it logs what its workers raise, and continues
             assert "Error in" not in environment.output
             assert "error: " not in environment.output
             assert daemon.wait() == 0, daemon.output
@@ -75,7 +75,7 @@ def test_the_tiny_model_learns_from_a_real_environment(queue: str, tmp_path: Pat
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[tuple[RunApi, Daemon, Environment]]:
-    """A run that goes on until it is killed, in its third step."""
+    """A run that continues until it is killed, in its third step."""
     with (
         RunApi() as api,
         train(tmp_path, api.url, "rl_training.total_steps=10000") as daemon,

@@ -42,7 +42,7 @@ def test_the_block_has_the_curves() -> None:
     assert "* a machine" in text and "| MLX's operations | passed | 12 operations |" in text
     for row in (
         "| steps | 40, in order |",
-        "| kill -9 | 9.5 s to go on |",
+        "| kill -9 | 9.5 s to continue |",
         "| first token, median and p95 | 0.20 s, 0.30 s |",
         "| memory, GB | 1.00 → 3.00 → 2.00, most 3.00 |",
         "| threads | 20 → 22 → 20, most 22 |",

@@ -93,7 +93,7 @@ def start(here: Path, count: int, deeds: dict[str, object], *flags: str) -> subp
 def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on_without_it(tmp_path: Path) -> None:
     deeds = {"1.0": "waits", "1.1": "dies", "1.2": "waits"}
     stops = start(tmp_path / "stops", 3, deeds)
-    goes_on = start(tmp_path / "goes on", 2, deeds | {"2.None": 0}, "continues")
+    goes_on = start(tmp_path / "continues", 2, deeds | {"2.None": 0}, "continues")
     _, said = stops.communicate(timeout=30)
     assert stops.returncode == 128 + signal.SIGKILL, said
     assert "rank 1 of 3 died of SIGKILL (killed, as by the system when memory runs out)" in said
@@ -109,7 +109,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on_without_it(tmp_pat
     _, said = goes_on.communicate(timeout=30)
     assert goes_on.returncode == 0, said
     assert "starting again with 1 from the beginning: there is no checkpoint yet" in said
-    arguments, hosts, _ = json.loads((tmp_path / "goes on/2.None").read_text())
+    arguments, hosts, _ = json.loads((tmp_path / "continues/2.None").read_text())
     assert arguments == ["--config", "x", "--ranks", "1", "--resume", "auto"]
     assert hosts is None, "one rank is a process without MLX's ring"
 
@@ -117,14 +117,14 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on_without_it(tmp_pat
 def test_ranks_whose_sum_stood_still_are_started_again(tmp_path: Path) -> None:
     """All of them, for none has died; not for ever."""
     deeds: dict[str, object] = {"1.0": 75, "1.1": "waits", "2.0": 0, "2.1": 0}
-    goes_on = start(tmp_path / "goes on", 2, deeds, "continues")
+    goes_on = start(tmp_path / "continues", 2, deeds, "continues")
     stops = start(tmp_path / "stops", 2, deeds)
     always = {f"{turn}.{rank}": 75 for turn in (1, 2) for rank in range(2)}
     ends = start(tmp_path / "ends", 2, dict(always), "continues")
     for parent, code, again in ((goes_on, 0, 1), (stops, 75, 0), (ends, 75, 3)):
         _, said = parent.communicate(timeout=60)
         assert parent.returncode == code and said.count("starting all ranks again") == again, said
-    assert (tmp_path / "goes on/2.1").exists() and not (tmp_path / "stops/2.0").exists()
+    assert (tmp_path / "continues/2.1").exists() and not (tmp_path / "stops/2.0").exists()
 
 
 def until_there(*files: Path) -> None:

@@ -206,7 +206,9 @@ def test_signals_are_passed_on_each_one_and_end_it(tmp_path: Path) -> None:
     _, said = parent.communicate(timeout=30)
     assert (tmp_path / "got").read_text().split() == ["SIGTERM", "SIGINT"]
     assert parent.returncode == 128 + signal.SIGKILL, said
-    assert len(starts(tmp_path)) == 1, "a death after a request to stop is no reason to start again"
+    assert len(starts(tmp_path)) == 1, (
+        "a death after a request to stop is not a reason to start again"
+    )
 
 
 def wait_for(file: Path) -> None:

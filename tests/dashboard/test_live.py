@@ -146,7 +146,7 @@ def groups_of(ask: httpx.Client) -> set[str]:
 
 
 def test_the_page_talks_to_the_policy_and_trains_it(tmp_path: Path, opened: Opened) -> None:
-    """Nothing else asks or rewards this run: it stands still until the page sends a group."""
+    """Nothing else asks or rewards this run: it has stalled until the page sends a group."""
     port, run = free_port(), tmp_path / "run"
     letters = Path(__file__).parents[2] / "examples" / "rewards_by_id" / "letters.toml"
     settings = {

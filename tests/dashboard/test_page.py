@@ -229,7 +229,7 @@ def test_every_view_by_keyboard(url: str, open_page: Open) -> None:
         page.keyboard.press(key)
         page.wait_for_selector(wanted)
         assert page.evaluate("document.activeElement.tagName") != "TEXTAREA", (
-            "the next key is no text"
+            "the next key is not text"
         )
     page.keyboard.press("5")
     page.locator(".lanes").first.focus()
@@ -345,7 +345,7 @@ def test_eight_tabs_that_are_seen_share_one_stream(tmp_path: Path, opened: Opene
         )
         # drawn later than the first
         pages[7].wait_for_selector(".chart >> nth=1 >> .plot[aria-label$='at step 4.']")
-        pages[0].close()  # who held the stream: another one goes on
+        pages[0].close()  # who held the stream: another one continues
         hide = "Object.defineProperty(document, 'hidden', { value: true }); "
         hide += "document.dispatchEvent(new Event('visibilitychange'))"
         for page in pages[1:7]:  # what a browser does with a tab in the background

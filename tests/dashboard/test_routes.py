@@ -214,7 +214,7 @@ def test_the_command_refuses_what_is_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.dashboard([str(tmp_path)]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
     run = make_run(tmp_path, steps=0)
     assert cli.dashboard([str(run), str(run)]) == 2
     assert "is named twice" in capsys.readouterr().err

@@ -149,7 +149,7 @@ def test_every_group_is_reached_in_parts(view: RunView, monkeypatch: pytest.Monk
         if older is None:
             break
     assert found == ["tools-9", "words-3", "sums-3", "words-2", "sums-2", "words-1", "sums-1"]
-    # the time is over at once: one group, and where to go on
+    # the time is over at once: one group, and where to continue
     monkeypatch.setattr(run_view, "SEARCH_S", -1.0)
     part = view.groups(Search(text="nobody says this"))
     assert (part["groups"], part["older"]) == ([], "tools-9")

@@ -130,7 +130,7 @@ def test_requests_are_spread_and_paused_together_and_answered_as_by_one_engine(
         for each in ranks.engines:
             assert each.client.stats().holders == (CLIENTS,)
             assert each.client.call(lambda engine: engine.has_work).result(20) is False, (
-                "it stands still"
+                "it has stalled"
             )
         until(lambda: "mlx_parallm_requests_waiting 6.0" in http.get("/metrics").text)
         text = http.get("/metrics").text
@@ -151,7 +151,7 @@ def test_requests_are_spread_and_paused_together_and_answered_as_by_one_engine(
 
 @contextmanager
 def busy_first(ranks: Ranks) -> Iterator[None]:
-    """Rank 0 has a choice more than rank 1, which stands still: what comes goes to rank 1."""
+    """Rank 0 has a choice more than rank 1, which has stalled: what comes goes to rank 1."""
     first = ranks.engines[0].client
     first.pause_admission().result(20)
     loop = asyncio.new_event_loop()

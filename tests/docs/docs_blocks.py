@@ -149,7 +149,7 @@ def _parse_problems(language: str, text: str) -> Iterator[str]:
             json.loads(text)
         elif language == "jsonl":
             assert all(isinstance(json.loads(line), dict) for line in text.splitlines()), (
-                "a row is no object"
+                "a row is not an object"
             )
         elif language == "yaml":
             yield from _compose_problems(yaml.safe_load(text))

@@ -1,7 +1,7 @@
 """What the commands of a documentation block meet when `test_docs_code.py` runs it with bash.
 
 A directory of small programs comes first on the PATH; each calls this file with its own name.
-Commands of the package run for real, on the tiny model and for one step; a server goes on in the
+Commands of the package run for real, on the tiny model and for one step; a server continues in the
 background until its page ends. What would install something or talk to a machine's services is not
 run (`docs_blocks.command_problems` has looked at it).
 
@@ -132,7 +132,7 @@ def serve(words: list[str]) -> int:
 
 def prompt_policy(words: list[str]) -> int:
     if "--server" not in words:
-        return 0  # the demonstration has a test of its own
+        return 0  # the demonstration has its own test
     stop_server()
     port = words[words.index("--server") + 1]
     return start("mlx_parallm_prompt_policy", words, int(port))

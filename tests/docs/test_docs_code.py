@@ -3,7 +3,7 @@ it can be.
 
 Each test's name says which: `docs/serving.md:12-bash-run`, `…-checked`, `…-text`. The blocks of a
 page, up to a comment `<!-- session: NAME -->`, are one session: they run in their order, in one
-temporary directory, with files saved by earlier ones and with a server of their own. What is
+temporary directory, with files saved by earlier ones and with their own server. What is
 changed before they run: ports 8000 and 8765, hub ids of models (the tiny model takes their place),
 the number and size of training steps (`docs_commands.py`). `docs_blocks.py` finds and looks at
 them.

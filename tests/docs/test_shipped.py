@@ -26,7 +26,7 @@ SET_UP = "RUN make .venv/.ready-dev"
 def command(config: Path) -> list[str]:
     """The command of a configuration's first line."""
     found = FIRST_LINE.match(config.read_text(encoding="utf-8"))
-    assert found is not None, f"{config.name}: its first line is no command"
+    assert found is not None, f"{config.name}: its first line is not a command"
     assert found[2] == f"train_configs/{config.name}"
     return shlex.split(found[1])
 

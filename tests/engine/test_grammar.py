@@ -286,7 +286,7 @@ def test_stop_strings_filters_bias_and_max_tokens_go_on_working(
 
 @pytest.mark.slow
 def test_a_grammar_that_grows_too_complex_ends_its_own_request_only(served: Served) -> None:
-    """Every split of the text is a parse of its own: the work grows with the square of the
+    """Every split of the text is its own parse: the work grows with the square of the
     length."""
     hostile = Structure("grammar", 'start: s\ns: s s | "a" | "a" s | s "a"')
     requests = [
@@ -374,7 +374,7 @@ def test_compiled_grammars_are_kept_and_bounded(tiny_tokenizer: Tokenizer) -> No
     for i in range(KEPT_GRAMMARS + 10):
         grammars.matcher(regex(f"a{{{i + 1}}}"), 0, ())
     assert len(grammars._kept) == KEPT_GRAMMARS
-    # the field's name is no part of the key
+    # the field's name is not part of the key
     first = grammars._find(Structure("regex", "a{20}", "guided_regex"))
     assert first is not None and grammars._find(regex("a{20}")) is first
 
@@ -408,7 +408,7 @@ def test_added_tokens_in_a_forced_text(tiny_tokenizer: Tokenizer) -> None:
 
     Thinking.eos_token_ids = frozenset({think["id"]})  # an end token that is not marked as special
     text = Grammars(Thinking(), PADDED).matcher(regex("[a-z<>]{7}y"), 0, ())  # type: ignore[arg-type]
-    assert not allowed_tokens([text], PADDED)[0, think["id"]], "it ends the answer, and is no text"
+    assert not allowed_tokens([text], PADDED)[0, think["id"]], "it ends the answer, and is not text"
 
 
 def greedy_twin(served: Served, prompt: list[int], count: int, forbidden: Any) -> list[int]:

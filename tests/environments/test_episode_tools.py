@@ -62,7 +62,7 @@ class Talks(BaseEnvironment):
 
 
 class TalksItself(Talks):
-    """The same, by a step of its own that blocks."""
+    """The same, by its own step that blocks."""
 
     def __init__(self):
         super().__init__(InEpisode())
@@ -142,7 +142,7 @@ async def test_every_kind_has_tools_by_one_place(tokenizer, tools, rows, kind):
         }
         assert trajectory.text == trajectory.metadata["answer_text"] == "It is 5."
         [rollout] = trajectory.rollout.segments
-        # the result 5 is no part of it
+        # the result 5 is not part of it
         assert sampled_text(tokenizer, rollout) == f"{ADD}<|im_end|>It is 5.<|im_end|>"
         assert "You can use these tools:\n- add: Add two numbers." in tokenizer.decode(
             rollout.tokens

@@ -125,7 +125,7 @@ def test_a_restored_manager_goes_on_where_the_state_was_taken(managed, tokenizer
             for groups in (part.groups, rest.groups, everything.groups)
         ]
         assert own[0] + own[1] == own[2], (
-            "each environment goes on where it stood, in its own order"
+            "each environment continues where it stood, in its own order"
         )
 
 
@@ -170,7 +170,7 @@ def test_groups_that_fail_or_that_the_sink_refuses_or_knows_are_replaced(managed
     manager, _ = managed(ScriptedClient(tokenizer, answer), inbox=inbox, sink=sink)
     manager.request_groups(1)
     inbox.wait(groups=2, failures=2)
-    assert manager.health() is None  # two failures are no rate
+    assert manager.health() is None  # two failures are not rate
     manager.stop()
     assert inbox.failures == [
         ("sum-0-0", "token 999 is out of range"),

@@ -274,7 +274,7 @@ def test_rows_of_nemo_gym_are_prompts_with_tools() -> None:
     ("params", "reason"),
     [
         ({"input": []}, "'input' is neither"),
-        ({"input": [{"type": "reasoning"}]}, "item 0: 'reasoning' is no message"),
+        ({"input": [{"type": "reasoning"}]}, "item 0: 'reasoning' is not a message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "needs one of"),
     ],
 )
@@ -340,10 +340,10 @@ def test_the_history_of_alpacas_rows(tmp_path: Path, history: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"history": [{"q": "a", "b": "c"}]}, "history, turn 0: .* is no pair of texts"),
-        ({"history": [["a"]]}, "history, turn 0: .* is no pair of texts"),
-        ({"history": [["a", "b", "c"]]}, "history, turn 0: .* is no pair of texts"),
-        ({"history": [["a", None]]}, "history, turn 0: .* is no pair of texts"),
+        ({"history": [{"q": "a", "b": "c"}]}, "history, turn 0: .* is not a pair of texts"),
+        ({"history": [["a"]]}, "history, turn 0: .* is not a pair of texts"),
+        ({"history": [["a", "b", "c"]]}, "history, turn 0: .* is not a pair of texts"),
+        ({"history": [["a", None]]}, "history, turn 0: .* is not a pair of texts"),
         ({"history": "a"}, "history is 'a'; expected a list of turns"),
         ({"input": ["a"]}, r"input is \['a'\]; expected a text"),
         ({"output": {"a": 1}}, "output is .*; expected a text"),

@@ -17,7 +17,7 @@ from tests.environments.scripted_client import ScriptedClient, finished
 
 
 class InEpisode:
-    """What InferenceModule does inside an episode of its own policy."""
+    """What InferenceModule does inside its own episode policy."""
 
     def generate(self, prompts, **params):
         return [CURRENT.get().generate(prompt, params).text for prompt in prompts]
@@ -40,7 +40,7 @@ class Counting(BaseEnvironment):
 
 
 class CountingItself(Counting):
-    """The same, by a step of its own."""
+    """The same, by its own step."""
 
     def __init__(self, inference=None):
         super().__init__(inference or InEpisode())
@@ -238,7 +238,7 @@ async def test_hundreds_of_blocking_episodes_play_at_once(tokenizer):
 
     class Meets(CountingItself):
         def step(self, state):
-            meeting.wait(30)  # nobody goes on before all are here
+            meeting.wait(30)  # nobody continues before all are here
             return super().step(state)
 
     client = ScriptedClient(tokenizer, lambda *_: "x")

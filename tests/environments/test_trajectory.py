@@ -152,7 +152,7 @@ def test_a_text_goes_on_where_the_next_one_begins_with_it(
 
 @pytest.mark.parametrize("family", ["llama2", "mistral", "gemma", "metaspace decoder", "gpt2"])
 def test_what_an_environment_answers_has_the_tokens_of_its_place(tmp_path, family):
-    """No dummy space before an observation, in a text or a chat; a sampled one is no part of a
+    """No dummy space before an observation, in a text or a chat; a sampled one is not part of a
     chat's answer."""
     tokenizer = make_tokenizer(tmp_path, family)
     before, said, after = "Q: 2+2\nA:", " 4", "Q: 2+2\nA: 4world is 5\nA:"

@@ -164,7 +164,7 @@ class Calculator(BaseEnvironment):
 
 
 class CalculatorItself(Calculator):
-    """The same in a step of its own, which asks another model in between."""
+    """The same in its own step, which asks another model in between."""
 
     def __init__(self, inference, other):
         super().__init__(inference)

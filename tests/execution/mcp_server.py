@@ -75,7 +75,7 @@ def crash() -> str:
 
 @server.tool()
 def garbage() -> str:
-    """Write what is no JSON-RPC to stdout."""
+    """Write what is not JSON-RPC to stdout."""
     sys.stdout.buffer.write(b"\xff\xfe{]\n" * 3)
     sys.stdout.flush()
     return "written"

@@ -132,7 +132,7 @@ def test_a_result_has_the_name_of_its_function() -> None:
 WRONG: dict[str, tuple[Any, str, str]] = {
     "no message": ("hello", "messages.0", r"messages: message 0 is not .*'hello'"),
     "no role": ({"content": "x"}, "messages.0", r"message 0 is not .*role"),
-    "a role that is no text": ({"role": 7, "content": "x"}, "messages.0", r"message 0 is not"),
+    "a role that is not text": ({"role": 7, "content": "x"}, "messages.0", r"message 0 is not"),
     "no content": ({"role": "user", "text": "x"}, "messages.0", r"message 0 is not .*content"),
     "no answer": ({"role": "assistant"}, "messages.0", r"message 0 is not"),
     "an object": ({"role": "tool", "content": {"a": 1}}, "messages.0.content", "not an object"),

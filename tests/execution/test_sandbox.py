@@ -103,7 +103,7 @@ def test_a_launcher_that_has_not_started_its_code_in_time_is_named(sandbox, monk
 
 
 def test_a_launcher_that_is_late_is_not_killed_before_what_it_has_to_end(sandbox, monkeypatch):
-    """The code leads a session of its own: of a launcher that is killed a fork bomb would be
+    """The code leads its own session: of a launcher that is killed a fork bomb would be
     left."""
     monkeypatch.setattr(module, "GRACE_S", 0.0)
     assert Sandbox(timeout_s=TIMEOUT_S).run(bench.FORK_BOMB).outcome == "timeout"

@@ -1,4 +1,4 @@
-"""Functions as tools, which need no MCP: whatever they do, the client goes on."""
+"""Functions as tools, which need no MCP: whatever they do, the client continues."""
 
 import asyncio
 import sys

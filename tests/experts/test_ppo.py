@@ -107,10 +107,10 @@ def test_pieces_of_episodes_and_their_advantages() -> None:
     assert rows.lengths.tolist() == [2, 3]
     np.testing.assert_allclose(rows.advantages, [[0, 0.5, 0], [1, 1, 2]], atol=1e-6)
     assert rows.actions.tolist() == [[0, 1, 0], [2, 3, 4]]
-    # only an episode's first piece goes on from before
+    # only an episode's first piece continues from before
     assert rows.state[:, 0, 0].tolist() == [7.0, 0.0]
     steps = rows.take(np.array([1, 0]), mean=1.0, deviation=2.0)
-    # what goes on from before is first
+    # what continues from before is first
     assert steps.mask.tolist() == [[True, True, False], [True, True, True]]
     np.testing.assert_allclose(np.array(steps.advantages)[1], [0, 0, 0.5])
     np.testing.assert_allclose(np.array(steps.returns)[1], [1, 2, 4])

@@ -75,7 +75,7 @@ ATTACKS = {
     "type": (file_of(ARCHITECTURE, tensors=(tensor("a", (8,), 0, 99),)), "a has the type 99"),
     "rows": (file_of(ARCHITECTURE, tensors=(tensor("a", (8,), 0, 2),)), "a has rows of 8"),
     "dimensions": (file_of(ARCHITECTURE, tensors=(tensor("a", (1,) * 9, 0),)), "a has 9 dim"),
-    "twice": (file_of(ARCHITECTURE, ARCHITECTURE), "stands there twice"),
+    "twice": (file_of(ARCHITECTURE, ARCHITECTURE), "appears twice"),
     "nan": (file_of(ARCHITECTURE, key("k", FLOAT, struct.pack("<f", math.nan))), "k holds nan"),
     "inf": (file_of(ARCHITECTURE, key("k", FLOAT, struct.pack("<f", -math.inf))), "k holds -inf"),
 }

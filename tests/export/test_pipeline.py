@@ -189,7 +189,7 @@ def with_one_tensor_reversed(encode: Any) -> Any:
 @needs_llama
 @pytest.mark.slow
 def test_a_type_that_no_tensor_has_is_told(tmp_path: Path) -> None:
-    """Rows of 128 are no multiple of 256: a q2_k of the tiny model holds none, and was verified
+    """Rows of 128 are not multiple of 256: a q2_k of the tiny model holds none, and was verified
     as one."""
     result = export("--base-model", "builtin:tiny", "--type", "q2_k", "--to", tmp_path / "out")
     assert result.returncode == 0, result.stderr
@@ -232,7 +232,7 @@ def test_what_can_be_refused_is_refused_before_anything_is_written(
             ["--base-model", bare, "--to", tmp_path / "x"],
             "has no chat template: llama.cpp would take another model's",
         ),
-        ([tmp_path / "there"], "is no run directory"),
+        ([tmp_path / "there"], "is not a run directory"),
         ([*tiny, "--name", "a/b"], "it becomes a file's name, without /"),
         (
             [*tiny, "--to", "ollama:m", "--ollama-url", "http://127.0.0.1:9"],

@@ -1,4 +1,4 @@
-"""A daemon that learns from chats is killed with -9 under load, and goes on: no rating that was
+"""A daemon that learns from chats is killed with -9 under load, and continues: no rating that was
 acknowledged is lost, and none counts twice."""
 
 import threading
@@ -81,7 +81,7 @@ def test_a_kill_loses_no_acknowledged_rating(tmp_path: Path) -> None:
             thread.join(30)
     with train(config, "--resume", str(run)) as daemon:
         daemon.wait_until_ready(READY_S)
-        people.talk("user-9", 4)  # wakes the worker, and shows that it goes on
+        people.talk("user-9", 4)  # wakes the worker, and shows that it continues
         daemon.process.terminate()
         assert daemon.wait() == 0, daemon.output
     released = states_of(run, people.rated)

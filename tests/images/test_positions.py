@@ -75,7 +75,7 @@ def test_a_rope_turns_by_three_positions_and_by_a_shift() -> None:
 def test_other_ropes_are_refused() -> None:
     with pytest.raises(ModelError, match="rope of 8"):
         admit_positions(Holder(), chunked_axes((1, 1, 2)))
-    with pytest.raises(ModelError, match="is no rope of"):
+    with pytest.raises(ModelError, match="is not a rope of"):
         admit_positions(Holder(traditional=True), chunked_axes((2, 2, 2)))
     with pytest.raises(ModelError, match="has no rope"):
         admit_positions(nn.Linear(2, 2), chunked_axes((2, 2, 2)))

@@ -62,7 +62,7 @@ def test_other_programs_names_of_the_arrays(checkpoint: Path, tmp_path: Path, la
         ):
             if name.startswith(old):
                 renamed[name.replace(old, new, 1)] = array
-    if layout == "transformers 5":  # its rope has a place of its own
+    if layout == "transformers 5":  # its rope has its own place
         theta = config["text_config"].pop("rope_theta")
         rope = {"rope_type": "default", "rope_theta": theta}
         config["text_config"]["rope_parameters"] = rope

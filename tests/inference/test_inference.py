@@ -100,7 +100,7 @@ def test_options_reach_the_sampler(inference: InferenceModule) -> None:
         return inference.generate(["ab", "ab", "ab"], max_new_tokens=12, **options).texts
 
     assert said(seed=5) == said(seed=5) != said(seed=6)
-    assert len(set(said(seed=5))) == 3  # each prompt has a stream of its own
+    assert len(set(said(seed=5))) == 3  # each prompt has its own stream
     one, other = (inference.generate(["ab"] * 16, max_new_tokens=12).texts for _ in range(2))
     assert one != other
     greedy = said(do_sample=False, temperature=9.0)

@@ -70,7 +70,7 @@ def test_scores_of_one_text_are_of_one_version(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_an_episode_keeps_its_transcript_when_training_begins_during_its_step() -> None:
-    """Training gives the module an adapter (`BackpropModule.publish`): the episode goes on as it
+    """Training gives the module an adapter (`BackpropModule.publish`): the episode continues as it
     began."""
     stepping, release = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""A whole run in this process: without the seconds that a daemon of its own takes to start."""
+"""A whole run in this process: without the seconds that its own daemon takes to start."""
 
 import threading
 from io import StringIO

@@ -46,7 +46,7 @@ from tests.integration.rows_of_tasks import write_rows
 Work = Callable[[TrainingRun, str, threading.Event], None]  # the run, its URL, its stop
 
 LONGEST_STALL_S = 60.0
-"""Only a run that stands still ends by the clock: one that goes on ends at its last step,
+"""Only a run that has stalled ends by the clock: one that continues ends at its last step,
 however slow it is."""
 ELSEWHERE = {"environment-stalled", "groups-refused"}
 """Told live by the sources of rollouts, in their own words and after a minute: tested where they
@@ -71,7 +71,7 @@ BASE: dict[str, Any] = {
 class Provocation:
     """`diagnosis` is to be named, None: nothing is. `environment`: "tasks", or one of
     `Scripted`, or "" = none, groups come by HTTP. `beside`: work of another thread while the run
-    goes on."""
+    continues."""
 
     diagnosis: str | None
     environment: str = "noise"
@@ -141,7 +141,7 @@ def holds_the_lock(run: TrainingRun, url: str, stop: threading.Event) -> None:
 
 
 def unbounded(inputs: LossInputs) -> LossOutputs:
-    """A loss of the user's whose gradient is no number."""
+    """A loss of the user's whose gradient is not a number."""
     return LossOutputs(aggregate(inputs.logprobs, inputs) * math.inf, {})
 
 
@@ -446,7 +446,7 @@ def _watch(
     stop: threading.Event,
     limit: float,
 ) -> None:
-    """Explains the run while it goes on, and stops it when the diagnosis is there and the run
+    """Explains the run while it continues, and stops it when the diagnosis is there and the run
     has said it itself."""
     while not stop.wait(0.15):
         try:

@@ -81,7 +81,7 @@ class Endless(BaseEnvironment):
 
 
 class Scripted(EnvironmentSource):
-    """Options: `silence_s`, how long the episodes of "late" and "silent" go on after the answer."""
+    """Options: `silence_s`, how long the episodes of "late" and "silent" continue after the answer."""
 
     def task(self, index: int, split: Split = "train") -> Task:
         problem = make_problem("sort", index, seed=self.seed, split=split)

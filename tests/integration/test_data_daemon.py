@@ -1,4 +1,4 @@
-"""The daemon on rows of a file: it learns, serves what it learned, and goes on where it was
+"""The daemon on rows of a file: it learns, serves what it learned, and continues where it was
 stopped."""
 
 import json

@@ -1,4 +1,4 @@
-"""A run with a teacher over HTTP that is killed in mid-run: steps wait for it, or go on without."""
+"""A run with a teacher over HTTP that is killed in mid-run: steps wait for it, or continue without."""
 
 import json
 import math

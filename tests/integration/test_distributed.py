@@ -210,7 +210,7 @@ def train_with_ranks(config: Path, *flags: str) -> subprocess.CompletedProcess[s
 
 
 def ask_while_paused(training: "Future[Any]", url: str) -> None:
-    """Pauses both ranks, sends requests, which wait on both, forgets prompts and goes on."""
+    """Pauses both ranks, sends requests, which wait on both, forgets prompts and continues."""
     with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(6) as pool:
 
         def ranks_with(name: str) -> set[int]:
@@ -341,7 +341,7 @@ def test_a_deterministic_run_of_two_ranks_resumes_to_the_same_bits(tmp_path: Pat
 @pytest.mark.long
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_run_goes_on_without_a_rank_that_was_killed(tmp_path: Path, killed: int) -> None:
-    """kill -9 in the middle of a run of two: the other one goes on from the checkpoint, and no
+    """kill -9 in the middle of a run of two: the other one continues from the checkpoint, and no
     group is lost, or trained on twice."""
     config = write_config(tmp_path, steps=40, runs=tmp_path)
     settings = ["rl_training.on_rank_lost='continue'", "rl_training.checkpoint_interval=3"]

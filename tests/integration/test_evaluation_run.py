@@ -60,7 +60,7 @@ def test_the_best_checkpoint_is_the_one_that_answered_best_while_training_went_o
     late = [
         line for line in lines.values() if "eval/step" in line and line["eval/step"] < line["step"]
     ]
-    assert late, "training went on meanwhile"
+    assert late, "training continued meanwhile"
     assert all(line["policy_version"] > line["eval/version"] for line in late)
 
     _, step = max((line["score"], line["step"]) for line in done if line["step"])

@@ -1,4 +1,4 @@
-"""A daemon whose disk fills up, on a small file system of its own."""
+"""A daemon whose disk fills up, on its own small file system."""
 
 import os
 import subprocess

@@ -98,4 +98,4 @@ def test_a_path_without_a_reward_model_is_one_line(made: bool, tmp_path: Path) -
         assert server.wait() == 2
     errors = [line for line in server.output.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
-    assert "is no reward model" in errors[0]
+    assert "is not a reward model" in errors[0]

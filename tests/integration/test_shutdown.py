@@ -44,7 +44,7 @@ TRACE = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "
 
 @dataclass(frozen=True)
 class Case:
-    """A command in a directory of its own.
+    """A command in its own directory.
 
     Attributes:
         ready: a part of what it prints before the signal is sent; or "file:PATH", which is there.

@@ -1,4 +1,4 @@
-"""A whole run in which each turn has an advantage of its own."""
+"""A whole run in which each turn has its own advantage."""
 
 from contextlib import closing
 from pathlib import Path

@@ -128,7 +128,7 @@ def test_an_iteration_trains_serves_and_tells(inference: InferenceModule) -> Non
     [own] = algorithm.backprop.get_logprobs([trajectory])
     np.testing.assert_allclose(own, sampled, atol=1e-3)
     assert set(trajectory.rollout.policy_versions) == {inference.weights.version}  # type: ignore[union-attr]
-    assert algorithm.train(1, progress_bar=True)[0].iteration == 3, "it goes on"
+    assert algorithm.train(1, progress_bar=True)[0].iteration == 3, "it continues"
 
 
 def test_experts_of_a_mixture_are_recorded_and_repeated(tmp_path: Path) -> None:

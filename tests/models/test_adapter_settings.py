@@ -270,7 +270,7 @@ def test_every_tensor_is_applied_or_refused_by_its_name(tmp_path: Path) -> None:
         f"{LAYER}.hada_w1_a": "its name has another form",
     }
     for name, reason in refused.items():
-        with pytest.raises(AdapterError, match=f"{name} is no LoRA tensor: {reason}"):
+        with pytest.raises(AdapterError, match=f"{name} is not a LoRA tensor: {reason}"):
             load_adapter(peft(tmp_path / "a", pair() | {name: mx.ones((64,))}))
     for tensors, message in (
         (dict([*pair().items()][1:]), "q_proj has no lora_A"),
@@ -372,7 +372,7 @@ def test_mlx_lms_settings_and_tensors(tmp_path: Path) -> None:
             load_adapter(mlx_lm(tmp_path, tensors, **settings))
     for name, message in (
         (f"{path}.lora_b", "has lora_b but no lora_a"),
-        (f"{path}.m", "is no LoRA tensor"),
+        (f"{path}.m", "is not a LoRA tensor"),
     ):
         changed = {key: value for key, value in tensors.items() if key == name} or tensors | {
             name: mx.ones((64,))

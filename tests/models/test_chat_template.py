@@ -68,7 +68,9 @@ def test_arguments_print_as_the_clients_own_text(use: str) -> None:
     assert printed(use, {"city": "München"}) == '{"city": "München"}'
     assert printed(use, '{"a": 1.10, "a": 1e400}') == '{"a": 1.10, "a": 1e400}'
     assert printed(use, "") == printed(use, None) == "{}"
-    assert printed(use, '{"city": "Mün') == '{"city": "Mün', "text that is no object stays as it is"
+    assert printed(use, '{"city": "Mün') == '{"city": "Mün', (
+        "text that is not an object stays as it is"
+    )
 
 
 JSON_USES: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""Directories that are no complete checkpoint in safetensors: each said in one line, with what
+"""Directories that are not complete checkpoint in safetensors: each said in one line, with what
 helps."""
 
 import json

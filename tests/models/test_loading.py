@@ -108,7 +108,7 @@ def test_chat_templates_from_text_and_file(tmp_path: Path) -> None:
     for source in (template, str(file)):
         tokenizer = load_tokenizer(TINY_ASSETS, ModelConfig(chat_template=source))
         assert tokenizer.render_chat_text(messages, template_kwargs={"tail": "!"}) == "[user]hi!"
-    # Free text of any length is no path (OSError 36 above 255 bytes), and a null character is none
+    # Free text of any length is not a path (OSError 36 above 255 bytes), and a null character is none
     # of a path either.
     for free in (
         template + "{# " + "x" * 300 + " #}",

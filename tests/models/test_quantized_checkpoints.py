@@ -104,7 +104,7 @@ def rewritten(
 @pytest.mark.usefixtures("informative_logs")
 def test_each_layer_has_its_own_bits_and_mode(tmp_path: Path) -> None:
     """An MLX checkpoint of mixed bits, modes and skipped layers; one layer is in no list, and its
-    shapes tell how it is packed. A name that is no layer's is told."""
+    shapes tell how it is packed. A name that is not a layer's is told."""
     rng = np.random.default_rng(0)
     prefix = "model.layers.0.self_attn."
     kinds: dict[str, tuple[int, int, str] | None] = {

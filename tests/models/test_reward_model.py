@@ -211,5 +211,5 @@ def test_a_scorer_answers_from_its_own_thread(tmp_path: Path, tiny_tokenizer: To
     finally:
         scorer.close()
     assert (scorer.name, scorer.prompt_format) == (tmp_path.name, "chat")
-    with pytest.raises(ConfigError, match="is no reward model"):
+    with pytest.raises(ConfigError, match="is not a reward model"):
         RewardScorer(tmp_path / "nowhere")

@@ -62,7 +62,7 @@ def test_closing_within_the_thread_does_not_wait_for_itself() -> None:
 
 
 def test_reads_of_many_clients_at_once_are_one_threads_work() -> None:
-    """Each in a thread of its own would leave as many threads and streams behind."""
+    """Each in its own thread would leave as many threads and streams behind."""
     ready = threading.Barrier(12)
     loaders = list[int]()
 

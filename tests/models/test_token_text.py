@@ -114,7 +114,7 @@ def test_tokens_in_their_places_are_the_text(make: Make, family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_is_as_the_tokenizer_s_own_decoder_shows_it(make: Make, family: str) -> None:
-    """Where that one is right: not where it takes a run of bytes apart that is no character,
+    """Where that one is right: not where it takes a run of bytes apart that is not a character,
     reads "é" among GPT-2's letters, or does not know byte fallback."""
     tokenizer = make(family)
     for prompt, text in texts(family):
@@ -239,7 +239,7 @@ def test_sentencepiece_keeps_its_space_and_its_bytes(make: Make, family: str) ->
 )
 def test_what_follows_a_prompt_is_read_as_it_was_tokenised(make: Make, family: str) -> None:
     """Text → tokens behind a prompt → text. Llama 2's and Phi-3's tokenizers put their space
-    behind a special token too, where it is no text; Mistral's and Gemma's do not."""
+    behind a special token too, where it is not text; Mistral's and Gemma's do not."""
     tokenizer = make(family)
     assert tokenizer.opens_text(tokenizer.encode("")), "<s> alone"
     behind = "llama2" in family or family in (

@@ -89,7 +89,7 @@ def test_narrow_heads_and_a_cpu_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_models_gradients_are_the_same(
     architecture: str, prepare: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With tied weights, which have gradients from both ends, and with a head of its own."""
+    """With tied weights, which have gradients from both ends, and with its own head."""
     monkeypatch.setattr(head, "WIDE", 41)
     model = prepare(make_model(architecture))
     _, _, wanted = BlockwiseModel(model, blocks_per_eval=1).loss_and_gradients(batch(), objective)

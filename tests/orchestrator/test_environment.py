@@ -187,7 +187,7 @@ def test_a_summary_in_the_place_of_the_conversation(
         and "- math_solve -> 2" in last
         and "- math_solve -> 4" in last
     )
-    assert len(first.rollout.earlier) == 2  # each turn is a sequence of its own
+    assert len(first.rollout.earlier) == 2  # each turn is its own sequence
 
 
 def broken_simulator(angle: float, velocity: float, wind: float = 0.0) -> str:

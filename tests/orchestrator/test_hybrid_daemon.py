@@ -1,4 +1,4 @@
-"""A whole run: planner and expert learn, /v1/hybrid answers, a stopped run goes on bit for bit."""
+"""A whole run: planner and expert learn, /v1/hybrid answers, a stopped run continues bit for bit."""
 
 import json
 import sys

@@ -157,9 +157,9 @@ def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(
     [
         (["--traces", "nothing"], "nothing does not exist"),
         (["--deploy", "ollama:"], "expected ollama:NAME or a directory"),
-        (["--deploy", "score.py"], "is no exported model"),
+        (["--deploy", "score.py"], "is not an exported model"),
         (["--deploy", "other"], "holds another model, agent-q8_0.gguf"),
-        (["--base-model", "broken"], "is no file of weights"),
+        (["--base-model", "broken"], "is not a file of weights"),
         (["--name", "a/b"], "without /"),
         (["--name", ".."], "without /"),
         (["--work", "."], "one lies in the other"),

@@ -80,7 +80,7 @@ def test_advantages_follow_episodes_however_they_interleave() -> None:
 
 
 def test_an_id_that_is_used_again_after_its_end_is_another_episode() -> None:
-    """ "a+" is an id of its own. The last step of "a" is cut before a state of value 0."""
+    """ "a+" is its own id. The last step of "a" is cut before a state of value 0."""
     names, ends = ("a", "a", "a+"), (True, False, True)
     steps = [
         experience(n, reward=n / 2, episode_id=name, done=done)

@@ -165,7 +165,7 @@ def test_a_stream_of_emoji_and_chinese_is_whole(client: openai.OpenAI) -> None:
     ]
     text = bytes(byte for token in tokens for byte in token.bytes or ()).decode()
     assert text.removesuffix("<|im_end|>") == SAID, (
-        "the token that ends the turn is counted, and is no text"
+        "the token that ends the turn is counted, and is not text"
     )
     assert choices[-1].finish_reason == "stop"
 

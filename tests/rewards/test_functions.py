@@ -119,7 +119,7 @@ async def test_what_no_function_scores_learns_nothing_and_moves_no_mean(function
 
 
 async def test_none_for_a_whole_group_is_a_reward_of_0_that_teaches_nothing(functions):
-    """The advantage is 0 as in TRL ("unscorable"): the group counts, and the run goes on. A
+    """The advantage is 0 as in TRL ("unscorable"): the group counts, and the run continues. A
     group that was left UNSCORED (the judge is away) is another thing: it is dropped with the
     reason."""
     made = functions("def f(completions):\n    return [None] * len(completions)")

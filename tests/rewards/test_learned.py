@@ -78,7 +78,7 @@ def test_what_is_constant_but_for_rounding_counts_nothing():
 
 
 def test_words_do_not_share_a_weight_and_lengths_do_not_run_away():
-    """Each phrase has a weight of its own; an answer a thousand times as long as any labelled one
+    """Each phrase has its own weight; an answer a thousand times as long as any labelled one
     counts as the longest."""
     rows = [trajectory(f"good {n}") for n in range(20)] + [
         trajectory(f"bad {n}") for n in range(20)

@@ -45,7 +45,7 @@ async def scores(options: dict[str, Any], row: dict[str, Any], *texts: str) -> l
 
 async def test_a_tool_judges_each_answer() -> None:
     verify = {"name": "correct", "arguments": {"a": "{a}", "answer": "{completion}"}}
-    # the third is no number: the tool refuses it, which is the answer's fault
+    # the third is not a number: the tool refuses it, which is the answer's fault
     assert await scores(verify, {"a": 5}, "5.0", "6", "five") == [1.0, 0.0, 0.0]
     equal = {
         "name": "solve",

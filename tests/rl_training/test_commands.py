@@ -1,4 +1,4 @@
-"""Orders of people to a run that goes on: who may change what, where it is written, what a
+"""Orders of people to a run that continues: who may change what, where it is written, what a
 resume makes of it."""
 
 import threading
@@ -56,7 +56,7 @@ def test_orders_wait_for_the_trainer_and_become_marks(tmp_path: Path) -> None:
     )
     run.perform()
     assert saved.result() == {"checkpoint": "step_000007"}
-    assert changed.result() == {"learning_rate": [1e-3, 5e-4]}, "what stays is no change"
+    assert changed.result() == {"learning_rate": [1e-3, 5e-4]}, "what stays is not a change"
     assert run.loop.changes == [{"learning_rate": [1e-3, 5e-4]}]
     assert run.commands.settings() == {"learning_rate": 5e-4, "kl_beta": 0.0, "temperature": 1.0}
     run.commands.stop()

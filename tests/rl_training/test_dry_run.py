@@ -465,7 +465,7 @@ def test_weights_that_become_float32_are_named(
     assert float32_note(wide) is None
     tiny = read_config(resolve_model_path("builtin:tiny")) | {"torch_dtype": "bfloat16"}
     assert float32_note(PlannedRun.of(parse_config({"model": settings}), tiny).shape) is None, (
-        "a megabyte is no word worth"
+        "a megabyte is not a word worth"
     )
 
 

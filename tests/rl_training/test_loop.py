@@ -305,7 +305,7 @@ def test_stopping_inside_a_step_saves_the_place_and_goes_on_there(tmp_path: Path
     with running(older, resume=True, **values) as run:
         assert run.loop.run() == "finished"
         assert run.shared.version == whole.shared.version + 1, (
-            "half-trained weights have a version of their own"
+            "half-trained weights have their own version"
         )
 
 

@@ -213,7 +213,7 @@ def test_reading_only_beside_a_writer(store):
 
 
 def test_reading_what_nobody_writes_leaves_no_file_behind(tmp_path):
-    """Also beside the reader: a run that goes on meanwhile is seen, while it writes and after it
+    """Also beside the reader: a run that continues meanwhile is seen, while it writes and after it
     has ended again."""
     path = tmp_path / "r.sqlite"
     with closing(RolloutStore(path)) as store:

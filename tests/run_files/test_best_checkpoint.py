@@ -30,7 +30,7 @@ def test_the_score_is_the_mean_reward_of_ten_lines(tmp_path: Path) -> None:
     assert score(metrics.path, 25) == pytest.approx(sum(range(16, 26)) / 100)
     assert score(tmp_path / "nothing.jsonl", 5) is None
     short = write_lines(tmp_path / "short", range(1, 10), {})
-    assert score(short.path, 9) is None, "one lucky step is no score"
+    assert score(short.path, 9) is None, "one lucky step is not a score"
     short.append({"step": 10, "reward_mean": None})
     assert score(short.path, 10) is None
 

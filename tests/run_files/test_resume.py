@@ -226,7 +226,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(resume: str, tmp_p
 
 
 def test_another_base_under_the_same_name_is_told(tmp_path: Path) -> None:
-    """Weights that were changed in place went unseen: the adapter went on, on another model."""
+    """Weights that were changed in place went unseen: the adapter continued, on another model."""
     model, store = tmp_path / "model", RolloutStore(tmp_path / "rollouts.sqlite")
     model.mkdir()
     weights = bytearray(300_000)
@@ -255,7 +255,7 @@ def test_another_base_under_the_same_name_is_told(tmp_path: Path) -> None:
 def test_a_setting_that_was_changed_live_is_not_told_as_changed_back(
     setting: str, told: dict[str, str], tmp_path: Path
 ) -> None:
-    """The run went on with the 3e-4 of the dashboard, and the log said 0.0003 → 0.0001."""
+    """The run continued with the 3e-4 of the dashboard, and the log said 0.0003 → 0.0001."""
     place = (f"rl_training.checkpoint_dir={tmp_path}", "rl_training.run_name=run")
     checkpoint = tmp_path / "run/step_000004"
     checkpoint.mkdir(parents=True)

@@ -301,7 +301,7 @@ def test_what_cannot_be_compared_is_one_line(
     a, b = (make_run(tmp_path / name) for name in "ab")
     assert "–" in compare(capsys, a, b), "runs that have made no step"
     for arguments, words in (
-        ([a, tmp_path / "none"], "none is no run directory"),
+        ([a, tmp_path / "none"], "none is not a run directory"),
         ([a, b, a], "a is named twice"),
         ([a, b, "--png", tmp_path / "x.png"], "no run has made a step: nothing to draw"),
         ([a] * 27, "27 runs: at most 26"),

@@ -101,7 +101,7 @@ def test_a_run_that_goes_on_is_left_alone(directory):
 
 def test_a_pause_is_no_stalled_environment(directory):
     """By a client's POST /pause or on the dashboard; until somebody resumes, or another process
-    goes on."""
+    continues."""
     write(directory, line(1))
     age(directory / METRICS_FILE, AGO)
     log = directory / "run.log"
@@ -283,7 +283,7 @@ def test_both_curves_are_told_and_which_one_to_believe(
     assert any("believe the held-out score" in note for note in explanation.notes) == differ
     slow = any("has not risen" in note for note in explanation.notes)
     assert slow == (reward == 0 and right != (8, 30)), (
-        "no word about a reward that stands still where the score rises"
+        "no word about a reward that has stalled where the score rises"
     )
     cli.explain([str(directory)])
     assert words in capsys.readouterr().out
@@ -428,7 +428,7 @@ def test_what_is_no_run_is_one_line(directory, capsys):
         assert cli.explain([str(path)]) == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2
-    assert told[0].startswith("error: ") and "is no run directory" in told[0]
+    assert told[0].startswith("error: ") and "is not a run directory" in told[0]
     assert told[1].endswith("; runs in it: run")
 
 

@@ -89,7 +89,7 @@ def test_it_trains_on_what_the_steps_took_and_leaves_the_run_alone(run: Path) ->
     assert (variant.directory / "final" / "adapters.safetensors").is_file()
     assert (variant.directory / "config.toml").is_file()
     assert not (run.parent / "latest").exists(), (
-        "a replay is no run that something could go on from"
+        "a replay is not a run that something could continue from"
     )
     after = {
         file.name: file.read_bytes()

@@ -137,11 +137,11 @@ def test_it_reads_while_the_run_writes(run: Path, capsys: pytest.CaptureFixture[
         (
             ["{tmp}"],
             (
-                "is no run directory (no metrics.jsonl, rollouts.sqlite or"
+                "is not a run directory (no metrics.jsonl, rollouts.sqlite or"
                 " config.toml); runs in it: my-run"
             ),
         ),
-        (["{tmp}/nothing"], "nothing is no run directory"),
+        (["{tmp}/nothing"], "nothing is not a run directory"),
         (["{run}", "--show", "ghost"], "no group 'ghost'"),
         (["{run}", "--show", "sums-"], "several groups begin with 'sums-': sums-0, sums-1"),
         (["{run}", "--show", "sums-3#2"], "group sums-3 has rollouts 0 to 1, no 2"),

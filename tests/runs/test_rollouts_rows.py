@@ -330,10 +330,10 @@ def test_control_characters_of_others_reach_no_terminal(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--step", "x"], "'x' is no range: A:B, A:, :B or one number"),
-        (["--reward", ":"], "':' is no range"),
-        (["--reward", "nan"], "'nan' is no range"),
-        (["--regex", "("], "'(' is no regular expression: "),
+        (["--step", "x"], "'x' is not a range: A:B, A:, :B or one number"),
+        (["--reward", ":"], "':' is not a range"),
+        (["--reward", "nan"], "'nan' is not a range"),
+        (["--regex", "("], "'(' is not a regular expression: "),
         (["--limit", "0"], "--limit: at least 1"),
         (["--show", "sums-0", "--environment", "sums"], "--environment chooses among answers"),
         (["--text", "a", "--regex", "b"], "not allowed with"),

@@ -17,7 +17,7 @@ def test_a_step_leads_to_its_run(tmp_path: Path) -> None:
     assert (
         open_run(TWO_STEPS / "step_000002").path == open_run(TWO_STEPS).path == TWO_STEPS.resolve()
     )
-    with pytest.raises(ConfigError, match="is no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         open_run(tmp_path)
 
 

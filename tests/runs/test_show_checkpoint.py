@@ -86,7 +86,7 @@ def test_as_a_command(run: Path) -> None:
     assert show(str(run / "best")).stdout == as_text(describe(run))
     wrong = show(str(run / "step_000099"))
     assert wrong.returncode == 2
-    what = "is no checkpoint and no run directory with one: no such directory"
+    what = "is neither a checkpoint nor a run directory with one: no such directory"
     assert wrong.stderr == f"error: {run}/step_000099 {what}\n"
 
 

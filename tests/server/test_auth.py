@@ -221,7 +221,7 @@ def test_a_page_of_another_port_changes_nothing(unguarded, headers, kind):
 
 def test_pages_that_may(unguarded):
     """The server's own page, one that has asked before (JSON), a link that somebody follows, and
-    what is no browser."""
+    what is not a browser."""
     with unguarded.http() as http:
         own = {"Origin": str(http.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
         assert http.post("/abort_requests", headers=own).status_code == 200

@@ -62,7 +62,7 @@ def test_a_role_that_the_template_does_not_name_is_not_left_out(http):
         "/v1/chat/completions", json={"messages": [{"role": "wolf", "content": "b"}]}
     )
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages.0.role", (
-        "a word is no role"
+        "a word is not a role"
     )
 
 

@@ -40,7 +40,7 @@ def test_made_up_requests_are_never_a_500_and_never_surprise() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_penalty_that_leaves_float32_is_refused_and_the_largest_one_works(server, path) -> None:
-    """0 × infinity is no number, and no number is no JSON: found by the requests below."""
+    """0 × infinity is not a number, and no number is not JSON: found by the requests below."""
     prompt = (
         {"prompt": "a"}
         if path == "/v1/completions"

@@ -253,7 +253,7 @@ def test_a_deep_schema_is_refused_and_the_server_lives(
 
 
 def test_small_models_finish_their_objects(client: OpenAI) -> None:
-    """Open objects do not: they go on with made-up keys."""
+    """Open objects do not: they continue with made-up keys."""
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     asked: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     completion = client.chat.completions.create(

@@ -125,7 +125,7 @@ def test_chat_tokens_join_to_the_content(served: Served, text: str) -> None:
 
 
 def test_a_message_begins_without_the_dummy_space(served: Served) -> None:
-    """A message is a text of its own: `▁world` at its beginning is `world`, and ` world` later
+    """A message is its own text: `▁world` at its beginning is `world`, and ` world` later
     on (ollama #13497)."""
     space, *_ = served.tokenizer.encode_within(" world")
     bias = {"logit_bias": {str(space): 100}, "max_tokens": 2, "ignore_eos": True}

@@ -118,8 +118,8 @@ def blocks(target: Target) -> str:
         assert fenced(unit * 20_000) == []
     done.set()
     thread.join()
-    assert longest < 1, f"another thread stood still for {longest:.1f} s"
-    return f"another thread stood still for {longest:.2f} s at most"
+    assert longest < 1, f"another thread stalled for {longest:.1f} s"
+    return f"another thread stalled for {longest:.2f} s at most"
 
 
 # ---------------------------------------------------------------------- trainings

@@ -299,7 +299,7 @@ def alpha_pattern(target: Target) -> str:
     return refused(server, "p", adapter(server, "p", {"alpha_pattern": slow}), "take more than")
 
 
-@attack("an alpha_pattern that is no regular expression", got_through=True)
+@attack("an alpha_pattern that is not a regular expression", got_through=True)
 def invalid_pattern(target: Target) -> str:
     server = target.server()
     return refused(server, "i", adapter(server, "i", {"alpha_pattern": {"(": 4}}), "alpha_pattern")

@@ -1,4 +1,4 @@
-"""Every kind of attack while the process has to answer: a siege goes on, a small chat is asked again
+"""Every kind of attack while the process has to answer: a siege continues, a small chat is asked again
 and again, then SIGTERM comes in the middle of it. attack.py runs them; `--seed` changes the blows.
 
 A siege is a list of blows (what one client does once) that clients strike side by side, each once
@@ -487,7 +487,7 @@ SAFETENSORS = {
 
 
 def write_adapters(roots: Path) -> list[Path]:
-    """Directories that are no adapters, each in its way."""
+    """Directories that are not adapters, each in its way."""
     made = []
     for name, data in SAFETENSORS.items():
         folder = roots / name.replace(" ", "_")
@@ -625,7 +625,7 @@ api_url = "URL"
 def _enter_foreign(kind: str, way: str) -> None:
     @attack(f"a training whose {kind} server answers /{way}", got_through=way == "bomb")
     def foreign(target: Target) -> str:
-        """It says what is wrong and ends, or goes on and ends by SIGTERM."""
+        """It says what is wrong and ends, or continues and ends by SIGTERM."""
         with hostile_server() as host:
             name = f"{kind}_{way}"
             text = FOREIGN[kind].replace("URL", f"{host.url}/{way}")

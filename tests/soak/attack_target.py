@@ -50,7 +50,7 @@ def attack(name: str, *, got_through: bool) -> Callable[[Run], Run]:
 
 
 class Server:
-    """`mlx_parallm_serve` with the shipped tiny model, in a process of its own."""
+    """`mlx_parallm_serve` with the shipped tiny model, in its own process."""
 
     def __init__(self, directory: Path, *settings: str, command: tuple[str, ...] = SERVE) -> None:
         self.output, self.roots = directory / "server.txt", directory / "adapters"

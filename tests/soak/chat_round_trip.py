@@ -358,7 +358,7 @@ def _tool_use(call: Chat) -> Chat:
         try:
             value = json.loads(arguments)
         except ValueError:
-            raise NotExpressible("messages: arguments that are no object") from None
+            raise NotExpressible("messages: arguments that are not an object") from None
         if not isinstance(value, dict) or json.dumps(value, ensure_ascii=False) != arguments:
             raise NotExpressible("messages: the client's own text of arguments")
         arguments = value
@@ -609,7 +609,7 @@ def _for_transformers(arguments: Any, *, text: bool) -> Any:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise NotExpressible("tinker: arguments that are no object")
+            raise NotExpressible("tinker: arguments that are not an object")
         arguments, written = value, arguments
         if _tight(json.dumps(arguments)) != _tight(written) and _tight(
             json.dumps(arguments, ensure_ascii=False)

@@ -59,7 +59,7 @@ PLACES = {
 thread; `evaluation`: the engine's, while the trainer waits for held-out answers."""
 SELF_CHECKS = {"_check", "compare_layouts"}
 """What a model computes at its start to see whether a path gives the plain one's numbers. Zeros
-there choose the plain path, which is no fault that could be noticed."""
+there choose the plain path, which is not a fault that could be noticed."""
 BY_CPU = "save_kept"  # computes without the GPU, which no longer does
 PLAN, STATE = "plans.json", "next"
 

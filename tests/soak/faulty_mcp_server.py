@@ -44,7 +44,7 @@ async def die() -> str:
 
 @server.tool(name=f"{NAME}_garbage")
 async def garbage() -> str:
-    """Write what is no JSON-RPC to stdout, and answer."""
+    """Write what is not JSON-RPC to stdout, and answer."""
     sys.stdout.buffer.write(b"\xff\xfe{]\n" * 3)
     sys.stdout.flush()
     return "written"

@@ -9,7 +9,7 @@ break off, deep nesting, numbers that are none. For each must hold
     it ends within `SECONDS` of processor time, and raises at most a TraceError of the file
     lines    = used    + skipped with a reason
     messages = carried + left out with a reason
-    every text of the log (each has a mark of its own) is in a trace, or in what the report left out
+    every text of the log (each has its own mark) is in a trace, or in what the report left out
     traces   = in rows + left out with a reason, and no row learns an empty answer or a program's
              error message
 """

@@ -1,6 +1,6 @@
 """Logs of agents as their programs write them, one of each format; the fuzz changes them.
 
-Every text goes through `mark`, which gives it a mark of its own.
+Every text goes through `mark`, which gives it its own mark.
 """
 
 import copy
@@ -62,7 +62,7 @@ def claude_code(mark: Mark) -> list[Json]:
             "u2",
             "h1",
             "user",
-            [result, {"type": "text", "text": mark("go on")}],
+            [result, {"type": "text", "text": mark("continue")}],
             toolUseResult={"out": mark("a.py")},
         ),
         {"type": "progress", "uuid": "p1", "parentUuid": "u2", "data": mark("…")},
@@ -134,7 +134,7 @@ def codex(mark: Mark) -> list[Json]:
         ),
         item("message", **say("assistant", "One file.")),
         line("compacted", message="", replacement_history=history),
-        item("message", **say("user", "go on")),
+        item("message", **say("user", "continue")),
         item("message", **say("assistant", "Going on.")),
     ]
 

@@ -17,7 +17,7 @@ answered "received" has to be in the ledger once.
 killed and started again within a minute, and ends as the other runs.
 
 All go the way that a GPU takes (MLX_PARALLM_DEVICE=gpu-like). Each piece draws from a seed of its
-own and is a line of FILE when it is done: started again, the script goes on after the last one.
+own and is a line of FILE when it is done: started again, the script continues after the last one.
 """
 
 import argparse
@@ -86,7 +86,7 @@ every = 3
 @dataclass
 class Clients:
     """What clients heard: answers by "version prompt", and errors by kind. `adapter`: a directory
-    that one of them loads again and again; None: there is none."""
+    that one of them loads again and again, or None."""
 
     url: str
     adapter: Path | None
@@ -484,7 +484,7 @@ def main() -> None:
     parser.add_argument("--hangs", type=int, default=2)
     parser.add_argument("--groups", type=int, default=0, help="faults while groups are received")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="results, a JSON line each; goes on after them")
+    parser.add_argument("--out", type=Path, help="results, a JSON line each; continues after them")
     args = parser.parse_args()
     os.environ[DEVICE_VARIABLE] = GPU_LIKE  # results are looked at for zeros
     configure_logging(level="error")

@@ -5,7 +5,7 @@ would have written?
 
 One run goes from start to end and is the reference. For each kill another one starts, is killed
 once (a third of them while a step is trained, a third while a checkpoint is written, the others
-anywhere after the start), goes on with `--resume auto` to the end, and its metrics.jsonl is
+anywhere after the start), continues with `--resume auto` to the end, and its metrics.jsonl is
 compared with the reference's, line by line and bit by bit, but for times, tokens served a second,
 and memory.
 """

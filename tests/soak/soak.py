@@ -55,7 +55,7 @@ Sample = tuple[float, float, float, float]  # seconds, and the megabytes of SERI
 class Signals:
     """Between this process and its clients."""
 
-    ready: Barrier  # all processes have started; later: all clients rest, and all go on
+    ready: Barrier  # all processes have started; later: all clients rest, and all continue
     rest: Event
     stop: Event
 
@@ -194,7 +194,7 @@ def ask_until(
     while not signals.stop.is_set():
         if signals.rest.is_set():
             signals.ready.wait(300)  # all rest
-            signals.ready.wait(300)  # all go on
+            signals.ready.wait(300)  # all continue
         counts["asked"] += 1
         try:
             ask(client, model, generator, counts)

@@ -57,7 +57,7 @@ OVERLAPS: Mapping[str, Any] = {
     "a pattern with a class": _closed(
         properties={"a": _INTEGER, "b": _TEXT}, patternProperties={"^[ab]$": {}}
     ),
-    "a pattern that goes on": _closed(
+    "a pattern that continues": _closed(
         properties={"s": _INTEGER}, patternProperties={"^s": {"minimum": 5}}
     ),
     "a pattern in allOf": {

@@ -5,7 +5,7 @@ or are killed.
 
 The policy is scripted, so that each episode makes the calls that its prompt names; all else is
 real: scheduler, episodes, tool client, server processes. Prints a table; exit code 1 when an
-episode is lost or takes longer than its time-outs allow, a fault is no error reward, or a process
+episode is lost or takes longer than its time-outs allow, a fault is not an error reward, or a process
 is left.
 """
 

@@ -246,7 +246,7 @@ def test_a_fault_when_all_is_done_is_none_of_the_work() -> None:
         with _ended(close, DeviceFaults(), 60.0):
             pass
 
-    # a thread of their own: it gives its streams back
+    # their own thread: it gives its streams back
     with ThreadPoolExecutor(1) as pool:
         pool.submit(end, lambda: raise_as_mlx(TEXTS[5])).result()
         with pytest.raises(KeyError):

@@ -69,7 +69,7 @@ def test_what_takes_long_may_be_silent_for_longer(
         assert clock.hangs(quick, 2) is None
     os.utime(tmp_path / ENGINE, (0, 0))  # at rest
     assert clock.hangs(quick, 1000) is None
-    for _ in range(3):  # a checkpoint on a slow disk is no hang
+    for _ in range(3):  # a checkpoint on a slow disk is not a hang
         clock.beat(WRITER)
         assert clock.hangs(quick, 40 * FIRST) is None
     os.utime(tmp_path / WRITER, (0, 0))

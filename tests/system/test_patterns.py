@@ -1,4 +1,4 @@
-"""Patterns from outside end in time, and other threads go on meanwhile."""
+"""Patterns from outside end in time, and other threads continue meanwhile."""
 
 import os
 import random

@@ -108,7 +108,7 @@ def test_the_word_behind_an_option_is_its_value() -> None:
         '{"eos_token": "</s>x1", "pad_token": "<pad_12>"}',
         "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ",
         "SGVsbG8gd29ybGQsIHRoaXMgaXMgcGxhaW4gdGV4dA==",
-        "a family 👨\u200d👩\u200d👧 is no secret",
+        "a family 👨\u200d👩\u200d👧 is not a secret",
     ],
 )
 def test_ordinary_text_beside_the_new_forms_stays(text: str) -> None:

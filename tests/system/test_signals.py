@@ -89,7 +89,7 @@ def test_one_request_delivered_twice_counts_once() -> None:
         process.send_signal(signal.SIGTERM)
         assert next_line(process) == "first SIGTERM\n"
         process.send_signal(signal.SIGTERM)
-        process.communicate("go on\n", timeout=10)
+        process.communicate("continue\n", timeout=10)
         assert process.returncode == 0
 
 

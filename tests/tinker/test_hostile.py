@@ -127,7 +127,7 @@ async def test_what_clients_pile_up_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     for number, sampler in enumerate(samplers):
         made.add_sampler(kept[1], sampler)
         if number == 1:
-            samplers[0].line(0).running = 1  # its samples go on
+            samplers[0].line(0).running = 1  # its samples continue
     assert [made.sampling.get(each.sampler_id) is not None for each in samplers] == [
         True,
         False,

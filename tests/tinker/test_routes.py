@@ -89,7 +89,7 @@ def test_failures_are_promises_that_say_what_would_be_right(client: WireClient) 
     assert (
         "context is 256" in client.result(client.send(model, 2, [long], "cross_entropy"))["error"]
     )
-    assert np.isfinite(loss_of(client, model, 3))  # the model goes on
+    assert np.isfinite(loss_of(client, model, 3))  # the model continues
     wrong = client.post(
         "create_model", session_id=client.session, model_seq_id=5, base_model="gpt-5"
     )
@@ -106,7 +106,7 @@ def test_failures_are_promises_that_say_what_would_be_right(client: WireClient) 
 
 
 def test_a_request_that_is_refused_takes_its_number(client: WireClient) -> None:
-    """The SDK goes on with the next number, so what waits for this one must not wait for ever."""
+    """The SDK continues with the next number, so what waits for this one must not wait for ever."""
     model = client.create_model()
 
     def refused(path: str, seq_id: int, /, **body: Any) -> str:

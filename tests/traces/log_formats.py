@@ -156,7 +156,7 @@ def anthropic(folder: Path, talks: Sequence[Talk]) -> list[Path]:
                 message |= {"stop_reason": None if turn.cut else turn.end or "end_turn"}
             before = row["messages"][-1:]
             if before and before[0]["role"] == message["role"] == "assistant":
-                before[0]["content"] += blocks  # the answer goes on
+                before[0]["content"] += blocks  # the answer continues
             else:
                 row["messages"].append(message)
             if turn.cut:
@@ -370,7 +370,7 @@ def _calls(talk: Talk, form: Callable[[Turn], Any]) -> list[tuple[list[Any], Any
 
 
 def otlp(folder: Path, talks: Sequence[Talk]) -> list[Path]:
-    """Each answer is a span; one that goes on behind an own call is a message of several parts."""
+    """Each answer is a span; one that continues behind an own call is a message of several parts."""
 
     def form(turn: Turn) -> Json:
         parts: list[Json] = [{"type": "text", "content": turn.text}]

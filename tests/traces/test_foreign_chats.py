@@ -123,7 +123,7 @@ def conversations() -> dict[str, Json]:
 
 @pytest.mark.parametrize("form", conversations())
 def test_each_form_of_a_chat_is_the_same_conversation(tmp_path: Path, form: str) -> None:
-    """As a line of its own, as the only entry of a JSON list, and as what an API was asked, with
+    """As its own line, as the only entry of a JSON list, and as what an API was asked, with
     the answer beside."""
     row = conversations()[form]
     [trace], report = imported(lines(tmp_path / "a.jsonl", row), "openai")
@@ -182,7 +182,7 @@ def test_each_form_of_a_chat_is_the_same_conversation(tmp_path: Path, form: str)
             {"role": "tool", "tool_call_id": "gone", "content": "r"},
             "a tool's result without its call",
         ),
-        ({"content": {"text": "q"}}, "content that is no text"),
+        ({"content": {"text": "q"}}, "content that is not text"),
     ],
 )
 def test_what_a_row_cannot_hold_leaves_its_trace_out(

@@ -86,7 +86,7 @@ def test_a_uuid_counts_once(tmp_path: Path) -> None:
     [trace], report = imported(lines(tmp_path / "S.jsonl", *twice), "claude-code")
     assert roles(trace) == ["user", "assistant", "tool", "assistant"]
     assert (trace.messages[1]["content"], len(trace.messages[1]["tool_calls"])) == ("Looking.", 1)
-    assert report.skipped["a line whose uuid stands in the log twice"] == 5
+    assert report.skipped["a line whose uuid is twice in the log"] == 5
     assert learned([trace]) == [
         [("user", "list"), ("assistant", "Looking."), ("tool", "a.py"), ("assistant", "One.")]
     ]
@@ -97,8 +97,8 @@ def test_a_uuid_counts_once(tmp_path: Path) -> None:
         lines(tmp_path / "C.jsonl", first, answer[0], changed, again, grown), "claude-code"
     )
     assert (trace.messages[1]["content"], len(trace.messages[1]["tool_calls"])) == ("Looking.", 1)
-    assert report.skipped["a line whose uuid stands in the log twice, with other content"] == 1
-    assert report.details["a block of an answer that stands in the log twice"] >= 1
+    assert report.skipped["a line whose uuid is twice in the log, with other content"] == 1
+    assert report.details["a block of an answer that is twice in the log"] >= 1
     fork = [
         claude("f1", None, "user", "other"),
         claude("f2", "f1", "assistant", text("Looking."), message_id="m1"),
@@ -126,7 +126,7 @@ def test_rows_that_are_no_messages_are_links(tmp_path: Path, kind: str) -> None:
     assert roles(trace) == ["user", "assistant", "tool", "assistant"] and not trace.get(
         "untrainable"
     )
-    assert report.skipped == {f"lines of type {kind!r} are no messages": 4}
+    assert report.skipped == {f"lines of type {kind!r} are not messages": 4}
 
 
 def test_what_the_user_wrote_meanwhile_is_a_message(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_compaction_begins_a_new_history(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("links", "message"),
     [
-        ({"u1": None, "a1": "u1", "u2": "a1", "u1 ": "u2", "a2": "u1"}, "stands in the log twice"),
+        ({"u1": None, "a1": "u1", "u2": "a1", "u1 ": "u2", "a2": "u1"}, "is twice in the log"),
         ({"u1": "a1", "a1": "u1"}, "in a circle"),
         ({"u1": "u1", "a1": "u1"}, "in a circle"),
         ({"u1": None, "a1": "u1", "u2": "a2", "a2": "u2"}, "in a circle"),
@@ -198,7 +198,7 @@ def test_a_history_that_is_not_whole_is_not_learned(tmp_path: Path) -> None:
     """A parent that the log does not hold, a damaged line in the middle; a sub-agent's own
     prompt is whole."""
     rows: list[Any] = [
-        claude("u2", "gone", "user", "go on"),
+        claude("u2", "gone", "user", "continue"),
         claude("a2", "u2", "assistant", text("Gone on."), message_id="m2"),
         claude("u3", None, "user", "new"),
         '{"type": "assistant", "uuid": "a3", "parentU',
@@ -365,12 +365,17 @@ def test_a_compaction_with_a_history(tmp_path: Path) -> None:
     def log(**payload: Any) -> list[Any]:
         return [said("user", "list"), said("assistant", "One."), codex("compacted", payload), *rest]
 
-    rest = [said("user", "go on"), said("assistant", "Going on.")]
+    rest = [said("user", "continue"), said("assistant", "Going on.")]
     history = [said("user", "list")["payload"], said("assistant", "Summary.")["payload"]]
     traces, report = imported(
         lines(tmp_path / "a.jsonl", *log(message="", replacement_history=history)), "codex"
     )
-    assert [m["content"] for m in traces[1].messages] == ["list", "Summary.", "go on", "Going on."]
+    assert [m["content"] for m in traces[1].messages] == [
+        "list",
+        "Summary.",
+        "continue",
+        "Going on.",
+    ]
     assert sampled(traces[1]) == ["Going on."]
     assert report.messages == report.carried == 6
     traces, _ = imported(lines(tmp_path / "b.jsonl", *log(message="So far: one.")), "codex")
@@ -386,7 +391,7 @@ def test_a_compaction_with_a_history(tmp_path: Path) -> None:
 
 
 def test_codex_items(tmp_path: Path) -> None:
-    """Calls without a result of their own, results of parts, thoughts in full, images; an item
+    """Calls without their own result, results of parts, thoughts in full, images; an item
     of an unknown type."""
     image = {"type": "input_image", "image_url": "data:…"}
     rows = [
@@ -519,7 +524,7 @@ def test_older_forms_of_spans(tmp_path: Path) -> None:
     for number, case in enumerate(cases):
         [trace], report = imported(lines(tmp_path / f"{number}.jsonl", spans(case, case)), "otlp")
         assert trace.messages == [*asked, *answered]
-        assert report.skipped == {"a span that stands in the log twice": 1}
+        assert report.skipped == {"a span that is twice in the log": 1}
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -546,7 +551,7 @@ def test_tasks_without_a_time(tmp_path: Path) -> None:
     assert [view.tasks_created for view in loader.load_traces("several")] == [[], []]
     assert loader.left_out == {
         "a task without a time, in a checkpoint of several runs": 2,
-        "a message that is no object": 1,
+        "a message that is not an object": 1,
     }
 
 
@@ -576,7 +581,7 @@ def test_pickles_that_never_end_are_skipped(
 
 
 def test_branches_of_a_log_are_bounded() -> None:
-    """A comb: each message has an answer of its own beside the next one, so copies grow by the
+    """A comb: each message has its own answer beside the next one, so copies grow by the
     square."""
     parents: dict[str, str | None] = {"0": None}
     for number in range(1, 60):

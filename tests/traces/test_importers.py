@@ -118,7 +118,7 @@ def claude(uuid: str, parent: str | None, kind: str, content: Any, **more: Any) 
 
 
 def test_claude_code(tmp_path: Path) -> None:
-    """Blocks of one answer are one message, results of parallel calls are no branches,
+    """Blocks of one answer are one message, results of parallel calls are not branches,
     `parentUuid` branches are."""
 
     def use(number: int) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_claude_code(tmp_path: Path) -> None:
         ),
     )
     traces, report = imported(file, "claude-code")
-    assert report.used == 14 and report.skipped["lines of type 'summary' are no messages"] == 1
+    assert report.used == 14 and report.skipped["lines of type 'summary' are not messages"] == 1
     first, second, side = traces
     assert roles(first) == ["user", "assistant", "tool", "tool", "assistant", "user", "assistant"]
     answer = first.messages[1]
@@ -184,7 +184,7 @@ def said(role: str, text: str) -> dict[str, Any]:
 
 
 def test_codex(tmp_path: Path) -> None:
-    """A result that stands in the log twice gives one observation; a compaction begins a new
+    """A result that is twice in the log gives one observation; a compaction begins a new
     trace."""
     output = codex(
         "response_item", {"type": "function_call_output", "call_id": "c1", "output": "a.py"}
@@ -234,7 +234,7 @@ def test_codex(tmp_path: Path) -> None:
     }
     assert [m["content"] for m in second.messages] == ["Be brief.", "Summary so far.", "Going on."]
     assert (first.id, second.id, first.agent.model_name) == ("X", "X#2", "gpt-x")
-    assert report.skipped["a result that stands in the log twice"] == 1
+    assert report.skipped["a result that is twice in the log"] == 1
     assert report.skipped["reasoning that is encrypted"] == 1
     assert report.skipped["response items of type 'ghost_snapshot' are not known"] == 1
 
@@ -324,7 +324,7 @@ def test_otlp_gen_ai(tmp_path: Path) -> None:
     assert len(sampled(trace)) == 2
     assert [(label.name, label.value) for label in trace.labels] == [("helpful", 0.5)]
     assert report.skipped == {
-        "spans of operation 'execute_tool' are no model calls with content": 1
+        "spans of operation 'execute_tool' are not model calls with content": 1
     }
 
 

@@ -56,7 +56,7 @@ def repeated(folder: Path, name: str) -> None:
 
 
 def forked(folder: Path, name: str) -> None:
-    """A session goes on from another's beginning: the answer that they share is learned once."""
+    """A session continues from another's beginning: the answer that they share is learned once."""
     first = [U("q"), A("one", name="m1")]
     main = Talk("P", [*first, U("more"), A("two", name="m2")])
     fork = Talk("S", [*first, U("other"), A("three", name="m3")], parent="P", shared=2)

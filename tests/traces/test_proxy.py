@@ -237,7 +237,7 @@ def test_a_request_that_is_lax_is_recorded(
 def test_whatever_comes_passes_on_as_it_is(scripted: tuple[str, dict[str, Any]]) -> None:
     """Requests and answers of every wrong form, whole and streamed: the same bytes, status and
     headers on both sides, and recording gives up. Also odd paths and queries, packed bodies,
-    several cookies, a stream without an end, an event of megabytes, and what is no JSON at all."""
+    several cookies, a stream without an end, an event of megabytes, and what is not JSON at all."""
     proxy, state = scripted
     good = {"model": "m", "messages": [QUESTION]}
     events = [
@@ -304,7 +304,7 @@ def test_whatever_comes_passes_on_as_it_is(scripted: tuple[str, dict[str, Any]])
 
 
 def test_a_full_disk_fails_no_call(scripted: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
-    """The recorder's directory is gone: answers go on."""
+    """The recorder's directory is gone: answers continue."""
     proxy, state = scripted
     shutil.rmtree(tmp_path / "traces")
     state["answer"] = (200, "application/json", json.dumps(GOOD_ANSWER).encode())

@@ -112,7 +112,7 @@ def test_turns_join_and_are_bit_equal(
 def test_one_conversation_through_three_apis_is_one_session(
     server: RunningServer, recorder: SessionRecorder
 ) -> None:
-    """A chat, then a response, then a message: each goes on with the turn before, with its own
+    """A chat, then a response, then a message: each continues with the turn before, with its own
     tokens."""
     questions = [
         QUESTION,
@@ -234,7 +234,7 @@ def test_a_bad_request_is_no_turn(server: RunningServer, recorder: SessionRecord
 
 
 def test_secrets_are_gone_before_the_disk(server: RunningServer, recorder: SessionRecorder) -> None:
-    """The client's conversation goes on as it was; on the disk stand placeholders, and no
+    """The client's conversation continues as it was; on the disk stand placeholders, and no
     tokens."""
     with agent(server, "secret") as client:
         opening = {"role": "user", "content": f"key {SECRET}"}

@@ -105,7 +105,7 @@ def test_scored_sessions_of_one_prompt_are_a_group(
     for mask, logprob in zip(two.mask, two.logprobs, strict=True):
         assert (logprob == 0.0) if not mask else (-math.inf < logprob <= 0.0)
     runs = "".join(map(str, two.mask)).strip("0").replace("0", " ").split()
-    assert len(runs) == 2  # one sequence: the second prompt goes on with the first answer
+    assert len(runs) == 2  # one sequence: the second prompt continues with the first answer
     assert two.earlier == ()
 
 

@@ -178,7 +178,7 @@ async def test_each_row_has_the_environment_that_it_names(tiny_tokenizer):
             seen[task.columns["environment"]] = names, result.group.rollouts[0].scores
             environment = trajectory.metadata["environments"].environment
             kept = environment.seen if isinstance(environment, Guess) else environment.columns
-            assert "environment" not in kept  # it says which one, and is no argument of reset
+            assert "environment" not in kept  # it says which one, and is not an argument of reset
         assert seen["guess"][0] == ["twice", "give_up", "say"] and seen["quiet"][0] == ["twice"]
         assert seen["guess"][1]["rewards/Guess"] == 0.0
         assert "rewards/Guess" not in seen["quiet"][1]

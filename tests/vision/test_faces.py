@@ -106,7 +106,7 @@ def test_a_group_of_atropos_carries_its_images(checkpoint: Path) -> None:
                 "sequence 1: its messages have images, and the field images has none",
             ),
             ([[picture, picture]] * 2, "image tokens, and its 2 images have"),
-            (["data:image/png;base64,QUJD"] * 2, "sequence 0: an image: it is no image"),
+            (["data:image/png;base64,QUJD"] * 2, "sequence 0: an image: it is not an image"),
             (["cat.png"] * 2, "sequence 0: an image: the data URL is not base64"),
         ):
             with pytest.raises(RolloutRejectedError, match=reason):

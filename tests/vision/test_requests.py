@@ -226,10 +226,10 @@ def test_files_of_allowed_directories_only(client: OpenAI, shared: Path) -> None
 REFUSED = {
     "not base64": ("data:image/png;base64,####", "not base64"),
     "not encoded": ("data:image/png,AAAA", "a data URL is read as data:image/"),
-    "text": (data_url(b"hello", "text/plain"), "is no image"),
+    "text": (data_url(b"hello", "text/plain"), "is not an image"),
     "svg": (data_url(b"<svg xmlns='x'/>", "image/svg+xml"), "SVG is not read"),
     "empty": ("data:image/png;base64,", "it is empty"),
-    "no image": (data_url(b"GIF" + b"0" * 40), "it is no image that is read here"),
+    "no image": (data_url(b"GIF" + b"0" * 40), "it is not an image that is read here"),
     "cut off": (data_url(file_of(WIDE)[:4000]), "it is damaged"),
     "too many pixels": (
         data_url(file_of(noise(200, 60).resize((200, 60)), "JPEG")),

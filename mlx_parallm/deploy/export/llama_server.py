@@ -120,7 +120,7 @@ class LlamaServer:
         except ValueError as error:
             raise EndpointError(
                 f"{self.url}{path} answers {reply.status_code}, which"
-                " is no JSON: is it llama-server?"
+                " is not JSON: is it llama-server?"
             ) from error
         if reply.status_code != 200 or not isinstance(value, dict):
             answer_error = value.get("error") if isinstance(value, dict) else value

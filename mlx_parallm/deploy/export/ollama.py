@@ -152,7 +152,7 @@ class OllamaDeployer:
                 event = read_json(line) if line.strip() else {}
             except ValueError as error:
                 raise EndpointError(
-                    f"{self.url}/api/create answers {line[:80]!r}, which is no JSON"
+                    f"{self.url}/api/create answers {line[:80]!r}, which is not JSON"
                 ) from error
             if "error" in event:
                 raise EndpointError(f"Ollama refuses the model: {_one_line(event['error'])}")

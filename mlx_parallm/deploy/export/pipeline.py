@@ -353,7 +353,8 @@ def deploy_directory(
         file, stops = directory / about["file"], about["stops"]
         template, parameters = about["template"], about["parameters"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{directory} is no directory of `mlx_parallm export`: {error}") from error
+        problem = f"{directory} was not written by `mlx_parallm export`: {error}"
+        raise ModelError(problem) from error
     deployer.create(name, file, stops=stops, template=template, parameters=parameters, progress=say)
 
 

@@ -143,7 +143,7 @@ class RunningCache(Protocol):
         raise RuntimeError("a cache without states that can be read has no snapshots")
 
     def snapshot_bytes(self) -> int | None:
-        """Memory of a row's recurrent states; None if there are none, or they cannot be read."""
+        """Memory of a row's recurrent states; None: it has none, or they cannot be read."""
         return None
 
     def read_states(self, row: int) -> list[mx.array | None]:

@@ -104,7 +104,7 @@ class TokenLayer(RoutedKeys):
         """None: `attend` knows what each row sees. Raises NotImplementedError, which the check
         at load reads."""
         if return_array or window_size is not None:
-            raise NotImplementedError("its attention has a mask of its own")
+            raise NotImplementedError("its attention has its own mask")
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array

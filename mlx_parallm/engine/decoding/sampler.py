@@ -107,7 +107,7 @@ class Sampled:
         return [array for array in every if array is not None]
 
     def read(self) -> "ReadNumbers":
-        """Read what was evaluated. Raises DeviceFaultError: it is no result of a step."""
+        """Read what was evaluated. Raises DeviceFaultError: it is not a result of a step."""
         tokens, numbers = np.array(self.tokens), np.array(self.numbers)
         count = len(tokens)
         mass = numbers[count : 2 * count]
@@ -286,7 +286,7 @@ def ordered_alternatives(tokens: mx.array, logprobs: mx.array) -> list[tuple[Top
 class _Filter:
     """min_p, top_k and top_p of the rows that have any of them.
 
-    `index`: these rows, m of n; None: there are none. `log_min_p`, `top_k`, `top_p`: [m, 1] each;
+    `index`: these rows, m of n; None: no row. `log_min_p`, `top_k`, `top_p`: [m, 1] each;
     None: no row has it. `most`: the largest top_k, where each of the rows has one.
     """
 

@@ -135,7 +135,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         """Take the action of the answer and show the next observation."""
         if not isinstance(state, SimulationState):
             raise RolloutRejectedError(
-                "a GymnasiumEnvironment goes on from the State that its reset has made"
+                "a GymnasiumEnvironment continues from the State that its reset has made"
             )
         state = super().update_state(state, response)
         assert isinstance(state, SimulationState) and isinstance(state.prompt, list)

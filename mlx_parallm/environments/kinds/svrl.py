@@ -454,5 +454,5 @@ def _read_table(path: Path) -> Mapping[str, str]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"facts: {path} cannot be read: {error}") from error
     if not isinstance(table, dict):
-        raise ConfigError(f"facts: {path} is no JSON object of terms and facts")
+        raise ConfigError(f"facts: {path} is not a JSON object of terms and facts")
     return table

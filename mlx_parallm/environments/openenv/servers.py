@@ -320,14 +320,14 @@ def _get(url: str, timeout_s: float) -> httpx.Response:
 
 
 def _check_schema(action: Any) -> None:
-    """Raises TypeError: it is no schema of an object."""
+    """Raises TypeError: it is not a schema of an object."""
     if not isinstance(action, Mapping):
-        raise TypeError("its action is no schema")
+        raise TypeError("its action is not a schema")
     fields, required = action.get("properties", {}), action.get("required", [])
     if not isinstance(fields, Mapping) or not all(isinstance(f, Mapping) for f in fields.values()):
-        raise TypeError("the properties of its action are no schemas by name")
+        raise TypeError("the properties of its action are not schemas by name")
     if not isinstance(required, list) or not isinstance(action.get("title", ""), str):
-        raise TypeError("its action's required is no list, or its title no text")
+        raise TypeError("its action's required is not a list, or its title is not text")
 
 
 def _stop(servers: Sequence[Server]) -> None:

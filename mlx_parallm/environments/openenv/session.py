@@ -128,7 +128,7 @@ class Session:
             answer = read_json(text)
             data = answer["data"]
             if not isinstance(data, Mapping):
-                raise TypeError("data is no object")
+                raise TypeError("data is not an object")
         except (ValueError, LookupError, TypeError) as error:
             raise EndpointError(
                 f"{self.url}: the answer to {kind} is not OpenEnv's: {text[:80]!s} ({error})"

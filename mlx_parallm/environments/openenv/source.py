@@ -222,7 +222,7 @@ class OpenEnvSource(EnvironmentSource):
         )
 
     async def play(self, episode: Episode, task: Task, max_steps: int) -> None:
-        """Play one episode in a session of its own. Raises EndpointError: there is none, or it is
+        """Play one episode in its own session. Raises EndpointError: not found, or it is
         lost; RolloutRejectedError: the environment has failed."""
         reset = {"episode_id": episode.name, **task.columns["reset"]}
         played = episode.played = PlayedEpisode(task.columns["reset"])

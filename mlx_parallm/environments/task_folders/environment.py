@@ -151,7 +151,7 @@ class TaskFoldersEnvironment(BaseEnvironment):
         """Run the block of the answer; at the end, the task's tests."""
         if not isinstance(state, FolderState):
             raise RolloutRejectedError(
-                "a TaskFoldersEnvironment goes on from the State that its reset has made"
+                "a TaskFoldersEnvironment continues from the State that its reset has made"
             )
         super().update_state(state, response)
         task = self._task(state)

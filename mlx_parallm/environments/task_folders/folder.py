@@ -72,9 +72,9 @@ class NeedsContainerError(Exception):
 
 def task_paths(root: Path) -> list[Path]:
     """Return the task folders below a directory, or the one that it is, by name. Hidden ones and
-    links are left out. Raises ConfigError: there is none."""
+    links are left out. Raises ConfigError: not found."""
     if not root.is_dir():
-        raise ConfigError(f"task_folders: {root} is no directory")
+        raise ConfigError(f"task_folders: {root} is not a directory")
     files = [file for name in ("task.toml", "task.yaml") for file in root.rglob(name)]
     folders = {
         file.parent
@@ -157,7 +157,7 @@ def _harbor(task: _Reader) -> TaskFolder:
     if environment.get("mcp_servers"):
         raise NeedsContainerError("task.toml: mcp_servers: give the servers to [[tools.mcp]]")
     if str(verifier.get("environment_mode", "shared")) != "shared" or verifier.get("environment"):
-        raise NeedsContainerError("its verifier wants an environment of its own")
+        raise NeedsContainerError("its verifier wants its own environment")
     if (path / "environment" / "docker-compose.yaml").exists():
         raise NeedsContainerError("environment/docker-compose.yaml needs containers")
     workdir, files, variables = _layout(task, path / "environment")
@@ -245,7 +245,7 @@ def _instruction(text: str) -> str:
 def _table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     table = settings.get(name, {})
     if not isinstance(table, Mapping):
-        raise NeedsContainerError(f"task.toml: {name} is no table")
+        raise NeedsContainerError(f"task.toml: {name} is not a table")
     return dict(table)
 
 

@@ -241,7 +241,7 @@ def _reward(run: CommandRun, name: str) -> float:
 
 def _finite(value: float) -> float:
     if not math.isfinite(value):
-        raise ValueError(f"{value} is no reward")
+        raise ValueError(f"{value} is not a reward")
     return value
 
 

@@ -90,7 +90,7 @@ class TextArenaOptions:
                 )
         if SELF in self.opponents and len(self.opponents) > 1:
             raise ConfigError(
-                'textarena: opponent "policy" trains all seats: put it into an entry of its own'
+                'textarena: opponent "policy" trains all seats: put it into its own entry'
             )
 
     @property

@@ -6,7 +6,7 @@
 It reads a specification as JSON from its standard input and writes its report, a JSON object in
 each line, to a descriptor. The ways:
 
-    namespaces   Linux, as root or in a user namespace: a root file system of its own (a tmpfs with
+    namespaces   Linux, as root or in a user namespace: its own root file system (a tmpfs with
                  read-only binds of the system's libraries and the interpreter), no network device,
                  and a pid namespace, whose end kills all its processes
     landlock     Linux without namespaces (most containers): Landlock for files, seccomp for sockets

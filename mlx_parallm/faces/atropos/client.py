@@ -151,7 +151,7 @@ class AtroposPoller:
             self._loop.stop(self._client.close)
 
     def health(self) -> str | None:
-        """Return the problem in words; None when there is none."""
+        """Return the problem in words, or None."""
         if self._fatal is not None:
             return str(self._fatal)
         if self._has_died:

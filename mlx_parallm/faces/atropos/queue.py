@@ -428,7 +428,7 @@ def _source(env_id: int | None) -> str:
 
 
 def _env_id(data: Any) -> int | None:
-    """Return the environment's id; None when there is none, or it is not a valid one."""
+    """Return the environment's id; None: missing, or it is not a valid one."""
     try:
         return _ENV_ID.validate_python(data.get("env_id") if isinstance(data, Mapping) else None)
     except ValidationError:

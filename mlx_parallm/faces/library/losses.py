@@ -120,7 +120,7 @@ def segments_of(played: Played) -> tuple[Rollout, ...]:
     rollout = played.rollout if isinstance(played, Trajectory) else played
     if not isinstance(rollout, Rollout):
         raise ConfigError(
-            f"{played!r} is no trajectory: expected those of RolloutManager.collect_rollouts"
+            f"{played!r} is not a trajectory: expected those of RolloutManager.collect_rollouts"
         )
     return rollout.segments
 

@@ -11,7 +11,7 @@ LEAF = Leaf(
             "Serve the tools with which an agent runs trainings, over MCP.",
             "mlx_parallm.faces.mcp_server.server:MCP",
             "mlx_parallm_mcp",
-            "Trainings go on when it ends, and are found again."
+            "Trainings continue when it ends, and are found again."
             " docs/tools.md#an-agent-that-runs-trainings.",
             ends_in_order=True,
         ),

@@ -141,7 +141,7 @@ class AgentTools:
         their intervals."""
         if self._evaluating.locked():
             raise self._failure(
-                "an evaluation runs: each takes a process of its own, so there is one at a time"
+                "an evaluation runs: each takes its own process, so there is one at a time"
             )
         if not 1 <= problems <= MOST_PROBLEMS:
             raise self._failure(f"problems: 1 to {MOST_PROBLEMS}")

@@ -170,7 +170,7 @@ class Trainings:
         """Ask a training to save and end; kill it if it does not within STOP_TIMEOUT_S. Return its
         status.
 
-        Raises ConfigError: there is none of this name.
+        Raises ConfigError: unknown name.
         """
         training = self._read(name or self.current())
         if (process := self._process(training)) is not None:
@@ -184,8 +184,8 @@ class Trainings:
         return self.status(training.name)
 
     def switch(self, name: str) -> dict[str, Any]:
-        """Make a training the current one; return its status. Raises ConfigError: there is none
-        of this name."""
+        """Make a training the current one; return its status. Raises ConfigError: unknown
+        name."""
         training = self._read(name)
         write_atomically(self.directory / CURRENT, training.name.encode())
         return self.status(training.name)
@@ -204,7 +204,7 @@ class Trainings:
 
     def status(self, name: str = "") -> dict[str, Any]:
         """Return state, step, metrics of the last step and address of a training, and after a
-        failure the end of its log. Raises ConfigError: there is none of this name."""
+        failure the end of its log. Raises ConfigError: unknown name."""
         training = self._read(name or self.current())
         state, lines = self._state(training), self._lines(training.name)
         last = lines[-1] if lines else {}
@@ -224,8 +224,7 @@ class Trainings:
         return status
 
     def log(self, name: str = "", lines: int = LOG_LINES) -> str:
-        """Return the end of what a training printed. Raises ConfigError: there is none of this
-        name."""
+        """Return the end of what a training printed. Raises ConfigError: unknown name."""
         path = self.directory / self._read(name or self.current()).name / LOG
         wanted = min(max(lines, 1), MOST_LOG_LINES)
         try:
@@ -237,7 +236,7 @@ class Trainings:
         return "\n".join(text.splitlines()[-wanted:])
 
     def running(self, name: str = "") -> Training:
-        """Return a training that serves. Raises ConfigError: there is none of this name, or it
+        """Return a training that serves. Raises ConfigError: unknown name, or it
         does not run."""
         training = self._read(name or self.current())
         if (state := self._state(training)) != "running":

@@ -65,7 +65,7 @@ def read_path(text: str) -> TinkerPath:
         or not all(map(_is_name, parts))
     ):
         raise RequestError(
-            f"{text[:200]!r} is no path of a checkpoint: expected {SCHEME}RUN/KIND/NAME with"
+            f"{text[:200]!r} is not a path of a checkpoint: expected {SCHEME}RUN/KIND/NAME with"
             f" KIND one of {', '.join(KINDS)}",
             param="path",
         )
@@ -135,7 +135,7 @@ class Checkpoint:
 
 
 def _read_run(file: Path) -> TinkerRun | None:
-    """Read the file of a run. None: there is none, or it is damaged, which must not hide the
+    """Read the file of a run. None: missing, or it is damaged, which must not hide the
     other runs."""
     try:
         return TinkerRun(**json.loads(file.read_text(encoding="utf-8")))
@@ -181,7 +181,7 @@ class Checkpoints:
     def run_directory(self, run_id: str) -> Path:
         """Raises RequestError: no run's id."""
         if not _is_name(run_id) or "_" in run_id:  # a directory has it for a colon
-            raise RequestError(f"{run_id[:200]!r} is no id of a training run")
+            raise RequestError(f"{run_id[:200]!r} is not an id of a training run")
         return self.root / run_id.replace(":", "_")
 
     def begin(self, run: TinkerRun) -> Path:
@@ -261,7 +261,7 @@ class Checkpoints:
             )
 
     def find(self, path: TinkerPath) -> Checkpoint | None:
-        """Return a checkpoint. None: there is none, it has expired, or it is damaged."""
+        """Return a checkpoint. None: missing, it has expired, or it is damaged."""
         checkpoint = self._read(path)
         return None if checkpoint is None or self._over(checkpoint) else checkpoint
 

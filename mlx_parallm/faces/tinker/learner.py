@@ -82,7 +82,7 @@ TrainingOf = Callable[[Mapping[str, Any]], LearningSection]
 
 
 class TinkerLearner:
-    """Trains the adapters of all clients, one request at a time, on a thread of its own.
+    """Trains the adapters of all clients, one request at a time, on its own thread.
 
     Args:
         loaded: the base, before its tree is wrapped for serving.
@@ -185,7 +185,7 @@ class TinkerLearner:
 
     @property
     def trains_head(self) -> bool:
-        """True when the model has a head of its own, which train_unembed is about."""
+        """True when the model has its own head, which train_unembed is about."""
         return any(path.rpartition(".")[2] == "lm_head" for path in linear_layers(self.base.model))
 
 

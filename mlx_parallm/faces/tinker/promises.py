@@ -169,7 +169,7 @@ class Promises:
             raise RefusedError(
                 f"request {request_id!r} is unknown: the server was restarted, and what it had"
                 " promised is lost."
-                " Checkpoints are kept: create_training_client_from_state goes on from one",
+                " Checkpoints are kept: create_training_client_from_state continues from one",
                 410,
             )
         return promise

@@ -105,7 +105,7 @@ class SamplerWeights:
             )
 
     def drop(self, name: str) -> None:
-        """Forget a name, whose checkpoint was deleted or overwritten; running samples go on."""
+        """Forget a name, whose checkpoint was deleted or overwritten; running samples continue."""
         with self._changing:
             with self._lock:
                 run = self._runs.pop(name, None)

@@ -186,7 +186,7 @@ class TinkerService:
             raise RefusedError(
                 f"session {session_id!r} is unknown: the server was restarted. Make a new"
                 " ServiceClient;"
-                " create_training_client_from_state goes on from a checkpoint",
+                " create_training_client_from_state continues from a checkpoint",
                 status,
             )
         session.last_seen = time.time()
@@ -225,7 +225,7 @@ class TinkerService:
             raise RefusedError(
                 f"model {model_id!r} is not in training here: it was never created, its session has"
                 " ended, or the server was restarted."
-                " create_training_client_from_state goes on from a checkpoint",
+                " create_training_client_from_state continues from a checkpoint",
                 404,
             )
         model.last_request = time.time()

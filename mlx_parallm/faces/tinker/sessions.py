@@ -11,7 +11,7 @@ from mlx_parallm.server.errors import ServerBusyError
 
 # sampling sessions; the one that was not used for the longest time makes room
 MOST_SAMPLERS = 16_384
-MOST_LINES = 1024  # copies of a sampling client that have a line of their own completions
+MOST_LINES = 1024  # copies of a sampling client that have their own line of completions
 KEPT_EVENTS = 1 << 17  # events kept for an unread line
 
 

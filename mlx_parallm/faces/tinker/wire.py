@@ -76,7 +76,7 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes:
         for start in range(0, len(body), ZSTD_STEP):
             if reader.eof:
                 raise RequestError(
-                    "the body is not valid zstd: it goes on behind its frame; send one whole frame"
+                    "the body is not valid zstd: it continues behind its frame; send one frame"
                 )
             parts.append(reader.decompress(body[start : start + ZSTD_STEP]))
             size += len(parts[-1])
@@ -86,7 +86,7 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes:
     except zstandard.ZstdError as error:
         raise RequestError(f"the body is not valid zstd: {error}") from error
     if not reader.eof or reader.unused_data:
-        what = "ends before its frame does" if not reader.eof else "goes on behind its frame"
+        what = "ends before its frame does" if not reader.eof else "continues behind its frame"
         raise RequestError(f"the body is not valid zstd: it {what}; send one whole frame")
     return b"".join(parts)
 
@@ -127,7 +127,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         request.ParseFromString(body)
     except DecodeError as error:
         raise RequestError(
-            "the body is no protobuf ForwardBackwardRequest (the tinker SDK sends one since 0.25)"
+            "the body is not a protobuf ForwardBackwardRequest (tinker sends one since 0.25)"
         ) from error
     config: dict[str, float | str] = dict(request.loss_fn_config)
     for key, value in request.loss_fn_config_v2.items():
@@ -239,7 +239,7 @@ def _dense(csr: Any, values: np.ndarray, shape: tuple[int, ...], where: str) -> 
 
 def _numbers(data: bytes, dtype: Any, where: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
-        raise RequestError(f"{where}: {len(data)} bytes are no whole number of {dtype.name}")
+        raise RequestError(f"{where}: {len(data)} bytes are not a whole number of {dtype.name}")
     return np.frombuffer(data, dtype)
 
 

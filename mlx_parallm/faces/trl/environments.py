@@ -36,7 +36,7 @@ EMPTY = {"prompt": [{"role": "user", "content": ""}]}
 class Factories:
     """The environments of a trainer, by name; the one of a single factory is None.
 
-    Raises ConfigError: one cannot be made, has no `reset`, or a method that is no tool.
+    Raises ConfigError: one cannot be made, has no `reset`, or a method that is not a tool.
     """
 
     def __init__(self, factory: Factory | Mapping[str, Factory]) -> None:

@@ -209,7 +209,7 @@ def grpo_schedule(args: GRPOConfig, prompts: int) -> UpdateSchedule:
     if rollouts % args.num_generations:
         raise ConfigError(
             f"GRPOConfig: per_device_train_batch_size ({device}) x steps_per_generation ({parts}) ="
-            f" {rollouts} completions are no whole groups of"
+            f" {rollouts} completions are not whole groups of"
             f" num_generations = {args.num_generations}"
         )
     if parts % accumulated:
@@ -701,10 +701,10 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
     for part in sections:
         if isinstance(node, list):
             if not part.isdecimal() or int(part) >= len(node):
-                raise ConfigError(f"overrides: {key!r}: {part!r} is no entry of {len(node)}")
+                raise ConfigError(f"overrides: {key!r}: {part!r} is not an entry of {len(node)}")
             node = node[int(part)]
         else:
             node = node.setdefault(part, {})
     if not isinstance(node, dict):
-        raise ConfigError(f"overrides: {key!r} is no key of docs/config.md")
+        raise ConfigError(f"overrides: {key!r} is not a key of docs/config.md")
     node[leaf] = value

@@ -74,7 +74,7 @@ class Wanted:
 class RolloutCalls:
     """The calls of a trainer's function: one at a time, each for all groups that wait by then.
 
-    Raises ConfigError: it is no plain function of two arguments.
+    Raises ConfigError: it is not a plain function of two arguments.
     """
 
     def __init__(self, function: RolloutFunc, trainer: Any) -> None:
@@ -377,7 +377,7 @@ def _columns(output: Any, size: int) -> dict[str, Any]:
 def _row(
     columns: Mapping[str, list[Any]], number: int, version: int, vocab_size: int | None
 ) -> Sampled:
-    """Raises RolloutRejectedError: it is no rollout. `vocab_size`: None: unknown."""
+    """Raises RolloutRejectedError: it is not a rollout. `vocab_size`: None: unknown."""
 
     ids = _numbers(columns, "completion_ids", number)
     prompt_ids, logprobs = (_numbers(columns, name, number) for name in ("prompt_ids", "logprobs"))
@@ -396,13 +396,13 @@ def _row(
     for name, listed in (("prompt_ids", prompt_ids), ("completion_ids", ids)):
         if wrong := [token for token in listed if not _is_number(token) or token != int(token)]:
             raise RolloutRejectedError(
-                f"rollout_func: {name}[{number}] holds {wrong[0]!r}, which is no token id"
+                f"rollout_func: {name}[{number}] holds {wrong[0]!r}, which is not a token id"
             )
         if min(listed) < 0 or (vocab_size is not None and max(listed) >= vocab_size):
             outside = min(listed) if min(listed) < 0 else max(listed)
             raise RolloutRejectedError(
                 f"rollout_func: {name}[{number}] holds {outside!r},"
-                " which is no token id of the model"
+                " which is not a token id of the model"
             )
     of_sampled = [value for value, sampled in zip(logprobs, mask, strict=True) if sampled]
     if wrong := [each for each in of_sampled if not (_is_number(each) and _is_logprob(each))]:

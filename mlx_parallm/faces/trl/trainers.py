@@ -366,7 +366,7 @@ class TRLTrainer(TrainerAttributes):
             return None
         if not self.args.overwrite_output_dir:
             raise ConfigError(
-                f"{directory} holds a run already: train(resume_from_checkpoint=True) goes on with"
+                f"{directory} holds a run: train(resume_from_checkpoint=True) continues with"
                 " it, overwrite_output_dir=True starts anew, or choose another output_dir"
             )
         if RunDirectory.in_use(directory):
@@ -570,7 +570,7 @@ class TaughtTrainer(TRLTrainer):
         if others.get("eval_dataset") is not None and not self.reward_funcs:
             raise ConfigError(
                 f"{name}: eval_dataset needs reward_funcs, which score the sampled answers: there"
-                " is no evaluation of the divergence alone"
+                " is not an evaluation of the divergence alone"
             )
         self._teacher = None if teacher_model is None else str(teacher_model)
         super().__init__(model, args, **others)
@@ -657,7 +657,7 @@ def _check_reward(function: Any) -> None:
             )
     elif not callable(function) or hasattr(function, "named_parameters"):
         raise ConfigError(
-            f"reward_funcs: {type(function).__name__} is no function: write one that calls it"
+            f"reward_funcs: {type(function).__name__} is not a function: write one that calls it"
         )
 
 
@@ -669,7 +669,7 @@ def _chat_template(tokenizer: Any, model: str) -> str | None:
     name = getattr(tokenizer, "name_or_path", None)
     if not isinstance(name, str):
         raise ConfigError(
-            f"processing_class: {type(tokenizer).__name__} is no tokenizer: the model's own is used"
+            f"processing_class: {type(tokenizer).__name__} is not a tokenizer; the model's is used"
         )
     if (
         name not in ("", model)

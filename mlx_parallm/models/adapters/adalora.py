@@ -115,7 +115,7 @@ def read_adalora(
     parts: dict[str, dict[str, mx.array]] = {}
     for key, tensor in tensors.items():
         if (match := _KEY.fullmatch(key)) is None:
-            raise AdapterError(f"{file}: {key} is no tensor of AdaLoRA")
+            raise AdapterError(f"{file}: {key} is not a tensor of AdaLoRA")
         leaves = parts.setdefault(match["path"].removeprefix(PREFIX), {})
         if match["part"] in leaves:
             raise AdapterError(f"{file}: {key} is of a second adapter, a file holds one")

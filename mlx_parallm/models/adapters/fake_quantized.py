@@ -69,7 +69,7 @@ class Rounding:
         if GGUF in self.settings:
             return gguf_rounded(merged, self.settings[GGUF])
         packed, scales, *rest = mx.quantize(merged, **self.settings)
-        if not rest:  # a mode without biases has scales that are no floating-point numbers
+        if not rest:  # a mode without biases has scales that are not floating-point numbers
             return mx.dequantize(packed, scales, None, **self.settings).astype(mx.float32)
         wide, biases = scales.astype(mx.float32), rest[0].astype(mx.float32)
         return mx.dequantize(packed, wide, biases, **self.settings)

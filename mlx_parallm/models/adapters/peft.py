@@ -172,7 +172,7 @@ def _parts_of_layers(tensors: Mapping[str, mx.array], file: Path) -> dict[str, d
     adapters: set[str | None] = set()
     for key, tensor in tensors.items():
         if (match := _KEY.fullmatch(key)) is None:
-            raise AdapterError(f"{file}: {key} is no LoRA tensor: {_reason(key)}")
+            raise AdapterError(f"{file}: {key} is not a LoRA tensor: {_reason(key)}")
         path, part = match["path"].removeprefix(PREFIX), match["matrix"] or match["vector"]
         first = keys.setdefault((path, part), key)
         adapters.add(match["name"] or match["other"])

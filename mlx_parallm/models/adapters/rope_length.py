@@ -24,7 +24,7 @@ def rope_length_of(adapter: Mapping[str, Any], file: Path) -> int | None:
     """Return the length in an adapter's configuration. Raises AdapterError: it is none."""
     length = adapter.get(ROPE_LENGTH)
     if length is not None and (type(length) is not int or length < 1):
-        raise AdapterError(f"{file}: {ROPE_LENGTH} = {length!r} is no number of tokens")
+        raise AdapterError(f"{file}: {ROPE_LENGTH} = {length!r} is not a number of tokens")
     return length
 
 

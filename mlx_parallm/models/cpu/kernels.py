@@ -2,7 +2,7 @@
 
     exp_minus, exp2_minus   exp(x - shift) and 2^(x - shift); MLX computes exp one element at a time
     row_maxima              MLX compares one number at a time
-    swiglu                  silu(gate) · up, with a gradient of its own
+    swiglu                  silu(gate) · up, with its own gradient
     fused                   a function of many numbers, such as a training step's gradient, for one
                             call
 
@@ -121,7 +121,7 @@ def fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
 
     For a new architecture g++ makes some 30 loops, 0.4 s each, and keeps them in the directory for
     temporary files; other threads that need a loop wait for it. Part of a loop are numbers that are
-    no arrays, and arrays of one number that are no arguments: those that change from call to call
+    no arrays, and arrays of one number that are not arguments: those that change from call to call
     go through `as_data`, or each call would make new loops.
     """
     return mx.compile(function) if size >= FEWEST_TO_FUSE and available() else function

@@ -53,7 +53,7 @@ class ForwardRouting:
     Args:
         forced: [tokens, layers, k] int32, the experts to take; `UNFORCED`: the router's own. None:
             all are the router's own.
-        of_prompts: [tokens] bool, the forced tokens that `counts` has apart. None: there are none.
+        of_prompts: [tokens] bool, the forced tokens that `counts` has apart. None: no such tokens.
         counted: [tokens] int32, 1 = the token's experts count in the load of `counts`. None: no
             load is counted, and without `forced` the choices are noted.
     """

@@ -128,7 +128,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(config: Config) -> Architecture:
-    """Return the entry of a model's `model_type`. Raises ModelError: there is none."""
+    """Return the entry of a model's `model_type`. Raises ModelError: not found."""
     kind = config.get("model_type")
     architecture = ARCHITECTURES.get(str(kind))
     if architecture is None:

@@ -138,8 +138,8 @@ def convert_gguf(
 class GGUFFile:
     """The keys and tensors of a file; it knows which keys were asked for.
 
-    Raises ModelError: it is no GGUF, damaged, a part of several, an adapter, a projector, or of the
-    other byte order.
+    Raises ModelError: it is not GGUF, damaged, a part of several, an adapter, a projector, or of
+    the other byte order.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,7 +150,7 @@ class GGUFFile:
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}") from error
         if start[:4] != MAGIC:
-            raise ModelError(f"{path} is no GGUF file: it does not begin with GGUF")
+            raise ModelError(f"{path} is not a GGUF file: it does not begin with GGUF")
         if start[4:6] == b"\0\0":
             raise ModelError(f"{path} is a big-endian GGUF file: only little-endian ones are read")
         try:
@@ -275,7 +275,7 @@ def llama3_scaling(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, 
     between = (numbers > 1 + 1e-6) & (numbers < factor * (1 - 1e-6))
     if factor <= 1 or not between.any():
         raise ModelError(
-            f"the tensor {ROPE_FACTORS} is no rope scaling of Llama 3's: which one is not known"
+            f"the tensor {ROPE_FACTORS} is not a rope scaling of Llama 3's: which one is not known"
         )
     smooth = (1 / numbers[between] - 1 / factor) / (1 - 1 / factor)
     high = 4.0  # Llama's: one divisor alone allows any
@@ -285,7 +285,7 @@ def llama3_scaling(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, 
     scale = np.clip((length / wavelengths - 1) / (high - 1), 0, 1)
     if not np.allclose(1 / ((1 - scale) / factor + scale), numbers, rtol=1e-4):
         raise ModelError(
-            f"the tensor {ROPE_FACTORS} is no rope scaling of Llama 3's: which one is not known"
+            f"the tensor {ROPE_FACTORS} is not a rope scaling of Llama 3's: which one is not known"
         )
     return {
         "rope_type": "llama3",

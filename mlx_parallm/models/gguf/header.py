@@ -39,7 +39,7 @@ def check_finite(path: Path, name: str, value: Any) -> None:
     for each in values:
         # an unused token's score may be -inf
         if isinstance(each, float) and not math.isfinite(each) and (each != each or name != SCORES):
-            raise ModelError(f"{path}: {name} holds {each}, which is no number to compute with")
+            raise ModelError(f"{path}: {name} holds {each}, which is not a number to compute with")
 
 
 class _Header:
@@ -56,7 +56,7 @@ class _Header:
         for _ in range(keys):
             name = self._key()
             if name in names:
-                raise ValueError(f"the key {name} stands there twice")
+                raise ValueError(f"the key {name} appears twice")
             names.add(name)
         self._count(tensors, 32, "tensors")
         places = sorted(self._tensor() for _ in range(tensors))
@@ -77,7 +77,7 @@ class _Header:
         if name == ALIGNMENT and kind == UINT32:
             [self._alignment] = self._numbers("<I")
             if self._alignment < 8 or self._alignment & (self._alignment - 1):
-                raise ValueError(f"{ALIGNMENT} = {self._alignment} is no power of two from 8 on")
+                raise ValueError(f"{ALIGNMENT} = {self._alignment} is not a power of two from 8 on")
         else:
             self._skip(kind, name, 0)
         return name

@@ -20,7 +20,7 @@ TOWER = ("vision_tower.", "multi_modal_projector.")
 @dataclass
 class Lfm2VlArgs(BaseModelArgs):
     """`text_config` may leave out what transformers' defaults are. Raises ValueError: its text part
-    is not LFM2, or has a head of its own."""
+    is not LFM2, or has its own head."""
 
     model_type: str
     text_config: dict[str, Any] = field(default_factory=dict)

@@ -127,7 +127,7 @@ def admit_positions(model: nn.Module, axes: np.ndarray) -> RopePositions:
             continue
         rope = plain_rope(module)
         if not isinstance(rope, nn.RoPE) or rope.traditional or rope.dims != 2 * len(axes):
-            raise ModelError(f"images cannot be read: {path} is no rope of {2 * len(axes)} numbers")
+            raise ModelError(f"cannot read images: {path} is not a rope of {2 * len(axes)} numbers")
         if not isinstance(module, _TurnsByAxes):
             kind: Any = type(module)
             module.__class__ = type(f"{kind.__name__}ByAxes", (_TurnsByAxes, kind), {})

@@ -18,7 +18,7 @@ its square.
 
 A recurrent block keeps a state (and the last inputs of a convolution) instead of keys and values.
 It takes prompts of one length at a time, without their padding, and what it keeps at their end is
-where each row goes on; the gradient flows back through it. Such blocks are not packed, because a
+where each row continues; the gradient flows back through it. Such blocks are not packed, because a
 state knows no mask. Windows, and blocks that keep both a state and keys and values, become trees
 only: `shareable`, `packable` and `mergeable` say which. Sequences are not packed, nor made a tree,
 where a token's place in its row counts for more than its distance from others (learned positions).
@@ -348,7 +348,7 @@ class _PromptCache:
 
 
 class _MaskedCache:
-    """A block's empty cache, with a mask of its own [R, 1, W, W] bool."""
+    """A block's empty cache, with its own mask [R, 1, W, W] bool."""
 
     offset: int | mx.array = 0
 

@@ -191,7 +191,7 @@ def _dense_first(published: Published) -> list[str]:
 
 def _bailing_hybrid(published: Published, arguments: dict[str, Any]) -> None:
     _first_dense(published, arguments)
-    arguments["tie_word_embeddings"] = False  # transformers keeps a head of its own
+    arguments["tie_word_embeddings"] = False  # transformers keeps its own head
     arguments["head_dim"] = published.config.linear_head_dim
     arguments["moe_shared_expert_intermediate_size"] = published.config.moe_intermediate_size
     _scaled(published, arguments)
@@ -227,7 +227,7 @@ def _longcat_flash(published: Published, arguments: dict[str, Any]) -> None:
 def _mimo_v2_flash(published: Published, arguments: dict[str, Any]) -> None:
     config = published.config
     windows = [int(kind == SLIDING) for kind in config.layer_types]
-    # it looks for one of each kind; one more is no layer's
+    # it looks for one of each kind; one more is not a layer's
     arguments["hybrid_layer_pattern"] = [*windows, *({0, 1} - set(windows))]
     arguments["moe_layer_freq"] = [int(kind == "sparse") for kind in config.mlp_layer_types]
     arguments["sliding_window_size"] = config.sliding_window
@@ -327,7 +327,7 @@ def _kimi_linear(published: Published, arguments: dict[str, Any]) -> None:
     both_kinds(published, arguments)
     config = published.config
     _first_dense(published, arguments)
-    arguments["tie_word_embeddings"] = False  # transformers keeps a head of its own
+    arguments["tie_word_embeddings"] = False  # transformers keeps its own head
     numbered = list(enumerate(config.layer_types, 1))
     arguments["linear_attn_config"] = {
         "full_attn_layers": [i for i, kind in numbered if kind == GLOBAL],

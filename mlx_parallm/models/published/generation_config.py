@@ -101,7 +101,7 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
     if not isinstance(settings, dict):
-        raise ModelError(f"{file} cannot be read: it is no JSON object")
+        raise ModelError(f"{file} cannot be read: it is not a JSON object")
     return settings
 
 

@@ -54,7 +54,7 @@ def short_pattern(published: Published, arguments: dict[str, Any]) -> None:
 
 def letters_of_exaone4(published: Published, arguments: dict[str, Any]) -> None:
     letters = "".join("L" if k == SLIDING else "G" for k in published.config.layer_types)
-    # it looks for one of each kind; one more is no layer's
+    # it looks for one of each kind; one more is not a layer's
     letters += "".join({"L", "G"} - set(letters))
     arguments["sliding_window_pattern"] = letters if published.get("sliding_window") else None
 

@@ -72,7 +72,7 @@ class Published:
         return equal(value, left_out.get(key))
 
     def unusual(self) -> list[str]:
-        """Return "key = value" of the keys whose values are no defaults and no sizes."""
+        """Return "key = value" of the keys whose values are neither defaults nor sizes."""
         keys = sorted(set(self.written) & self.keys)
         values = {key: self.get(key) for key in keys}
         return [

@@ -228,7 +228,7 @@ def _llama3(published: Published, rope: Mapping[str, Any], head_dim: int) -> Tur
 
 
 def _proportional(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
-    """Gemma 4: the pairs beyond the rotated part stand still."""
+    """Gemma 4: the pairs beyond the rotated part stay as they are."""
     angles = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
     turned = 1 / np.float32(rope["rope_theta"]) ** _exponents(2 * angles, head_dim)
     inverse = np.concatenate([turned, np.zeros(head_dim // 2 - angles, np.float32)])

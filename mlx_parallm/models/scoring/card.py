@@ -128,18 +128,18 @@ def tokenizer_print(tokenizer: Tokenizer) -> str:
 def find_reward_model(path: str | Path) -> Path:
     """Return the directory of a reward model: `path`, or its `final` or `latest`.
 
-    Raises ConfigError: there is none, or a file of it is missing.
+    Raises ConfigError: not found, or a file of it is missing.
     """
     root = local_path(str(path))
     directory = next((root / n for n in PLACES if (root / n / CARD_FILE).is_file()), None)
     if directory is None:
         what = "there is no such directory" if not root.is_dir() else f"it has no {CARD_FILE}"
         raise ConfigError(
-            f'{path} is no reward model: {what}. A run with rl_training.algorithm = "reward_model"'
-            " leaves one in its directory and in each of its checkpoints"
+            f'{path} is not a reward model: {what}. Runs of rl_training.algorithm = "reward_model"'
+            " leave one in its directory and in each of its checkpoints"
         )
     if not (directory / VALUE_HEAD_FILE).is_file():
-        raise ConfigError(f"{directory} is no whole reward model: {VALUE_HEAD_FILE} is missing")
+        raise ConfigError(f"{directory} is not a whole reward model: {VALUE_HEAD_FILE} is missing")
     return directory
 
 

@@ -222,7 +222,7 @@ def _turns(
         after = render(messages[: number + 1], add_generation_prompt=False)
         if not after.startswith(before):
             raise ConfigError(
-                f"{SECTION}: {example.where}: the chat template does not go on from the prompt that"
+                f"{SECTION}: {example.where}: the chat template does not continue the prompt that"
                 f" it opens an answer with: {before[-40:]!r} became"
                 f" {after[max(0, len(before) - 40) :][:60]!r}. Another model.chat_template, or"
                 " model.chat_template_kwargs, may"

@@ -115,7 +115,7 @@ class TeacherPrompt:
     def _filled(self, question: Any, row: Mapping[str, Any], group: RolloutGroup) -> Any:
         last = question if isinstance(question, str) else question[-1]["content"]
         if not isinstance(last, str):
-            raise NoPromptError("the last message of its prompt is no text")
+            raise NoPromptError("the last message of its prompt is not text")
         template = self._config.prompt
 
         def fill(text: str) -> str:

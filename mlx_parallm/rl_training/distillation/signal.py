@@ -132,7 +132,7 @@ class Teachers(StepCompanion):
         return rest
 
     def _prompt_of(self, group: RolloutGroup) -> tuple[str | None, Sequence[int] | None]:
-        """(teacher, the tokens of its own prompt); None: there is none, which is counted."""
+        """(teacher, the tokens of its own prompt); None: missing, which is counted."""
         name = self._teacher_of(group)
         if name is None:
             return None, None
@@ -199,7 +199,7 @@ class Teachers(StepCompanion):
         _, teacher, _ = self._by_name[name]
         group, number, segment = place
         if sequence.rollout.images and (prompt is not None or not teacher.reads_images):
-            reason = "behind a prompt of its own" if prompt is not None else "here"
+            reason = "behind its own prompt" if prompt is not None else "here"
             raise ConfigError(f"distillation: teacher {name!r} reads no images {reason}")
         if isinstance(teacher, GroupTeacher):
             return teacher.answer(batch.groups[group], number, segment, sequence)
@@ -254,7 +254,7 @@ class Teachers(StepCompanion):
         if np.isnan(scored.logprobs).any() or (
             scored.targets is not None and np.isnan(scored.targets).any()
         ):
-            self._note_unusable(name, "log-probabilities that are no numbers (NaN, null)")
+            self._note_unusable(name, "log-probabilities that are not numbers (NaN, null)")
 
     def _answers(
         self, name: str, answers: list[tuple[int, Answer]], should_stop: Callable[[], bool]
@@ -273,7 +273,7 @@ class Teachers(StepCompanion):
                 pending = [entry for entry in pending if entry[0] not in scores]
                 waits = self._config.on_teacher_lost == "wait"
                 if not self._lost:
-                    then = "steps wait for it" if waits else "this step goes on without it"
+                    then = "steps wait for it" if waits else "this step continues without it"
                     reason = str(error)
                     log.warning("a teacher does not answer", teacher=name, then=then, reason=reason)
                 self._lost = f"teacher {name} does not answer: {error}"

@@ -51,7 +51,7 @@ class Comparison:
     def doubt(self) -> str | None:
         """Why a higher reward does not say that the answers are better; None: it does. One answer
         to all prompts is none, whoever scores it, unless the rows want it. A reward that trained
-        the policy is no examiner of it, unless the rows' own answers agree."""
+        the policy is not an examiner of it, unless the rows' own answers agree."""
         if self.one_answer is not None:
             text, count = self.one_answer
             return f"{count} of {len(self.rewards)} prompts get one answer: {text[:SHOWN]!r}"

@@ -1,4 +1,4 @@
-"""[evaluation]: held-out problems answered by the engine while training goes on. See
+"""[evaluation]: held-out problems answered by the engine while training continues. See
 docs/watching.md#evaluation.
 
     Evaluations     the schedule: when one is due, of which version, and where its result goes
@@ -381,7 +381,7 @@ class FallGuard:
     trainer's thread.
 
     It requests an ordinary rollback (`publish/rollback.py`), which the trainer performs between two
-    steps: weights and optimizer go back, steps and data go on.
+    steps: weights and optimizer go back, steps and data continue.
 
     Args:
         max_fall: how far the metric that checkpoints are compared by may fall below its best.

@@ -692,7 +692,7 @@ def _stalled_in_metrics(evidence: Evidence) -> Sign | None:
     return Sign(words, {"time_rollout_s": longest, "time_rollout_s_median": usual})
 
 
-@_waiting_rule("paused", "POST /resume, or Resume on the dashboard, goes on")
+@_waiting_rule("paused", "POST /resume, or Resume on the dashboard, continues")
 def _paused(arrivals: Arrivals) -> Sign | None:
     words = f"paused by {arrivals.paused}: step {arrivals.step} waits until somebody resumes"
     return Sign(words, {"step": arrivals.step}) if arrivals.paused else None

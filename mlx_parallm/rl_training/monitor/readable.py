@@ -83,6 +83,6 @@ def _marks(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> dict
             continue
         for mark, role in zip(between, (*roles, "assistant"), strict=True):
             marks[mark] = role
-            for end in ends:  # if the policy has sampled it, it is no part of what follows
+            for end in ends:  # if the policy has sampled it, it is not part of what follows
                 marks[mark.removeprefix(end)] = role
     return {mark: role for mark, role in marks.items() if mark.strip()}

@@ -143,7 +143,7 @@ class Trackers:
         if name not in self._warned:
             self._warned.add(name)
             log.warning(
-                "tracker failed; training goes on, metrics.jsonl is complete",
+                "tracker failed; training continues, metrics.jsonl is complete",
                 tracker=name,
                 problem=problem,
             )

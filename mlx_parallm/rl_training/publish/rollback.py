@@ -4,7 +4,7 @@
     under a new number
 
 Weights, optimizer and the trainer's own numbers go back; steps, schedules, data and random states
-go on. Rollouts of versions that are left count as stale (run_files/versions.py); those of the
+continue. Rollouts of versions that are left count as stale (run_files/versions.py); those of the
 version that is back are fresh.
 """
 
@@ -119,7 +119,7 @@ class Rollbacks:
         self._answer: tuple[Future[dict[str, Any]], Rollback] | None = None
 
     def perform(self, step: int) -> Rollback | None:
-        """Perform the waiting rollback after `step` finished steps; None: there is none, or it was
+        """Perform the waiting rollback after `step` finished steps; None: none waits, or it was
         refused. `settle` sends the answer."""
         requested = self._service.take()
         if requested is None:
@@ -171,7 +171,7 @@ class Rollbacks:
 
     def _load(self, path: Path) -> TrainingState:
         """Load a checkpoint as `Checkpointer.resume` does, except data, random states and metrics:
-        those go on."""
+        those continue."""
         state = TrainerState.read(path)
         check_files(path)
         self._trainer.policy.load(path)

@@ -98,7 +98,7 @@ class RunningRun:
         log.error("the GPU has failed", kind=fault.kind.name, fault=fault.text, saved=place)
         begins = "nothing was saved yet" if place is None else f"{place} is saved"
         again = f"{report.our_command()} train --resume {run}"
-        plan = f"{begins}: go on with `{again}` (--restarts N does this by itself)"
+        plan = f"{begins}: continue with `{again}` (--restarts N does this by itself)"
         return DeviceFaultError(fault, f"{plan}; {fault.kind.advice}")
 
     def _control(self) -> RunControl:

@@ -52,7 +52,7 @@ def _subscribe_display(started: StartedRun, tokenizer: Tokenizer) -> None:
         # then nothing else is the reason for waiting
         if CLIENTS in serving.client.stats().holders:
             return [
-                "paused by a client: POST /resume, or Resume on the dashboard, goes on",
+                "paused by a client: POST /resume, or Resume on the dashboard, continues",
                 serving.memory_health(),
                 started.memory.health(),
             ]

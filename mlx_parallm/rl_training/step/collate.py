@@ -265,7 +265,7 @@ def _prompt_experts(
     sequences: Sequence[TrainSequence], rows: Sequence[int], mask: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Places in the flattened [B · T] and experts of the tokens that were recorded, without those
-    that predict a trained one or are behind the last of these; None: there are none."""
+    that predict a trained one or are behind the last of these, or None."""
     places, parts = [], []
     for i, row in enumerate(rows):
         for columns, ids in _recorded(sequences[row].rollout):

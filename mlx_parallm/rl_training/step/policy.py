@@ -65,7 +65,7 @@ COMPANIONS = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 
 class TrainedPolicy:
     """Args:
-        model: a tree of its own, frozen and evaluated.
+        model: its own tree, frozen and evaluated.
         source: the base checkpoint's directory (tokenizer and configuration travel with saved full
             weights).
         base: its name, for who finds a saved adapter.
@@ -387,7 +387,7 @@ class TrainedPolicy:
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether a checkpoint has a reference of its own beside the trained weights."""
+        """Whether a checkpoint has its own reference beside the trained weights."""
         return bool(self._saved_reference) or self._reference_base is not None
 
     def saved_bytes(self) -> int:

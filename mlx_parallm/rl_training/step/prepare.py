@@ -502,7 +502,7 @@ def _mismatch_parts(apart: mx.array, chosen: mx.array) -> mx.array:
 def mismatch(parts: np.ndarray) -> Mismatch | None:
     """Parts of a mini-batch's micro-batches [M, 8] → what engine and trainer differ by. Fresh
     tokens count alone if there are some; else all that came with log-probabilities, and what
-    was learned since is in it. None: there are none."""
+    was learned since is in it. None: missing."""
     for fresh, (largest, *sums) in ((True, parts[:, :4].T), (False, parts[:, 4:].T)):
         absolute, k3, count = (float(total.sum(dtype=np.float64)) for total in sums)
         if count:

@@ -1,4 +1,4 @@
-"""`mlx_parallm_dashboard RUN_DIR…`: the page for runs on the disk, in a server of its own on
+"""`mlx_parallm_dashboard RUN_DIR…`: the page for runs on the disk, in its own server on
 this machine only."""
 
 import sys

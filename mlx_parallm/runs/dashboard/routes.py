@@ -1,4 +1,4 @@
-"""The routes below /dashboard, in the daemon and in a server of its own (command.py). The page's
+"""The routes below /dashboard, in the daemon and in its own server (command.py). The page's
 own files (static/) are public and hold no data; all data needs the server's key. A leaf: `RunView`
 has what is shown, from the disk alone.
 

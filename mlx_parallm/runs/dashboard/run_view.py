@@ -477,7 +477,7 @@ class RunView:
                 raise RequestError(str(error), param="id") from error
 
     def _opened(self) -> Answers:
-        """Open the rollouts once they are there. Raises RequestError: there are none."""
+        """Open the rollouts once they are there. Raises RequestError: not found."""
         if self._answers is None:
             if self.state() == "running" and not self._run.has("config"):
                 raise RequestError("the run is starting: there are no rollouts yet")

@@ -251,7 +251,7 @@ class DeviceFaults:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Enclose work of a thread of its own. Raises DeviceFaultError: it has met a fault that
+        """Enclose the work of a separate thread. Raises DeviceFaultError: it has met a fault that
         spoils other results, or another thread has, before it or meanwhile."""
         self.check()
         try:

@@ -31,7 +31,7 @@ class Heartbeat:
     """The sign of one part, from one thread. Without a `directory` it costs nothing."""
 
     directory: ClassVar[Path | None] = None
-    """Where a supervisor looks; None: there is none. Set before the parts are made."""
+    """Where a supervisor looks, or None. Set before the parts are made."""
 
     def __init__(self, part: str) -> None:
         self._file: Path | None = None
@@ -70,7 +70,7 @@ def supervised() -> bool:
 
 
 def beat_for_process() -> None:
-    """Let a thread of its own touch `process` until the process ends."""
+    """Start a thread that touches `process` until the process ends."""
     heartbeat = Heartbeat(PROCESS)
 
     def beat() -> None:

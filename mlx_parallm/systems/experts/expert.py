@@ -327,7 +327,7 @@ KINDS: Mapping[str, Callable[[ExpertConfig], RNNExpertBase]] = {
 def make_expert(kind: str, config: ExpertConfig) -> RNNExpertBase:
     """Raises ConfigError: a kind that is not in `KINDS`."""
     if kind not in KINDS:
-        raise ConfigError(f"{kind!r} is no kind of expert: {' or '.join(KINDS)}")
+        raise ConfigError(f"{kind!r} is not a kind of expert: {' or '.join(KINDS)}")
     return KINDS[kind](config)
 
 

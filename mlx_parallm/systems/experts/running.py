@@ -36,7 +36,7 @@ def parser_of(
     parser.add_argument("--kind", choices=("gru", "lstm"), default="gru")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("checkpoints") / name)
-    parser.add_argument("--resume", action="store_true", help="go on from CHECKPOINT_DIR/latest")
+    parser.add_argument("--resume", action="store_true", help="continue from CHECKPOINT_DIR/latest")
     return parser
 
 
@@ -110,6 +110,6 @@ def train_expert(
         trainer.train(arguments.timesteps, report=report)
         keep()
     if shutdown.stop.is_set():
-        show(f"stopped after {trainer.steps:,} steps; --resume goes on")
+        show(f"stopped after {trainer.steps:,} steps; --resume continues")
         sys.exit(0)
     return trainer.expert

@@ -68,7 +68,7 @@ def _named(request: Request, header: str) -> str | None:
     value = request.headers.get(header)
     if value is not None and not _NAME.fullmatch(value):
         raise RequestError(
-            f"{header}: {value[:80]!r} is no name: 1 to 64 letters, digits, . @ : - _"
+            f"{header}: {value[:80]!r} is not a name: 1 to 64 letters, digits, . @ : - _"
         )
     return value
 

@@ -26,7 +26,7 @@ SECRET = "a secret or name was replaced in the chat: its tokens would show it"
 BROKEN_OFF = "the answer was broken off before its end, or nothing was sampled"
 IMAGES = "the chat has images"
 TOKENS = "the prompt came as tokens, in which no secrets are looked for"
-CONTINUED = "the answer goes on with a message of the client's"
+CONTINUED = "the answer continues with a message of the client's"
 
 
 def answer_id(response_id: str, choice: int) -> str:

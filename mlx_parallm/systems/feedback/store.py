@@ -180,13 +180,13 @@ class FeedbackStore:
                     _count(connection, "answer", "", str(new.reason))
 
     def signal(self, signal: Signal) -> KeptAnswer | None:
-        """Take a signal for an answer by its id; return the answer. None: there is none."""
+        """Take a signal for an answer by its id; return the answer. None: unknown id."""
         with self._database.transaction() as connection:
             self._signal(connection, signal, self._clock())
             return _kept(connection, signal.answer)
 
     def judged(self, answer: str, reply: str, value: float | None, outcome: str) -> None:
-        """Give the pending message about an answer its value. None: it is no signal, because of
+        """Give the pending message about an answer its value. None: it is not a signal, because of
         `outcome`. A later message may have taken its place meanwhile, and waits for its own."""
         with self._database.transaction() as connection:
             of_it = "answer = ? AND kind = 'message' AND value IS NULL AND detail = ?"

@@ -98,7 +98,7 @@ class VectorizedHybridEnv:
     def __init__(self, envs: Sequence[HybridEnv]) -> None:
         if not envs or len({id(env.orchestrator) for env in envs}) < len(envs):
             raise ConfigError(
-                "VectorizedHybridEnv: one environment or more, each with an orchestrator of its own"
+                "VectorizedHybridEnv: one environment or more, each with its own orchestrator"
             )
         self.envs = list(envs)
         self._threads = ThreadPoolExecutor(len(self.envs), thread_name_prefix="hybrid env")

@@ -92,7 +92,7 @@ class Orchestrator:
     """One episode at a time: `reset(task)`, then `step(action)` until it is done.
 
     Args:
-        registry: the experts; each acts with a memory of its own in every delegation.
+        registry: the experts; each acts with its own memory in every delegation.
         tools: where all calls go; it is not closed.
         planner_tools: definitions of the tools that the planner may call, where those are not all;
             loops may call all.
@@ -128,7 +128,7 @@ class Orchestrator:
         self.done = True
 
     def reset(self, task: Mapping[str, Any] | HybridTask) -> str:
-        """Begin a task; return the text view. Raises ConfigError: it is no task."""
+        """Begin a task; return the text view. Raises ConfigError: it is not a task."""
         self._task = HybridTask.of(task)
         kind, rewarded_types = self._task.type, [*self.config.rewards.task_rewards, "general"]
         if kind not in rewarded_types and (meant := nearly(kind, rewarded_types)):
@@ -168,7 +168,7 @@ class Orchestrator:
         return self.done and is_solved(self.config.rewards, self)
 
     def step_text(self, text: str) -> StepResult:
-        """Take a turn of the planner: its first action that is no thought, or the thought.
+        """Take a turn of the planner: its first action that is not a thought, or the thought.
 
         What follows an action in the same turn was written before its result was there: it is left
         out, and `info["left_out"]` counts it.

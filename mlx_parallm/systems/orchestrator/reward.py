@@ -337,7 +337,7 @@ def nearly(name: str, names: Sequence[str]) -> str | None:
 
 
 def last_number(text: str | None) -> float | None:
-    """Return the last number in a text, "1,234.5" as well; None: there is none. Digits within a
+    """Return the last number in a text, "1,234.5" as well, or None. Digits within a
     word or a power of a unit ("m/s^2", "m2", "x1") are none."""
     for digits in reversed(_NUMBER.findall(_IN_A_WORD.sub(" ", text or ""))):
         if any(character.isdigit() for character in digits):

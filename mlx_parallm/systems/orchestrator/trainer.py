@@ -74,7 +74,7 @@ class PlannerTrainer:
         if (self.algorithm is None) == (prompt_source is None):
             raise ConfigError(
                 "GRPOTrainer: train(prompts) the first time, then train()"
-                " goes on with the same prompts"
+                " continues with the same prompts"
             )
         if self.algorithm is None and prompt_source is not None:
             prompts = list(prompt_source() if callable(prompt_source) else prompt_source)

@@ -234,7 +234,7 @@ def _numbers_in(file: Path) -> int:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     if header is None:
-        raise ConfigError(f"{file} is no file of weights, or is cut short")
+        raise ConfigError(f"{file} is not a file of weights, or is cut short")
     return numbers_in(header)
 
 

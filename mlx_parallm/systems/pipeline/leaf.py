@@ -12,7 +12,7 @@ LEAF = Leaf(
             "mlx_parallm.systems.pipeline.command:Pipeline",
             "mlx_parallm_pipeline",
             (
-                "A second call goes on where the first one stopped, and does only what has"
+                "A second call continues where the first one stopped, and does only what has"
                 " changed. docs/traces.md#pipeline."
             ),
             ends_in_order=True,

@@ -53,7 +53,7 @@ class OfflineGroupTrainer:
     ) -> None:
         if unknown := sorted(set(arguments) - set(ARGUMENTS)):
             raise ConfigError(
-                f"RLTrainer: {unknown[0]!r} is no argument of a training on scored groups, which"
+                f"RLTrainer: {unknown[0]!r} is not an argument for training on scored groups, which"
                 f" takes {', '.join(ARGUMENTS)}; with rewards=[…] the answers are sampled anew"
             )
         self._base, self._arguments = base_model, ARGUMENTS | dict(arguments)

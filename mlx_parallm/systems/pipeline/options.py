@@ -100,7 +100,7 @@ def _check_place(place: Path, name: str) -> None:
         file = str(json.loads((place / REPORT_FILE).read_text(encoding="utf-8"))["file"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"--deploy {place} exists and is no exported model: choose another directory"
+            f"--deploy {place} exists and is not an exported model: choose another directory"
         ) from None
     if not file.startswith(f"{name}-"):
         raise ConfigError(

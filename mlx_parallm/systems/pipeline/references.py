@@ -20,7 +20,7 @@ from mlx_parallm.types import Trajectory
 COLUMN = "references"
 AGREEMENT = f"python:{__name__}:agreement"
 AROUND_CALL = 64  # characters around the name and the arguments of a call
-CALLS = "calls"  # of a reference that is no text: a run that ends without one
+CALLS = "calls"  # of a reference that is not text: a run that ends without one
 
 References = list[str | Json]
 
@@ -70,7 +70,7 @@ def recorded_calls(traces: Iterable[Trace]) -> Json | None:
 
 
 def opening_question(trace: Trace) -> str | None:
-    """Return the last user message before the first sampled answer; None: there is none."""
+    """Return the last user message before the first sampled answer, or None."""
     question = None
     for step in trace.steps:
         if step.sampled:

@@ -506,7 +506,7 @@ class Stages:
         step = int(lines[-1]["step"]) if lines else 0
         if not (directory / RUN / FINAL).is_dir() or step < total:
             raise StageFailedError(
-                f"train: it was stopped at step {step} of {total}: the same command goes on"
+                f"train: it was stopped at step {step} of {total}: the same command continues"
             )
         key = "reward_mean" if self.options.method == "grpo" else "loss"
         result: Json = {"steps": step, "curve": {key: [line.get(key) for line in lines]}}

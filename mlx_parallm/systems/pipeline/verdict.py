@@ -111,7 +111,7 @@ def verdict_on_rows(
         lower_is_better: the measure is a loss; else a share of the rows, or of pairs of them.
         losses: before and after. A share is 1 where every pair is apart by a rounding.
         chosen: log-probability of the good answers before and after. They can be told from the bad
-            ones by a model that says nothing any more, so the share is no examiner of its own.
+            ones by a model that says nothing any more, so the share alone proves nothing.
     """
     result: Json = {"what": what, "before": before, "after": after, "problems": rows}
     if before is None or after is None:

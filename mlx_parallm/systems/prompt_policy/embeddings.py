@@ -90,7 +90,7 @@ class EndpointEmbedder:
                 rows = np.array([entry["embedding"] for entry in data], np.float32)
         except (LookupError, TypeError, ValueError) as error:
             raise EndpointError(
-                f"{self._endpoint.base_url}: this is no list of embeddings: {str(reply)[:200]}"
+                f"{self._endpoint.base_url}: this is not a list of embeddings: {str(reply)[:200]}"
             ) from error
         return checked(
             rows, len(texts), self.dimensions, f"{self._model} at {self._endpoint.base_url}"

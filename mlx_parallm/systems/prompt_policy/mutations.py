@@ -310,7 +310,7 @@ class ChatMutation:
             text = whole_characters(str(reply["choices"][0]["message"]["content"] or "")).strip()
         except (LookupError, TypeError) as error:
             raise EndpointError(
-                f"{self._endpoint.base_url}: this is no chat completion: {str(reply)[:200]}"
+                f"{self._endpoint.base_url}: this is not a chat completion: {str(reply)[:200]}"
             ) from error
         if not text or text == prompt.strip():
             return None

@@ -20,7 +20,7 @@ def _whole_characters(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("it holds half a surrogate pair, which is no character") from error
+        raise ValueError("it holds half a surrogate pair, which is not a character") from error
     return text
 
 

@@ -178,7 +178,7 @@ class PolicyService:
         ):
             raise RequestError(
                 (
-                    f"{directory} is there, and is no checkpoint of a"
+                    f"{directory} is there, and is not a checkpoint of a"
                     " prompt policy: choose another name"
                 ),
                 param="path",

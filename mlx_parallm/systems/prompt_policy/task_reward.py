@@ -61,7 +61,7 @@ class EndpointAnswers:
             ]
         except (LookupError, TypeError) as error:
             raise EndpointError(
-                f"{self._endpoint.base_url}: this is no chat completion: {str(reply)[:200]}"
+                f"{self._endpoint.base_url}: this is not a chat completion: {str(reply)[:200]}"
             ) from error
 
 

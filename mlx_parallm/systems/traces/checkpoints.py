@@ -94,7 +94,7 @@ def read_checkpoint(path: Path) -> Any:
             return parse_json(data)
         return _Plain().of(_PlainUnpickler(io.BytesIO(data)).load())
     except (pickle.UnpicklingError, EOFError, RecursionError, MemoryError, *SHAPES) as error:
-        raise TraceError(f"{path} is no checkpoint: {type(error).__name__}: {error}") from error
+        raise TraceError(f"{path} is not a checkpoint: {type(error).__name__}: {error}") from error
 
 
 LARGEST = 1 << 30  # bytes of a checkpoint
@@ -164,7 +164,7 @@ class CheckpointLoader:
             try:
                 checkpoint = read_checkpoint(path)
                 if not isinstance(checkpoint, dict):
-                    raise TraceError(f"{path} is no checkpoint: it holds no attributes")
+                    raise TraceError(f"{path} is not a checkpoint: it holds no attributes")
                 left_out = Counter[str]()
                 traces = list(_runs(checkpoint, left_out))
                 self.left_out += left_out
@@ -189,7 +189,7 @@ def _runs(checkpoint: Mapping[str, Any], left_out: Counter[str]) -> Iterator[Tra
             else session
         )
         if not isinstance(history, list):
-            left_out["a history that is no list"] += 1
+            left_out["a history that is not a list"] += 1
             history = []
         turns[str(session_id)] = _turns(history, left_out)
     places = [
@@ -215,7 +215,7 @@ def _turns(history: Iterable[Any], left_out: Counter[str]) -> list[list[Json]]:
     turns: list[list[Json]] = []
     for message in history:
         if not isinstance(message, dict):
-            left_out["a message that is no object"] += 1
+            left_out["a message that is not an object"] += 1
         elif message.get("role") == "user":
             turns.append([message])
         elif not turns:

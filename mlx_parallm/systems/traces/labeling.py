@@ -31,7 +31,7 @@ def read_labelable(path: Path) -> list[Trace]:
     """Raises TraceError: this is not a file of traces, which alone can be rewritten."""
     if path.is_dir() or detect(path) != "atif":
         raise TraceError(
-            f"{path} is no file of traces: `mlx_parallm traces import"
+            f"{path} is not a file of traces: `mlx_parallm traces import"
             f" {path} --to traces.jsonl` makes one"
         )
     return list(read_traces(path, source="atif"))

@@ -81,7 +81,7 @@ def optional_text(value: Mapping[str, Any], name: str) -> str | None:
     """Raises ValueError: it is something else."""
     text = value.get(name)
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"{name!r} is no text")
+        raise ValueError(f"{name!r} is not text")
     return text
 
 
@@ -89,7 +89,7 @@ def _object(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The object of that name; {} if there is none. Raises ValueError: it is something else."""
     entry = value.get(name)
     if entry is not None and not isinstance(entry, dict):
-        raise ValueError(f"{name!r} is no object")
+        raise ValueError(f"{name!r} is not an object")
     return entry or {}
 
 
@@ -146,7 +146,7 @@ def _tokens_of(prompt_ids: Any, choice: Mapping[str, Any], temperature: float) -
     if not all(isinstance(token, int) for token in [*prompt_ids, *ids]) or not all(
         map(_is_number, numbers)
     ):
-        raise ValueError("token ids and log-probabilities are no numbers")
+        raise ValueError("token ids and log-probabilities are not numbers")
     spans = [(s["version"], s["start"], s["end"]) for s in _list(choice.get("weight_versions"))]
     return TurnTokens(
         shared=0,

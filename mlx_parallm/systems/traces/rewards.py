@@ -177,7 +177,7 @@ class RewardEngine:
         return [value if has_score(value) else None for value in values]
 
     def get_binary_label(self, trace: Trace, threshold: float = GOOD_FROM) -> bool | None:
-        """Return whether the combined score is at least the threshold; None: there is none."""
+        """Return whether the combined score is at least the threshold, or None."""
         score = self.compute_combined(trace)
         return None if score is None else score >= threshold
 

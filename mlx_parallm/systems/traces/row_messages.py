@@ -178,7 +178,7 @@ def _row_message(message: Mapping[str, Any], notes: Counter[str]) -> Json:
     thoughts = next((message[name] for name in THOUGHTS if message.get(name)), None)
     if thoughts is not None:
         if role != "assistant" or not isinstance(thoughts, str):
-            raise TraceError("reasoning that is no text of an answer, which a row cannot hold")
+            raise TraceError("reasoning that is not a text of an answer, which a row cannot hold")
         kept["reasoning_content"] = thoughts
     if message.get("tool_calls"):
         if role != "assistant" or not isinstance(message["tool_calls"], list):
@@ -199,7 +199,7 @@ def _text(content: Any, notes: Counter[str]) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise TraceError("content that is no text, which a row cannot hold")
+        raise TraceError("content that is not text, which a row cannot hold")
     texts = []
     for part in content:
         if (

@@ -192,7 +192,7 @@ def steps_of(messages: Iterable[Mapping[str, Any]]) -> list[Json]:
     takes_results = False
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise TraceError(f"message {number} is no object")
+            raise TraceError(f"message {number} is not an object")
         role = message.get("role")
         if role in ("tool", "function"):
             if not takes_results:
@@ -394,7 +394,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of JSON text of another program, which this one can walk through and write
     again.
 
-    Raises ValueError: it is no JSON, holds NaN or a number beyond float64, is nested deeper than
+    Raises ValueError: it is not JSON, holds NaN or a number beyond float64, is nested deeper than
     `DEEPEST`, or has so many lists and objects that they would fill the memory.
     """
     check_containers(text, MOST_CONTAINERS)
@@ -425,7 +425,7 @@ def parse_json(text: str | bytes) -> Any:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is no number of JSON")
+        raise ValueError(f"{text} is not a number of JSON")
     return value
 
 
@@ -465,7 +465,7 @@ def iso_time(seconds: float) -> str:
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
     except (OverflowError, OSError) as error:
-        raise ValueError(f"{seconds} is no time") from error
+        raise ValueError(f"{seconds} is not a time") from error
 
 
 def unix_time(text: Any) -> float | None:

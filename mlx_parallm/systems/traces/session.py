@@ -140,7 +140,7 @@ class Session:
                 elif value["type"] == "label":
                     session.labels.append(Label.model_validate(without(value, "type")))
                 else:
-                    raise ValueError(f"lines of type {value['type']!r} are no turns and no labels")
+                    raise ValueError(f"type {value['type']!r} is neither a turn nor a label")
             except (
                 ValueError,
                 KeyError,
@@ -156,7 +156,7 @@ class Session:
     def add(self, turn: SessionTurn) -> None:
         # it would also close a circle: an earlier turn would follow a later one
         if turn.id in self.turns:
-            raise ValueError(f"turn {turn.id} stands in this session twice")
+            raise ValueError(f"turn {turn.id} appears twice in this session")
         if turn.parent is not None and turn.parent not in self.turns:
             raise ValueError(f"turn {turn.id} follows {turn.parent}, which is not in this session")
         self.turns[turn.id] = turn
@@ -415,7 +415,7 @@ def _step_fields(turn: SessionTurn, session: Session, *, copied: bool) -> Json:
 
 
 def read_sessions(directory: Path) -> Iterable[Session]:
-    """Every session of a recorder's directory, by name. Raises TraceError: there is none, or one
+    """Every session of a recorder's directory, by name. Raises TraceError: not found, or one
     cannot be read."""
     folder = directory / SESSIONS
     if not folder.is_dir():

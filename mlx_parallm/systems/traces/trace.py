@@ -94,15 +94,15 @@ class Trace(TraceRecord):
         extra = self.extra or {}
         for name in ("columns", "execution", "redacted", "rewards"):
             if not isinstance(extra.get(name, {}), dict):
-                raise ValueError(f"extra.{name} is no object")
+                raise ValueError(f"extra.{name} is not an object")
         for name, reward in extra.get("rewards", {}).items():
             if not (isinstance(reward, dict) and isinstance(reward.get("score"), int | float)):
                 raise ValueError(f"extra.rewards.{name} has no number 'score'")
             if not isinstance(reward.get("weight", 1.0), int | float):
-                raise ValueError(f"extra.rewards.{name}: 'weight' is no number")
+                raise ValueError(f"extra.rewards.{name}: 'weight' is not a number")
         labels = extra.get("labels", [])
         if not isinstance(labels, list):
-            raise ValueError("extra.labels is no list")
+            raise ValueError("extra.labels is not a list")
         for label in labels:
             Label.model_validate(label)
         return self
@@ -240,7 +240,7 @@ class Trace(TraceRecord):
 
     @property
     def label(self) -> bool | None:
-        """The newest label by a person; None: there is none."""
+        """The newest label by a person, or None."""
         values = [
             label.value for label in self.labels if label.name == MANUAL and label.value is not None
         ]

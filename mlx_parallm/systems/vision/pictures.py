@@ -56,7 +56,7 @@ def open_picture(data: bytes, max_pixels: int) -> Image.Image:
     except PictureError:
         raise
     except UnidentifiedImageError:
-        raise PictureError(f"it is no image that is read here: {', '.join(FORMATS)}") from None
+        raise PictureError(f"it is not an image that is read here: {', '.join(FORMATS)}") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise PictureError(f"it has more than {max_pixels} pixels (vision.max_pixels)") from None
     except _DAMAGED as error:
@@ -74,7 +74,7 @@ def as_rgb(picture: Image.Image) -> Image.Image:
         white = Image.new("RGBA", picture.size, "white")
         return Image.alpha_composite(white, picture).convert("RGB")
     if picture.mode not in ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"):
-        raise PictureError(f"its pixels are {picture.mode!r}, which is no colour")
+        raise PictureError(f"its pixels are {picture.mode!r}, which is not a colour")
     return picture.convert("RGB")
 
 

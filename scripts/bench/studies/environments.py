@@ -22,7 +22,7 @@ FOR_EVER_S = 1e9
 
 
 class OneTurnDecides(BaseEnvironment):
-    """A digit between four words, each in a sequence of its own; the digit is worth 1, the words
+    """A digit between four words, each in its own sequence; the digit is worth 1, the words
     nothing."""
 
     rewards_turns = True
@@ -69,7 +69,7 @@ class Sums(BaseEnvironment):
         return self._ask(state)
 
     def _ask(self, state: State) -> State:
-        # a sum of its own for each turn, the same for all rollouts of a group
+        # its own sum for each turn, the same for all rollouts of a group
         rng = random.Random(f"{state.metadata['seed']} {state.step_count}")
         a, b = rng.randint(0, self.highest), rng.randint(0, self.highest)
         state.metadata["answer"] = str(a + b)

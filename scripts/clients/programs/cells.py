@@ -1,7 +1,7 @@
 """Parts that the Python programs here share: where the servers are, one tool, and the report of a
 cell.
 
-A program runs in an environment of its own, so this file needs the standard library only.
+A program runs in its own environment, so this file needs the standard library only.
 """
 
 import asyncio

@@ -40,7 +40,7 @@ def perturbed(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("name", BOTH)
 def test_a_publish_in_mid_answer_of_a_group(name):
     """Three tokens by the old weights, the rest by the new ones over the old states; the next
-    request goes on from nothing that the old weights left."""
+    request continues from nothing that the old weights left."""
     with short_segments():
         served, prompt = serve(small_model(name)), prompt_of(30)
         other = perturbed(served.plain)
@@ -71,7 +71,7 @@ def test_a_publish_in_mid_answer_of_a_group(name):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_little_memory_makes_requests_wait_and_changes_no_answer(ahead):
-    """Room for about three of eight rows: the others wait, and go on where memory is given back."""
+    """Room for about three of eight rows: the others wait, and continue where memory is given back."""
     with short_segments():
         probe = serve(small_model(HYBRID)).engine
         options = {"kv_cache_bytes": 120 * probe.cache.token_bytes(), "prefix_cache_bytes": 1 << 16}
@@ -145,7 +145,7 @@ def nested(path: str, module: nn.Module) -> dict:
 @pytest.mark.parametrize("name", AGREEING)
 def test_the_trainers_log_probabilities_of_what_the_engine_sampled(name):
     """Under a strong adapter: a group of three answers, two ragged prompts, and a second turn
-    that goes on from a snapshot. The trainer computes the group's prompt once where it can."""
+    that continues from a snapshot. The trainer computes the group's prompt once where it can."""
     with short_segments():
         model = small_model(name)
         policy = copy.deepcopy(model)
@@ -175,7 +175,7 @@ def test_the_trainers_log_probabilities_of_what_the_engine_sampled(name):
         texts.append(
             (turn, run(served.engine, [request("turn", turn, **params)])["turn"].completions[0])
         )
-        assert served.engine.counters.prefill_tokens - before == 3, "it went on from the snapshot"
+        assert served.engine.counters.prefill_tokens - before == 3, "it continued from the snapshot"
     width = max(len(prompt) + 12 for prompt, _ in texts)
     rows = np.zeros((len(texts), width), np.int32)
     scored = np.zeros(rows.shape, bool)

@@ -1,4 +1,4 @@
-"""Recurrent states in the prefix cache: a text goes on from a snapshot, and answers are those
+"""Recurrent states in the prefix cache: a text continues from a snapshot, and answers are those
 without one."""
 
 import random
@@ -328,7 +328,7 @@ def test_common_beginnings():
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_keys_and_values_of_a_hybrid_in_few_bits(bits):
-    """A group, another prompt, and one that goes on from a snapshot; the states stay in full
+    """A group, another prompt, and one that continues from a snapshot; the states stay in full
     precision. The model's best tokens are far enough apart for 4 bits."""
     config = QWEN3 | {
         "model_type": BESIDE_ATTENTION,

@@ -168,7 +168,7 @@ class Twins:
 
 @pytest.mark.parametrize("fewest", [attention.FEWEST_POSITIONS, 1], ids=["MLX's", "compiled"])
 def test_a_mix_of_groups_turns_and_lengths_equals_the_rectangle(small, fewest, monkeypatch):
-    """Groups, prompts that part from each other in the middle, turns that go on, aborts, and a
+    """Groups, prompts that part from each other in the middle, turns that continue, aborts, and a
     publish under way."""
     monkeypatch.setattr(attention, "FEWEST_POSITIONS", fewest)
     calls = count_calls(monkeypatch)
@@ -545,7 +545,7 @@ def test_an_architecture_without_such_a_path_keeps_the_one_it_has(name):
 
 def test_a_layer_that_looks_into_its_keys_has_the_rectangle():
     class Casting(type(qwen3_model().layers[0].self_attn)):
-        """Raises where keys are no array."""
+        """Raises where keys are not array."""
 
         def __call__(self, x, mask=None, cache=None):
             if isinstance(cache, token_cache.TokenLayer):

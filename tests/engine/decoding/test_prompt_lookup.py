@@ -150,7 +150,7 @@ def test_an_answer_ends_where_it_ends_without_drafts(stop: dict[str, Any]) -> No
     item = request("a", REPEATED, temperature=0.0, ignore_eos=True, **stop)
     drafted, plain, engine = both(item)
     check_equal(drafted, plain)
-    # what it left in the prefix cache is right: the next turn goes on from it
+    # what it left in the prefix cache is right: the next turn continues from it
     again = request("b", [*REPEATED, *drafted.token_ids, 7], temperature=0.0, max_tokens=8)
     twice = run(engine, [again])["b"].completions[0]
     fresh = run(serve(circling_model()).engine, [again])["b"].completions[0]

@@ -104,7 +104,7 @@ class Rows:
 
 
 def newcomers(generator: random.Random, everyone: list[Sequence], step: int) -> list[Sequence]:
-    """Up to three choices of a prompt that may begin as earlier ones did, or go on with what was
+    """Up to three choices of a prompt that may begin as earlier ones did, or continue with what was
     answered."""
     shared = [i % 5 for i in range(generator.randrange(40))]
     length = generator.choice([1, 2, 9, 20, 45])

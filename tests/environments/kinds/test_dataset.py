@@ -151,7 +151,7 @@ def test_a_curriculum_by_pass_rates(make, tmp_path):
     [
         (numbered(2), {"curriculum": "weighted"}, "has no column 'pass_rate'.*mlx_parallm eval"),
         (rated([0.5, 1.5]), {"curriculum": "weighted"}, "rows.*jsonl:2: column 'pass_rate' is 1.5"),
-        (numbered(2), {"curriculum": "weighted", "pass_rates": "nowhere"}, "these are no results"),
+        (numbered(2), {"curriculum": "weighted", "pass_rates": "nowhere"}, "these are not results"),
         (numbered(2), {"pass_rates": "nowhere"}, "pass_rates needs curriculum"),
     ],
 )

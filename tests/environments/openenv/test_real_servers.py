@@ -1,4 +1,4 @@
-"""Environments that are made with the real openenv-core, each in a process of its own. Only where
+"""Environments that are made with the real openenv-core, each in its own process. Only where
 it is installed."""
 
 import json

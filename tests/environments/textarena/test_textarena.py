@@ -334,7 +334,7 @@ def test_games_differ_and_are_repeated():
         ({"id": "TicTacToe-v0", "oponent": "x"}, "no option 'oponent'; did you mean 'opponent'"),
         ({}, "needs the option 'id'"),
         ({"id": "TicTacToe-v0", "opponent": "you"}, "expected .policy., .policy@VERSION"),
-        ({"id": "TicTacToe-v0", "opponent": ["policy", "base"]}, "an entry of its own"),
+        ({"id": "TicTacToe-v0", "opponent": ["policy", "base"]}, "its own entry"),
         ({"id": "TicTacToe-v0", "seat": 2}, 'expected "alternate" or 0 to 1'),
         ({"id": "TicTacToe-v0", "observations": "old"}, 'observations: "new" or "whole"'),
         ({"id": "TicTacToe-v0", "action_of": "["}, "unterminated character set"),

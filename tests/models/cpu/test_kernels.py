@@ -127,7 +127,7 @@ def test_threads_that_share_sizes_get_the_functions_that_they_ask_for(
 @pytest.mark.slow
 @needs_compiler
 def test_a_compiler_that_fails_is_as_none(tmp_path: Path) -> None:
-    """In a process of its own, with a directory for temporary files that has no loops yet."""
+    """In its own process, with a directory for temporary files that has no loops yet."""
     (tmp_path / "g++").write_text('#!/bin/sh\ntest "$1" = --version\n')
     (tmp_path / "g++").chmod(0o755)
     program = (

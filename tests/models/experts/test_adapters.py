@@ -117,7 +117,7 @@ def test_routed_experts_are_adapted_when_they_are_asked_for() -> None:
     ("model", "settings", "words"),
     [
         (MIXTURE, {"target_modules": ("up_proj",)}, "set lora.routed_experts = true"),
-        (QWEN3, {"experts": True}, "the target modules are no stacked experts"),
+        (QWEN3, {"experts": True}, "the target modules are not stacked experts"),
         (MIXTURE, {"target_modules": ("q_proj",), "experts": True}, "no stacked experts"),
     ],
 )

@@ -126,7 +126,7 @@ def test_the_trainer_repeats_the_experts_of_prompts_in_every_layout(name, blocks
 
 
 def test_prompts_are_recorded_through_chunks_and_the_prefix_cache():
-    """A prompt of several chunks, one that goes on from it, one inside of it, one by itself."""
+    """A prompt of several chunks, one that continues from it, one inside of it, one by itself."""
     rng = np.random.default_rng(0)
     long, other = rng.integers(0, VOCAB, 40).tolist(), rng.integers(0, VOCAB, 7).tolist()
     model, engine = recording(prefill_chunk=16)

@@ -79,7 +79,7 @@ def test_an_adapter_keeps_the_length_that_it_was_trained_with(tmp_path: Path) ->
         with pytest.raises(AdapterError, match=r"model\.rope_length"):
             check_rope_length(adapter.config, adapter.path, other)
     for wrong in ("24", 0, True):
-        with pytest.raises(AdapterError, match="is no number of tokens"):
+        with pytest.raises(AdapterError, match="is not a number of tokens"):
             check_rope_length({"rope_length": wrong}, adapter.path, 24)
     merge(str(tmp_path / "model"), tmp_path / "adapter", tmp_path / "merged")
     weight = long.model.layers[0].self_attn.o_proj.weight

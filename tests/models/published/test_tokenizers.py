@@ -184,7 +184,7 @@ def test_tekken_is_read_whatever_is_installed(
     settings: dict[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers takes mistral-common's tokenizer where that is installed, which answers other
-    questions than a tokenizer of its own."""
+    questions than its own tokenizer."""
     words = [bytes([byte]) for byte in range(256)] + [b"he", b"hel"]
     special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"]
     pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"

@@ -218,7 +218,7 @@ RECURRENT = {  # architecture: what its layers call in chunks
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_models_layers_compute_in_chunks_what_they_computed_token_by_token(name, monkeypatch):
-    """Logits and gradients of the whole model, and logits that go on from a cache; the loop is
+    """Logits and gradients of the whole model, and logits that continue from a cache; the loop is
     not called any more."""
     model = small_model(name)
     model.train()

@@ -1,5 +1,5 @@
 """A group's prompt, computed once by recurrent blocks: what they keep at its end is where each
-answer goes on, and the gradient flows back through it. Same losses and gradients as with the
+answer continues, and the gradient flows back through it. Same losses and gradients as with the
 prompt in each row."""
 
 import importlib

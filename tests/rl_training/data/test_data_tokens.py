@@ -187,7 +187,7 @@ def test_an_answer_of_weight_0_is_context() -> None:
     whole, learned = texts(unit.sequences[0])
     assert whole == "u:2+2?$\na:4$\nu:and 3+3?$\na:six$"
     assert learned == "." * (len(whole) - 4) + "six$"
-    # Where the template rewrites history, the shown answer would be a sequence of its own: there is
+    # Where the template rewrites history, the shown answer would be its own sequence: there is
     # none.
     tokenizer = Characters(forgets_thoughts=True)
     thought = SECOND | {"content": "hm</think>six"}

@@ -111,7 +111,7 @@ async def test_sampled_answers_make_pass_at_k(tokenizer, sources):
     assert (numbers["accuracy"], numbers["sampled_reward"]) == (0.0, numbers["pass@1"])
     assert numbers["pass@1_low"] <= numbers["pass@1"] <= numbers["pass@1_high"]
     assert {(t, p) for _, t, p, _ in asked} == {(0.0, 1.0), (0.7, 0.9)}
-    assert len({seed for _, t, _, seed in asked if t}) == 12, "every sample has a seed of its own"
+    assert len({seed for _, t, _, seed in asked if t}) == 12, "every sample has its own seed"
     assert len(asked) == 15
     again = ScriptedClient(tokenizer, answer)
     first, asked[:] = sorted(asked), []

@@ -152,7 +152,7 @@ def test_each_is_of_the_version_of_its_step_however_many_follow(
     assert run.evaluations.wants_checkpoint(2)
     assert not run.evaluations.wants_checkpoint(1)
     assert run.log.awaited(2)
-    assert "eval/step" not in run.step(3), "training went on"
+    assert "eval/step" not in run.step(3), "training continued"
     client.go.set()
     run.settle()
     told = run.step(4)

@@ -514,4 +514,4 @@ def test_experts_that_collapse_are_named_beside_the_first_steps():
         " load went from 0.95 to 0.93 of its highest"
     )
     assert one.numbers["expert_load_max"] == 4.0
-    assert names(narrow[:2], start) == [], "two steps are no course"
+    assert names(narrow[:2], start) == [], "two steps are not course"

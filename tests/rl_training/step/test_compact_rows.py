@@ -131,7 +131,7 @@ def test_why_a_model_is_not_packed_is_said_once(monkeypatch: pytest.MonkeyPatch)
 def long_prompts(
     count: int, *, size: int = 4, prompt: int = 40, longest: int = 12
 ) -> list[RolloutGroup]:
-    """Each with a prompt of its own; completions of 1 to `longest` tokens."""
+    """Each with its own prompt; completions of 1 to `longest` tokens."""
     rng = np.random.default_rng(3)
     found = []
     for number in range(count):
@@ -196,7 +196,7 @@ def test_turns_of_rewritten_episodes_are_a_tree() -> None:
     assert merged(400).tokens == collate(batch.sequences, range(12), token_budget=400).tokens
     pairs = merged(400, together=2)
     assert not any(isinstance(part.compact, TreeRows) for part in pairs.micro_batches)
-    single = make_batch(long_prompts(3))  # a prompt in common is no reason
+    single = make_batch(long_prompts(3))  # a prompt in common is not a reason
     mini = collate(single.sequences, range(12), token_budget=400, merging=True, share_prompts=True)
     assert {type(part.compact) for part in mini.micro_batches} == {SharedRows}
     # … but where prompts cannot be shared, as between layers with windows

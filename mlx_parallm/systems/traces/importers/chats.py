@@ -246,7 +246,7 @@ def _art_traces(
     traces = [_art_trace(main, name, group_id, report, expect, **extra)]
     for number, history in enumerate(histories, 1):
         if not isinstance(history, Mapping):
-            raise TraceError("an additional history that is no object")
+            raise TraceError("an additional history that is not an object")
         trace = _art_trace({**shared, **history}, name, group_id, report, expect, **extra)
         trace.trajectory_id = f"{name}+{number}"
         traces.append(trace)
@@ -312,7 +312,7 @@ def verifiers(path: Path, report: ImportReport) -> Iterator[Trace]:
             traces: list[Trace] = []
             for entry in entries:
                 if not isinstance(entry, Mapping):
-                    raise TraceError("a trace that is no object")
+                    raise TraceError("a trace that is not an object")
                 traces += (
                     _graph(entry, place, report)
                     if "nodes" in entry

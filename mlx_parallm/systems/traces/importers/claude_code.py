@@ -23,9 +23,9 @@ from mlx_parallm.systems.traces.schema import Json, add_step, as_context, withou
 from mlx_parallm.systems.traces.session import text_digest
 from mlx_parallm.systems.traces.trace import Trace, new_trace
 
-TWICE = "a line whose uuid stands in the log twice"
-TWICE_OTHERWISE = "a line whose uuid stands in the log twice, with other content"
-BLOCK_TWICE = "a block of an answer that stands in the log twice"
+TWICE = "a line whose uuid is twice in the log"
+TWICE_OTHERWISE = "a line whose uuid is twice in the log, with other content"
+BLOCK_TWICE = "a block of an answer that is twice in the log"
 REPEATED = {"toolUseResult": "field 'toolUseResult': the block of the result holds it"}
 
 
@@ -80,7 +80,7 @@ class _ClaudeLog:
                 self.links[uuid] = None if is_new else parent
                 if is_new:
                     self.begins.add(uuid)
-            self.report.skip(place, f"lines of type {kind!r} are no messages"[:100])
+            self.report.skip(place, f"lines of type {kind!r} are not messages"[:100])
         elif not isinstance(message, dict) or not isinstance(uuid, str):
             self.report.skip(place, "a message without 'message' or 'uuid'")
         else:

@@ -34,7 +34,7 @@ SILENT = ("ghost_snapshot",)  # items that the model does not see
 CLIENT_CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 """Calls that Codex itself makes: others that have no `call_id` are the API's own."""
 OUTPUTS = ("output", "outputs", "results", "result", "tools")
-REPEATED = "an item that stands in the log twice"
+REPEATED = "an item that is twice in the log"
 ENCRYPTED = "its history is not whole: a compaction that is encrypted, or has no text"
 
 
@@ -185,7 +185,7 @@ def _compact(log: ItemLog, line: Json, place: str, report: ImportReport) -> None
 def take_item(log: ItemLog, item: Any, place: str, report: ImportReport, rest: Json) -> None:
     """Add a response item to the messages. `rest`: what its line holds beside it."""
     if not isinstance(item, dict):
-        raise TraceError("an item that is no object")
+        raise TraceError("an item that is not an object")
     kind, call_id = item.get("type"), str(item.get("call_id") or item.get("id") or "")
     if kind == "message" and item.get("role") in ("user", "assistant", "developer", "system"):
         _take_message(log, item, rest)
@@ -199,7 +199,7 @@ def take_item(log: ItemLog, item: Any, place: str, report: ImportReport, rest: J
             same = log.answered[call_id] == item.get(key)
             report.skip(
                 place,
-                "a result that stands in the log twice" + ("" if same else ", with other content"),
+                "a result that is twice in the log" + ("" if same else ", with other content"),
             )
             return
         log.answered[call_id] = item.get(key)

@@ -51,7 +51,7 @@ def chat_messages(listed: Iterable[Any]) -> list[Json]:
     messages: list[Json] = []
     for number, message in enumerate(listed):
         if not isinstance(message, Mapping):
-            raise TraceError(f"message {number} is no object")
+            raise TraceError(f"message {number} is not an object")
         messages += converted(message)
     return linked(messages)
 
@@ -146,7 +146,7 @@ def _spoken_call(fields: Json) -> Json:
     try:
         listed = parse_json(text) if isinstance(text, str) else text
     except ValueError as error:
-        raise TraceError(f"a message of role {fields['role']!r} is no call in JSON") from error
+        raise TraceError(f"a message of role {fields['role']!r} is not a call in JSON") from error
     calls = []
     for call in listed if isinstance(listed, list) else [listed]:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):

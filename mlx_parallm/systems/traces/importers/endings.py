@@ -154,7 +154,7 @@ def _is_program(message: Mapping[str, Any]) -> bool:
 
 def answered_without(messages: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
     """Return the place of the first answer that continues after a call whose result the log does
-    not hold, and why it and those behind it are not learned. None: there is none."""
+    not hold, and why it and those behind it are not learned. None: missing."""
     results = [message for message in messages if message.get("role") == "tool"]
     answered = {str(message["tool_call_id"]) for message in results if message.get("tool_call_id")}
     without_id = sum(not message.get("tool_call_id") for message in results)

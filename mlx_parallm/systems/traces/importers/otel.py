@@ -98,7 +98,7 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
         span_key = (str(span.get("traceId")), str(span.get("spanId")))
         if span.get("spanId") is not None and span_key in seen:
             same = "" if seen[span_key] == span else ", with other content"
-            report.skip(place, f"a span that stands in the log twice{same}")
+            report.skip(place, f"a span that is twice in the log{same}")
             continue
         seen[span_key] = span
         try:
@@ -116,14 +116,14 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
         if call is None:
             operation = values.get("gen_ai.operation.name") or values.get("openinference.span.kind")
             report.skip(
-                place, f"spans of operation {operation!r} are no model calls with content"[:200]
+                place, f"spans of operation {operation!r} are not model calls with content"[:200]
             )
             continue
         calls.append((str(name), span, call))
     for name, span, call in calls:
         first = answered.setdefault(call.response_id or call.place, call)
         if first is not call and _says_the_same(first, call):
-            report.skip(call.place, "a model call whose answer's id stands in the log twice")
+            report.skip(call.place, "a model call whose answer's id is twice in the log")
             continue
         conversations[name, agents.subagent_of(span)].append(call)
     for (name, subagent), listed in conversations.items():
@@ -223,7 +223,7 @@ def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]
                     if isinstance(span, dict):
                         yield at, span, around
                     else:
-                        report.skip(at, "a span that is no object")
+                        report.skip(at, "a span that is not an object")
 
 
 def _attributes(listed: Any) -> Json:
@@ -238,7 +238,7 @@ def _attributes(listed: Any) -> Json:
         ):
             raise TraceError("an attribute that is not {key, value}")
         if entry["key"] in values:
-            raise TraceError("an attribute that stands there twice")
+            raise TraceError("an attribute that appears twice")
         values[entry["key"]] = _value(entry.get("value"))
     return values
 
@@ -343,7 +343,7 @@ def _call(place: str, span: Json, values: Json, around: Json, report: ImportRepo
 def _listed(value: Any) -> list[Any]:
     value = _structured(value)
     if value is not None and not isinstance(value, list):
-        raise TraceError("messages that are no list")
+        raise TraceError("messages that are not a list")
     return [dict(message) if isinstance(message, dict) else message for message in value or ()]
 
 
@@ -380,7 +380,7 @@ def _from_events(
     conventions' older form), evaluations, and others."""
     prompt, answered, labels, others = list[Any](), list[Any](), list[Label](), list[Any]()
     if not isinstance(listed, list | tuple):
-        raise TraceError("events that are no list")
+        raise TraceError("events that are not a list")
     for event in listed:
         name = event.get("name") if isinstance(event, dict) else None
         fields = _attributes(event.get("attributes")) if isinstance(event, dict) else {}

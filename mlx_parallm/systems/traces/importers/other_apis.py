@@ -39,7 +39,7 @@ class ResponseReader:
 
     def chat(self, body: Mapping[str, Any]) -> Json:
         if body.get("previous_response_id") or body.get("conversation"):
-            raise ValueError("it goes on from messages that the upstream keeps")
+            raise ValueError("it continues from messages that the upstream keeps")
         items = body.get("input")
         items = [{"role": "user", "content": items}] if isinstance(items, str) else items or []
         messages = _messages_of(items)

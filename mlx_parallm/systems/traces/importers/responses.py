@@ -25,7 +25,7 @@ from mlx_parallm.systems.traces.trace import Trace, new_trace
 
 ASKED = ("input", "instructions", "tools", "previous_response_id")
 SPANS = ("generation", "response")
-NO_HISTORY = "its history is not whole: the response that it goes on from is not in the file"
+NO_HISTORY = "its history is not whole: the response that it continues from is not in the file"
 
 
 def responses(path: Path, report: ImportReport) -> Iterator[Trace]:
@@ -131,7 +131,7 @@ def _trace(
     if isinstance(instructions, str):
         opening = [{"role": "system", "content": instructions}]
     elif instructions:
-        raise TraceError("'instructions' is no text")
+        raise TraceError("'instructions' is not text")
     if log.untrainable is not None:
         report.remark(place, f"{log.untrainable}; nothing of the trace is trained on")
     columns = {

@@ -66,7 +66,7 @@ def rollouts(path: Path, report: ImportReport) -> Iterator[Trace]:
     tokenizer is not on this machine."""
     run = Run(path.parent if path.name == FILES["rollouts"] else path)
     if not run.has("rollouts"):
-        raise TraceError(f"{run.path} is no run directory: it has no {FILES['rollouts']}")
+        raise TraceError(f"{run.path} is not a run directory: it has no {FILES['rollouts']}")
     decode = _decoder(run)
     with closing(run.open_rollouts()) as store:
         for record in store.records():
