@@ -100,7 +100,7 @@ log = get_logger("daemon")
 
 INTERRUPTED = 130
 ENGINE_CHECK_S = 1.0  # a server whose engine is dead ends this soon
-COMPUTING_THREADS = 2  # of a training daemon: engine and trainer
+COMPUTING_THREADS = 2  # a training daemon's: engine and trainer
 
 Page = Callable[[Path | Callable[[], Sequence[Path]], Redactor, RunCommands | None], AddedRouter]
 """The hook `page` of a leaf: its routes for the run that this process trains, on which people
@@ -109,8 +109,8 @@ newest first."""
 
 
 class ServedPart(Protocol):
-    """A part of `mlx_parallm serve` that works with the model itself: routes, and what is behind
-    them."""
+    """A part of `mlx_parallm serve` that works with the model itself: routes, and the objects
+    behind them."""
 
     @property
     def router(self) -> AddedRouter: ...
@@ -122,7 +122,7 @@ class ServedPart(Protocol):
         """Answer from now on."""
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop everything that was started."""
 
     def run_directories(self) -> Sequence[Path]:
         """Return the directories of the newest runs that the part has made, the newest first."""
@@ -166,7 +166,7 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def _ended(close: Callable[[], None], faults: DeviceFaults, limit_s: float) -> Iterator[None]:
-    """Close what the block has started. After a fault of the device what closes may fail or wait
+    """Close everything the block has started. After a device fault a close may fail or block
     for it: that is not to hide the fault, nor to take longer than the limit. One that comes when
     the block has ended comes too late to harm."""
     try:
@@ -308,7 +308,7 @@ def run_dry_run(config: Config) -> int:
     if launched_rank() is not None:
         raise ConfigError("--dry-run measures one process: start it without mlx.launch")
     check_installed(config.logging)  # the probe has no trackers
-    # what is printed is the dry run's own
+    # only the dry run prints
     scratch = tempfile.TemporaryDirectory(prefix="mlx_parallm_dry_run_")
     with _begin("warning", config.redactor()) as shutdown, scratch as name:
         shutdown.limit_s = config.server.drain_timeout_s + END_S
@@ -325,7 +325,7 @@ def run_dry_run(config: Config) -> int:
 
 def _begin(level: str, redactor: Redactor, run_log: RunLog | None = None) -> Shutdown:
     """Set up logging, warn of a slow BLAS, and return what a shutdown signal does."""
-    # a full pass of the collector over what was imported would stop all threads for 0.15 s
+    # a full garbage collection over all imports would stop all threads for 0.15 s
     gc.freeze()
     configure_logging(level=level, redactor=redactor, run_log=run_log)
     if advice := blas_status().advice:
@@ -374,7 +374,7 @@ def _adapter_name(path: str) -> str:
     )
 
 
-LAST_WORDS_S = 0.1  # after the drain: what has been computed is sent
+LAST_WORDS_S = 0.1  # to send the last answers after the drain
 
 
 class Serving:
@@ -384,7 +384,7 @@ class Serving:
         http: false: no port is taken, and only this process can use the engine.
         pages: true: the leaves that show a run in a browser show this one.
         processes: share this machine's memory.
-        clients_engine: of this process's engine: what answers clients. None: that engine.
+        clients_engine: the engine that answers clients. None: this process's engine.
         stop: set where memory runs out, so that the process saves and ends (`check_memory`).
     """
 
@@ -434,7 +434,7 @@ class Serving:
         return f"http://{shown}:{self.port}"
 
     def page_urls(self, *, with_key: bool) -> list[str]:
-        """Return what a person opens in a browser to see the run. `with_key`: the key is in the
+        """Return the addresses that show the run in a browser. `with_key`: the key is in the
         fragment, which a browser does not send."""
         key = (
             f"#key={quote(self.api_key, safe='')}" if with_key and self.api_key is not None else ""

@@ -77,7 +77,7 @@ def exit_code(run: Run, args: Namespace) -> int:
             f"error: {escaped(Redactor(environment_secrets()).text(str(error)), lines=True)}\n"
         )
         if isinstance(error, DeviceFaultError):
-            leave(EXIT_AGAIN)  # what the device's driver would clean up may wait for the device
+            leave(EXIT_AGAIN)  # the driver's own clean-up may block on the device
         again = isinstance(error, MemoryShortError | RanksStandStillError)
         return EXIT_AGAIN if again else EXIT_ERROR
     except (ImportError, MemoryError, OSError, RuntimeError) as error:
@@ -91,7 +91,7 @@ def exit_code(run: Run, args: Namespace) -> int:
         return EXIT_ERROR
     except StopRequested as stopped:
         sys.stderr.write(f"stopped in order by {stopped}\n")
-        leave(EndLimit.exit_code)  # MLX may compute on, and what is left of Python would wait
+        leave(EndLimit.exit_code)  # MLX may still compute, and Python's exit would wait
     except KeyboardInterrupt:
         return 130
 
@@ -102,7 +102,7 @@ def ended_in_order(
     """Decorate a command that loads and computes in the main thread: a shutdown signal ends it
     there.
 
-    What it writes is written as it goes; `limit_s`: for the rest.
+    Output is written at once; `limit_s` bounds the rest.
     """
 
     def decorate(run: Callable[[ArgumentsT], int]) -> Callable[[ArgumentsT], int]:

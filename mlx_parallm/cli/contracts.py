@@ -64,7 +64,7 @@ market sells apples, nails, second-hand novels in four languages, and one brass 
 @dataclass
 class Subject:
     """
-    `weight_bytes`: what one decode step of one sequence reads. `dtype`: of most weights, packed
+    `weight_bytes`: bytes that a decode step of one sequence reads. `dtype`: of most weights, packed
     ones aside.
     `bandwidth`: of this machine's memory, bytes a second. `rate`: tokens a second of one sequence;
     0 = not measured.
@@ -290,10 +290,10 @@ TEMPERATURE = 0.8
 # fewer sequences where asking for them one by one would take longer than this
 MIN_SEQUENCES, ALONE_S = 4, 8.0
 DISTINCT = 20  # fewest distinct tokens for a comparison to count
-PUBLISHES, MIN_PUBLISHES, PUBLISH_S = 200, 20, 15.0  # fewer where they would take longer
+PUBLISHES, MIN_PUBLISHES, PUBLISH_S = 200, 20, 15.0  # fewer if they would take longer
 STREAMS, PAUSE_S = 8, 0.02
 HELD_MS, WHOLE_MS = 2.0, 5.0  # p99
-BANDWIDTH_SHARE = 0.5  # of the bound, by one sequence
+BANDWIDTH_SHARE = 0.5  # least share of the bound, with one sequence
 LARGE_STEP_S = 5e-3  # below, a decode step is mostly launching: its rate says nothing about memory
 SHARED = 0.5  # share of tokens before half precision diverges
 MEMORY_SHARE, MEMORY_BYTES = 0.15, 50e6  # above the prediction
@@ -520,7 +520,7 @@ def publish_under_load(subject: Subject) -> list[ContractResult]:
 
 
 def engine_is_trainer(subject: Subject) -> list[ContractResult]:
-    """One training step on what the engine has just sampled under the adapter: |trainer -
+    """One training step on fresh samples of the adapter: |trainer -
     engine|, token by token."""
     name = "engine = trainer log-probabilities"
     if subject.policy is None:

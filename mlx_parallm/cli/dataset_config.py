@@ -72,12 +72,12 @@ data = {data}
 rewards = [{rewards}]
 heldout_fraction = 0.1        # never trained on
 group_size = 8                # answers to one prompt; they are compared with each other
-max_tokens = {max_tokens:<17}# of one answer; one that is cut off is rarely right{why_tokens}
+max_tokens = {max_tokens:<17}# per answer; a cut answer is rarely right{why_tokens}
 chat_template_kwargs = {{ enable_thinking = false }}  # thinking needs thousands of tokens; other templates ignore it
 """
 
 RATES = {"sft": 2.0, "dpo": 0.04, "kto": 0.01}
-"""Of the learning rate that GRPO would take. DPO and KTO on a model's own answers:
+"""Share of GRPO's learning rate, for DPO and KTO on a model's own answers:
 docs/benchmarks/systems.md#traces."""
 ROWS_BODY = """
 [rl_training]

@@ -1,4 +1,4 @@
-"""The commands that work on what is there already: runs, checkpoints, adapters, this machine.
+"""The commands on existing things: runs, checkpoints, adapters, this machine.
 Imports no MLX."""
 
 import atexit
@@ -90,9 +90,9 @@ class Rollouts(Arguments):
     environment: Name | None = None
     """answers of this environment only"""
     state: Literal["waiting", "taken", "dropped", "quarantined"] | None = None
-    """of such groups only"""
+    """only groups of this kind"""
     step: Range | None = flag(metavar="A:B", type=_range)
-    """of groups that steps A to B took or dropped; or A"""
+    """only groups that steps A to B (or step A) took or dropped"""
     reward: Range | None = flag(metavar="A:B", type=_range)
     """with a reward from A to B: 0, 0.5:, --reward=-1:0"""
     text: str | None = flag(one_of="words")
@@ -190,7 +190,7 @@ class Compare(Arguments):
 
 
 class ShowCheckpoint(Arguments):
-    """`mlx_parallm checkpoint`: what a checkpoint holds, and whether all of it is there."""
+    """`mlx_parallm checkpoint`: show a checkpoint and whether it is complete."""
 
     path: Annotated[Path, "PATH"] = place()
     """one of a run's steps, or the run: its latest"""
@@ -347,8 +347,8 @@ class Convert(Arguments):
     target: Annotated[Path, "DST"] = place()
     """new directory"""
     format: Annotated[str, "FORMAT"] | None = None
-    """of an adapter; npz: mlx-lm's arrays for numpy; mlx-lm: what training writes; peft: for
-    transformers, vLLM, SGLang; peft-adalora: an AdaLoRA adapter's, with its singular values"""
+    """format of the adapter; npz: mlx-lm's arrays for numpy; mlx-lm: what training writes; peft:
+    for transformers, vLLM, SGLang; peft-adalora: an AdaLoRA adapter's, with its singular values"""
     overwrite: bool = False
     """replace an adapter that is at DST"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

@@ -8,7 +8,7 @@ does, for an issue and for docs/benchmarks/machines.md. No MLX in this process.
 
 The training's rewards are noise and its learning rate is tiny: each step trains on all of its
 answers, and the last minute's work is the first one's. A part that fails is a line of the report,
-and the next one is tried. `FirstHour` is what is
+and the next one is tried. `FirstHour` is
 written: a JSON file, and a block of Markdown.
 """
 
@@ -154,7 +154,7 @@ def run(model: str | None, overrides: Sequence[str], minutes: float, target: Pat
         raise ConfigError(f"--minutes {minutes:g}: more than 0")
     if target.exists():
         raise ConfigError(f"{target} is there already: name another file by --json")
-    # what was started is ended, as after Ctrl-C
+    # end all started processes, as after Ctrl-C
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console, began = Console(stderr=True), time.time()
     about = subprocess.run([*COMMAND[:1], "-c", FACTS], capture_output=True, text=True, check=False)

@@ -223,7 +223,7 @@ def _several_ranks(args: Train) -> bool:
 
 
 def _before_mlx(*, deterministic: bool) -> None:
-    """Do what needs a process with one thread and without MLX (docs/design.md)."""
+    """Do the work that needs a single thread and no MLX yet (docs/design.md)."""
     faulthandler.enable()  # a crash in native code says in which thread and where
     block_shutdown_signals()
     os.umask(os.umask(0) | 0o077)  # prompts and answers: the files are this user's alone

@@ -2,7 +2,7 @@
 beside the code has them:
 
     [[harmless]]        passes with any value: `why` it changes nothing
-    [[warned]]          passes with a warning, unless it is off: `why` says what is so instead
+    [[warned]]          passes with a warning, unless it is off: `why` says what happens instead
     [[refused]]         is refused, unless it is empty or one of `off`: `why` says what to use
     [[refused_value]]   the same of `values` of one `argument`
 

@@ -236,7 +236,7 @@ class AlgorithmSection(Section):
     with overlong_buffer."""
 
     def loss_of(self, name: str | None = None) -> Loss:
-        """Return what the configured loss reads, or the loss of this name with the configured
+        """Return the settings of the configured loss, or of the named one with the configured
         settings."""
         kind = LOSSES.get(name or self.loss or "", CustomLoss)
         return kind(**self.model_dump(include={key.name for key in fields(kind)}))
@@ -307,7 +307,7 @@ class PrepareConfig(Section):
     """router_replay: the tokens of prompts, and those between turns, too; the engine records their
     experts in prefill."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where kl_beta's KL goes: a term of the loss, or -kl_beta · log(policy / reference) in each
+    """How kl_beta's KL counts: as a term of the loss, or -kl_beta · log(policy / reference) in each
     token's reward."""
     kl_target: float | None = Field(None, gt=0)
     """Target KL in nats a token: the coefficient starts at kl_beta and is adapted after each

@@ -231,7 +231,7 @@ def _reading(kind: Any, notes: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _unwrapped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the type without `| None` and `Annotated`, and what is noted in it."""
+    """Return the type without `| None` and `Annotated`, and its annotations."""
     if get_origin(hint) in (Union, UnionType):
         [hint] = [part for part in get_args(hint) if part is not NoneType]
     if get_origin(hint) is Annotated:

@@ -38,7 +38,7 @@ class TeacherConfig(Section):
     environments: tuple[str, ...] = ()
     """Names of the environments that it teaches; none named: all."""
     prompt: str | tuple[dict[str, str], ...] = ""
-    """What it is asked instead: the last message's text, e.g. "{prompt}\\nThe answer is
+    """Prompt in the place of the last message's text, e.g. "{prompt}\\nThe answer is
     {answer}.", or messages; {prompt}, {solved} (a sibling's right answer) and the row's columns
     are filled in. Or "python:file.py:function": (row, group) → messages, or None. Default: the
     student's own prompt."""

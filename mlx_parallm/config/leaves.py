@@ -116,7 +116,7 @@ def leaves() -> tuple[Leaf, ...]:
 
 
 def imported(reference: str) -> Any:
-    """Return what a "module:name" means."""
+    """Import the object that "module:name" names."""
     module, _, name = reference.partition(":")
     return getattr(import_module(module), name)
 

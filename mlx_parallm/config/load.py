@@ -47,7 +47,7 @@ GPU_PREFILL_CHUNK = 2048  # mlx-lm's own step on a GPU; on a CPU it would hold u
 # macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267)
 METAL_EVAL_MS = 250
 EVAL_KEY = "rl_training.max_eval_ms"
-# of a micro-batch: a guard for small machines, far below what the memory holds
+# tokens of a micro-batch: a guard for small machines, far below their memory
 TOKENS_PER_GIB = 1024
 LARGE_BILLIONS, LARGE_TOKENS_PER_GIB = 4.0, 96
 """Qwen3-14B in 4 bits needs 30.7 GiB at 8192 tokens, and 17.0 at 2048: what 24 GB have."""
@@ -324,7 +324,7 @@ def load_config(
 
 
 def _set_defaults(data: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Set the machine's defaults of what is left out, where no other key decides it."""
+    """Fill missing keys with the machine's defaults, unless another key decides them."""
     training = data.get("rl_training")
     if isinstance(training, dict) and training.get("serve_priority") == "chat":
         defaults = {key: each for key, each in defaults.items() if key != EVAL_KEY}
@@ -466,7 +466,7 @@ def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
 
 
 def _absolute_in_leaves(sections: Sequence[Any], directories: list[Path]) -> None:
-    """Make the user's functions, and what is named like a file, absolute."""
+    """Make paths, and files of the user's functions, absolute."""
     for section in sections:
         for key, value in section.items() if isinstance(section, dict) else ():
             if isinstance(value, str) and (is_reference(value) or key.endswith("_file")):

@@ -106,7 +106,7 @@ class ServerConfig(Section):
     log-probabilities of its own. A stream whose schema has keywords that no grammar holds is
     sent once it has been checked; 0 = at once. An answer at temperature 0 is not sampled again."""
     invalid_structured_output: Literal["error", "mark"] = "error"
-    """What becomes of a choice that still does not match its JSON schema. "error": the request
+    """Treatment of a choice that still does not match its JSON schema. "error": the request
     fails (400, json_validate_failed; in a stream that has begun, its last event). "mark": the
     choice is sent with the field `schema_error`."""
     cors_origins: tuple[str, ...] = ()
@@ -185,7 +185,7 @@ class ModelConfig(Section):
     """Turn every text as transformers turns one of so many tokens, in a model whose rope depends on
     a text's length (longrope, dynamic): beyond original_max_position_embeddings that is
     longrope's long factors, as vLLM chooses by its max_model_len. The same for sampling, training,
-    scoring and what is saved. Default: as for short texts, and longer ones are refused."""
+    scoring and saved models. Default: as for short texts, and longer ones are refused."""
     chat_template: str | None = None
     """Jinja template, or a file that holds one; default: the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

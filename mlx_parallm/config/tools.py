@@ -1,4 +1,4 @@
-"""[tools]: what the policy may call in its episodes, and what rewards may call."""
+"""[tools]: the tools of the policy in its episodes, and of rewards."""
 
 import os
 import re
@@ -47,7 +47,7 @@ class MCPServerSection(Section):
     """Only these tools of the server; none named: all."""
 
     def server(self, name: str) -> MCPServer:
-        """Return what `ToolClient` takes; `name` where the section has none. Raises ConfigError."""
+        """Return `ToolClient`'s arguments; `name` if the section has none. Raises ConfigError."""
         name = self.name or name
         return MCPServer(
             name,

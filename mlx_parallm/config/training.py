@@ -1,4 +1,4 @@
-"""[rl_training] with its parts, [rollouts] and [logging]: how a run learns, and what it keeps and
+"""[rl_training] with its parts, [rollouts] and [logging]: how a run learns, what it keeps and
 logs.
 
 Keys of the loss and the advantage are in `algorithm.py`, those of rows of a file in `data.py`.
@@ -96,7 +96,7 @@ class LoraConfig(Section):
     """Train each output's magnitude too (DoRA, arXiv:2402.09353); its adapters are served like
     any other."""
     use_adalora: bool = False
-    """Give ranks to the layers where they matter (AdaLoRA, arXiv:2303.10512): all begin with
+    """Give ranks to the layers that need them (AdaLoRA, arXiv:2303.10512): all begin with
     `rank`, PEFT's init_r."""
     loraplus_ratio: float = Field(1.0, gt=0)
     """Learning rate of B in units of A's (LoRA+, arXiv:2402.12354, which suggests 16); 1 = the
@@ -105,7 +105,7 @@ class LoraConfig(Section):
     """Train the model that `mlx_parallm merge --q-bits` writes: base and adapter are added and
     rounded to so many bits in every forward pass of the trainer."""
     qat_format: Literal["mlx", "gguf"] = "mlx"
-    """What the rounding of qat_bits is for: MLX's groups of 64; or llama.cpp's Q4_0 and Q8_0,
+    """Format that qat_bits rounds to: MLX's groups of 64; or llama.cpp's Q4_0 and Q8_0,
     blocks of 32, as `mlx_parallm export --type q4_0` (q8_0) writes them."""
     layers: tuple[int, int] | str = "all"
     """Transformer blocks that get an adapter: "all", "last 8", or [start, end) counted from 0,
@@ -347,7 +347,7 @@ class LearningSection(AlgorithmSection, PrepareConfig, LoopSection):
     keeps them, as TRL does: they teach nothing, and count in the means of the loss."""
     max_oversampling: float = Field(4.0, ge=0)
     """Sequences sampled for a step, in units of rollout_batch_size, after which it trains on
-    what there is; at least 1, 0 = no bound. Counts environments in this process."""
+    what is available; at least 1, 0 = no bound. Counts environments in this process."""
     max_empty_rounds: int = Field(8, ge=1)
     """Refills in a row without one trainable group after which a step is skipped with a message."""
     preference: PreferenceConfig = PreferenceConfig()

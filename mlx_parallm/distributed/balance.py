@@ -34,7 +34,7 @@ PIECE = 64  # tokens: shorter prompts are computed again sooner than they are lo
 # a running choice more costs as much as this many prompt tokens that must be computed
 CHOICE_TOKENS = 256
 MOST_PIECES = 1 << 16
-ANSWER_S = 1.0  # for the answer to an order, besides what it takes
+ANSWER_S = 1.0  # allowed for the answer to an order, beside its work
 ADDED = (
     "steps",
     "running",
@@ -54,7 +54,7 @@ ADDED = (
 
 
 class BalancedClient(EngineClient):
-    """`EngineClient` over the engines of all ranks. What it does not do itself, rank 0's engine
+    """`EngineClient` over the engines of all ranks. What it lacks rank 0's engine
     does.
 
     Args:

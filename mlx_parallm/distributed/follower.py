@@ -46,8 +46,8 @@ def follow(
     stop: threading.Event,
     serve: Callable[[Config], PolicyServer],
 ) -> None:
-    """Run a rank other than 0 to the end of the run. What is trained and played, and how, comes
-    from rank 0.
+    """Run a rank other than 0 to the end of the run. Rank 0 decides what is trained
+    and played.
 
     Args:
         model: of this machine, whose base_path and revision count.
@@ -149,14 +149,14 @@ class Follower:
         self._check()
 
     def _check(self) -> None:
-        """Raises EngineUnavailableError: the engine has died. Nobody on rank 0 sees that: all
+        """Raises EngineUnavailableError: the engine has died. Rank 0 does not see that: all
         its groups would fail."""
         if self._weights is not None:
             self._serving.check()
 
     def end_soon(self, exit_code: int) -> None:
-        """The run has ended, or this rank's part in it: what is left to do may not take long.
-        Foreign threads may block the end of the process for ever, and the parent of `--ranks`
+        """The run has ended, or this rank's part in it: the remaining work must be short.
+        Foreign threads may block the end of the process forever, and the parent of `--ranks`
         waits for it. `exit_code`: if it takes longer."""
         seconds, why = (
             END_S + self._config.server.drain_timeout_s,

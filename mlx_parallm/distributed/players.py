@@ -153,7 +153,7 @@ class RankPlayer:
                 while (message := received(self._connection)) is not None:
                     self._take(message)
                 self._fail("the connection for its groups is closed")
-            except Exception as error:  # noqa: BLE001  boundary of the thread: nobody else would see it
+            except Exception as error:  # noqa: BLE001  boundary of the thread: nothing else would see it
                 self._fail(describe(error))
 
     def _take(self, message: PlayedGroup | Broken) -> None:
@@ -204,7 +204,7 @@ class RankRolloutWorker:
         self._thread.start()
 
     def close(self) -> list[str]:
-        """Cancel what is played; return the environments that still block their threads after
+        """Cancel running episodes; return the environments that still block their threads after
         STOP_S."""
         return self._player.stop(STOP_S)
 

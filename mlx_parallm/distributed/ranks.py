@@ -191,7 +191,7 @@ class JoinedRanks(Ranks):
         path = resolve_model_path(
             config.model.base_path, config.model.revision, dtype=config.model.dtype
         )
-        # Nobody asks the other ranks over HTTP, so they need no key.
+        # The other ranks have no HTTP server, so they need no key.
         server = config.server.model_copy(update={"api_key": None, "api_key_file": None})
         run = BeginRun(config.model_copy(update={"server": server}), model_fingerprint(path))
         self.follow_settings(run)
@@ -315,7 +315,7 @@ class JoinedRanks(Ranks):
                     atexit.register(_leave, EXIT_LOST)
                     self._lose("the others wait for it in a collective")
                     return None
-            except RuntimeError as error:  # what a backend raises that notices
+            except RuntimeError as error:  # a backend that notices raises it
                 self._lose(error)
                 return None
 
@@ -605,7 +605,7 @@ def _accept(listener: socket.socket, key: bytes, count: int) -> list[list[Connec
     with listener:
         listener.settimeout(ACCEPT_S)
         while len(connections) < PURPOSES * count:
-            with contextlib.suppress(OSError):  # nobody has come since
+            with contextlib.suppress(OSError):  # no client has connected
                 end, _ = listener.accept()
                 threading.Thread(target=greet, args=(end,), name="handshake", daemon=True).start()
     return [

@@ -140,10 +140,10 @@ class RankEngine:
         self._lock = threading.Lock()  # guards what follows
         self._lost = False
         self._letters: dict[str, tuple[Request, Mailbox]] = {}
-        self._choices = 0  # of these letters
+        self._choices = 0  # choices in these letters
         self._streamed: set[str] = set()  # those of which the client has seen something
         self._returning: set[str] = set()  # given back, and not yet released
-        self._aborted: set[str] = set()  # of all these
+        self._aborted: set[str] = set()  # ids of these letters' aborted requests
         self._orders: dict[int, Future[bool]] = {}
         self._numbers = itertools.count()
         # no caller waits for the network
@@ -324,7 +324,7 @@ class ForwardedMailbox(Mailbox):
     def deliver(self, event: Event) -> None:
         self._forward(event)
         if not isinstance(event, StreamDelta):
-            self.result.cancel()  # nobody waits for it here: it counts as ended
+            self.result.cancel()  # no task waits for it here: it counts as ended
 
 
 class RankRequestWorker:
@@ -333,10 +333,10 @@ class RankRequestWorker:
     def __init__(self, connection: Connection, client: EngineClient) -> None:
         self._connection, self._client = connection, client
         self._loop = LoopThread("requests of rank 0")
-        self._events: list[Event] = []  # of this turn of the loop
+        self._events: list[Event] = []  # since the last letter
         self._running: dict[str, int] = {}  # choices, by request
         self._preparing: set[str] = set()
-        self._aborted: set[str] = set()  # of those
+        self._aborted: set[str] = set()  # requests aborted since then
         self._loop.submit(self._report())
         threading.Thread(target=self._read, name="orders of rank 0", daemon=True).start()
 

@@ -43,7 +43,7 @@ class AdapterLoader:
         self._most, self._rope_length = most, rope_length
         self._weights, self._shapes, self._names = weights, shapes, names
         self._roots = [Path(os.path.realpath(root.expanduser())) for root in roots]
-        self._paths: dict[str, Path] = {}  # what was loaded from where
+        self._paths: dict[str, Path] = {}  # name → file it was loaded from
         self._busy: set[str] = set()  # names being loaded or unloaded
         self._free = threading.Condition()
 
@@ -52,7 +52,7 @@ class AdapterLoader:
         new one. One too many takes the place of the one that was not used for the longest time.
 
         Args:
-            in_place: a name that is taken is replaced; without it only when `path` is where it came
+            in_place: replace a name that is taken; without it only if `path` is the file it came
                 from.
 
         Raises RefusedError; the adapters there were are as they were.
@@ -82,7 +82,7 @@ class AdapterLoader:
                 raise RefusedError(str(error), 400, "lora_path") from error
 
     def unload(self, name: str) -> None:
-        """Takes a name away: requests that run end under what they began with. Raises
+        """Remove a name; running requests keep the weights that they began with. Raises
         RefusedError."""
         self._check_name(name)
         with self._alone(name):

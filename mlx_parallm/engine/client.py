@@ -238,7 +238,7 @@ class EngineClient:
     async def generate_many(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Runs requests as `generate` does. They enter the queue together, so identical prompts
         are computed once."""
-        # what is read for them stays
+        # keep what was read for them
         with self.uses.holding(request.adapter for request in requests):
             await self.prepare(requests)
             letters = tuple(
@@ -305,7 +305,7 @@ class EngineClient:
         return future
 
     def release_caches(self) -> "Future[Any]":
-        """Gives back what no running sequence needs."""
+        """Free all memory that no running sequence needs."""
         return self.call(lambda engine: engine.release_caches(), each=True)
 
     def reset_prefix_cache(self) -> "Future[Any]":

@@ -337,7 +337,7 @@ class Engine:
         """Compute every row of a step that raised again, alone (`ModelRunner.rebuild`); fail those
         that raise alone.
 
-        Returns whether the cause was found. Raises what the model raises when it cannot compute
+        Returns whether the cause was found. Raises the model's error if it cannot compute
         anything any more.
         """
         lost = self._forget_rows()

@@ -52,7 +52,7 @@ MAX_CHARACTERS = {
 }
 MAX_ANSWER = 128 << 10  # an "answer" and all its parts together
 MAX_STRING = 16 << 10  # within a schema: its patterns are regular expressions
-COMPILER_STACK = 256 << 20  # address space; only what is used is memory
+COMPILER_STACK = 256 << 20  # address space; only used pages take memory
 SLOW_MASK_S = 0.1
 GRAMMAR_CODE, NO_TOKEN_CODE = "invalid_grammar", "no_token_allowed"
 TRIED_TOKENS = 4  # tokens of a walk through a new grammar: some grow too complex at the first one
@@ -66,7 +66,7 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,  # else the message has the whole grammar
 )
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-# What the library is asked to put up with, in this order, if a schema has what it cannot
+# Options to relax, in this order, if a schema has keywords that the library cannot
 # enforce.
 _CONCESSIONS: tuple[dict[str, Any], ...] = ({}, {"coerce_one_of": True}, {"lenient": True})
 _UNKNOWN_KEYS, _UNKNOWN_FORMAT, _COUNTS = (
@@ -148,7 +148,7 @@ class OnlyTokens:
         return NO_TOKEN_CODE if self._matcher is None else self._matcher.error_code
 
     def advance(self, token: int) -> str | None:
-        """Say what is wrong with a token that was drawn: nothing, but if no token may come
+        """Describe the fault of a drawn token; "" unless no token may come
         next."""
         if self._matcher is not None:
             return self._matcher.advance(token)
@@ -213,8 +213,8 @@ class Grammars:
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     async def prepare(self, structures: Iterable[Structure | None]) -> None:
-        """Compiles, in a thread, what is not kept yet. Raises RequestError: what is wrong with
-        it."""
+        """Compile, in a thread, what is not cached. Raises RequestError: a fault of
+        the schema."""
         for structure in structures:
             if structure is not None and self._find(structure) is None:
                 await asyncio.wrap_future(self._start_compiling(structure))
@@ -254,7 +254,7 @@ class Grammars:
 
     def _start_compiling(self, structure: Structure) -> "Future[Compiled]":
         with self._lock:
-            # of threads started from here on: the first task starts one
+            # for threads started from here on: the first task starts one
             usual = threading.stack_size(COMPILER_STACK)
             try:
                 return self._compiler.submit(self._compile, structure)
@@ -270,7 +270,7 @@ class Grammars:
         compiled = Compiled(
             self._start(form for form, _ in forms), _names(lost for _, lost in forms)
         )
-        if compiled.start.is_error():  # one of them has what the library cannot enforce
+        if compiled.start.is_error():  # one has keywords that the library cannot enforce
             forms = [
                 self._concede(each) if each.kind == "json_schema" else self._form(each)
                 for each in every
@@ -307,7 +307,7 @@ class Grammars:
                 LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults)
             )["grammars"][0], lost
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-            # A keyword's value may have any type: this is somebody's JSON.
+            # A keyword's value may have any type: the schema is a client's JSON.
             raise _refusal(structure, str(error)) from error
 
     def _start(self, forms: Iterable[dict[str, Any]]) -> LLMatcher:

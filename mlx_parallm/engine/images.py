@@ -100,8 +100,8 @@ class ImageFeatures:
         return sum(features.nbytes for features in self._kept.values())
 
     def prepare(self, pieces: Iterable[Piece], base_serial: int = 0) -> list[mx.array]:
-        """Do what `ensure` does for the prompts that come next, and drop what is too much beside
-        their features. Returns what is new, not evaluated."""
+        """Do as `ensure` for the next prompts, and drop the excess beside
+        their features. Returns new features, not evaluated."""
         needed, new = self._ensure(pieces, base_serial)
         while self.nbytes > self._encoder.cache_bytes and len(self._kept) > len(needed):
             self._kept.popitem(last=False)

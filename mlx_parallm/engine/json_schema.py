@@ -1,9 +1,9 @@
 """A JSON schema as the grammar library can follow it, what gets lost on the way, and the check of
 that. No MLX.
 
-    schema ─ for_grammar ─► what the library reads ─ grammar.py ─► grammar, and the keywords that it
+    schema ─ for_grammar ─► a schema for the library ─ grammar.py ─► grammar; keywords that it
     does not enforce
-           ─ violation(answer) ─► what is wrong with an answer whose schema has such keywords
+           ─ violation(answer) ─► the fault of an answer, for schemas with such keywords
 
 The library refuses keywords that it does not know. Some of them have a twin that it does know
 (`propertyNames`, zod's formats): those are written so. The others it leaves out when asked
@@ -31,7 +31,7 @@ _TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,9})?(?:Z|[+-](?
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,31}"
 _LABEL = "[A-Za-z0-9]{1,20}(?:-[A-Za-z0-9]{1,20}){0,2}"
 _EMAIL = f"^{_ATOM}(?:\\.{_ATOM})?@(?:{_LABEL}\\.){{1,3}}[A-Za-z]{{2,10}}$"
-_CHARACTER = "(?:[A-Za-z0-9\\-._~!$&'()*+,;=@]|%[0-9A-Fa-f]{2})"  # of a URI's path
+_CHARACTER = "(?:[A-Za-z0-9\\-._~!$&'()*+,;=@]|%[0-9A-Fa-f]{2})"  # a character of a URI's path
 _SCHEME, _AUTHORITY = (
     "[A-Za-z][A-Za-z0-9+.-]*:",
     f"//{_LABEL}(?:\\.{_LABEL})*(?::[0-9]{{1,4}})?(?:/{_CHARACTER}*)*",
@@ -84,7 +84,7 @@ _NO_AUTOMATON = re.compile(
 _SPACES = r" \t\n\r\f\v"
 _NUMBERS = ("const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_SMALLEST_INTEGER, _LARGEST_INTEGER = -(2**63), 2**63 - 1  # what the library takes
+_SMALLEST_INTEGER, _LARGEST_INTEGER = -(2**63), 2**63 - 1  # the library's range
 _LARGEST_BOUND = 2**63 - 1024
 _SMALLEST_BOUND = 1e-6  # the library loses smaller ones
 _MAPS, _LISTS = (
@@ -231,7 +231,7 @@ class _Rewriter:
 
     @staticmethod
     def _close_object(node: dict[str, Any]) -> None:
-        """Allows what is listed, and what is required without being listed."""
+        """Allow the listed properties, and required ones that are not listed."""
         required = [name for name in _list(node.get("required")) if isinstance(name, str)]
         if isinstance(node["properties"], dict):
             node["properties"] = dict.fromkeys(required, True) | node["properties"]
@@ -241,7 +241,7 @@ class _Rewriter:
         """Drops a pattern all of whose names are listed: the library opens another property that it
         then cannot name.
 
-        What the pattern says of those names is added to theirs.
+        The pattern's schema is added to those of matching names.
         """
         properties, patterns = node.get("properties"), node.get("patternProperties")
         if not isinstance(properties, dict) or not isinstance(patterns, dict):
@@ -427,7 +427,7 @@ def _target(root: Any, reference: str) -> Any:
 
 
 def violation(source: str, answer: str) -> str | None:
-    """Return what is wrong with an answer, by the first place in it; None when it follows the
+    """Return the first fault of an answer and its place; None when it follows the
     schema `source`.
 
     Raises ValueError: this is not a JSON schema.

@@ -64,7 +64,7 @@ class Counters:
     running: int = 0  # sequences that hold a row or were promised one
     kv_tokens: int = 0  # positions of all rows, shared ones counted in each
     kv_bytes: int = 0  # memory of keys and values, room for more included
-    kv_bytes_shared: int = 0  # what rows would hold besides, if each had a copy of what it shares
+    kv_bytes_shared: int = 0  # saved by sharing: what copies would add
     step_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
 
 
@@ -82,7 +82,7 @@ def summed(counters: Iterable[Counters]) -> dict[str, Any]:
 
 @dataclass
 class LiveRequest:
-    """A request and what it still waits for."""
+    """A request and its unfinished sequences."""
 
     request: Request
     sequences: list[Sequence]
@@ -142,7 +142,7 @@ class LiveRequests:
     def end_unfinished(
         self, live: LiveRequest, reason: FinishReason, error: str | None = None
     ) -> None:
-        """Ends what is left of a request, wherever its sequences are; the scheduler frees rows
+        """End a request's remaining sequences, waiting or running; the scheduler frees rows
         and queue later. Choices that have ended and wait for the prompt's scores get this reason
         too: the answer is incomplete without them."""
         for sequence in live.sequences if live.scoring else ():

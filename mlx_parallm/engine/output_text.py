@@ -62,7 +62,7 @@ class OutputText:
         self._taken = 0
         self._reasoning = reasoning  # None once it is over, or the text has none
         self._first = 0  # where stop strings may begin
-        self._checked = 0  # where the text begins that may complete a stop string
+        self._checked = 0  # start of the text that may complete a stop string
         self._done = False
 
     def add(self, token_id: int, *, check_stop: bool = True) -> str | None:
@@ -109,7 +109,7 @@ class OutputText:
         checked, self._checked = self._checked, len(self._text)
         if not check_stop:
             return None
-        # a match ends in what is new
+        # a match ends in the new text
         begins = ((max(self._first, checked - len(text) + 1), text) for text in self._stop)
         matches = [
             (at, text) for begin, text in begins if (at := self._text.find(text, begin)) >= 0

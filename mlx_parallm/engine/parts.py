@@ -57,7 +57,7 @@ class PresentWeights:
         self.version = self._revision = self.base_serial = -1
 
     def note(self, view: WeightsView) -> None:
-        """Note what is served now, under the read lock."""
+        """Note the served adapters, under the read lock."""
         if view.revision == self._revision:
             return
         self.version, self._revision = view.policy_version, view.revision

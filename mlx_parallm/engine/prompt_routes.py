@@ -1,7 +1,7 @@
-"""Where the experts of a text's tokens were recorded, outside of the tokens that its sequence
+"""Recorded experts of a text's tokens, other than the tokens that its sequence
 sampled: by the prefill of its prompt, or by those who put its beginning into the prefix cache.
 
-    ModelRunner   adds what a chunk of a prefill took
+    ModelRunner   adds the experts of a prefill's chunk
     PrefillRow    adds the pieces of a cached prefix
     Sequence      has its prompt's experts for the completion, all its text's for the prefix cache
     Segment       keeps the pieces of its tokens

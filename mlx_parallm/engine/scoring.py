@@ -147,8 +147,8 @@ class Scorer:
         return read.logits[0]
 
     def _advance(self, score: Score, base_serial: int, most: int) -> int:
-        """Continue to the next chunk's end, under the weights of the first one; returns where it
-        begins."""
+        """Continue to the next chunk's end, under the weights of the first one; return the
+        position it begins."""
         if score.base_serial != base_serial:
             score.begin(base_serial, self._new_caches(score.positions))
         start, score.done = score.done, min(score.done + most, score.positions)
@@ -190,7 +190,7 @@ class ScoreQueue:
     Args:
         scorer: of the engine's model.
         weights: the read lock.
-        images: what is in texts beside words; None: nothing does.
+        images: places the texts' images; None: the model reads none.
     """
 
     def __init__(

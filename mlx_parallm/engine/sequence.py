@@ -61,7 +61,7 @@ class Sequence:
     text: OutputText
     # penalties, bias, forbidden ends; None = the logits stay as they are
     edits: LogitEdits | None = None
-    matcher: Matcher | OnlyTokens | None = None  # where its text is in the request's grammar
+    matcher: Matcher | OnlyTokens | None = None  # its state in the request's grammar
     status: Status = Status.WAITING
     row: int = -1
     cached: int = 0
@@ -82,7 +82,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] | None = None
-    forced: list[int] | None = None  # 1 where the matcher left no choice
+    forced: list[int] | None = None  # 1 if the matcher left no choice
     top_logprobs: list[tuple[TopLogprob, ...]] | None = None
     versions: list[int] = field(default_factory=list)
     # (layers, experts a token, experts) if they are recorded, and the ids so far
@@ -193,7 +193,7 @@ class Sequence:
         return self.prompt_routes.experts(self.routing)
 
     def routes_between(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """Where the experts of these places of its text, prompt and output, are recorded; (): its
+        """Recorded experts of these positions of prompt and output; (): its
         prompt's are not."""
         if self.prompt_routes is None:
             return ()

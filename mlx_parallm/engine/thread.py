@@ -60,7 +60,7 @@ MAX_FAILED_STEPS = 3  # in a row
 class EngineThread:
     """
     Args:
-        build: makes the engine; runs on the new thread. What it raises is raised by `start`.
+        build: makes the engine; runs on the new thread. `start` raises its exceptions.
         chats: makes one more, for chats beside the requests of the first.
         models: names under which the engine answers.
         turns: the order of engine and trainer if they share the device.
@@ -162,7 +162,7 @@ class EngineThread:
                 self._build_error = error
         finally:
             self._shut_down(reason)
-            with suppress(RuntimeError):  # what the device has stored of its fault
+            with suppress(RuntimeError):  # a fault that the device has stored
                 mx.synchronize()
             mx.clear_streams()
             self._started.set()

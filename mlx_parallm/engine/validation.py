@@ -26,7 +26,7 @@ class RequestLimits:
     default_max_tokens: int | None = None
     # memory of a position of a prompt that is computed, over that of a row's position
     prompt_cost: float = 1.0
-    # what is in a prompt for each feature of an image; None = the model reads no images
+    # placeholder token of an image's feature; None = the model reads no images
     image_token: int | None = None
 
     def room(self, prompt: int) -> int:

@@ -27,18 +27,18 @@ class Export(Arguments):
     current one), lmstudio or lmstudio:PUBLISHER/MODEL, ollama:NAME; again for a directory and
     Ollama"""
     name: str | None = None
-    """of the file; default: the run's or the base's"""
+    """name of the file; default: the run's or the base's"""
     adapter_only: bool = False
     """the adapter alone, for llama-server"""
     verify: Annotated[str, "auto|off|URL"] = "auto"
     """auto: compare with a real llama.cpp before anything is kept; off; or write nothing, and
-    compare what the llama-server at this URL serves"""
+    compare with the llama-server at this URL"""
     chat_template: KeyFile | None = None
     """Jinja, in the tokenizer's place; none: it has none"""
     pre: Name | None = None
     """llama.cpp's name of the pre-tokenizer, where none was found"""
     ollama_url: Url | None = None
-    """of `ollama serve`; default: http://127.0.0.1:11434"""
+    """URL of `ollama serve`; default: http://127.0.0.1:11434"""
 
     def run(self) -> int:
         if (self.run_dir is None) == (self.base_model is None) or (

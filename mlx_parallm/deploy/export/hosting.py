@@ -48,7 +48,7 @@ class OllamaHostingProfile:
         }
 
     def parameters(self) -> dict[str, int]:
-        """Return what a Modelfile sets."""
+        """Return the settings of a Modelfile."""
         return {"num_ctx": self.num_ctx}
 
     def llama_server(self, file: str) -> str:

@@ -173,7 +173,7 @@ def running(file: Path, adapter: Path | None = None, *, threads: int = 0) -> Ite
 
 
 def _package() -> str:
-    """The package that holds llama.cpp, "" for a program, which says itself what it is."""
+    """Name and version of the package that holds llama.cpp; "" for a program."""
     try:
         return f"llama.cpp (xllamacpp {version('xllamacpp')})"
     except PackageNotFoundError:

@@ -67,7 +67,7 @@ class ModelSource:
 def source_of_run(
     path: Path, *, name: str | None = None, chat_template: str | None = None
 ) -> ModelSource:
-    """Return what a run directory, or one of its steps, has trained: an adapter, or a whole model.
+    """Return the trained result of a run directory or step: an adapter, or a whole model.
 
     Args:
         name: default: the run's.

@@ -1,8 +1,8 @@
 """The whole way of an export: open, write, verify, put in place, hand to Ollama.
 
 A file that was verified and is not as here is not kept. Everything is written into a directory of a
-temporary name, which is renamed at the end; what a killed export left is removed by the next one of
-the same name.
+temporary name, which is renamed at the end; leftovers of a killed export are removed by the next
+one of the same name.
 
 model.py           which model: a run, or a base with an adapter; its tensors, one at a time
 architectures.py   the table of architectures: tensor names, rows in another order, metadata
@@ -107,10 +107,10 @@ class ExportPipeline:
         destination: from `destination_of`.
         adapter_only: the adapter for llama.cpp's `--lora`, in the place of the merged model.
         check: "auto": a llama.cpp of this machine; "off"; or the URL of a llama-server: then
-            nothing is written, and what it serves is compared with the model.
+            nothing is written, and its answers are compared with the model's.
         pre: llama.cpp's name of the pre-tokenizer, in the place of the one that is found.
         ollama_url: of `ollama serve`.
-        say: hears what is being done.
+        say: called with each stage of the work.
     """
 
     source: ModelSource

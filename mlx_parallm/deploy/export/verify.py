@@ -33,7 +33,7 @@ from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.tokenizer import Tokenizer
 
 PROMPTS = 16
-TOKENS = 8  # places in each answer where the next token is compared
+TOKENS = 8  # compared positions in each answer
 TOP = 64  # most probable tokens of llama.cpp
 SHOWN = 60  # characters of a text in a message
 TIMES = 20.0
@@ -110,7 +110,7 @@ def verify(
         rounding: nats that llama.cpp's arithmetic differs by for this architecture
             (architectures.py).
         adapter_apart: llama.cpp adds the adapter to the file's weights.
-        say: hears what is compared: on a CPU this takes minutes.
+        say: called with each comparison: on a CPU this takes minutes.
     """
     faults: list[str] = []
     say("verifying: token ids of texts and conversations")

@@ -1,7 +1,7 @@
 """The cache of any mlx-lm architecture, behind one face: `ModelRunner` and `Engine` know
 `RunningCache` only.
 
-    TokenCache   one forward decodes all rows, over keys and values by what is held
+    TokenCache   one forward decodes all rows, over the keys and values that they hold
                  (token_cache.py). Plain attention only, with or without recurrent states beside it
                  (states.py); not with server.kv_layout = "rectangle".
     BatchCache   one forward decodes all rows. Each layer keeps keys and values of all positions
@@ -100,7 +100,7 @@ class RunningCache(Protocol):
 
     @property
     def saved_positions(self) -> int:
-        """Positions that the rows would hold besides, if each had a copy of what it shares."""
+        """Positions saved by sharing: those that copies would add."""
         return 0
 
     def token_bytes(self) -> int:
@@ -430,7 +430,7 @@ def choose_cache(
     by_tokens: bool = True,
     kv_bits: int | None = None,
 ) -> RunningCache:
-    """Choose all rows in one forward if that gives what the model's own forward gives, else row
+    """Choose all rows in one forward if that equals the model's own forward, else row
     by row.
 
     Without `by_tokens` it is not TokenCache; with `kv_bits` it is that or nothing.

@@ -1,5 +1,5 @@
-"""The caches of a prefill: mlx-lm's own, allocated at once, beginning with what the prefix cache
-holds."""
+"""The caches of a prefill: mlx-lm's own, allocated at once, beginning with the prefix that the
+cache holds."""
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf

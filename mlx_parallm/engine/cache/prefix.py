@@ -8,7 +8,7 @@ No tensor in sight.
     prefill
 
 A tree for each key (weights, cache_salt): a segment holds the tokens that no earlier one has, and
-hangs where its text parts from its parent's, wherever in the parent that is. So nothing is held
+hangs where its text parts from its parent's, at any position. So nothing is held
 twice and no segment is ever split. Bounded in tokens; the segment that was not used for longest
 goes first, and always is a leaf: a use touches its ancestors last.
 
@@ -41,7 +41,7 @@ class Segment:
     children: dict[tuple[int, int], "Segment"] = field(default_factory=dict)
     arrays: list[Any] = field(default_factory=list)
     snapshots: dict[int, list[Any]] = field(default_factory=dict)
-    routes: tuple[Piece, ...] = ()  # where its tokens' experts are recorded
+    routes: tuple[Piece, ...] = ()  # the recorded experts of its tokens
 
     @property
     def stop(self) -> int:
@@ -102,7 +102,7 @@ class PrefixCache:
             self.hit_tokens += reused
 
     def store(self, key: Key, tokens: tuple[int, ...]) -> Segment | None:
-        """Makes room for what is new in `tokens`; None: nothing is, or it does not fit. The
+        """Make room for the new part of `tokens`; None: there is no new part, or no room. The
         caller fills `arrays`."""
         chunks = self._path(key, tokens)
         self._touch(chunks)
@@ -167,7 +167,7 @@ class PrefixCache:
         )
 
     def _path(self, key: Key, tokens: tuple[int, ...]) -> tuple[PrefixChunk, ...]:
-        """Return the chunks from the root to where the text differs from all stored ones."""
+        """Return the chunks of the longest stored prefix of the text."""
         chunks: list[PrefixChunk] = []
         segment, position = self._roots.get(key), 0
         while segment is not None and position < len(tokens):

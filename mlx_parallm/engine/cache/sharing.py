@@ -18,7 +18,7 @@ FIRST_ANSWER = 64  # the smallest class of rows whose prompt is in segments: all
 # a prompt of this length is a segment also for one row: no copy, no large class
 PRIVATE_FROM = 1024
 SHARED_FROM = 256  # … and of this length for several rows
-# chunks of a known prefix are read where they lie from this length on (their mean)
+# mean length from which chunks of a known prefix are read in place
 REFERENCE_FROM = 512
 
 
@@ -28,7 +28,7 @@ class PromptRows:
     `length` positions.
 
     The first positions of it are read in `chunks`; the last chunk's segment may be new, and is
-    filled then. What is not in chunks is copied into each row.
+    filled then. The rest is copied into each row.
     """
 
     source: int
@@ -60,7 +60,7 @@ def worth_a_segment(positions: int, rows: int) -> bool:
 
 
 def referenced(chunks: tuple[PrefixChunk, ...]) -> tuple[PrefixChunk, ...]:
-    """The beginning of a known prefix that is read where it lies: as many chunks as are long
+    """The beginning of a known prefix that is read in place: as many chunks as are long
     enough in the mean."""
     enough = [
         count for count, chunk in enumerate(chunks, 1) if chunk.stop >= REFERENCE_FROM * count

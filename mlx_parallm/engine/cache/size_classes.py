@@ -28,7 +28,7 @@ def head_places(heads: int, made: dict[int, mx.array]) -> mx.array:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """Where a running sequence's positions lie: those of `chunks` in segments, [offset, …) in
+    """Places of a running sequence's positions: those of `chunks` in segments, [offset, …) in
     `pool`."""
 
     chunks: tuple[PrefixChunk, ...] = ()
@@ -43,7 +43,7 @@ class Pool:
         layers: how many layers keep keys and values.
         size: positions of each row.
         shares: whether its rows read segments too.
-        kv_format: of what it holds.
+        kv_format: format of keys and values.
     """
 
     def __init__(self, layers: int, size: int, *, shares: bool, kv_format: KVFormat) -> None:
@@ -61,7 +61,7 @@ class Pool:
         self.positions = self.slots = mx.zeros((0, 1), dtype=mx.int32)
         self.head_places: dict[int, mx.array] = {}
         self.compiled = False  # whether the step's attention is `attention_of_rows`
-        # [n or 1, 1, 1, span] bool: what each row sees; None: all
+        # [n or 1, 1, 1, span] bool: visible positions of each row; None: all
         self.mask: mx.array | None = None
         self.bias: mx.array | None = None  # the same for `attention_of_rows`
 
@@ -87,7 +87,7 @@ class Pool:
         self.same = longest if longest == min(positions) else None
         plain = not self.shares and self.kv_format.bits is None
         self.compiled = plain and self._is_float32 and takes_rows(len(positions), longest + 1)
-        # What is compiled is compiled for each shape, so there are few of them.
+        # Each shape is compiled apart, so there are few shapes.
         exact = self.same is not None and plain and not self.compiled
         self.span = (
             longest + 1 if exact else min(self.size, -(-(longest + 1) // READ_STEP) * READ_STEP)

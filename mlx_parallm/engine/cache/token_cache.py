@@ -1,4 +1,4 @@
-"""Keys and values by what is held, for plain attention: own positions in size classes, shared ones
+"""Keys and values by tokens, for plain attention: own positions in size classes, shared ones
 once.
 
 A step's batch is ordered by pool (`order`), so each pool's rows are a slice of it. Projections and
@@ -101,8 +101,8 @@ class TokenLayer(RoutedKeys):
         return self._cache.positions
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """None: `attend` knows what each row sees. Raises NotImplementedError, which the check
-        at load reads."""
+        """Return None: `attend` has the mask of each row. Raises NotImplementedError, which the
+        check at load reads."""
         if return_array or window_size is not None:
             raise NotImplementedError("its attention has its own mask")
 
@@ -358,7 +358,7 @@ class TokenCache:
         ]
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Numbers rows anew; what was `targets` is gone. Nothing is copied but to keep pools
+        """Renumber rows; `targets`' old rows are gone. Copies only to keep pools
         dense."""
         self._release([self._rows[target] for target in targets])
         for source, target in zip(sources, targets, strict=True):
@@ -480,7 +480,7 @@ class TokenCache:
         self._drop_empty_pools()
 
     def _move(self, source: Pool | None, key: tuple[bool, int], rows: list[Row]) -> None:
-        """Puts rows into the pool of `key`, with what they hold in `source`."""
+        """Put rows into the pool of `key`, with their content in `source`."""
         target = self._pools.get(key)
         if (
             source is not None
@@ -557,7 +557,7 @@ class TokenCache:
         )
 
     def _fill_segments(self, prefill: SequenceOf[Any], prompt: PromptRows) -> None:
-        """Fills the prompt's new segment, if there is one, with what the prefill has computed."""
+        """Fill the prompt's new segment, if any, with the prefill's keys and values."""
         for chunk in prompt.chunks:
             if not chunk.segment.arrays:
                 place = (prompt.source, chunk.start, chunk.stop)

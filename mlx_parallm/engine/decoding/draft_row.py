@@ -1,7 +1,7 @@
 """Decode the only row by drafts (prompt_lookup.py).
 
 Its keys and values are taken out of the cache into mlx-lm's own caches, which can be rewound behind
-what did not hold. They are put back when no draft is likely, or other rows come.
+the rejected tokens. They return when no draft is likely, or other rows come.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 """Forwards of the serving tree, with all that they read beside tokens and caches: the rows'
-adapters, what is in their texts beside words, and whether their experts are recorded.
+adapters, their images, and whether their experts are recorded.
 
     decode   each row's next token
     read     pieces of texts, padded
@@ -48,8 +48,8 @@ class ForwardContext:
     """
     Args:
         model: the serving tree (after `prepare_for_serving`).
-        lora: what its linear layers read.
-        images: what is in prompts beside text; None: nothing does.
+        lora: context that the linear layers read.
+        images: places the prompts' images; None: the model reads none.
         routing: (layers, experts a token, experts) of a model whose choice of experts is recorded,
             and which `models.experts.routing.prepare_routing` has prepared.
     """
@@ -125,7 +125,7 @@ class ForwardContext:
         self._lora.activate(adapters)
 
     def release(self) -> None:
-        """Drop what the last forward read."""
+        """Drop the last forward's context."""
         self._lora.release()
 
     def _run(

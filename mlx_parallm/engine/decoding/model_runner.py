@@ -7,7 +7,7 @@ decode step, so the head is computed for one position a row. `launch` builds the
 the weight lock; `collect` evaluates it outside of the lock and reads it: the step's one host sync.
 `launch_after` builds and starts step N + 1 before N is read, from the tokens that N samples: what
 Python does for a step is then hidden behind a device that computes beside it
-(server.async_scheduling). A row that ends with N has computed N + 1 in vain; nobody reads it.
+(server.async_scheduling). A row that ends with N has computed N + 1 in vain; it is dropped.
 
 A step that failed leaves keys and values doubtful. `rebuild` then computes a row again, from its
 sequence's tokens and alone, and tries its next step too: a sequence that raises there is the cause,
@@ -75,7 +75,7 @@ class ModelRunner:
         self._writes_zeros = False  # this model, in sound steps: zeros say nothing of the device
 
     def move_rows(self, plan: SchedulerOutput) -> None:
-        """Carries out what needs no weights, before the lock is taken: rows into the prefix
+        """Do the work that needs no weights, before the lock is taken: rows into the prefix
         cache, then the moves."""
         kept: list[mx.array] = []
         for save in plan.saves:
@@ -135,7 +135,7 @@ class ModelRunner:
         for the device."""
         assert step.sampled is not None
         mx.async_eval(step.pending)
-        # keys and values that somebody else holds would be copied when written
+        # writing keys and values that others still hold would copy them
         step.pending[:] = step.sampled.arrays + present([step.experts])
         self._cache.reserve(
             [sequence.cached + 1 for sequence in _by_row(step)], self._max_row_tokens
@@ -166,7 +166,7 @@ class ModelRunner:
     def collect(self, step: LaunchedStep) -> list[SampledToken]:
         """Waits for the step and reads it: the one host sync, but for a step that writes prompts'
         keys and values. A row's log-probability is NaN when its logits were. Raises
-        DeviceFaultError: what was computed are zeros."""
+        DeviceFaultError: the results are zeros."""
         mx.eval(step.pending)
         if step.written:
             self._check_written(step.written, step.rows[0] if step.rows else None)
@@ -221,7 +221,7 @@ class ModelRunner:
         self.forward.release()
 
     def _begin(self, by_row: SequenceOf[Sequence], ahead: int) -> tuple[Sequence, ...]:
-        """Prepares a decode step, `ahead` tokens after what was read. Returns the rows in the
+        """Prepare a decode step, `ahead` tokens after the last one read. Returns the rows in the
         order of its batch."""
         self._cache.begin_step([sequence.cached + ahead for sequence in by_row])
         order = self._cache.order
@@ -282,7 +282,7 @@ class ModelRunner:
         self._cache.shrink_to([])
         text = (*sequence.prompt, *sequence.tokens)[: sequence.cached]
         whole = PrefixChunk(Segment(None, 0, text, arrays=arrays), sequence.cached)
-        # room to grow, within what the sequence can come to hold
+        # room to grow, up to the sequence's longest length
         room = min(2 * sequence.cached, len(sequence.prompt) + sequence.max_tokens)
         caches = self._cache.new_prefill(room, [(whole,)])
         mx.eval(arrays_of(caches))
@@ -374,7 +374,7 @@ class ModelRunner:
         return arrays
 
     def _keep(self, caches: list[Any], save: PrefixSave, routes: PromptRoutes) -> list[mx.array]:
-        """Puts what a prefill of one row has computed into the prefix cache; returns arrays to
+        """Put the keys and values of a one-row prefill into the prefix cache; return arrays to
         be evaluated."""
         kept: list[mx.array] = []
         if save.segment is not None:

@@ -3,7 +3,7 @@
 
 A draft is what followed the last N_GRAM tokens where they stood before, in prompt or answer. The
 engine feeds it behind the newest token and samples every position with that position's own random
-stream; the draft holds as far as it is what was sampled. So the answer is the one without a draft,
+stream; the draft holds up to the first other token. So the answer is the one without a draft,
 up to the rounding of a forward of several tokens. A draft that fails costs time only: after each
 failure in a row twice as many tokens pass before the next one, up to LONGEST_REST.
 """

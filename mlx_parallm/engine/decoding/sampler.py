@@ -84,7 +84,7 @@ _draw = mx.vmap(_draw_row)
 
 @dataclass(frozen=True)
 class Sampled:
-    """Pending arrays of one step; `arrays` are what the host reads. n rows.
+    """Pending arrays of one step; the host reads `arrays`. n rows.
 
     tokens [n] int32 · logprobs [n] float32 · processed [p] float32 for the rows
     `SamplingBatch.reshaped` · top_tokens, top_logprobs [t, K] for the rows
@@ -107,7 +107,7 @@ class Sampled:
         return [array for array in every if array is not None]
 
     def read(self) -> "ReadNumbers":
-        """Read what was evaluated. Raises DeviceFaultError: it is not a result of a step."""
+        """Read the evaluated arrays. Raises DeviceFaultError: it is not a result of a step."""
         tokens, numbers = np.array(self.tokens), np.array(self.numbers)
         count = len(tokens)
         mass = numbers[count : 2 * count]
@@ -262,7 +262,7 @@ def top_logprobs(
     """The `count` likeliest tokens and their log-probabilities, unordered: [..., V] float32 → two
     [..., count].
 
-    normalizer: [...], logsumexp of the logits where it is known already.
+    normalizer: [...], logsumexp of the logits if it is known already.
     """
     count = min(count, logits.shape[-1])
     tokens = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
@@ -320,7 +320,7 @@ class _Filter:
         return cls(mx.array(rows), len(rows) == len(params), log_min_p, top_k, top_p, most)
 
     def apply(self, scaled: mx.array) -> mx.array:
-        """Sets what is filtered out to -inf; [n, V] logits divided by the temperature."""
+        """Set filtered tokens to -inf; [n, V] logits divided by the temperature."""
         if self.index is None:
             return scaled
         if self.all_rows:

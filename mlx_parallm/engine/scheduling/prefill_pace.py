@@ -1,10 +1,10 @@
 """How many prompt tokens a step computes, so that it ends in time (`server.max_prefill_ms`)."""
 
 FIRST_TOKENS = 256
-"""Of a step, until the limit has been compared with a measurement."""
+"""Prefill tokens of a step, until the limit has been measured."""
 FEWEST_TOKENS = 16
 AIM = 0.8
-"""Of the limit, when a step took too long."""
+"""Factor on the limit after a step that took too long."""
 
 
 class PrefillPace:

@@ -1,7 +1,7 @@
 """Prompts that are being computed, and what of them goes into the prefix cache. No tensor in sight.
 
-`Scheduler` makes them and decides how far they advance, `CacheRoom` (room.py) what they begin with
-and where they stop; `ModelRunner` carries a `PrefillChunk` out.
+`Scheduler` makes them and decides how far they advance, `CacheRoom` (room.py) which prefix they
+reuse and where they stop; `ModelRunner` carries a `PrefillChunk` out.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class PrefixSave:
 class PrefillRow:
     """One prompt being computed and the sequences that wait for it. Its first `reused` positions
     are in `prefix`, until ModelRunner has taken them from there; its rows will read those in
-    `chunks` where they lie."""
+    `chunks` in place."""
 
     key: Key
     owner: Sequence  # the first that brought the prompt
@@ -40,7 +40,7 @@ class PrefillRow:
     routes: PromptRoutes = field(default_factory=PromptRoutes)
 
     def reuse_routes(self) -> None:
-        """Note where the experts of its reused positions are recorded, for its sequences too."""
+        """Note the recorded experts of its reused positions, for its sequences too."""
         for chunk in self.prefix:
             self.routes.pieces += pieces_between(chunk.segment.routes, chunk.start, chunk.stop)
         for sequence in self.sequences:
@@ -69,7 +69,7 @@ class Prefill:
     last_step: int  # when it advanced; at first, when it was made up
     started: bool = False
     in_chunks: bool = False  # it was longer than one chunk
-    places: tuple[int, ...] = ()  # where it stops for a snapshot, in order
+    places: tuple[int, ...] = ()  # positions of its snapshots, in order
     caches: list[Any] = field(default_factory=list)
 
     @property
@@ -100,7 +100,7 @@ class PrefillChunk:
     stop: int
     first_row: int
     prompts: tuple[PromptRows, ...]
-    save: PrefixSave | None = None  # what is kept of it, after it
+    save: PrefixSave | None = None  # what the prefix cache keeps afterwards
 
     @property
     def sources(self) -> list[int]:

@@ -1,8 +1,8 @@
 """The room of the cache: does a sequence fit, what of its prompt is there already, where does its
-prefill stop, and what is kept of it. No tensor in sight.
+prefill stop, and which part is kept? No tensor in sight.
 
     RectangleRows  all rows are as long as the longest
-    TokenRows      rows take what they hold, and read shared segments where they lie
+    TokenRows      rows take the room of their tokens, and read shared segments in place
     CacheRoom      over one of these: a row holds every prefix of itself, so a prompt begins where
                    the longest known one ends, and rows are kept when they begin and end
     SnapshotRoom   layers have a recurrent state, so a prompt begins at a snapshot only. Its prefill
@@ -51,7 +51,7 @@ class RowLayout(Protocol):
         computed, and of one more that waits for the row `waits_for`, or for one of its own."""
 
     def in_place(self, prefix: tuple[PrefixChunk, ...]) -> tuple[PrefixChunk, ...]:
-        """Return the part of a known prefix that rows read where it lies."""
+        """Return the part of a known prefix that rows read in place."""
 
     def prompt_rows(
         self, source: int, row: PrefillRow, kept: tuple[PrefixChunk, ...]
@@ -128,7 +128,7 @@ class CacheRoom:
     """
     Args:
         layout: of the running rows.
-        prefix_cache: what is known of earlier texts.
+        prefix_cache: keys and values of earlier texts.
         max_tokens: upper bound of `reserved`; None = unbounded.
         prompt_cost: memory of a position of a prompt that is being computed, over that of a row's
             position.
@@ -187,10 +187,10 @@ class CacheRoom:
         """Return the positions that the rows may have room for; None: any number."""
         return None if self.max_tokens is None else self.max_tokens - self.computed(prefills)
 
-    # ------------------------------------------------------------ what is shared
+    # ------------------------------------------------------------ shared prefixes
 
     def new_row(self, key: Key, sequence: Sequence) -> PrefillRow:
-        """Return a prompt to be computed, behind what is known of it."""
+        """Return a prompt to compute, behind its known prefix."""
         prefix = self.prefix_cache.find(key, sequence.prompt)
         reused = prefix[-1].stop if prefix else 0
         self.prefix_cache.count(sequence.prompt, reused)
@@ -201,7 +201,7 @@ class CacheRoom:
         segments may become a new one."""
         return self.layout.prompt_rows(source, row, ())
 
-    # ------------------------------------------------------------ where a prefill stops
+    # ------------------------------------------------------------ stops of a prefill
 
     def begin(
         self,
@@ -213,10 +213,10 @@ class CacheRoom:
         """Prepare a prefill that has not started. Nothing here: `new_row` has done it."""
 
     def advance(self, prefill: Prefill, stop: int, weights_of: WeightsOf) -> PrefixSave | None:
-        """Note that a prefill continues to `stop`; returns what is kept of it then."""
+        """Note that a prefill continues to `stop`; return the part to keep then."""
         return None
 
-    # ------------------------------------------------------------ what is kept
+    # ------------------------------------------------------------ kept prefixes
 
     def keep_rows(self, rows: SequenceOf[Sequence], weights_of: WeightsOf) -> list[PrefixSave]:
         """Put new rows' prompts and finished rows' texts into the prefix cache, unless their
@@ -324,7 +324,7 @@ def cache_room(
             cannot be used by others, and prompts are computed one by one, without padding.
         snapshot_tokens: of such a row, positions that take the memory of its state; None: the state
             cannot be read.
-        by_tokens: rows take what they hold and share segments; False: a rectangle.
+        by_tokens: rows take the room of their tokens and share segments; False: a rectangle.
         prompt_cost: see CacheRoom.
     """
     layout = TokenRows() if by_tokens else RectangleRows()

@@ -11,7 +11,7 @@ a short prompt does not wait for a long one), but one that was passed over gains
 While rows decode, a prompt of several chunks advances by smaller ones. A chunk that would end
 inside an image whose tokens see each other both ways ends behind it. A prompt is computed once
 for all requests that bring it meanwhile. `CacheRoom` (room.py) knows
-its known prefix, where it stops, what is kept of it, and whether there is room for one more.
+its known prefix, its stops, the kept part, and whether there is room for one more.
 """
 
 from bisect import insort
@@ -273,7 +273,7 @@ class Scheduler:
         return min(prefill.length, prefill.done + limit // len(prefill.rows))
 
     def _chunk(self, prefill: Prefill, start: int, save: PrefixSave | None) -> PrefillChunk:
-        """Return the chunk from `start` to where the prefill is now; give rows to those whose
+        """Return the chunk from `start` to the prefill's position; give rows to those whose
         prompt it ends."""
         first_row = len(self.rows)
         if prefill.done < prefill.length:
