@@ -2,7 +2,7 @@
 else is a bug.
 
 ParallmError
-├── ConfigError              a configuration that cannot work: which key, what was wrong, what would
+├── ConfigError              a configuration that cannot work: key, fault, what would
 │                            be right
 ├── ModelError               a checkpoint that cannot be loaded or served
 │   └── AdapterError         an adapter that does not fit: file, module, shape
@@ -10,7 +10,7 @@ ParallmError
 │                            `code`
 │   ├── ContextLengthError   the prompt does not fit ("maximum context length")
 │   ├── ModelNotFoundError   no such served model (HTTP 404)
-│   ├── InvalidAnswerError   the model's answer does not match what it must match, after all
+│   ├── InvalidAnswerError   the model's answer does not match its schema or grammar, after all
 │   │                        tries (HTTP 400)
 │   └── RefusedError         an adapter, reward or rollback that cannot be accepted; carries
 │                            HTTP's `status`
@@ -186,7 +186,7 @@ class TraceError(ParallmError):
 
 
 class PatternTimeoutError(ParallmError):
-    """A regular expression takes too long on a text; what the text holds is not known."""
+    """A regular expression takes too long on a text; whether it matches is not known."""
 
 
 class MemoryShortError(ParallmError):

@@ -57,8 +57,9 @@ class Learner(Protocol):
     """Learns beside the policy from the groups of its environment: a small controller, say.
     Trainer's thread only.
 
-    What it needs of an episode is in the group's metadata (`EnvironmentSource.group_metadata`), so
-    that a resumed run learns from the same groups as one that was not interrupted.
+    Everything it needs of an episode is in the group's metadata
+    (`EnvironmentSource.group_metadata`), so that a resumed run learns from the same groups as one
+    that was not interrupted.
     """
 
     def trains_policy(self, step: int) -> bool:
@@ -161,13 +162,13 @@ class EnvironmentSource(ABC):
 
     @property
     def stays_here(self) -> bool:
-        """Whether one process plays all groups: what it knows is not a function of the
+        """Whether one process plays all groups: its state is not a function of the
         configuration and the task."""
         return self.in_order or self.learner is not None
 
     @property
     def how_to_end(self) -> str:
-        """Return why no episode ended, and what would end one."""
+        """Return why no episode ended, and how to end one."""
         return (
             "each answer was a call of a tool, or play() asked again: lower tools.max_rounds, or"
             " let play() end"
@@ -234,11 +235,12 @@ class EnvironmentSource(ABC):
             self.rewards.use_tools(None if tools is None else tools.client)
 
     def policy_tools(self, allowed: EpisodeTools | None) -> EpisodeTools | None:
-        """Return what the policy may call in the episodes, of what the configuration allows it."""
+        """Return the tools of the policy in the episodes, of those that the configuration
+        allows."""
         return allowed if allowed is not None and allowed.definitions else None
 
     def tools_of(self, task: Task) -> EpisodeTools | None:
-        """Return what the policy may call in the episodes of a task. Raises ConfigError: it
+        """Return the tools of the policy in the episodes of a task. Raises ConfigError: it
         names a tool that there is not."""
         if self.tools is None or task.tool_names is None:
             return self.tools
@@ -249,7 +251,7 @@ class EnvironmentSource(ABC):
         )
 
     def named_tools(self, columns: Mapping[str, Any]) -> tuple[str, ...] | None:
-        """Return what a row's `tools_column` says; None: nothing. Raises RolloutRejectedError:
+        """Return the tools in a row's `tools_column`, or None. Raises RolloutRejectedError:
         no list of names."""
         names = (
             columns.get(self.config.tools_column) if self.config.tools_column is not None else None
@@ -262,7 +264,7 @@ class EnvironmentSource(ABC):
         return tuple(names)
 
     def group_metadata(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Any]:
-        """Return what the store keeps of a group beside its rollouts, as JSON."""
+        """Return the metadata that the store keeps beside a group's rollouts, as JSON."""
         return {}
 
     def router(self) -> Any:
@@ -296,7 +298,7 @@ class EnvironmentSource(ABC):
         return ({"role": "system", "content": self.config.system_prompt}, *messages)
 
     def format_prompt(self, prompt: Prompt) -> Prompt:
-        """Return what the policy is asked for an environment's `prompt`."""
+        """Return the policy's prompt for an environment's `prompt`."""
         shown: Prompt = with_stored_images(prompt, f"environments: {self.name}: messages")
         return shown
 

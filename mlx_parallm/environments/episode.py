@@ -29,7 +29,7 @@ from mlx_parallm.execution.prompt_images import image_refs
 from mlx_parallm.types import MAX_REWARD, Completion, Rollout, Structure, Trajectory, Turn
 
 TURN_OPTIONS = frozenset({"max_tokens", "stop", "tools"})
-"""What an environment may set for a turn; the rest is the run's, or the trained policy would not
+"""Options that an environment may set for a turn; the others are the run's, or the policy would not
 be the sampled one."""
 
 
@@ -42,7 +42,7 @@ class EpisodeOver(BaseException):
 
 
 class BlockingCalls:
-    """Lets code on other threads wait for what the episode's loop does, until it is closed."""
+    """Let code on other threads wait for work of the episode's loop, until it is closed."""
 
     def __init__(self) -> None:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
@@ -120,10 +120,10 @@ class Episode:
         Args:
             seed: of the group.
             number: place in the group, which has `group_size` episodes.
-            bounded: whoever plays it has set a number of steps after which it is cut.
-            format_prompt: makes an environment's prompt what the policy is asked
+            bounded: the episode is cut after a number of steps.
+            format_prompt: makes the policy's prompt of an environment's
             (`EnvironmentSource.format_prompt`).
-            tools: what the policy may call.
+            tools: the tools of the policy.
         """
         self.name = f"{group_id}/{number}"
         self.group_id, self.number, self.group_size = group_id, number, group_size
@@ -145,7 +145,7 @@ class Episode:
         self._seed = seed
         self._sequences: list[SequenceRecorder] = []
         self._turns: list[Turn] = []
-        self._turn_rewards: list[float] = []  # of the turns so far; empty: none has one
+        self._turn_rewards: list[float] = []  # one for each turn so far; empty: no turn has one
         self._last: LastTurn | None = None
         self._failure: str | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -177,7 +177,7 @@ class Episode:
     def generate(self, prompt: Prompt, params: Mapping[str, Any]) -> Completion:
         """Do as `agenerate` does, but block: for a step that runs on a thread.
 
-        Raises RuntimeError: on the thread of the environment's loop, where it would wait for
+        Raises RuntimeError: on the thread of the environment's loop, which would wait for
         itself.
         """
         return self._blocking.result_of(lambda: self.agenerate(prompt, params))
@@ -186,8 +186,8 @@ class Episode:
         """Sample the episode's next turn as the run samples, and record it.
 
         Args:
-            params: what the environment sets: `max_tokens` (never more than the configuration's, or
-                than there is room for), `stop` (instead of the configuration's), `tools` (for the
+            params: options of the environment: `max_tokens` (never more than the configuration's,
+                or than there is room for), `stop` (instead of the configuration's), `tools` (for the
                 chat template). `InferenceModule` may also set `skip_special_tokens` (False: the
                 text shows them).
 
@@ -208,7 +208,7 @@ class Episode:
         )
 
     def beside(self, name: str, adapter: str | EllipsisType | None = ...) -> "Episode":
-        """Return an episode of another player of the same game, which nobody trains on.
+        """Return an episode of another player of the same game, which is not trained on.
 
         Args:
             name: of the player, unique in this episode.
@@ -253,7 +253,7 @@ class Episode:
                 overrides["structure"] = structure
             if stop is not None:
                 overrides["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-            has_own_tools = "tools" in options  # whoever asks makes the calls
+            has_own_tools = "tools" in options  # the environment makes these calls
             options = {name: value for name, value in options.items() if name != "tools" or value}
             if self._rounds is None or has_own_tools:
                 return await self._one_turn(formatted, overrides, options)
@@ -313,7 +313,7 @@ class Episode:
         spans: Sequence[Sequence[int] | Completion],
         text: str,
     ) -> None:
-        """Record a turn that somebody else sampled with this policy, in its own sequence.
+        """Record a turn that a client sampled with this policy, in its own sequence.
 
         Args:
             spans: what follows the prompt: completions, and tokens between them that were given.
@@ -377,7 +377,7 @@ class Episode:
         return self.cut and len(self._turns) > 1 and (self._full or not self._bounded)
 
     def close(self) -> None:
-        """Allow no more turns; whoever waits for one gets EpisodeOver. Call it on the loop's
+        """Allow no more turns; pending ones get EpisodeOver. Call it on the loop's
         thread."""
         self._blocking.close()
 
@@ -432,6 +432,6 @@ CURRENT: ContextVar[Episode | None] = ContextVar("episode", default=None)
 def failed_trajectories(
     group_id: str, size: int, temperature: float, failure: str
 ) -> tuple[Trajectory, ...]:
-    """Return what stands for the episodes of a group that did not begin."""
+    """Return placeholders for a group's episodes that did not begin."""
     rollout = Rollout((), (), (), (), temperature, {}, stop_reason="error", error=failure)
     return tuple(Trajectory("", rollout, step_count=0, group_id=group_id) for _ in range(size))

@@ -1,4 +1,4 @@
-"""EpisodeTools: what the policy may call in the episodes of an environment of any kind.
+"""EpisodeTools: the policy's tools in the episodes of an environment of any kind.
 
     a turn of the policy → its calls are made → their results → a turn … → an answer without a call
 
@@ -38,7 +38,7 @@ from mlx_parallm.system.log import get_logger
 
 log = get_logger("environments")
 
-MOST_CALLS = 16  # of one turn; a model may repeat itself
+MOST_CALLS = 16  # in one turn; a model may repeat itself
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class EpisodeTools:
     formats: Literal["auto"] | Sequence[Format] = "auto"
     max_rounds: int = ToolsConfig.model_fields["max_rounds"].default
     _counted: dict[str, float] = field(default_factory=dict)
-    _warned: set[str] = field(default_factory=set)  # of which tools the log has said so
+    _warned: set[str] = field(default_factory=set)  # tools that the log has warned of
 
     @classmethod
     def of(cls, client: ToolClient, **options: Any) -> Self:

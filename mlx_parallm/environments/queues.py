@@ -112,7 +112,7 @@ class EnvironmentQueue:
                 LONGEST_PAUSE_S, 0.05 * 2 ** min(self.failures_in_a_row - 1, 10)
             )
 
-    # --- where it is
+    # --- its state
 
     @property
     def cursor(self) -> int:

@@ -60,8 +60,8 @@ def build_sources(
         progress: tells reward functions how far the training is.
         tools: those of the configuration, for all of the sources.
 
-    Raises ConfigError: an unknown kind (the message lists the known ones), or what the source
-    itself refuses.
+    Raises ConfigError: an unknown kind (the message lists the known ones), or options that the
+    source itself refuses.
     """
     sources = []
     for config, name in zip(configs, unique_names(configs), strict=True):

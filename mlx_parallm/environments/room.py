@@ -112,7 +112,7 @@ def _openings(source: EnvironmentSource) -> list[tuple[Prompt, EpisodeTools | No
         return []
     openings = []
     for index in range(PROMPTS):
-        with attempt():  # what an environment raises is reported by the run, in its place
+        with attempt():  # the run reports an environment's exceptions later
             task = source.task(index)
             if isinstance(task, Task):
                 openings.append((task.opening, source.tools_of(task)))
@@ -152,7 +152,7 @@ def _taken_by_tools(
     policy: EpisodePolicy, source: EnvironmentSource, prompt: Prompt, tools: EpisodeTools
 ) -> dict[str, int]:
     """Return tool → the tokens by which it makes the prompt longer beside the others; the first
-    has what the template says of tools at all."""
+    has the template's text about tools."""
     taken, before = {}, len(_ids(policy, source, prompt, None) or ())
     names = [str(definition["name"]) for definition in tools.definitions]
     for count, name in enumerate(names, 1):

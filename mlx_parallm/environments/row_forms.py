@@ -45,7 +45,7 @@ def known_row(row: dict[str, Any], where: str) -> tuple[dict[str, Any], str | No
     them already.
 
     Raises ConfigError, which begins with `where`: a turn of an unknown role, a column of a
-    layout that does not hold what it should.
+    layout with wrong content.
     """
     if row.get(KTO_TAG) is not None and row.get("label") is None:
         row = {**row, "label": row[KTO_TAG]}

@@ -235,7 +235,7 @@ class RolloutWorker:
     """A thread with an asyncio loop that plays the groups of one environment (or of several, in a
     fixed order).
 
-    Each environment has a worker, because its code is foreign: code that blocks its thread for ever
+    Each environment has a worker, because its code is foreign: code that blocks its thread forever
     blocks no other. `on_results` and `on_error` (a bug in this package: episodes fail as results)
     are called on the worker's thread.
     """
@@ -259,7 +259,7 @@ class RolloutWorker:
             self._loop.submit(self._play(plans)).add_done_callback(self._done)
 
     def stop(self, timeout_s: float = 0.0) -> bool:
-        """Cancel what is played, and wait for the thread's end. Returns False while an
+        """Cancel running episodes, and wait for the thread's end. Returns False while an
         environment blocks it."""
         return self._loop.stop(timeout_s=timeout_s)
 
@@ -286,7 +286,7 @@ class GroupPlayer(Protocol):
         """Sample at `temperature` in the groups that start from now on."""
 
     def stop(self, timeout_s: float = 0.0) -> Sequence[str]:
-        """Cancel what is played; return the environments that block their threads longer than
+        """Cancel running episodes; return the environments that block their threads longer than
         `timeout_s`."""
         ...
 

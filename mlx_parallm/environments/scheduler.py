@@ -153,8 +153,8 @@ class RolloutScheduler(ABC):
             self._stored.update(group_ids)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Cancel what is in flight (the engine drops it) and join the threads; wait two seconds at
-        most for steps that block. What was cancelled is not settled.
+        """Cancel groups in flight (the engine drops them) and join the threads; wait two seconds at
+        most for steps that block. Cancelled groups are not settled.
 
         Raises EnvironmentFailedError: an environment blocks its thread.
         """
@@ -175,7 +175,7 @@ class RolloutScheduler(ABC):
             queue.source.join(deadline)
 
     def cancel(self) -> None:
-        """`stop`, after which `start` plays what was in flight anew. Requests are forgotten."""
+        """`stop`, after which `start` plays the groups in flight anew. Requests are forgotten."""
         self.stop()
         with self._changed:
             self._thread, self._players = None, []
@@ -242,7 +242,7 @@ class RolloutScheduler(ABC):
             return sum(queue.in_flight for queue in self._queues)
 
     def health(self) -> str | None:
-        """Describe what is wrong; None: nothing is."""
+        """Describe the fault, or return None."""
         if self._failure is not None:
             return f"environments stopped: {describe(self._failure)}"
         with self._changed:
@@ -288,7 +288,7 @@ class RolloutScheduler(ABC):
             self._changed.notify_all()
 
     def _start_groups(self) -> bool:
-        """Start what may be started now; False: nothing."""
+        """Start groups that may start now; False: there was none."""
         if self._stopping or not self._requested:
             return False
         now = self._clock()
@@ -354,7 +354,7 @@ class RolloutScheduler(ABC):
     def _absent(self, now: float) -> set[EnvironmentQueue]:
         return set() if self._fixed_order else absent(self._queues, now)
 
-    # --- what is finished
+    # --- finished groups
 
     def _settle(self) -> None:
         """Deliver every result that no earlier group of its environment holds back."""
@@ -396,7 +396,7 @@ def _left_behind(source: EnvironmentSource) -> str:
     return (
         f"environment {source.name}: {source.left_behind} threads still run its code although"
         " their episodes have ended"
-        " (a thread cannot be killed): give what it waits for a time-out"
+        " (a thread cannot be killed): give its blocking call a time-out"
     )
 
 

@@ -11,7 +11,7 @@ block: it runs on a thread of its episode, where `self.inference.generate` is a 
 `self.inference.agenerate`.
 
 `state_source.StateSource` plays a `BaseEnvironment` as an `EnvironmentSource` (`base.py`), which is
-what a run plays.
+a run's source.
 """
 
 import copy
@@ -142,7 +142,7 @@ class BaseEnvironment(ABC):
         return state.done
 
     def build_prompt(self, state: State) -> Prompt:
-        """Return what the policy is asked next. A prompt that begins with the last prompt and
+        """Return the policy's next prompt. A prompt that begins with the last prompt and
         its answer continues the sampled tokens; any other begins a new sequence of the same
         episode."""
         return state.prompt
@@ -158,11 +158,11 @@ class BaseEnvironment(ABC):
         out.
 
         It is called on the thread of the steps, after the last step and before the rewards, which
-        may not need what it frees.
+        may not need the freed resources.
         """
 
     def group_metadata(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Any]:
-        """Return what the store keeps of a finished group beside its rollouts, as JSON; a
+        """Return the metadata that the store keeps beside a finished group's rollouts, as JSON; a
         `learner` reads it."""
         return {}
 

@@ -17,10 +17,10 @@ class StepThread:
     """Runs the code of one episode that may block, always on the same thread, which starts with the
     first call.
 
-    At the end it calls `last` with the state that the last call returned, even if nobody waited for
-    it any more: on the thread, or if none was started, in `__exit__`. A thread cannot be killed:
-    one that blocks when its episode has ended is left behind (`abandoned`), and ends as soon as it
-    asks for another turn.
+    At the end it calls `last` with the state that the last call returned, even if no caller waited
+    for it any more: on the thread, or if none was started, in `__exit__`. A thread cannot be
+    killed: one that blocks when its episode has ended is left behind (`abandoned`), and ends as
+    soon as it asks for another turn.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StepThread:
             self._thread.join(timeout_s)
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """Return the function's result, or raise what it raises. A cancelled call leaves the
+        """Return the function's result, or raise its exception. A cancelled call leaves the
         thread behind."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -64,7 +64,7 @@ class StepThread:
             except (StopIteration, KeyboardInterrupt) as error:
                 unlike = RuntimeError(f"{type(error).__name__}: {error}")
                 future.set_exception(unlike.with_traceback(error.__traceback__))
-            except BaseException as error:  # noqa: BLE001  boundary: what a step raises ends its episode
+            except BaseException as error:  # noqa: BLE001  boundary: an exception of a step ends its episode
                 future.set_exception(error)
             else:
                 if isinstance(result, State):

@@ -28,7 +28,7 @@ class ToolRounds:
         self, tools: EpisodeTools, ask: Ask, is_open: Callable[[], bool], noted: Callable[[], None]
     ) -> None:
         self._tools, self._ask, self._is_open, self._noted = tools, ask, is_open, noted
-        self._notes: list[dict[str, Any]] = []  # of the calls
+        self._notes: list[dict[str, Any]] = []  # one a call
         self._answer_text: str | None = None
         self._question: str | None = None  # the last user message of the opening
         # the conversation (as the environment sees it, as it was sampled)

@@ -57,7 +57,7 @@ class SequenceRecorder:
         self._versions += [UNKNOWN_VERSION] * len(token_ids)
 
     def add_sampled(self, completion: Completion) -> None:
-        """Append what the policy sampled, EOS included, and note the version that read the
+        """Append the policy's sampled tokens, EOS included, and note the version that read the
         prompt tokens before it. One without log-probabilities leaves the trainer to score the
         sequence."""
         for position in range(len(self._tokens) - 1, -1, -1):

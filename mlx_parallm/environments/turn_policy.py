@@ -38,7 +38,7 @@ class TurnRequest:
     prompt: Prompt
     config: EnvironmentConfig
     seed: int
-    overrides: Mapping[str, Any]  # of SamplingParams, set by the environment
+    overrides: Mapping[str, Any]  # fields of SamplingParams, set by the environment
     options: Mapping[str, Any]  # for the chat template
 
     def asks_as(self, other: "TurnRequest") -> bool:
@@ -128,7 +128,7 @@ class EpisodePolicy:
     adapter: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     top_p: float = 1.0
-    priority: int = 0  # of its requests; lower goes first
+    priority: int = 0  # its requests' priority; lower goes first
     since: float = field(default_factory=time.monotonic)
     tokenizer_lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
     """Environments on several threads share the tokenizer: a large one takes seconds to load and
@@ -241,7 +241,7 @@ class EpisodePolicy:
         )
 
     def _for_row_tools(self, turn: TurnRequest, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return what sampling needs where the row has tools and an answer has to call one."""
+        """Return the sampling options for rows with tools whose answers must call one."""
         tools = turn.options.get("tools")
         if not tools or turn.config.tool_choice != "required":
             return {}

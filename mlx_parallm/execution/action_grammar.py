@@ -1,4 +1,4 @@
-"""The action grammar: what a planner writes, one action a line.
+"""The action grammar: a planner's answer, one action a line.
 
     THINK: the target is far, so a controller should aim
     TOOL: search(query="wind, today", filter={"limit": 3})

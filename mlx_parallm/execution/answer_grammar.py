@@ -122,7 +122,7 @@ def required_calls(
     is one at least. Raises RequestError.
 
     The calls are in the model's own format also if its grammar is not here: rewards read that
-    one, and what is between its markers is then any text."""
+    one, and any text may be between its markers."""
     definitions = [
         tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
     ]

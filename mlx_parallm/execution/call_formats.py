@@ -3,7 +3,7 @@
     READERS[form](text, tools) -> ReadCalls      the whole text is calls, or ValueError: it is text
 
 mlx-lm finds a model's format and its markers. Its parsers are not used here: they guess the types
-of values, strip white space, take what they can find and drop the rest. A reader here takes all of
+of values, strip white space, take what they find and drop the rest. A reader here takes all of
 the text or none of it. Values written as bare text get their type from the tool's schema
 (`typed_values`).
 """

@@ -1,12 +1,12 @@
-"""Text within a model's own tool calls that looks like their markup: where it is.
+"""Find text within a model's tool calls that looks like their markup.
 
     inside_value(form, text)   does the text of an unfinished call end within an argument? Then a
                                marker there is text
-    decided_end(markup, text)  up to where arguments have certainly ended: what a stream may show
-    end_of_value(markup, …)    where a value ends
+    decided_end(markup, text)  position up to which a stream may show arguments
+    end_of_value(markup, …)    the end of a value
 
-An argument ends where its end tag is followed by what may follow an argument; tags within a value
-are counted, so that a value may hold a call of the same format.
+An argument ends where its end tag is followed by text that may follow an argument; tags within a
+value are counted, so that a value may hold a call of the same format.
 """
 
 import re
@@ -20,7 +20,7 @@ class Markup:
 
     Args:
         begins: how an opening tag begins.
-        follows: what comes after an end tag; `may_end`: or the end of the call's text.
+        follows: text after an end tag; `may_end`: or the end of the call's text.
         next: the tag that follows if it is not an opening tag.
         call: how a call begins and ends, "" if there are no such tags.
         cdata: a value may be in a CDATA section, which ends it.
@@ -155,8 +155,8 @@ def _values(markup: Markup, text: str, *, final: bool) -> Iterator[tuple[int, in
 
 
 def end_of_value(markup: Markup, text: str, start: int, *, final: bool) -> int | None:
-    """Where a value that begins at `start` ends; None: it has not ended, or (not `final`) may go
-    on."""
+    """Return the end of a value that begins at `start`; None: it has not ended, or (not `final`)
+    may go on."""
     if markup.cdata and (section := _CDATA.match(text, start)) is not None:
         closing = re.compile(rf"\]\]>\s*{re.escape(markup.closed)}").search(text, section.end())
         return None if closing is None else closing.end() - len(markup.closed)

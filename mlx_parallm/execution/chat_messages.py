@@ -14,7 +14,7 @@ result is plain JSON:
     name          a result of a tool has the name of the function whose call it answers
     reasoning     also under `reasoning_content` and `thinking`, the names that templates read
 
-Other fields are carried along, nulls are left out. What is not text is refused by its place.
+Other fields are carried along, nulls are left out. Other content is refused by its place.
 
 Where images are asked for, a content of a user or a tool with some is a list of parts, {"type":
 "text", "text"} and {"type": "image", …}, whose further fields are the source that the client wrote
@@ -55,7 +55,7 @@ _OF_CALLS = ("name", "id", "call_id", "tool_call_id", "type", "index", "descript
 # fields that an assistant may have in place of content
 ANSWERS = (*REASONING, "tool_calls", "function_call", "refusal")
 
-# `role == "…"`, `["role"] != '…'`, `role in ("…", "…")`: what a chat template compares a role with
+# `role == "…"`, `["role"] != '…'`, `role in ("…", "…")`: comparisons of a role in a chat template
 ROLE_COMPARED = (
     r"""\brole["']?\]?\s*(?:[!=]=\s*|(?:not\s+)?in\s*[\[(](?:\s*["'][^"']*["']\s*,)*\s*)"""
 )

@@ -472,7 +472,7 @@ class PrintedOutput(asyncio.Protocol):
 
 def content_text(block: Any) -> str:
     """Return a part of a result as the policy reads it: a text, a resource's text, a link's
-    address; of what is not text what it is and how large."""
+    address; of other content its type and size."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource":

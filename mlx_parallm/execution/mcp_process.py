@@ -34,7 +34,7 @@ async def server_process(
 
     Args:
         environment: over the few variables that the SDK passes on.
-        stderr: a file for what it prints.
+        stderr: a file for its output.
 
     Raises OSError, ValueError: the command cannot be run.
     """
@@ -135,7 +135,7 @@ def _message(line: bytes) -> Any:
 
 
 async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
-    """Close the server's stdin, wait for its end, and end what is left."""
+    """Close the server's stdin, wait for its end, and kill it if it stays."""
     assert process.stdin is not None, "it is a pipe"
     with suppress(OSError):
         process.stdin.close()

@@ -19,7 +19,7 @@ PARTS = ("visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal
 """Beginnings of names of the part that sees, in checkpoints and adapters."""
 STORED = "sha256:"  # begins the name of an image that this process has stored
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_SHOWN = 60  # characters of what a client wrote, in an error
+_SHOWN = 60  # characters of a client's text in an error
 _SOURCES = ("image_url", "image", "url", "source")
 _IGNORED = frozenset({"type", "cache_control", "prompt_cache_breakpoint", "place"})
 
@@ -44,7 +44,7 @@ def stored_digest(name: str) -> str:
 
 
 class ImageReader(Protocol):
-    """Turns sources into what the model of this process reads."""
+    """Turn sources into inputs of this process's model."""
 
     @property
     def placeholder(self) -> str:
@@ -98,7 +98,7 @@ def image_refs(messages: str | Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def data_url_bytes(url: str, most: int | None = None) -> bytes:
-    """Return what a data URL of an image holds. Raises ValueError: it is no such; or larger than
+    """Decode a data URL of an image. Raises ValueError: it is not one, or is larger than
     `most` bytes."""
     head, comma, body = url.partition(",")
     kind, *options = head.removeprefix("data:").split(";")

@@ -6,7 +6,7 @@ history in plain text.
     role tool              → a user's message with <tool_response>\\n…\\n</tool_response>; several
                            make one message
 
-What the model is taught here is what its answer is read as (`execution/answer_grammar.py`,
+The model's answers are read in the form that is taught here (`execution/answer_grammar.py`,
 GENERIC).
 """
 
@@ -70,7 +70,7 @@ the template, such as llama.cpp."""
 
 
 def read_taught_call(text: str, tools: Any) -> Any:
-    """Return what is between the markers. Raises ValueError: it is not JSON."""
+    """Return the value between the markers. Raises ValueError: it is not JSON."""
     return json.loads(text)
 
 

@@ -6,7 +6,7 @@
       └── MCPServer (mcp_connection.py): a command (stdio) or a URL (streamable HTTP),
           started with the first call, restarted when it ended
 
-A call never raises for what a tool or a server does: an unknown tool, a failure, a time-out, a
+A call never raises for a failure of a tool or a server: an unknown tool, a failure, a time-out, a
 server that ended and a result that is too large are a `ToolResult` with `error`. It takes at most
 the `timeout_s` of its server, and `start_timeout_s` more if that has to be started; a function at
 most `function_timeout_s`.
@@ -69,7 +69,7 @@ class ToolClient:
         Args:
             function_timeout_s: longest call of a function. Its thread cannot be killed: it is left
                 behind.
-            recorded: tools whose recorded answers are given again, where no function or server has
+            recorded: tools whose recorded answers are replayed, unless a function or server has
                 a tool of that name.
         """
         self._recorded = recorded
@@ -85,12 +85,12 @@ class ToolClient:
             )
         self._cache: OrderedDict[tuple[str, str], ToolResult] = OrderedDict()
         self._cached_characters = 0
-        # of tools whose answers are kept; since nothing was changed for the `_changes`-th time
+        # cached answers of tools, dropped at each change
         self._under_way: dict[tuple[Any, ...], asyncio.Task[ToolResult]] = {}
         self._changes = 0  # begins and ends of calls that may have changed something
         self._changing = 0  # such calls that are under way
         self._counts: Counter[str] = Counter()
-        # of each server, and of each function
+        # one for each server and function
         self._owners: dict[str, Counter[str]] = defaultdict(Counter)
         self._seconds = 0.0
         self._resolving: asyncio.Task[dict[str, _ServedTool]] | None = None
@@ -144,8 +144,8 @@ class ToolClient:
         Args:
             timeout_s: of this call, in the place of its server's `timeout_s` or
                 `function_timeout_s`; the thread of a function may continue.
-            cached: false: the tool is called even where an earlier result is kept.
-            before: what the episode did so far, for a recorded tool whose answers differ.
+            cached: false: call the tool even if an earlier result is cached.
+            before: the episode's earlier calls, for a recorded tool whose answers differ.
         """
         return self._loop.run(
             self._call(name, dict(arguments or {}), timeout_s, cached=cached, before=before)
@@ -173,8 +173,8 @@ class ToolClient:
 
     @asynccontextmanager
     async def _change(self) -> AsyncIterator[None]:
-        """Hold while a call may change what others read: what they read before is dropped, and what
-        they read meanwhile is not kept."""
+        """Hold while a call may change what others read: cached answers are dropped, and
+        answers read meanwhile are not kept."""
         await self._forget()
         self._changing += 1
         try:
@@ -224,7 +224,7 @@ class ToolClient:
     def _resolved(self, attempt: "asyncio.Task[dict[str, _ServedTool]]") -> None:
         self._resolving = None
         if not attempt.cancelled():
-            attempt.exception()  # so that it counts as retrieved where nobody waits any more
+            attempt.exception()  # mark it as retrieved: no caller waits any more
 
     async def _resolve(self) -> "dict[str, _ServedTool]":
         """Name the tools of all servers. A name that several have, or a function has, gets its
@@ -426,7 +426,7 @@ def _on_a_thread(
     name: str, function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> "tuple[threading.Thread, asyncio.Future[tuple[Any, BaseException | None]]]":
     """Call a function on a daemon thread of its own: one that never returns holds up no other
-    call, and no exit. The future has what it returned, and what it raised."""
+    call, and no exit. The future has its result or exception."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 

@@ -52,7 +52,7 @@ class ToolQuestion:
             raise ToolFailedError(result.text)
         value = result.structured
         if isinstance(value, dict) and set(value) == {"result"} and self.result is None:
-            value = value["result"]  # the SDK wraps what is not an object
+            value = value["result"]  # the SDK wraps other values
         if value is None:
             value = result.text
             with suppress(ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""ToolResult: what a call of a tool gave, and the bounds of what is kept of it. RecordedTools: what
+"""ToolResult: the result of a tool call, and bounds of what is kept of it. RecordedTools: what
 calls gave at another time."""
 
 import json
@@ -12,7 +12,7 @@ from mlx_parallm.errors import ConfigError
 
 Failure = Literal["unknown_tool", "arguments", "tool", "timeout", "server", "too_large"]
 FAILURES: tuple[Failure, ...] = get_args(Failure)
-UNANSWERED: tuple[Failure, ...] = ("timeout", "server")  # of whoever serves the tool
+UNANSWERED: tuple[Failure, ...] = ("timeout", "server")  # failures of the tool's server
 LONGEST_RESULT = 65_536  # characters of a text that the policy reads; the rest is cut
 # characters of a text, or of a structured result as JSON; a larger one is a failure
 LARGEST_RESULT = 1_000_000
@@ -30,7 +30,7 @@ class ToolResult:
 
     @property
     def value(self) -> Any:
-        """The structured result, or what the text says as JSON: servers without output schemas send
+        """The structured result, or the text read as JSON: servers without output schemas send
         that, whole or as a structured text. None: it is neither."""
         content = self.structured
         if isinstance(content, Mapping) and set(content) == {"result"}:
@@ -111,7 +111,7 @@ class RecordedTools:
     one run. Where equal calls were answered differently, the episode gets the answer of the call
     that stands most alike: behind the same prompt, behind the same other calls, after as many equal
     ones; of those the latest. So the second of two equal calls gets the second answer, and a read
-    behind a write what was read there. Behind its last recorded answer it is given again.
+    behind a write what was read there. Its last recorded answer is repeated.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class RecordedTools:
     def call(
         self, name: str, arguments: Mapping[str, Any], before: CallsBefore | None = None
     ) -> ToolResult:
-        """Return the recorded answer, behind what the episode did before; None: the latest one. A
-        call that nobody recorded is a failure that says so."""
+        """Return the recorded answer after the episode's earlier calls; None: the latest one. A
+        call without a record is a failure that says so."""
         key = _key(name, arguments)
         recorded = self._answers.get(key)
         if not recorded:

@@ -5,7 +5,7 @@
 
 Nothing is guessed if the schema decides: a string that looks like null, a number or true stays a
 string, white space included. If a schema allows a string and something else, JSON of that other
-type is that type. What does not fit the schema is given as it was written; nothing here raises.
+type is that type. A value that does not fit is returned as written; nothing here raises.
 """
 
 import ast

@@ -48,8 +48,8 @@ class ConversationEnvironment(BaseEnvironment):
     ) -> None:
         """
         Args:
-            conversations: rows {"turns": [what the user says, …], …}, or a JSONL file of them.
-            user: returns what the user says after the script, None at the end: a function of the
+            conversations: rows {"turns": [text of the user, …], …}, or a JSONL file of them.
+            user: returns the user's next text after the script, None at the end: a function of the
                 State, a reference to one ("python:file.py:name"), a module with `generate` (another
                 model), or an `EndpointUser`'s options.
             max_turns: most turns of the policy.
@@ -149,7 +149,7 @@ class EndpointUser:
         self._fields = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
 
     def __call__(self, state: State) -> str:
-        """Return what the user says next. Blocks. Raises EndpointError."""
+        """Return the user's next text. Blocks. Raises EndpointError."""
         body = {**self._fields, "messages": as_seen_by_the_user(state, self._instructions)}
         answer = threads.ASYNC_FUNCTIONS.submit(
             self._endpoint.post("/chat/completions", body)

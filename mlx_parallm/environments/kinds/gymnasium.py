@@ -236,7 +236,7 @@ class GymnasiumEnvironment(BaseEnvironment):
             words = {match[0].casefold() for match in any_name(self._names).finditer(text)}
             return int(self._space.start) + numbers_of[words.pop()] if len(words) == 1 else None
         numbers = WHOLE_NUMBER.findall(text)
-        # what an int64 holds
+        # the range of int64
         return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 19 else None
 
     def _actions_text(self) -> str:

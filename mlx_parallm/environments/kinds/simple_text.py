@@ -7,7 +7,7 @@ from mlx_parallm.errors import ConfigError
 
 
 class SimpleTextEnvironment(BaseEnvironment):
-    """Repeats a list of prompts. A further step continues where the answer stopped."""
+    """Repeats a list of prompts. A further step continues the answer."""
 
     def __init__(
         self,

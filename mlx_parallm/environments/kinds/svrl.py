@@ -5,7 +5,7 @@ answers.
     and paid → prompt …
         → FINAL ANSWER, budget spent, or max_steps
 
-The State's metadata holds what was paid, and the reward reads it there
+The State's metadata holds the cost, and the reward reads it there
 (`rewards.parts.SVRLRewardComputer`): `budget`, `spent`, `max_steps`, `final_answer`, and
 `tool_calls`, one dictionary for each call with `name`, `arguments` (the text for the tool), `ok`,
 `result`, `cost` (0 for a call that was not made) and `skipped` (the budget did not allow it).

@@ -48,7 +48,7 @@ def text_field(schema: Mapping[str, Any]) -> str | None:
 
 
 class Actions:
-    """Reads answers as actions. `structure` is what the sampled text is held to; None: nothing."""
+    """Reads answers as actions. `structure` constrains the sampled text; None: free text."""
 
     structure: Structure | None = None
 
@@ -118,7 +118,7 @@ class Observations:
         self._template = option
 
     def text(self, observation: Mapping[str, Any]) -> str:
-        """Return what the policy reads: by default the one field that is a text, if the others
+        """Return the policy's view: by default the one field that is a text, if the others
         are empty, else JSON. Raises RolloutRejectedError: it cannot be made, or is longer than
         LARGEST_RESULT."""
         text = self._text(observation)
@@ -187,10 +187,10 @@ def _pattern(option: str, properties: Mapping[str, Any]) -> ActionOf:
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return a text as what its field holds: a text as it is, anything else as JSON."""
+    """Return a text as its field's value: a text as it is, anything else as JSON."""
     if schema.get("type") == "string":
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return text  # the server says what is wrong with it
+        return text  # the server reports its fault

@@ -44,7 +44,7 @@ PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0  # after a failure; doubled each time
 FULL_S = 0.05  # before a server is asked again that is full without a session of ours
 TRUST = 4  # sessions of a server, one of several, before it has played an episode
 FORGET_S = 30.0  # before a server that was full with ours is asked for more than it took
-LAST_WORDS = 300  # bytes of what a server that ended has written
+LAST_WORDS = 300  # bytes of the output of a server that ended
 PIECE = 1 << 14  # bytes of its output that are read at once
 TAIL_S = 1.0  # longest wait for its last words: a process that it started may hold its output open
 
@@ -239,7 +239,7 @@ _STARTING = threading.Lock()
 
 
 def command_of(option: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the words of a command. Raises ConfigError: it does not say where the port goes."""
+    """Return the words of a command. Raises ConfigError: it has no place for the port."""
     words = tuple(shlex.split(option)) if isinstance(option, str) else tuple(map(str, option))
     if not any(PORT in word for word in words):
         raise ConfigError(
@@ -274,7 +274,7 @@ def _start(server: Server) -> None:
 
 
 class Tail:
-    """The end of what a process writes. It reads all of it, so that the process never waits."""
+    """The end of a process's output. It reads all of it, so that the process never blocks."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe, self._end = pipe, b""

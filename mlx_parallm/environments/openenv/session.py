@@ -184,7 +184,7 @@ def _step_result(data: Mapping[str, Any], url: str) -> StepResult:
 
 
 def _of_validation(data: Mapping[str, Any]) -> str:
-    """Return what is wrong with an action, as pydantic says it."""
+    """Return an action's faults, in pydantic's words."""
     listed = data.get("errors")
     reasons = []
     for error in listed if isinstance(listed, list) else ():

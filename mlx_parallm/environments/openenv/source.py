@@ -58,7 +58,7 @@ class OpenEnvOptions:
     Attributes:
         url: of a server, or several; episodes are shared out among them.
         command: starts a server; `{port}` in it stands for its port. `processes` of them.
-        tasks: rows {"prompt": what stands before the first observation, …}, or a JSONL file of
+        tasks: rows {"prompt": text before the first observation, …}, or a JSONL file of
             them; the other columns go to `reset`. Default: no text, and a seed for each task.
         reset: further arguments of `reset`, the same for every task.
         instructions: stand before the first observation; default: the schema of an action, where
@@ -138,7 +138,7 @@ class PlayedEpisode:
 
 
 def of_the_server(trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
-    """The reward beside those of the turns, which are the server's: 0, or none where the server
+    """The reward beside the turns', which the server gives: 0, or none where the server
     never gave one."""
     return [{"reward": 0.0 if t.metadata["rewarded"] else None} for t in trajectories]
 
@@ -203,7 +203,7 @@ class OpenEnvSource(EnvironmentSource):
         return "the server never said that the episode is done: set max_steps"
 
     def task(self, index: int, split: Split = "train") -> Task:
-        """Return a task: what `reset` gets, and what stands before the first observation."""
+        """Return a task: arguments of `reset`, and the text before the first observation."""
         seed = derive_seed(f"openenv {split}", self.seed if split == "train" else 0, index)
         columns = {} if self._rows is None else dict(self._rows.row(index, split).columns)
         prompt = columns.pop("prompt", "")
@@ -265,7 +265,7 @@ class OpenEnvSource(EnvironmentSource):
         episode.cut = True
 
     async def _step(self, session: Session, played: PlayedEpisode, text: str) -> str:
-        """Take the action of an answer; return what the policy reads next."""
+        """Take the action of an answer; return the policy's next observation."""
         assert self._actions is not None
         action, why = self._actions.read(text), self._actions.instructions
         if action is not None:
@@ -363,7 +363,7 @@ class OpenEnvSource(EnvironmentSource):
 
 
 def _tool_result(observation: Mapping[str, Any]) -> ToolResult:
-    """Return what a CallToolObservation holds: FastMCP's result, or a plain value."""
+    """Return the content of a CallToolObservation: FastMCP's result, or a plain value."""
     error = observation.get("error")
     if isinstance(error, Mapping):
         kind = FAILURES.get(str(error.get("error_type")), "tool")

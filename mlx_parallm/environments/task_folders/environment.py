@@ -178,7 +178,7 @@ class TaskFoldersEnvironment(BaseEnvironment):
 
 
 def tests_reward(trajectories: Sequence[Trajectory]) -> list[float | None]:
-    """Return what the task's tests gave: the default reward function. None: they were not run."""
+    """Return the score of the task's tests: the default reward. None: they were not run."""
     return [trajectory.metadata.get("reward") for trajectory in trajectories]
 
 

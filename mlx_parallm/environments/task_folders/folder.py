@@ -27,7 +27,7 @@ from mlx_parallm.system.packages import require
 LARGEST = 4 << 20
 """Bytes of all files of a task together."""
 MOST_FILES = 10_000
-"""Of a task."""
+"""Bytes of a task's files."""
 WORKDIR = "/app"
 PLAIN_IMAGE = re.compile(
     r"(?:docker\.io/)?(?:library/)?(?:python|ubuntu|debian)(?::[\w.-]+)?"
@@ -125,7 +125,7 @@ class _Reader:
         return content
 
     def below(self, directory: Path) -> dict[str, bytes]:
-        """Return the files below a directory. A link counts as what it leads to."""
+        """Return the files below a directory. A link counts as its target."""
         inside(self.root, directory.relative_to(self.root))
         files: dict[str, bytes] = {}
         for number, file in enumerate(directory.rglob("*")):
@@ -295,7 +295,7 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _copied(task: _Reader, context: Path, rest: str, workdir: str, where: str) -> dict[str, bytes]:
-    """Return what a COPY puts below the working directory. Raises NeedsContainerError."""
+    """Return the files that a COPY puts below the working directory. Raises NeedsContainerError."""
     *sources, target = shlex.split(rest)
     place = PurePosixPath(workdir) / target
     if not sources or not place.is_relative_to(workdir) or ".." in place.parts:

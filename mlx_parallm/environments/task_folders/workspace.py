@@ -2,7 +2,7 @@
 gives them back. No MLX.
 
 The directories that the task knows (/app, /tests, /logs) lie below the sandbox's own: their names
-are replaced in commands and tests, and back in what is shown.
+are replaced in commands and tests, and back in the shown output.
 """
 
 import base64

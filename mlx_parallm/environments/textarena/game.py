@@ -1,4 +1,5 @@
-"""One game of TextArena: whose turn it is, what that player reads, and the result of each player.
+"""One game of TextArena: whose turn it is, that player's observation, and the result of each
+player.
 
 TextArena fetches word lists of nltk when a module of it is imported. Here nothing is fetched: a
 game whose word list is missing is refused with the reason. Games draw from the random numbers of
@@ -18,7 +19,7 @@ from mlx_parallm.execution.user_code import did_you_mean, user_code
 from mlx_parallm.system.packages import require
 
 MOST_PLAYERS = 15  # in any game of TextArena 0.7
-GAME = -1  # the sender of what the game itself says
+GAME = -1  # sender of the game's own messages
 _ONE_AT_A_TIME = threading.RLock()  # nltk.download and random numbers belong to the process
 
 
@@ -33,7 +34,7 @@ class Game:
         Args:
             make: keywords of `textarena.make`.
             whole: a player reads what TextArena's observation wrapper returns, all of it each turn;
-                otherwise what is new since the player's last turn.
+                otherwise the news since the player's last turn.
 
         Raises RolloutRejectedError: it cannot be made or dealt.
         """
@@ -50,13 +51,13 @@ class Game:
             self._base = _base_of(self._env)
 
     def ask(self) -> tuple[int, str]:
-        """Return whose turn it is and what that player reads."""
+        """Return whose turn it is and that player's observation."""
         with self._apart("get_observation"):
             seat, observation = (self._env if self._whole else self._base).get_observation()
             return int(seat), self._text(int(seat), observation)
 
     def opening(self, seat: int) -> str:
-        """Return what a player has not read yet, without taking its turn."""
+        """Return a player's unread observation, without taking its turn."""
         with self._apart("observations"):
             return self._text(seat, self._base.state.observations.get(seat, ()))
 

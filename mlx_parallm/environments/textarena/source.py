@@ -52,10 +52,10 @@ class TextArenaOptions:
         players: of the game; default: as few as it allows.
         opponent: who has the other seats: "policy" (the policy itself, all seats are trained),
             "policy@VERSION", "policy@-K" (K versions ago, or the oldest one that is kept), "base"
-            (the untouched model), a function of what the player reads ("python:file.py:name"),
+            (the untouched model), a function of the player's observation ("python:file.py:name"),
             or a list of these, one for each task.
         seat: of the policy beside an opponent; "alternate": another one in each task.
-        observations: "new", what is new since the player's last turn, as a conversation, or
+        observations: "new", the news since the player's last turn, as a conversation, or
             "whole", all that TextArena's wrapper of the game shows, as one message.
         action_of: the action in an answer: a regular expression, whose last match counts (its
             first group, if it has one), or a function ("python:file.py:name"); default: the whole
@@ -254,7 +254,7 @@ class TextArenaSource(EnvironmentSource):
         game.act(seat, str(action))
 
     def _talk(self, talk: list[dict[str, str]], text: str) -> list[dict[str, str]]:
-        """Add what the player reads to its conversation, and return that."""
+        """Add the player's observation to its conversation, and return that."""
         if self.settings.observations == "whole":
             talk.clear()
         talk.append({"role": "user", "content": text})
@@ -357,6 +357,6 @@ def _action_parser(option: str | None) -> Callable[[str], str]:
             answer_part = pattern.last_part(text)
         except PatternTimeoutError as error:
             raise RolloutRejectedError(f"textarena: action_of: {error}") from error
-        return text if answer_part is None else answer_part  # the game says what is wrong with it
+        return text if answer_part is None else answer_part  # the game reports its fault
 
     return last_match

@@ -51,7 +51,7 @@ LAUNCH = (
     f"import sys; sys.path.append({PACKAGE!r}); import sandbox_launcher; sandbox_launcher.main()"
 )
 SANDBOX_EXEC = "/usr/bin/sandbox-exec"
-GRACE_S = 0.4  # for the launcher to end what it started
+GRACE_S = 0.4  # for the launcher to end its processes
 # the same on a machine so busy that it takes longer, before the launcher itself is killed
 LAST_S = 20.0
 WATCH_S = 0.05
@@ -258,7 +258,7 @@ def _remove(directory: str) -> None:
     moved up first."""
     top = Path(directory)
     token, number, waiting = secrets.token_hex(8), 0, [top]
-    with suppress(OSError):  # what cannot be removed stays
+    with suppress(OSError):  # files that cannot be removed stay
         top.chmod(0o700)  # the code may have closed it
         while waiting:
             here = waiting.pop()
@@ -347,7 +347,7 @@ def _read(
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> float:
-    """Ask the launcher to end what it has started. Returns when its time for that is over
+    """Ask the launcher to end its processes. Returns when its time for that is over
     (time.monotonic)."""
     process.terminate()
     return time.monotonic() + GRACE_S
@@ -358,8 +358,8 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
     On Linux the code leads its own session: a signal to the launcher's group does not reach
     it. A launcher that is killed while it ends a fork bomb leaves the bomb behind. It gets LAST_S,
-    which only a busy machine needs. What is left then is ended by its user, if it has one of its
-    own (this process is root's).
+    which only a busy machine needs. Remaining processes are ended by their user, if they have one
+    of their own (this process is root's).
     """
     if process.returncode is None:
         late = False

@@ -83,7 +83,7 @@ NAMESPACE_CALLS = {
     "x86_64": (272, 308, 165, 166, 161, 155, 428, 429, 430, 431, 432, 433, 442),
     "aarch64": (97, 268, 40, 39, 51, 41, 428, 429, 430, 431, 432, 433, 442),
 }
-# the second's flags lie where a filter cannot look
+# a filter cannot read the second one's flags
 CLONE, CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
 # Without namespaces: socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo,
 # pidfd_send_signal, setpriority, ioprio_set.
