@@ -187,9 +187,9 @@ class Episode:
 
         Args:
             params: options of the environment: `max_tokens` (never more than the configuration's,
-                or than there is room for), `stop` (instead of the configuration's), `tools` (for the
-                chat template). `InferenceModule` may also set `skip_special_tokens` (False: the
-                text shows them).
+                or than there is room for), `stop` (instead of the configuration's), `tools` (for
+                the chat template). `InferenceModule` may also set `skip_special_tokens` (False:
+                the text shows them).
 
         Raises:
             EpisodeOver: no room for another turn, or the episode has ended.

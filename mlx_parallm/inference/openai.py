@@ -52,7 +52,7 @@ class OpenAIBackend:
         root = self._endpoint.base_url.removesuffix("/v1")
         self._root = open_endpoint(root)  # serves /tokenize
         self._gives_token_ids = True
-        self.completion_tokens = 0  # of all answers so far, as the endpoint counts
+        self.completion_tokens = 0  # sum over all answers, counted by the endpoint
 
     async def generate(
         self, prompts: Sequence[Prompt], params: Mapping[str, Any], *, logprobs: bool

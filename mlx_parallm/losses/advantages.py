@@ -152,7 +152,7 @@ class Shaping:
     counts in the group's mean, and as a sequence of loss 0 in the means over sequences: a batch has
     as many sequences and updates with it as without (TRL).
     `leave_out_marked`: rollouts marked `zero_advantage` are left out too, if the algorithm would
-    learn from an advantage of 0. What nothing has scored is left out always.
+    learn from an advantage of 0. Answers without a score are always left out.
     `turn_gamma`: each turn gets its own advantage, of rewards discounted by this factor;
     None: an episode has one advantage.
     """

@@ -92,9 +92,9 @@ class TokenLoss:
     """`values` [B, T], minimised. `penalty` [B, T] is added to them, but is not multiplied by a
     sampler correction.
 
-    `clipped` [B, T] bool: where a bound on the ratio ends the gradient; None: the loss bounds no
-    ratio. It is the metric `clip_fraction`, which the health line reads as distance from the policy
-    that sampled, so a bound of another kind stays out of it."""
+    `clipped` [B, T] bool: True where a bound on the ratio stops the gradient; None: the loss
+    bounds no ratio. It is the metric `clip_fraction`, which the health line reads as distance from
+    the policy that sampled, so a bound of another kind stays out of it."""
 
     values: mx.array
     clipped: mx.array | None = None
@@ -213,7 +213,7 @@ def _bounds(clip_ratio: float, clip_ratio_high: float) -> tuple[float, float]:
 
 
 def _surrogate(terms: Terms, low: float, high: float) -> tuple[mx.array, mx.array]:
-    """The clipped surrogate [B, T], and where its gradient ends."""
+    """Return the clipped surrogate [B, T], and a mask of tokens without gradient."""
     ratio, advantages = terms.ratio, terms.advantages
     values = -mx.minimum(ratio * advantages, mx.clip(ratio, low, high) * advantages)
     return values, ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))

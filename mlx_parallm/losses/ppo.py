@@ -58,7 +58,7 @@ class Steps:
     values: mx.array  # float32, of the same
     advantages: mx.array
     returns: mx.array
-    state: Any = None  # where the rows begin
+    state: Any = None  # state at the rows' begin
 
 
 def loss_inputs(policy: Policy, steps: Steps) -> LossInputs:

@@ -1,4 +1,4 @@
-"""Where mlx-lm's attention layers compute: how our cache layouts serve mlx-lm's models
+"""Replace the computation in mlx-lm's attention layers: our cache layouts serve mlx-lm's models
 unchanged.
 
 mlx-lm's attention layers give what `cache.update_and_fetch` returned to

@@ -126,7 +126,7 @@ class BlockwiseModel:
         self.forget_routing()
         self.expert_load: np.ndarray | None = None
         self._blocks_per_eval = blocks_per_eval
-        self._nodes: dict[int, int] = {}  # of a block, by the bits of a row's length
+        self._nodes: dict[int, int] = {}  # nodes of a block's graph, by the bits of a row's length
         self._checking, self._pass = True, PassProof()
         self._stack: LayerStack | None = None
         self.unshared = self.unpacked = self.unmerged = ""
@@ -210,7 +210,7 @@ class BlockwiseModel:
                 slots += [len(self.slots)] * (group.start < self._features.table.levels)
 
     def _group_for(self, batch: TokenBatch) -> None:
-        """Choose how many blocks are evaluated together, where that is open."""
+        """Choose how many blocks are evaluated together, if that is not set."""
         limits = self._blocks_per_eval
         if self._stack is None or not isinstance(limits, Evaluations) or self._checking:
             return
@@ -376,8 +376,8 @@ class BlockwiseModel:
             self._places.read(slots),
         )
         slopes = mx.value_and_grad(loss, argnums=(0, 1, 2) if below else 2)
-        # What is compiled is never kept: a trace goes with its function, in the thread that dropped
-        # it.
+        # Compiled functions are never kept: a trace goes with its function, in the thread that
+        # dropped it.
         (value, counts, extras), results = (self._fused(slopes, hidden.size) if fuse else slopes)(
             *arguments
         )
@@ -548,7 +548,7 @@ class BlockwiseModel:
     def _pull_back(
         self, reads: list[BlockOutput], passed: "_Passed", slopes: list[mx.array]
     ) -> None:
-        """Add slopes to those of what a group read."""
+        """Add slopes to those of a group's inputs."""
         left = iter(slopes)
         for output in reads:
             new = [next(left) for _ in _floating(passed.carried[output])]
@@ -565,7 +565,7 @@ class BlockwiseModel:
 
     @contextmanager
     def _counting(self) -> Iterator[list[mx.array]]:
-        """Note what the block counts, which evaluates the counts."""
+        """Note the block's counts, which evaluates them."""
         with counted(current()) as counts:
             yield counts
         self._note(counts)
@@ -630,10 +630,10 @@ class BlockwiseModel:
         with_head: bool = False,
     ) -> "_Passed":
         """Embedding and blocks. `keep_last_group`: the last group is left to the caller; the
-        rows mean nothing then. `with_head`: a single group is evaluated with what comes next."""
+        rows mean nothing then. `with_head`: a single group is evaluated with the next one."""
         hidden, calls, carried = self._embed(layout)
         alone = len(self._groups) == 1
-        # what is compiled reads it
+        # the compiled function reads it
         if not alone or (keep_last_group and compiles_gradients()):
             self._evaluate(*arrays_in(calls), *arrays_in(list(carried.values())), hidden=hidden)
         passed = _Passed([hidden], calls, carried, hidden)
@@ -662,7 +662,7 @@ class BlockwiseModel:
         calls: list[Any],
         carried: dict[BlockOutput, Any],
     ) -> mx.array:
-        """Adds what the group's blocks return beside the hidden state to `carried`."""
+        """Add the further outputs of the group's blocks to `carried`."""
         assert self._stack is not None
         for index in self._groups[group]:
             output = layout.run(self._stack.blocks[index], hidden, resolved(calls[index], carried))

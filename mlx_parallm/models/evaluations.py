@@ -4,8 +4,8 @@
 The fewer evaluations, the less a GPU waits between them, and the fewer blocks are computed a second
 time. Each of these bounds a group of blocks:
 
-    memory   what its blocks keep until their backward pass (`Evaluations.most_bytes`, which the
-             memory plan sets)
+    memory   bytes that its blocks keep until their backward pass (`Evaluations.most_bytes`, set by
+             the memory plan)
     nodes    of the graph: building and scheduling it takes time and memory of the host
     work     on a CPU, so that requests get their turn (CPU_WORK, some tenths of a second)
     time     where `rl_training.max_eval_ms` is set, as on Metal: what evaluations took so far
@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx_parallm.system.device.traits import computes_beside_python
 from mlx_parallm.system.hardware import memory_present
 
-EVAL_SHARE = 8  # of the memory: what the blocks of one evaluation may keep
+EVAL_SHARE = 8  # share of the memory (1/8) that one evaluation's blocks may keep
 CPU_WORK = 4e9  # floating-point operations of one evaluation
 CPU_FEWEST = 4  # blocks: larger arrays cost more (docs/benchmarks/training.md#memory)
 MOST_NODES = 40_000
@@ -44,7 +44,7 @@ class BlockSize:
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any]) -> "BlockSize":
-        """Read them from a config.json; what it does not say counts as usual."""
+        """Read them from a config.json; missing keys count as usual."""
         text: Mapping[str, Any] = model_config.get("text_config", model_config)
         heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
         hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)

@@ -1,7 +1,7 @@
-"""The Hugging Face hub: what is asked before a download, the download, and each of its failures in
+"""The Hugging Face hub: checks before a download, the download, and each of its failures in
 words.
 
-    fetch_config    config.json alone: what the architecture is, before gigabytes are fetched
+    fetch_config    config.json alone: shows the architecture before gigabytes are fetched
     download        the whole checkpoint, after its format and the disk's free space were looked at
 
 Both work from the local cache when the hub cannot be reached.
@@ -67,7 +67,7 @@ def fetch_config(repo: str, revision: str | None) -> Path:
 
 
 def download(repo: str, revision: str | None, *, fetch: bool = True) -> Path:
-    """The local directory of the repository's model files; fetches what is not in the cache.
+    """The local directory of the repository's model files; fetches files that are not in the cache.
     Raises ModelError."""
     try:
         info = _info(repo, revision) if fetch else None
@@ -164,7 +164,7 @@ def _what_is_wrong(error: Exception, repo: str, revision: str | None) -> str:
 
 def _refused(error: HfHubHTTPError, repo: str) -> str:
     status, message = error.response.status_code, error.response.headers.get("X-Error-Message", "")
-    # the hub's answer to anonymous questions about what it lacks
+    # the hub's answer to anonymous requests for missing repositories
     if status == 401 and "credentials" not in message:
         return _unknown(repo)
     if status == 401:

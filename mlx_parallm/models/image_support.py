@@ -29,7 +29,7 @@ def image_support(hooks: Iterable[ImageHook], path: Path) -> ImageSupport | None
 def tower_sizes(
     hooks: Iterable[ImageHook], model: ModelConfig, width: int, rank: int | None
 ) -> tuple[int, list[int], TowerShape | None]:
-    """Return what the part that sees takes in memory, if a number takes `width` bytes, how many
+    """Return the memory of the image part, if a number takes `width` bytes, how many
     numbers each of its trained arrays has, and its tower's dimensions; 0, none, None: there is
     none, or the checkpoint is not on this machine yet. `rank`: of an adapter; None: it is trained
     as it is."""
@@ -37,7 +37,7 @@ def tower_sizes(
         path = resolve_model_path(model.base_path, model.revision, fetch=False, dtype=model.dtype)
         support = image_support(hooks, path)
     except ParallmError:
-        return 0, [], None  # whoever loads it says what is wrong
+        return 0, [], None  # the loader reports the fault
     if support is None:
         return 0, [], None
     sizes = support.trained_sizes(rank)

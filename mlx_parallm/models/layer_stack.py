@@ -20,7 +20,7 @@ from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.sums import total
 
 HIDDEN_NAMES = ("x", "h", "hidden_states")
-"""What mlx-lm calls the hidden state if it is not a block's first parameter."""
+"""mlx-lm's names of the hidden state if it is not a block's first parameter."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ class LayerStack:
         raise ValueError("the model has no list of layers")
 
     def note(self, outputs: Sequence[Any]) -> None:
-        """Learn from what the blocks return in the model's own forward: the hidden state's axes,
+        """Learn from the blocks' outputs in the model's own forward: the hidden state's axes,
         and how much more."""
         self.returns = [len(output) - 1 if isinstance(output, tuple) else 0 for output in outputs]
         self._empty = {
@@ -204,7 +204,7 @@ class LayerStack:
         self, inputs: mx.array, visit: Callable[[int, mx.array, BlockCall], Any], cache: Any = None
     ) -> Any:
         """Runs the model's forward on [B, T] tokens; `visit(i, hidden, call)` stands for block
-        i. `cache`: one entry a block, as the model's own. Returns what the model does."""
+        i. `cache`: one entry a block, as the model's own. Returns the model's output."""
 
         def stand(index: int) -> Callable[..., Any]:
             def call(hidden: mx.array, *args: Any, **kwargs: Any) -> Any:
@@ -242,7 +242,7 @@ class LayerStack:
         return states
 
     def embed(self, inputs: mx.array, cache: Any = None) -> tuple[mx.array, list[BlockCall]]:
-        """The first block's input [B, T, D], and what each block gets besides the hidden state:
+        """The first block's input [B, T, D], and each block's further arguments:
         what earlier blocks returned is an `BlockOutput` there."""
         first: list[mx.array] = []
         calls: list[BlockCall] = []
@@ -272,7 +272,7 @@ class LayerStack:
 
 
 def hidden_of(output: Any) -> mx.array:
-    """The hidden state of what a block returned."""
+    """The hidden state in a block's output."""
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -359,7 +359,7 @@ _ARGUMENTS = (
     dict,
     type(None),
     BlockOutput,
-)  # of a block; not what it writes into
+)  # a block's arguments, without those that it writes into
 
 
 def check_stack(stack: LayerStack, tokens: mx.array) -> int:
@@ -401,7 +401,7 @@ def check_stack(stack: LayerStack, tokens: mx.array) -> int:
 
 
 def _check_arguments(stack: LayerStack, tokens: mx.array) -> None:
-    """Raises ValueError: what a block gets beside the hidden state, or the head, depends on what
+    """Raises ValueError: a block's further arguments, or the head, depend on what
     earlier blocks gave.
 
     In the blocks' places are sums that depend on all arguments and cost nothing: in the model's own

@@ -56,10 +56,9 @@ from mlx_parallm.system.heap import give_back_freed_memory
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("model")
-# of a file that model.chat_template names
 TOKENIZER_FILES = ("tokenizer*", "tekken.json", "vocab*", "*.tiktoken", "*.model", "*.bpe*")
 INDEXED = 2**31 - 1  # numbers of an array that 32 bits count
-TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")
+TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt", ".json")  # of model.chat_template
 # Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
 _MOST: dict[str, float] = {
     "vocab_size": 1 << 24,
@@ -167,7 +166,7 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
         SystemError,
     ) as error:
         raise load_fault(path, model_config, error, _unusual_keys(path)) from error
-    give_back_freed_memory()  # of the weights as they were on disk
+    give_back_freed_memory()  # that held the weights as on disk
     return LoadedModel(model, model_config, path, _context_length(model_config), config.base_path)
 
 
@@ -257,7 +256,7 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
         )
     ends = end_tokens(path, read_config(path))
     if is_generic(path):
-        extra["config"] = PreTrainedConfig()  # of no family, so that transformers keeps the class
+        extra["config"] = PreTrainedConfig()  # of no family: transformers keeps the class
     try:
         return Tokenizer(
             load_wrapper(path, extra, ends),

@@ -26,7 +26,7 @@ def token_logprobs(
         logits: [..., V], any float dtype.
         tokens: [...], integer ids.
         temperature: a positive number, or an array that broadcasts against [...].
-        normalizer: [...], logsumexp(logits / T) where it is known already (`BlockedLogits`).
+        normalizer: [...], logsumexp(logits / T) if it is known already (`BlockedLogits`).
 
     Returns:
         [...] float32.

@@ -330,7 +330,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
     """The configuration beside the file, and the file's arrays, which are read when they are
     used."""
     config_file = file.parent / ADAPTER_CONFIG
-    if not config_file.is_file():  # a pipe would be read for ever
+    if not config_file.is_file():  # reading a pipe would block forever
         raise AdapterError(f"{file} needs {ADAPTER_CONFIG} beside it (rank and scale stand there)")
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -562,7 +562,9 @@ def _from_mlx_lm(
     for key, array in tensors.items():
         path, _, leaf = key.rpartition(".")
         if leaf not in wanted or not path:
-            raise AdapterError(f"{file}: {key} is no {'LoRA' if kind == 'lora' else 'DoRA'} tensor")
+            raise AdapterError(
+                f"{file}: {key} is not a {'LoRA' if kind == 'lora' else 'DoRA'} tensor"
+            )
         parts.setdefault(path, {})[leaf] = array
     layers = {}
     for path, leaves in parts.items():

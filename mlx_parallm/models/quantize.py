@@ -5,7 +5,7 @@ The checkpoint's tensors are lazy: a layer's weights are read when it is quantis
 the next one is, so memory peaks at the 4-bit model and one layer. Which layers, and how, is
 mlx-lm's own choice (`mlx_lm.convert -q`); the arrays are the same bits.
 
-The cache is a directory of mlx-lm checkpoints, each named after what it was made from (files,
+The cache is a directory of mlx-lm checkpoints, each named after its source (files,
 sizes, times, versions). It is written under a temporary name and renamed; one that cannot be read
 is made again. It may be deleted at any time.
 """

@@ -8,7 +8,7 @@ A GPU adds in a tree, which is exact enough: there MLX's own reductions stay.
 
 And whether there is any number but 0 (`has_signal`). On a GPU an evaluation may end without an
 error although a part of it was never computed (ml-explore/mlx#3979): its arrays hold zeros. A
-finding that could be the truth is computed again; only where that gives other numbers the device is
+finding that could be the truth is computed again; only if that gives other numbers the device is
 wrong. A CPU computes an operation or ends the process, so nothing is looked for there
 (`may_lose_results`).
 """
@@ -28,7 +28,7 @@ COPY = "a copy of keys or values"
 NEW_ZEROS = 256
 """Weights of which more than one in so many has become exactly 0 are computed again."""
 ROW = 1024
-SHORTEST_ROW = 32  # of rows that divide a width: shorter ones would be many
+SHORTEST_ROW = 32  # least length of rows that divide a width: shorter ones would be many
 
 
 def total(x: mx.array) -> mx.array:
@@ -65,7 +65,7 @@ def row_sums(x: mx.array) -> mx.array:
 
 
 def raise_stored_faults() -> None:
-    """Wait for the default stream, so that what a GPU has stored of a fault is raised here.
+    """Wait for the default stream, so that a fault that a GPU has stored is raised here.
 
     A CPU stores none, and waiting for it costs milliseconds beside another thread's work.
     """
@@ -100,7 +100,7 @@ def zeros_of(arrays: Mapping[str, mx.array]) -> dict[str, int]:
 
 
 def is_silent(array: mx.array | None) -> bool:
-    """Return whether it is zeros alone, where a device may lose results. None: missing."""
+    """Return whether it is zeros alone, on a device that may lose results. None: unknown."""
     return array is not None and may_lose_results() and not has_signal([array]).all()
 
 
@@ -109,7 +109,7 @@ class PassProof:
     the model gives. One thread's.
 
     Zeros alone may be right, of layers that are zeros at their start: then the pass is computed
-    once more, and where that gives numbers the device has failed. A later pass of the same kind
+    once more, and if that gives numbers the device has failed. A later pass of the same kind
     with the same zeros is taken for right.
     """
 
@@ -125,8 +125,8 @@ class PassProof:
             mx.async_eval(self._flags[-1])  # now, so that the flag does not keep the array
 
     def proved(self, kind: str, compute: Callable[[], T]) -> T:
-        """Return what the pass `compute` returns. Raises DeviceFaultError: an array is zeros alone,
-        and is not when it is computed again."""
+        """Return the result of the pass `compute`. Raises DeviceFaultError: an array is zeros
+        alone, and is not when it is computed again."""
         result, signals = self._once(compute)
         if not all(signals) and signals != self._right.get(kind):
             again = self._once(compute)[1]

@@ -38,10 +38,10 @@ BUILD_ERRORS = (
     ArithmeticError,
     RuntimeError,
 )
-# of a block's graph from 64 to 256 tokens: 1 to 2.4 (attention in pieces) without a loop over
-# tokens, nearly 4 with one
+# growth of a block's graph from 64 to 256 tokens: 1 to 2.4 (attention in pieces) without a loop
+# over tokens, nearly 4 with one
 GROWTH = 3.0
-ARCHITECTURES = "the architectures and what each can do are listed in docs/models.md"
+ARCHITECTURES = "all architectures and their abilities are listed in docs/models.md"
 
 
 def blueprint(config: Mapping[str, Any]) -> nn.Module:
@@ -75,7 +75,7 @@ def blueprint(config: Mapping[str, Any]) -> nn.Module:
 
 
 def stored_dtype(config: Mapping[str, Any]) -> mx.Dtype:
-    """The dtype of a checkpoint's arrays, by its config.json; bfloat16 where that does not say."""
+    """The dtype of a checkpoint's arrays, by its config.json; bfloat16 if it does not say."""
     text = config.get("text_config", config)
     places = [(each, key) for each in (config, text) for key in ("dtype", "torch_dtype")]
     name = next((each[key] for each, key in places if each.get(key)), None)

@@ -50,11 +50,11 @@ class _Worker:
         with mlx_thread():
             while (work := self.work.get()) is not None:
                 work()
-                del work  # it holds what it computed with
+                del work  # it holds its arrays
 
 
 class _IdleWorkers:
-    """Workers that nobody uses now. Any thread."""
+    """Idle workers. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -121,7 +121,7 @@ class MLXThread:
         return threading.current_thread() is self._worker.thread
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for what was submitted, at most so long, and give the worker back. May be called
+        """Wait for submitted work, at most so long, and give the worker back. May be called
         again."""
         with self._lock:
             if not self._closed:
@@ -136,7 +136,7 @@ class MLXThread:
 
 
 def in_mlx_thread(function: Callable[[], T]) -> T:
-    """Run `function`, which uses MLX, in a thread that does, and wait; raise what it raises."""
+    """Run `function`, which uses MLX, in a thread that does, and wait; raise its exception."""
     thread = MLXThread()
     outcome = thread.submit(function)
     thread.close()
@@ -155,7 +155,7 @@ def _loader() -> MLXThread:
 
 def in_loader_thread(function: Callable[[], T]) -> T:
     """Run `function`, which reads arrays from disk and puts them in their place, in THE thread of
-    the process that does so, after those that came before; wait, and raise what it raises.
+    the process that does so, after earlier ones; wait, and raise its exception.
 
     Clients cause any number of such reads at once: each in its own thread would leave as many
     threads and streams of MLX behind.

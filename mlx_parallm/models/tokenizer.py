@@ -33,7 +33,7 @@ ANCHORS = ("\n", ".", "a", "0", ")", "中", "<")
 """Texts that a text is tokenised behind, to see it as it is inside another."""
 NOT_TEMPLATE_KWARGS = ("chat_template", "messages", "tools")
 """Names that are not arguments of a template: a template of a client's could keep the server busy
-for ever."""
+forever."""
 OWN_KWARGS = ("add_generation_prompt", "continue_final_message")
 """Arguments that are obeyed here, whether the template reads them or not."""
 PROBE_NAME = "zq0zq"
@@ -49,7 +49,7 @@ PROBE: Mapping[str, Any] = {
         },
     },
 }
-"""A tool that is looked for in what a template prints."""
+"""A tool that is searched for in a template's output."""
 
 
 class Tokenizer:
@@ -58,7 +58,7 @@ class Tokenizer:
 
     `think_markers`, `tool_markers` = (start, end), the end "" if a format has none; None where
     none is known. `structural_markers` stand around content and are not part of it.
-    `parse_tool_call(text, tools)` reads what is between the tool markers: a call {"name",
+    `parse_tool_call(text, tools)` reads the text between the tool markers: a call {"name",
     "arguments", "id"?} or a list of them; it may raise anything. `tool_format` is the name of
     mlx-lm's parser, "" if there is none; `reads_tools` is False where calls are not to be read.
     """
@@ -311,7 +311,7 @@ class Tokenizer:
     ) -> str:
         """Render a conversation of which the template leaves nothing out: system messages that it
         does not show, or refuses, are moved to the first one, and calls are written as text where
-        this model's format is known. Raises RequestError: what is left out all the same."""
+        this model's format is known. Raises RequestError: parts that are still left out."""
 
         def lost_in(chat: Sequence[Mapping[str, Any]]) -> list[str]:
             def rendered(copy: list[dict[str, Any]], marked: Tools | None) -> str:
@@ -344,7 +344,7 @@ class Tokenizer:
 
     @property
     def _teaches_tools(self) -> bool:
-        """Whether tools are taught in words: the template takes none, or nobody knows how the
+        """Whether tools are taught in words: the template takes none, or it is unknown how the
         model writes a call."""
         knows_format = self.tool_markers is not None and self.parse_tool_call is not None
         return not self.template_takes_tools or (self.reads_tools and not knows_format)

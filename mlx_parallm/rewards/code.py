@@ -153,7 +153,7 @@ def _share_valid(text: str) -> float | None:
 
 
 def _compile(block: str) -> None:
-    # ast.parse can crash on what is nested too deep
+    # ast.parse can crash on deep nesting
     compile(block, "<answer>", "exec", dont_inherit=True)
 
 

@@ -1,4 +1,4 @@
-"""A reward learned from labels: logistic regression on what can be counted in an episode. No MLX.
+"""A reward learned from labels: logistic regression on counts of an episode. No MLX.
 
     LearnedReward.fit(trajectories, labels).save("reward.json")  →  rewards = ["builtin:learned"]
 
@@ -43,7 +43,7 @@ Floats = NDArray[np.float64]
 class LearnedReward(BaseModel):
     """`score` → the probability of a good label. `mean`, `scale`, `low`, `high` have one entry for
     each counted feature (COUNTED, then the tools), `weights` one for each of these and then one for
-    each of `phrases`. What is counted is standardised and kept between `low` and `high`, the least
+    each of `phrases`. Counts are standardised and kept between `low` and `high`, the least
     and the most of the labelled episodes; a phrase counts once."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

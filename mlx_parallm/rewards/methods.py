@@ -64,9 +64,9 @@ def pareto_ranks(objectives_N_K: Sequence[Sequence[float]]) -> list[int]:
     objective.
 
     A point dominates another if it is at least as good in all objectives and better in one; so
-    equal points lie on one front. Front n is what nothing dominates once the fronts before it are
-    taken away (non-dominated sorting, Deb et al. 2002, NSGA-II). O(N² K) memory; a front costs
-    O(N²). A point with NaN is on no front: -1.
+    equal points lie on one front. Front n holds points that none dominates once the fronts before
+    it are taken away (non-dominated sorting, Deb et al. 2002, NSGA-II). O(N² K) memory; a front
+    costs O(N²). A point with NaN is on no front: -1.
     """
     if not objectives_N_K:
         return []
@@ -173,7 +173,7 @@ class RewardComputer(ABC):
         self, trajectories: Sequence[Trajectory], method: Method | None = None
     ) -> list[float | None]:
         """Return one number for each trajectory; None for one to which no part applies, which is
-        compared with nobody. `relative` and `pareto` compare the trajectories of one prompt
+        not compared with others. `relative` and `pareto` compare the trajectories of one prompt
         (`group_id`); those that are alone in their group are compared with each other.
 
         Raises ConfigError: an unknown method. RolloutRejectedError: a part beyond ±MAX_REWARD.

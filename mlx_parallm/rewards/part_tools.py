@@ -72,7 +72,7 @@ def compiled(pattern: str, flags: int = 0) -> Pattern:
 
 def in_time(score: Callable[..., float | None], *arguments: Any) -> float | None:
     """Return the score; None, and a line in the log, if a pattern takes too long on the answer:
-    what was not read is neither right nor wrong."""
+    unread ones are neither right nor wrong."""
     try:
         return score(*arguments)
     except PatternTimeoutError as error:

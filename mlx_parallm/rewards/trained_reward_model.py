@@ -1,7 +1,7 @@
 """A trained reward model as a reward part: `rewards = ["builtin:reward_model"]`. No MLX here.
 
 path    the model (models/scoring) is loaded at the first score, once in a process for all that ask
-        for it, and works on its own thread; what it does not fit is refused before the run
+        for it, and works on its own thread; a run that it does not fit is refused before the run
         begins
 url     a server's /v1/score, of this package: `mlx_parallm serve --reward-model`
 """

@@ -1,4 +1,4 @@
-"""Checkpoints: complete, atomic, and the truth about what was consumed.
+"""Checkpoints: complete, atomic, and the record of consumed groups.
 
     checkpoints/<run>/step_000100/         an adapter (mlx-lm's format) or full weights (Hugging
                                            Face layout)
@@ -156,7 +156,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ for a fault of the GPU
 
     def keep(self, state: TrainerState, served: Mapping[str, mx.array] | None) -> None:
-        """Copy what a checkpoint of this moment needs into host memory, if that is not much:
+        """Copy a checkpoint's arrays into host memory, unless they are large:
         the policy and its optimizer, and no learner or reference beside them. Else the last
         checkpoint counts.
 
@@ -328,7 +328,7 @@ class Checkpointer:
 
     def set_aside(self, name: str, *, forget: bool = True) -> None:
         """The checkpoint of that name, if there is one, belongs to a timeline that a rollback
-        left. It stays what a resume finds until the next `save` takes its place; `superseded_…`
+        left. A resume finds it until the next `save` takes its place; `superseded_…`
         keeps it. `forget`: not those before it."""
         if (path := self.run_directory / name).is_dir():
             for earlier in self.run_directory.glob(
@@ -341,7 +341,7 @@ class Checkpointer:
 
 
 def _set_aside(later: list[Path], *, keep: Path) -> None:
-    """Renames the newest of `later` and removes the others, and what was set aside before but
+    """Renames the newest of `later` and removes the others, and those set aside before but
     for `keep`."""
     *others, newest = later
     earlier = [

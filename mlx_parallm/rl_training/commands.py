@@ -166,7 +166,7 @@ class RunCommands:
         if (beta := values.get("kl_beta")) is not None:
             if config.rl_training.kl_target is not None:
                 raise RequestError(
-                    "kl_target steers the KL: kl_beta is only where it began", param="kl_beta"
+                    "kl_target steers the KL: kl_beta is only its first value", param="kl_beta"
                 )
             if beta == 0 and config.rl_training.kl_beta > 0:
                 why = (

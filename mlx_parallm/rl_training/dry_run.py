@@ -3,8 +3,8 @@ away.
 
     memory by formula → load → one group of each environment, shown and scored → probe → Forecast
 
-The probe is the run itself: same engine, environments, trainer and overlap of the two, so what it
-measures is what the run will do. It ends by an exception out of the loop, which saves nothing. A
+The probe is the run itself: same engine, environments, trainer and overlap of the two, so its
+measurements are the run's. It ends by an exception out of the loop, which saves nothing. A
 broken environment or reward function ends the dry run with EnvironmentFailedError before the probe.
 """
 
@@ -79,7 +79,7 @@ T = TypeVar("T")
 
 @dataclass
 class Probe:
-    """Hold what the steps of the probe showed; `after_step` raises `ProbeDone` after the last
+    """Hold the measurements of the probe's steps; `after_step` raises `ProbeDone` after the last
     one."""
 
     clock: Callable[[], float] = time.monotonic
@@ -156,7 +156,7 @@ class DryRun:
         return bool(self._environments) or on_rows
 
     def execute(self) -> None:
-        """Show what the run needs by formula, start it, show samples, run the probe, and show
+        """Show the run's needs by formula, start it, show samples, run the probe, and show
         the forecast."""
         planned = PlannedRun.of(
             self._user_config,
@@ -169,7 +169,7 @@ class DryRun:
         )
         self._console.print(show_memory(planned.memory, memory_present()[0], planned.longest))
         self._say([widened] if (widened := float32_note(planned.shape)) else [])
-        started = self._run.start()  # which refuses what does not fit
+        started = self._run.start()  # which refuses a run that does not fit
         if started is None:
             return
         self._config, empty_bytes = started.config, started.opened.store.size_bytes()
@@ -243,8 +243,8 @@ class DryRun:
             raise EnvironmentFailedError("; ".join(broken))
 
     def _look_through(self, policy: EpisodePolicy, source: EnvironmentSource) -> str | None:
-        """Render some prompts, for their lengths. Return what is wrong with the environment;
-        None when nothing is."""
+        """Render some prompts, for their lengths. Return the environment's fault;
+        None if there is none."""
         most, lengths = self._config.rl_training.atropos.max_token_length, []
         with attempt() as outcome:
             for index in range(PROMPTS):
@@ -491,7 +491,7 @@ def _existing(path: Path) -> Path:
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
 
 
-# ---------------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------------- printed tables
 
 LONGEST_PROMPT = 400
 """Tokens of a prompt that are shown: its begin and its end."""
@@ -506,8 +506,8 @@ OTHER_FILES = 170 * 2**10
 
 @dataclass(frozen=True)
 class Forecast:
-    """Hold what the run will need: bytes, seconds, steps. `memory_seen`: at the lengths of the
-    probe; `memory_most`: with the longest sequences, and what a prediction may be off by.
+    """Hold the run's predicted needs: bytes, seconds, steps. `memory_seen`: at the lengths of the
+    probe; `memory_most`: with the longest sequences and the prediction's error.
     `seconds` of a step; None = none was measured."""
 
     memory_seen: int
@@ -585,7 +585,7 @@ def show_group(result: GroupResult, prompt: Sequence[int], tokenizer: Tokenizer)
 
 
 def remarks(result: GroupResult, config_key: str) -> list[str]:
-    """Return what a group of a working environment shows to be wrong, one sentence each."""
+    """Return faults that a group of a working environment shows, one sentence each."""
     rollouts = result.group.rollouts
     if result.failure is not None or not rollouts:
         return []
@@ -666,7 +666,7 @@ def _tokens(lengths: Lengths) -> str:
 
 
 def show_forecast(forecast: Forecast, written_to: Path, most: Lengths) -> Table:
-    """Show what a run will need. `most`: the lengths that `memory_most` is for."""
+    """Show a run's predicted needs. `most`: the lengths that `memory_most` is for."""
     table = Table(title="what the run will need", title_justify="left", show_header=False)
     longest = f"at most {in_words(forecast.memory_most)}, with sequences of {_tokens(most)}"
     table.add_row(
@@ -701,7 +701,7 @@ def show_forecast(forecast: Forecast, written_to: Path, most: Lengths) -> Table:
 
 
 def shortcomings(forecast: Forecast, run: PlannedRun) -> Iterator[str]:
-    """Yield what there is too little of, and what to do about it. `run`: with the lengths that
+    """Yield each shortage, and its remedy. `run`: with the lengths that
     `memory_most` is for."""
     if forecast.memory_most > forecast.memory_present:
         may = forecast.memory_seen <= forecast.memory_present

@@ -50,7 +50,7 @@ def build_policy(
         keeps_reference: keep a reference policy even where `algorithm` needs none.
         keeps_values: the same of a value head.
         kv_bits: of the engine that samples (server.kv_bits).
-        watches_experts: count and repeat where tokens go in a mixture of experts; False: nobody
+        watches_experts: count and repeat the experts of tokens in a mixture; False: no part
             reads it, and its sequences have no recorded experts.
     """
     return TrainedPolicy(

@@ -1,7 +1,7 @@
 """RolloutBuffer: waiting groups of the store → the TrainBatch of a step. No MLX.
 
-    request(step)    allows the in-process source to start what the step still lacks (nothing, when
-                     groups come by HTTP)
+    request(step)    allows the in-process source to start the groups that the step lacks
+                     (none, when groups come by HTTP)
     collect(step)    takes whole groups until `rollout_batch_size` sequences are together; None =
                      not yet
 
@@ -176,7 +176,7 @@ class RolloutBuffer:
 
     def request(self, step: int, last: int | None = None) -> None:
         """Asks for what `step` (to step `last`) lacks, beyond what waits (and is not too old for
-        `step`) and what was asked for already."""
+        `step`) and the requests so far."""
         self._poll()
         waiting = sum(
             len(g.rollouts)
@@ -230,7 +230,7 @@ class RolloutBuffer:
         return self._finish(step, gave_up) if gave_up or not missing else None
 
     def _give_up(self, missing: int) -> str:
-        """Asks for what is missing once everything asked for has come. Returns the reason after
+        """Request missing groups once all requested ones have come. Returns the reason after
         too many rounds."""
         reserved = self._reserved(missing)
         no_mix = f"no mix of the waiting groups' sizes fills the last {missing} places"
@@ -246,7 +246,7 @@ class RolloutBuffer:
                 reason=UNTRAINABLE,
             )
             return ""
-        wanted = missing - sum(reserved.values())  # nobody can ask for groups that come over HTTP
+        wanted = missing - sum(reserved.values())  # groups over HTTP cannot be requested
         bound = (
             f"max_oversampling = {self._max_oversampling:g} ends the step {missing} sequences short"
         )
@@ -328,7 +328,7 @@ class RolloutBuffer:
         self._chosen, self._taken = [], Counter()
 
     def _poll(self) -> None:
-        """Reads groups that are new in the store; forgets those that somebody else dropped
+        """Read new groups of the store; forget those that were dropped elsewhere
         (/atropos/reset_data)."""
         waiting = self._store.waiting_ids()
         self._held = {

@@ -91,10 +91,10 @@ class RolloutSource:
     """The `AddedRouter` through which its groups come over HTTP; None = no routes."""
 
     def start(self, served: Served, state: TrainerState | None) -> None:
-        """Start to make rollouts, from where the checkpoint stands that is resumed."""
+        """Start to make rollouts, from the position of a resumed checkpoint."""
 
     def request(self, groups: int) -> None:
-        """Allow so many more groups; a source that nobody can ask ignores it."""
+        """Allow so many more groups; a source without requests ignores it."""
 
     def use_temperature(self, temperature: float) -> None:
         """Sample at `temperature` from now on; a source whose clients sample ignores it."""
@@ -104,7 +104,7 @@ class RolloutSource:
         return {}
 
     def health(self) -> str | None:
-        """Return what is wrong, in words; None when nothing is."""
+        """Return a fault in words, or None."""
         return None
 
     def check(self) -> None:
@@ -114,7 +114,7 @@ class RolloutSource:
         """End its threads."""
 
     def state(self) -> dict[str, Any] | None:
-        """Return what a checkpoint keeps of it; None = nothing."""
+        """Return its state for a checkpoint, or None."""
         return None
 
 
@@ -273,7 +273,7 @@ class InProcessEnvironments(RolloutSource):
 
 class RewardsById(RolloutSource):
     """Answers of this server that a client rewards afterwards, by their ids. `completions` is
-    what the route calls."""
+    the function that the route calls."""
 
     name = "rewards"
 

@@ -17,7 +17,8 @@ from mlx_parallm.rl_training.run.start import StartedRun, start_run
 
 
 class TrainingRun:
-    """Take a prepared run through its stages, and end what they have started. Main thread only."""
+    """Take a prepared run through its stages, and stop their threads and processes. Main thread
+    only."""
 
     def __init__(self, prepared: PreparedRun) -> None:
         self.prepared = prepared

@@ -20,10 +20,7 @@ GREEDY = "greedy"
 placeholders."""
 LEAST_LOGPROB = -1e9  # far below what logits / temperature in float32 gives
 
-TOO_LARGE = (
-    "a score, an advantage or a log-probability is beyond what can be computed with (scores:"
-    f" ±{MAX_REWARD:g})"
-)
+TOO_LARGE = f"a score, an advantage or a log-probability is out of range (scores: ±{MAX_REWARD:g})"
 """Why a group that an older version accepted is dropped."""
 
 OTHER_MODEL = "other tokenizer or model: its log-probabilities are far from this model's"

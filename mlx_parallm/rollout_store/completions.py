@@ -4,7 +4,7 @@ group into the store.
     server/generation.py → keep → (bounded in bytes and time) → reward, by POST /v1/rewards →
     RolloutStore
 
-What is kept of an answer is what training needs: prompt ids, sampled ids, log-probabilities and
+Training needs these parts of an answer: prompt ids, sampled ids, log-probabilities and
 policy versions of every choice, packed as `payload.py` packs a stored group. It lives in memory: a
 restart forgets it. An id that was rewarded is known for longer, because the group in the store
 bears it.
@@ -32,7 +32,7 @@ from mlx_parallm.types import (
 SOURCE = "rewards"  # in the store
 GONE_IDS = 20_000  # ids kept with the reason why they cannot be rewarded
 
-Choice = Sequence[Completion | CompletionDelta]  # one whole completion, or what was streamed of it
+Choice = Sequence[Completion | CompletionDelta]  # one whole completion, or its streamed parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class KeptCompletions:
             cannot be rewarded.
         max_bytes: packed size of all that is kept; 0 = nothing is.
         max_age_s: how long a reward may be in coming.
-        batch_size, max_token_length, vocab_size: what a group must fit to be trained on.
+        batch_size, max_token_length, vocab_size: bounds of a group to be trained on.
         on_reward: called after each accepted reward.
     """
 

@@ -56,7 +56,7 @@ CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 
 @dataclass(frozen=True)
 class Schema:
-    """The tables of a database file. `name`: for messages; `erases`: whether what is deleted is
+    """The tables of a database file. `name`: for messages; `erases`: whether deleted data is
     overwritten in the file."""
 
     name: str
@@ -231,7 +231,7 @@ def _has_tables(connection: sqlite3.Connection) -> bool:
 
 
 def reading_uri(path: Path) -> str:
-    """The address with which a reader opens a file. If no log lies beside it nobody writes:
+    """The address with which a reader opens a file. If no log lies beside it no process writes:
     the reader does without one, and leaves nothing behind. With a log it would make the log's
     files, and cannot remove them."""
     immutable = "" if _unwritten_since(path) is None else "&immutable=1"
@@ -239,8 +239,8 @@ def reading_uri(path: Path) -> str:
 
 
 def _unwritten_since(path: Path) -> int | None:
-    """The time of the last change, of a file that nobody writes: no log lies beside it. None:
-    somebody may."""
+    """The time of the last change, of a file without a writer: no log lies beside it. None:
+    there may be one."""
     return None if path.with_name(f"{path.name}-wal").exists() else path.stat().st_mtime_ns
 
 

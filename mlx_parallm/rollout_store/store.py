@@ -2,14 +2,14 @@
 `rollouts.sqlite`.
 
 Who writes: `environments.RolloutManager` (in process), the `/atropos` routes through `queue.py`,
-and `faces.atropos.client`. Who reads: `rl_training.rollout_buffer`, which marks what it consumes. A
-group is on the disk (`database.py` says how) before `add` returns, so an acknowledgement after it
-is a promise.
+and `faces.atropos.client`. Who reads: `rl_training.rollout_buffer`, which marks the groups that it
+consumes. A group is on the disk (`database.py` says how) before `add` returns, so an
+acknowledgement after it is a promise.
 
-A group is `waiting`, then `taken` by a step or `dropped` with a reason. What cannot be trained on
-is in `rejects`. The checkpoint is the truth about what was consumed: `restore(step)` puts every
-group that a later step took or dropped back to waiting. `prune` deletes payloads (the tokens) of
-groups that no checkpoint can need; their rows stay for ever.
+A group is `waiting`, then `taken` by a step or `dropped` with a reason. Groups that cannot be
+trained on is in `rejects`. The checkpoint decides which groups were consumed: `restore(step)` puts
+every group that a later step took or dropped back to waiting. `prune` deletes payloads (the
+tokens) of groups that no checkpoint can need; their rows stay.
 """
 
 import json
@@ -34,7 +34,7 @@ from mlx_parallm.types import RolloutGroup
 KEPT_REJECTS = 200
 KEPT_REASONS = 100_000  # newest rejects that are remembered at all; older ones are only counted
 MAX_NAME_BYTES = 2048  # id, environment and source of a group: their rows are never deleted
-MAX_REASON = 1000  # characters; it may quote what was sent
+MAX_REASON = 1000  # characters; it may quote the sender
 PRUNED_AT_ONCE = 64  # payloads deleted under one lock: who sends groups waits as long
 
 SHOWN_CANDIDATES = 5
@@ -116,7 +116,7 @@ class GroupRecord:
 
 
 class _Arrival:
-    """A group on its way to the disk. Whoever has the lock writes all that have come by then, in
+    """A group on its way to the disk. The thread with the lock writes all groups so far, in
     one commit."""
 
     def __init__(self, group: RolloutGroup, source: str) -> None:
@@ -222,7 +222,7 @@ class RolloutStore:
             raise StoreError(f"{self.path}: no group is accepted: {fault}; it may be sent again")
 
     def reject(self, payload: Any, *, source: str, reason: str) -> None:
-        """Keeps in quarantine what cannot be trained on: JSON values, a RolloutGroup, or
+        """Keep unusable groups in quarantine: JSON values, a RolloutGroup, or
         anything with a repr."""
         kept = encode_reject(payload)
         in_words = reason[:MAX_REASON].encode(errors="backslashreplace").decode()

@@ -2,8 +2,8 @@
 on a command line leads to it. No MLX.
 
 This package has the files in it, which training writes and `runs/` reads: checkpoints' state and
-checksums, what a resume compares, metrics, evaluations, spans, samples, tokens. A checkpoint's
-weights are `rl_training/checkpoint.py`'s, the groups `rollout_store`'s.
+checksums, the state that a resume compares, metrics, evaluations, spans, samples, tokens. A
+checkpoint's weights are `rl_training/checkpoint.py`'s, the groups `rollout_store`'s.
 """
 
 import fcntl
@@ -78,7 +78,7 @@ def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Pa
     A run directory (its `latest`), one of its steps (step_5000 is step_005000), the specification's
     `checkpoints/latest` and `checkpoints/step_5000/` (of run `run_name`, else of the run that saved
     last), or "auto": `latest` of `run_name`, or None for a fresh start. Raises CheckpointError:
-    nothing there, with what there is.
+    nothing there; the message lists the runs.
     """
     if text == "auto":
         return checkpoint_at(checkpoint_dir / run_name) if run_name else None
@@ -174,8 +174,8 @@ class RunDirectory:
         made_here = not path.exists()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700, exist_ok=True)  # what people asked, and what was answered
-            if made_here:  # what the run keeps must not hang on a name that a power cut takes away
+            path.mkdir(mode=0o700, exist_ok=True)  # it holds people's prompts and answers
+            if made_here:  # a power cut must not lose the directory's name
                 sync(path.parent)
                 sync(path.parent.parent)
             lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
@@ -205,7 +205,7 @@ class RunDirectory:
         return False
 
     def is_there(self) -> bool:
-        """Whether its path still leads to it: somebody may have removed or replaced it."""
+        """Whether its path still leads to it: it may have been removed or replaced."""
         try:
             present, held = (self.path / LOCK_FILE).stat(), os.fstat(self._lock)
         except OSError:
@@ -299,7 +299,7 @@ class DiskUse:
 
     def check(self) -> None:
         """Raises CheckpointError when less than the reserve is free, or the directory was
-        removed: then the run has to save and end. (The store would take groups that nobody finds
+        removed: then the run has to save and end. (The store would take groups that cannot be found
         again.)"""
         if not self._directory.is_there():
             raise CheckpointError(

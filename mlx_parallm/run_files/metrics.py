@@ -107,7 +107,7 @@ if the step has one prompt alone.
 weight in this step.
 `logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the weights that the step
 starts from, before its first update; of all tokens that came with log-probabilities if none is
-of those weights (then the difference has what was learned since in it, and `mismatch_fresh` is
+of those weights (then the difference includes the learning since, and `mismatch_fresh` is
 false); null without log-probabilities. `mismatch_kl`: k3 estimate of KL(engine || trainer) over the
 same tokens.
 `sampler_weights_cut`: share of the tokens whose sampler-correction weight was cut or dropped, null
@@ -142,7 +142,7 @@ over the tokens that the step trained on: `expert_tokens`, `expert_load_max`, `e
 `trained_tokens`: those of `tokens` that the loss counted, if a client computes the steps.
 `time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by
 the guard.
-`memory_gb`: peak of MLX's arrays in the step; `footprint_gb`: what the process takes after it.
+`memory_gb`: peak of MLX's arrays in the step; `footprint_gb`: the process's memory after it.
 `publish_kl`: `publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`:
 the checkpoint or version that the weights went back to before this step."""
 

@@ -66,7 +66,7 @@ def _check_never_saved(run: Path) -> None:
 
 
 def placed(config: Config, run: Path) -> Config:
-    """A run directory may have been moved: where it lies now is what counts."""
+    """A run directory may have been moved: its present path counts."""
     training = config.rl_training.model_copy(
         update={"checkpoint_dir": run.parent, "run_name": run.name}
     )
@@ -82,7 +82,7 @@ def note_base(notes: Notes, model: Path) -> None:
         notes.remember(BASE_NOTE, now)
     elif before != now:
         log.warning(
-            "the base model has changed since the run began: what it learned may not fit it",
+            "the base model has changed since the run began: its weights may not fit it",
             path=str(model),
         )
 
@@ -274,7 +274,7 @@ def restored_settings(
 def overridden_settings(
     now: Mapping[str, float], changes: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[float]]:
-    """Return {key: [value of the run, value now]} of what a resume changes on purpose.
+    """Return {key: [value of the run, value now]} of keys that a resume changes on purpose.
     It is recorded as a separate change, so that a later resume from the file that the run began
     with keeps it, too. A kl_beta of 0 is not: the file always says whether a run has a
     reference."""

@@ -60,7 +60,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`completion`: everything after the prompt, with what an environment put between two turns
+    """`completion`: everything after the prompt, with an environment's texts between two turns
     in ⟦ ⟧."""
 
     step: int

@@ -1,4 +1,4 @@
-"""`spans.jsonl`: what the run did when, as lanes of time: `{"name", "step", "begin", "end"}`, Unix
+"""`spans.jsonl`: the run's work over time, in lanes: `{"name", "step", "begin", "end"}`, Unix
 seconds. No MLX.
 
 Names are those of OpenTelemetry's proposal for RL (semantic-conventions-genai #88) if it has
@@ -35,7 +35,7 @@ NAMES = {
     "evaluate": "rl.evaluate",
 }
 MOST_PARTS = 16
-"""Of one lane of one step: the shortest pauses in it are filled until there are so few."""
+"""Most spans of a lane in a step: the shortest pauses are filled until there are so few."""
 
 NEAR_BYTES, NEAR_LINES = 32 << 10, 100
 """How far from its place a line of spans.jsonl may lie: an evaluation ends in a later step."""
@@ -55,7 +55,7 @@ class SpanLog:
 
     def __init__(self, run: Path, *, step: int = 0, most_bytes: int = sys.maxsize) -> None:
         self._path, self._most = run / SPANS_FILE, most_bytes
-        self._step: int | None = step  # None: what a resume leaves is removed
+        self._step: int | None = step  # None: a resume removes later lines
         self._lock = threading.Lock()  # guards the next one
         self._overlapping: defaultdict[str, list[Times]] = defaultdict(list)
         self._lines: list[str] = []
@@ -87,8 +87,8 @@ class SpanLog:
         self.flush()
 
     def flush(self) -> None:
-        """Write what has come since the last step: after a run, its last checkpoint and
-        evaluation. What cannot be written (a full disk, a directory that was removed) is left
+        """Write the spans since the last step: after a run, its last checkpoint and
+        evaluation. Failed writes (a full disk, a removed directory) are left
         out: a run does not end for its times."""
         lines, self._lines = self._lines, []
         try:

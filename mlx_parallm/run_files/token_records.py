@@ -1,8 +1,8 @@
-"""`tokens.sqlite`: what the trainer knew of each token, of the groups that samples.jsonl shows. No
+"""`tokens.sqlite`: the trainer's numbers for each token of the groups that samples.jsonl shows. No
 MLX.
 
-A row is one segment of one answer. Its columns are little-endian float32 [T], NaN where a token was
-not trained on and where a number was not computed; the names are those of
+A row is one segment of one answer. Its columns are little-endian float32 [T], NaN for tokens
+that were not trained on, and for numbers that were not computed; the names are those of
 `verifiers/v1/graph.py:MessageNode` (0.4.0). Nothing needs this
 file: a failure here costs one warning and never the run.
 """
@@ -40,7 +40,7 @@ PRAGMA page_size = {PAGE}; PRAGMA journal_mode = WAL; PRAGMA journal_size_limit 
 PRAGMA synchronous = OFF;
 """
 EMPTY_BYTES = 8 * PAGE
-"""Of a file without rows, and a little more."""
+"""Bytes of a file without rows, and a little more."""
 
 
 class TokenFile:

@@ -64,8 +64,8 @@ class ComparedRun:
         return self.run.name
 
     def values(self, key: str) -> list[tuple[int, float]]:
-        """Return (step, value) of each step that has the number; "headline": what the run is
-        judged by."""
+        """Return (step, value) of each step that has the number; "headline": the number that the
+        run is judged by."""
         points = (
             (int(line["step"]), headline(line)[1] if key == "headline" else line.get(key))
             for line in self.lines

@@ -407,7 +407,7 @@ def _best(settings: DistillSettings, answers: list[Answer], filtered: Counter[st
         answers = sorted(answers, key=_score, reverse=True)
     most = len(answers) if settings.best is None else settings.best
     filtered[f"not among the best {most}"] += len(answers[most:])
-    filtered += Counter()  # without what was never counted
+    filtered += Counter()  # without zeros
     return answers[:most]
 
 
@@ -500,7 +500,7 @@ class Journal:
         return self._path.exists()
 
     def open(self) -> Mapping[int, AnsweredPrompt]:
-        """Read what is there, or begin. Return the records by row."""
+        """Read the journal, or begin one. Return the records by row."""
         try:
             text = self._path.read_text(encoding="utf-8") if self.there else ""
             whole = text[: text.rfind("\n") + 1]

@@ -66,7 +66,7 @@ from mlx_parallm.types import Completion
 RESULTS_FILE = "results.json"
 RETRIES = 6
 SEEDS = 2**31  # most endpoints take a signed 32-bit number
-UNBOUNDED = 2**31 - 1  # tokens: the endpoint refuses what is too long for its model
+UNBOUNDED = 2**31 - 1  # tokens: the endpoint refuses requests that are too long for its model
 ON_PAGE = 300  # answers; samples.jsonl has all
 NO_ROUTE = (404, 405, 501)
 

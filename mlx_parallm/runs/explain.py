@@ -5,7 +5,7 @@ No MLX.
     `Explanation` → text or JSON
 
 Each window of the run goes through `health.find`; windows with the same diagnosis become one
-finding with its steps. What no metrics line shows, because no step was made, is read from the
+finding with its steps. Faults before the first step are read from the
 store: nothing came, or everything was refused or too old. The run may still be running, may have
 been killed in the middle of a line, or may have made no step.
 """
@@ -124,7 +124,7 @@ class Explanation:
 def explain(run: Run) -> Explanation:
     """Raises CheckpointError: a damaged file of metrics or evaluations."""
     lines, evaluations = run.metrics, run.evaluations
-    # clients decide what is sampled, and when a step is made; their rewards are not known
+    # clients decide on samples and steps; their rewards are unknown
     by_clients = run.client_trainer is not None
     groups = count_groups(run, whole=not lines and not by_clients)
     notes = [f"the rollouts cannot be read: {groups.unreadable}"] if groups.unreadable else []
@@ -242,7 +242,7 @@ def over_the_run(lines: Sequence[Metrics]) -> Iterator[Finding]:
 
 
 def outside_of_steps(run: Run, groups: GroupCounts) -> Iterator[Diagnosis]:
-    """Yield what no metrics line shows."""
+    """Yield findings that no metrics line shows."""
     counts, step = groups.counts, run.steps + 1
     received = counts.waiting + counts.taken + counts.dropped + counts.rejected
     reason, times = next(iter(groups.refused), ("", 0))

@@ -36,8 +36,8 @@ Range = tuple[float | None, float | None]
 """First and last value, both included; None = no bound."""
 EVERY: Range = (None, None)
 Advantage = float | tuple[float, float] | None
-"""Of one answer: one number for all of its tokens, or the lowest and the highest. None: it is
-not known."""
+"""Policy version of an answer: one number for all of its tokens, or the lowest and the highest.
+None: it is not known."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class _Answer:
 
 
 class Answers:
-    """The answers of one run. `notes`: remarks on what could not be read, after the rows were read.
+    """The answers of one run. `notes`: remarks on unreadable parts, after the rows were read.
 
     Raises StoreError: no rollouts, or they cannot be read.
     """
@@ -99,7 +99,7 @@ class Answers:
         if run.config is not None and run.config.rl_training.algorithm in DATA_ALGORITHMS:
             raise StoreError(
                 f"{run.path}: {run.config.rl_training.algorithm} learns from rows of a file: there"
-                " are not rollouts"
+                " are no rollouts"
             )
         if run.config is not None and run.client_trainer is not None:
             raise StoreError(
@@ -235,7 +235,7 @@ class Answers:
         }
 
     def rejects(self, limit: int) -> list[dict[str, Any]]:
-        """Return the newest entries of the quarantine, newest first; `payload` is what was sent,
+        """Return the newest entries of the quarantine, newest first; `payload` is the sent text,
         where it was kept."""
         entries = [asdict(entry) for entry in self._store.rejects(limit)]
         return [entry | {"payload": _json_value(entry["payload"])} for entry in entries]
@@ -459,7 +459,7 @@ class _Texts:
 
     def of(self, rollout: Rollout) -> tuple[str, str]:
         """Return prompt and answer as people read them, without the chat template. Between two
-        turns, what the environment said is in ⟦ ⟧."""
+        turns, the environment's text is in ⟦ ⟧."""
         prompt, *turns = _turns(rollout)
         question, *texts = self._decode([prompt[1], *(tokens for _, tokens in turns)])
         shown = zip(turns, texts, strict=True)
@@ -503,7 +503,7 @@ class _Texts:
 
 def _turns(rollout: Rollout) -> list[tuple[bool, list[int]]]:
     """(whether the policy sampled it, tokens) of the prompt, perhaps empty, and of each turn
-    after it. Of a further segment only what it does not share with the one before it."""
+    after it. Of a further segment only its new part."""
     turns: list[tuple[bool, list[int]]] = []
     before: Sequence[int] = ()
     for segment in rollout.segments:

@@ -126,7 +126,7 @@ def draw_rejects(entries: Sequence[Json]) -> Iterator[RenderableType]:
         return
     rows = [[_time(entry["received"]), entry["source"], entry["reason"]] for entry in entries]
     yield _table(("received", "source", "reason"), rows)
-    yield Text("--json prints what was sent", style="dim")
+    yield Text("--json prints the sent text", style="dim")
 
 
 # ---------------------------------------------------------------------- parts

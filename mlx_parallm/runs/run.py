@@ -181,7 +181,7 @@ class Run:
 
     @property
     def client_trainer(self) -> Leaf | None:
-        """The leaf whose clients decide what is sampled and when a step is made; such a run has
+        """The leaf whose clients decide on samples and steps; such a run has
         neither groups nor rewards."""
         return client_trainer(self._sections)
 
@@ -246,7 +246,7 @@ class Run:
         return RolloutStore(self.file("rollouts"), read_only=True)
 
     def token_values(self, group_id: str, number: int, segment: int) -> Mapping[str, np.ndarray]:
-        """Return what the trainer computed for the tokens of one segment; empty if the run has
+        """Return the trainer's numbers for the tokens of one segment; empty if the run has
         not kept it."""
         return read_tokens(self.path, group_id, number, segment)
 

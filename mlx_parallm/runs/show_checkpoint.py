@@ -177,7 +177,7 @@ def _checksums(checkpoint: Path, problems: list[str]) -> str:
     if damaged is None:
         return "missing: an older version wrote it, or they were removed"
     problems += [
-        f"{name} is not what was written (SHA-256)"
+        f"{name} has changed since it was written (SHA-256)"
         for name in damaged
         if not any(name in text for text in problems)
     ]

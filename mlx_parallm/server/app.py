@@ -100,7 +100,7 @@ class AddedRouter:
         public: paths whose GET holds no data, such as a page's own files: they need neither key nor
             model. One that ends with a slash means everything below it.
         page: the path that a person opens in a browser; the run prints it.
-        close: ends what is behind the routes, once no request runs.
+        close: closes the routes' objects, once no request runs.
         observe: follows the answers of the server's own chats (`generation.AnswerObserver`), asked
             for each request; None = it does not follow this one. Raises RequestError.
         metrics: further lines of /metrics, read at each scrape.
@@ -202,7 +202,7 @@ def _observing(routers: Sequence[AddedRouter]) -> list[Any]:
 
 
 def _install_openapi(app: FastAPI) -> None:
-    """Declare what each operation may answer besides 200.
+    """Declare each operation's answers besides 200.
 
     FastAPI declares a 422 in a shape that this server never sends. Which statuses an operation can
     have follows from its input (a body, parameters) and its tag; a route adds its own, or another

@@ -185,7 +185,7 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _client(self, scope: Scope) -> str | None:
-        """Return what stands for the user's key of a request; None: the server's own, or none."""
+        """Return a stand-in for a request's user key; None: the server's own key, or none."""
         bearer = bearer_key(scope)
         keys = [key.encode() for users in self._users for key in users.keys]
         if bearer is None or sum(hmac.compare_digest(bearer, key) for key in keys) == 0:
@@ -213,7 +213,7 @@ class AuthMiddleware:
 
 def client_of(request: HTTPConnection) -> str | None:
     """Return whose request it is: a secret name of a user's key; None: of the server's own key, or
-    of a server without one. What one client leaves on the server is not for another."""
+    of a server without one. A client cannot read another's data on the server."""
     client: str | None = request.scope.get("state", {}).get(CLIENT)
     return client
 

@@ -1,6 +1,6 @@
 """The bounds of connections: how many there are, and how long one may take to send its request.
 
-uvicorn closes what is idle after an answer. It has no bound on connections that closes
+uvicorn closes idle connections after an answer. It has no bound on connections that closes
 any (its `limit_concurrency` answers requests with 503), and a connection that has sent nothing, or
 half a header, stays for
 ever: without a key, each holds one of the process's files until the trainer can open none.
@@ -103,8 +103,8 @@ def guarded_protocol(guard: ConnectionGuard) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            """Answer what is not HTTP, unless the connection has no place for another answer: h11
-            would raise. The request that it belongs to gets no answer of its own."""
+            """Answer bytes that are not HTTP, unless the connection has no place for another
+            answer: h11 would raise. The request that it belongs to gets no answer of its own."""
             cycle, conn = self.cycle, getattr(self, "conn", None)  # httptools' has no `conn`
             has_place = conn is None or conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
             if cycle is not None and not cycle.response_complete:

@@ -205,7 +205,7 @@ class RunningRequests:
                 self._names.pop(request_id, None)
 
     def find(self, names: Collection[str] | None) -> list[str]:
-        """Engine request ids of everything that runs, or of what goes by one of `names`."""
+        """Engine request ids of all running requests, or of those named in `names`."""
         return [
             key
             for key, aliases in self._names.items()

@@ -28,7 +28,7 @@ from mlx_parallm.errors import (
 HEALTH = "/health"  # the one path without key and gate
 RETRY_AFTER_SECONDS = 1
 TIMED_OUT = 504  # not 408, which says that the client was too slow in sending
-CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it
+CLIENT_CLOSED_REQUEST = 499  # nginx's number; the client has gone
 LONGEST_MESSAGE, LONGEST_PARAM = 2000, 200  # characters
 ERROR_SCHEMA = {  # components.schemas.Error of the OpenAPI document
     "type": "object",

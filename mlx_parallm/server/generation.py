@@ -229,7 +229,7 @@ def build_requests(
             stream,
             cache_salt=salt,
             priority=body.priority,
-            # a grammar's text is what it has matched
+            # a grammar's text is its match
             opens_text=prompt.opens_text and params.structure is None,
             images=prompt.images,
         )
@@ -258,17 +258,17 @@ class AnswerForm(StreamForm, Protocol):
 
 
 class AnswerObserver(Protocol):
-    """Follows one answer. What comes before a route (a dependency) sets it as
+    """Follow one answer. A dependency of the route sets it as
     `request.state.observer`."""
 
     def begun(self, body: ChatBody) -> None:
-        """Take what is asked, before it runs."""
+        """Take the request, before it runs."""
 
     async def aborted(self) -> None:
         """Take the end of an answer whose client is gone."""
 
     def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
-        """Take what the engine sampled, whole, before the client sees the end. `choices`:
+        """Take the engine's samples, whole, before the client sees the end. `choices`:
         [prompts][n]."""
 
     async def whole(self, answer: Mapping[str, Any]) -> None:
@@ -379,7 +379,7 @@ async def stream(
     """Deltas of all requests as they come, with the request's position. Closing it aborts what
     still runs.
 
-    What may have to be sampled again comes in one delta a choice, once it has been checked.
+    A choice that may be sampled again comes in one delta, once it has been checked.
     """
     if check.holds_streams_back:
         with context.admitted(requests):

@@ -139,11 +139,11 @@ class ServerMetrics:
         self.registry.register(_ToolsCollector(counts))
 
     def watch_memory(self, guard: MemoryGuard) -> None:
-        """Add what the process takes of the memory, beside the guard's marks; once."""
+        """Add the process's memory, beside the guard's marks; once."""
         self.watch(lambda: _memory_metrics(guard))
 
     def watch(self, metrics: Callable[[], Iterable[Metric]]) -> None:
-        """Add what a part outside of the server counts, read at each scrape."""
+        """Add counts of a part outside of the server, read at each scrape."""
         self.registry.register(_PartCollector(metrics))
 
     def exposition(self) -> bytes:

@@ -25,7 +25,7 @@ from mlx_parallm.server.sse import EVENT_STREAM, FORM, last_words
 from mlx_parallm.system.log import get_logger
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-# without a byte of the body; and what a body may take beside its share of the slowest rate
+# without a byte of the body; and seconds of a body beside those of the slowest rate
 BODY_SECONDS = 30.0
 SLOWEST_BYTES_PER_SECOND = 64 << 10
 SMALL_BODY_BYTES = 64 << 10
@@ -141,7 +141,7 @@ class BodyLimitMiddleware:
 
         async def counted_receive() -> Message:
             nonlocal received, held, finished
-            if too_long:  # raised where the body is read, so that a route can record the refusal
+            if too_long:  # raised on reading the body, so that a route can record the refusal
                 raise HTTPException(413, self._message())
             if finished:
                 return await receive()

@@ -69,7 +69,7 @@ class AnswerCheck:
         return bool(self.retries and self.unenforced) and self.unenforced != (STRICT,)
 
     def fault(self, part: Completion | CompletionDelta, text: str) -> str | None:
-        """Return what is wrong with a choice whose whole text is `text`; `part` is its end.
+        """Return the fault of a choice whose whole text is `text`; `part` is its end.
 
         None: nothing is, or it was cut off, or failed for another reason.
         """

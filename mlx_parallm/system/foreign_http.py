@@ -105,7 +105,7 @@ class Unpacked:
             except zlib.error as error:
                 if not (first and self._encoding == "deflate"):
                     raise BeyondBoundsError(
-                        f"{self._what} is no {self._encoding}: {error}"
+                        f"{self._what} is not {self._encoding}: {error}"
                     ) from error
                 self._unpacker, first = zlib.decompressobj(-15), False  # without zlib's header
                 continue

@@ -156,7 +156,7 @@ def test_every_group_is_reached_in_parts(view: RunView, monkeypatch: pytest.Monk
 
 
 def test_a_wrong_or_endless_pattern_is_an_error(view: RunView, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="no regular expression"):
+    with pytest.raises(RequestError, match="not a regular expression"):
         view.groups(Search(pattern="("))
     run = make_run(tmp_path, steps=0)
     store = RolloutStore(run / "rollouts.sqlite")

@@ -207,7 +207,7 @@ def test_free_text_is_no_path(tmp_path: Path) -> None:
         rates = environment(
             write(tmp_path, {"prompt": "a"}), pass_rates=text, curriculum="easy_first"
         )
-        with pytest.raises(ConfigError, match="no results of"):
+        with pytest.raises(ConfigError, match="not results of"):
             read_prompts(rates, seed=0)
 
 

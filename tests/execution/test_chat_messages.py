@@ -217,8 +217,8 @@ def test_definitions_of_tools_have_one_form() -> None:
     assert read_tools(None) == read_tools("") == read_tools(" ") == read_tools([]) == []
     for wrong, reason in (
         ("{", "not JSON"),
-        ('{"a": 1}', "no list of objects"),
-        ([1], "no list of objects"),
+        ('{"a": 1}', "not a list of objects"),
+        ([1], "not a list of objects"),
     ):
         with pytest.raises(RequestError, match=reason):
             read_tools(wrong)

@@ -402,9 +402,9 @@ PROMPT = b'{"prompt": "hi", "max_tokens": 1}'
         ("identity", PROMPT, 200, "choices"),
         ("zstd", PROMPT, 415, "packed as 'zstd'; read here are: gzip, deflate"),
         ("gzip, gzip", PROMPT, 415, "packed as 'gzip, gzip'"),
-        ("gzip", PROMPT, 400, "the body is not a gzip"),
+        ("gzip", PROMPT, 400, "the body is not gzip"),
         ("gzip", gzip.compress(PROMPT)[:-9], 400, "ends within its gzip"),
-        ("gzip", gzip.compress(PROMPT) + b"more", 400, "the body is not a gzip"),
+        ("gzip", gzip.compress(PROMPT) + b"more", 400, "the body is not gzip"),
         ("gzip", gzip.compress(bytes(MAX_BODY_BYTES + 1), 1), 413, "at most 33,554,432"),
     ],
 )

@@ -223,7 +223,10 @@ def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"12345")
     assert read_bounded(tmp_path / "large", 5) == b"12345"
-    for path, reason in ((tmp_path / "pipe", "no regular"), (Path("/dev/zero"), "no regular")):
+    for path, reason in (
+        (tmp_path / "pipe", "not a regular"),
+        (Path("/dev/zero"), "not a regular"),
+    ):
         with pytest.raises(OSError, match=reason):
             read_bounded(path, 5)
         with pytest.raises(OSError, match=reason):

@@ -110,7 +110,7 @@ def _bomb(encoding: str) -> bytes:
         (answering(_bomb("deflate"), Content_Encoding="deflate"), SMALL, "at most 1,048,576"),
         (answering(TEXT, Content_Encoding="zstd"), SMALL, "packed as 'zstd'"),
         (answering(TEXT, Content_Encoding="gzip, gzip"), SMALL, "packed as"),
-        (answering(TEXT, Content_Encoding="gzip"), SMALL, "is not a gzip"),
+        (answering(TEXT, Content_Encoding="gzip"), SMALL, "is not gzip"),
         (answering(b"", Content_Length=str(1 << 40)), SMALL, "1,099,511,627,776 bytes or more"),
         (endless(bytes(1 << 16)), SMALL, "at most 1,048,576"),
         (endless(b"data: x\n", "text/event-stream"), SMALL, "an event of the answer"),

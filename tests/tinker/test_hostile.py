@@ -83,8 +83,8 @@ def test_a_body_of_wrong_items_is_given_up_at_the_first(client: WireClient, name
         (b"\x2a\x00" * 100, "64 entries of 'loss_fn_config'"),
         (b"\x1a\x2c\x12\x2a\x12\x28\x22\x26" + b"\x01" * 38, "32 bytes of 'shape'"),
         (b"\x48\x01" * ((1 << 20) + 1), "protobuf fields"),  # a field that nobody knows
-        (b"\x1b\x1c" * 10, "no protobuf"),  # groups
-        (b"\x1a\xff", "no protobuf"),
+        (b"\x1b\x1c" * 10, "not a protobuf"),  # groups
+        (b"\x1a\xff", "not a protobuf"),
     ],
     ids=["datums", "cut", "chunks", "config", "shape", "fields", "groups", "short"],
 )

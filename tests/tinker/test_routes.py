@@ -127,7 +127,7 @@ def test_a_request_that_is_refused_takes_its_number(client: WireClient) -> None:
     cut = request_of([DATUM], "cross_entropy", model_id=model, seq_id=8)[:-3]
     answers = [client.http.post(f"{API}/forward_backward", content=cut) for _ in range(2)]
     assert answers[0].json() == answers[1].json()  # a repeat
-    assert "no protobuf" in client.result(answers[0].json())["error"]
+    assert "not a protobuf" in client.result(answers[0].json())["error"]
     assert client.output(later).metrics["loss:sum"] > 0
     other = client.post("save_weights", status=400, model_id=model, seq_id=1, path="b")
     assert "another body" in other["error"]["message"]

@@ -123,7 +123,7 @@ def test_an_endpoint_gets_data_urls(tmp_path: Path) -> None:
     assert text == question(file)[0]["content"][1]
     assert with_data_urls("a text") == "a text"
     for name in ("sha256:../../../../etc/hostname", "sha256:/etc/hostname", "sha256:abc"):
-        with pytest.raises(RolloutRejectedError, match="no name of a stored image"):
+        with pytest.raises(RolloutRejectedError, match="not a name of a stored image"):
             with_data_urls(({"role": "user", "content": [{"type": "image", "image": name}]},))
 
 
@@ -131,7 +131,11 @@ def test_an_image_of_a_row_is_an_image(tmp_path: Path) -> None:
     """It would be kept, and sent to the server that answers."""
     (tmp_path / "secret").write_text("password")
     os.mkfifo(tmp_path / "pipe")
-    for name, reason in (("secret", "no image"), ("pipe", "no regular"), ("/dev/zero", "regular")):
+    for name, reason in (
+        ("secret", "not an image"),
+        ("pipe", "not a regular"),
+        ("/dev/zero", "regular"),
+    ):
         with pytest.raises(ConfigError, match=reason):
             stored(name, tmp_path, "row 1")
 

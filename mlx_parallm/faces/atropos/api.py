@@ -41,7 +41,7 @@ class BatchReply:
 class EnvironmentReport:
     """The answer of /status-env about one environment, and about the queue as a whole."""
 
-    own_groups: int  # queued, in groups of its own size
+    own_groups: int  # queued groups of its own size
     # sequences of the largest group queued, from any environment; 1 when the queue is empty
     largest_group: int
     unallocated: float  # share of a batch that the environments' `min_batch_allocation` leaves
@@ -149,7 +149,7 @@ def why_no_batch(
     for `seconds`.
 
     The API packs groups of one size into runs as long as the largest group and makes a batch of
-    runs that add up to exactly `batch_size` sequences. A group that fits nowhere waits for ever,
+    runs that add up to exactly `batch_size` sequences. A group that never fits waits forever,
     and then the environments wait too: they stop when the queue holds `max_batches_offpolicy`
     batches.
     """

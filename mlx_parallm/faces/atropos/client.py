@@ -5,7 +5,7 @@ store.
 `RolloutStore`, starts it before the first step and shows `health()`. `api.py` is the HTTP side,
 `wire.py` has the wire conventions.
 
-What atroposlib 0.4.0's server does to a trainer, and the answer to each (measured):
+Faults of atroposlib 0.4.0's server for a trainer, and our answer to each (measured):
 * environments wait until the first GET /batch: the poller asks once right after registering, room
   or not;
 * /batch hands a batch out once: no poll while the store already holds a batch, the client's timeout

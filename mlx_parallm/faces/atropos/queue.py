@@ -190,7 +190,7 @@ class AtroposQueue:
         largest = max([1, waiting_here.largest, *(source.largest for source in waiting.values())])
         group_size = max(entry.group_size, waiting_here.largest) or 1
         sequences = waiting_here.sequences
-        # in packs of the largest group, beyond what each is sure of
+        # in packs of the largest group, beyond each one's minimum
         for name, source in waiting.items():
             packed = -(-source.sequences // largest) * largest if largest > 1 else 0
             sequences += max(0, packed - int(self.settings.batch_size * shares.get(name, 0.0)))
@@ -301,7 +301,7 @@ class AtroposQueue:
             self._last_reward = self._clock()
 
     def health(self) -> str | None:
-        """Say what is wrong with the environments over HTTP; None when nothing is."""
+        """Describe a fault of the environments over HTTP, or return None."""
         now = self._clock()
         with self._lock:
             seen = [

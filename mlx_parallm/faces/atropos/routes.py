@@ -38,7 +38,7 @@ from mlx_parallm.server.errors import ERROR_CONTENT
 from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.server.protocol.strict_json import check_containers
 
-MAX_UNPACKED_BYTES = MAX_BODY_BYTES  # what a gzip body may unpack to: what a plain one may have
+MAX_UNPACKED_BYTES = MAX_BODY_BYTES  # limit of an unpacked gzip body: a plain one's
 # bodies that are unpacked, parsed and stored together: each may take some hundred MB as objects
 GROUPS_AT_ONCE = 4
 _NO_EXAMPLE = (
@@ -151,7 +151,7 @@ def _route_class(queue: AtroposQueue) -> type[APIRoute]:
                 except StoreError as error:
                     return JSONResponse({"detail": str(error)}, 503)
                 if brings_groups:
-                    # the disk is full: the answer stays what it is
+                    # the disk is full: the answer stays the same
                     with contextlib.suppress(StoreError):
                         await run_in_threadpool(queue.quarantine, reason)
                 return answer

@@ -23,8 +23,8 @@ def atropos_source(context: SourceContext) -> RolloutSource:
 
 
 class EmbeddedQueue(RolloutSource):
-    """Environments send their groups to this server, under /atropos. `router` is what the server
-    includes."""
+    """Environments send their groups to this server, under /atropos. `router` has the routes that
+    the server includes."""
 
     name = "atropos"
 

@@ -55,7 +55,7 @@ from mlx_parallm.types import (
 )
 
 GIVEN = -100  # the label of a token that is not trained on
-# what atroposlib's DummyManagedServer invents for servers without token ids
+# placeholder of atroposlib's DummyManagedServer for servers without token ids
 _DUMMY_TOKENS = list(range(128))
 _DUMMY_LOGPROB = -0.5
 FEWEST_CERTAIN = 8  # sampled tokens of a group: fewer may all be certain

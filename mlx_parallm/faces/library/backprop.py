@@ -338,7 +338,7 @@ class BackpropModule:
         *,
         needs_reference: bool = False,
     ) -> Loss:
-        """Return your own loss, a pure function of `LossInputs`; what it returns is checked
+        """Return your own loss, a pure function of `LossInputs`; its result is checked
         when it is called.
 
         Args:

@@ -25,7 +25,7 @@ HOST, DRAIN_S = "127.0.0.1", 5.0
 EVALUATION_TIMEOUT_S = 3600.0
 ASK_TIMEOUT_S = 600.0
 MOST_PROBLEMS, MOST_OVERRIDES = 10_000, 1000
-PROBLEMS, ANSWER_TOKENS = 20, 256  # where an agent says no number
+PROBLEMS, ANSWER_TOKENS = 20, 256  # defaults if an agent names no number
 INSTRUCTIONS = (
     "Trains language models by reinforcement learning on this machine. start_training takes a TOML"
     " configuration of mlx_parallm; training_status says how far it is; ask_policy talks"
@@ -37,7 +37,7 @@ class MCP(Arguments):
     """`mlx_parallm mcp`: the server, over stdio or streamable HTTP on this machine."""
 
     directory: Directory = Path("trainings")
-    """of trainings"""
+    """directory of the trainings"""
     http: Annotated[int, "PORT"] | None = None
     """serve http://127.0.0.1:PORT/mcp; default: stdio"""
     most_running: Count = 1

@@ -1,8 +1,8 @@
 """Trainings: real `mlx_parallm train` processes that are started, watched and ended by name.
 
-    DIRECTORY/NAME/training.json   what was started: process, port, configuration
+    DIRECTORY/NAME/training.json   the started process, port, configuration
     DIRECTORY/NAME/exit_code       written by the shell around the process when it ends
-    DIRECTORY/NAME/train.log       what it printed
+    DIRECTORY/NAME/train.log       its output
     DIRECTORY/NAME/run             its run directory
     DIRECTORY/current              the training that is meant when no name is sent
 
@@ -56,8 +56,8 @@ SHOWN = (
     "time_rollout_s",
     "time_train_s",
 )
-# The shell outlives a SIGTERM to the group, so that it can write the exit code of what it has
-# started.
+# The shell outlives a SIGTERM to the group, so that it can write the exit code of the process that
+# it has started.
 _SHELL = """trap : TERM INT HUP
 "$@" & child=$!
 while :; do wait $child; code=$?; kill -0 $child 2>/dev/null || break; done
@@ -224,7 +224,7 @@ class Trainings:
         return status
 
     def log(self, name: str = "", lines: int = LOG_LINES) -> str:
-        """Return the end of what a training printed. Raises ConfigError: unknown name."""
+        """Return the end of a training's output. Raises ConfigError: unknown name."""
         path = self.directory / self._read(name or self.current()).name / LOG
         wanted = min(max(lines, 1), MOST_LOG_LINES)
         try:

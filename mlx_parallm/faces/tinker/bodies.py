@@ -43,7 +43,7 @@ Address = Annotated[str, Field(max_length=ADDRESS)]
 Number = Annotated[int, Field(ge=0, lt=2**63)]  # number of a request, session or model
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._=+@,:-]{0,127}$")]
-"""Of a checkpoint: a directory's name, and a part of a tinker:// path."""
+"""A checkpoint's name: a directory, and a part of a tinker:// path."""
 Seconds = Annotated[int, Field(gt=0, le=10 * 366 * 86_400)]  # ten years
 
 

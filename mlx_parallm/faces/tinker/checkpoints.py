@@ -9,7 +9,7 @@
     DIRECTORY/RUN/external_weights/NAME/                the same in PEFT's format, for a download
     …/checkpoint.json                                   when it was made, and until when it is kept
 
-A checkpoint is written under another name and renamed, so what has its name is whole. RUN is the
+A checkpoint is written under another name and renamed, so a file with its name is whole. RUN is the
 model's id with `_` for `:`. Any thread.
 """
 
@@ -175,7 +175,7 @@ class Checkpoints:
     ) -> None:
         self.root = root.expanduser()
         self._clock, self._min_free_gb = clock, min_free_gb
-        # hears of each path that is no longer what it was
+        # called with each path whose content has changed
         self.removed: Callable[[str], None] = lambda name: None
 
     def run_directory(self, run_id: str) -> Path:
@@ -185,7 +185,7 @@ class Checkpoints:
         return self.root / run_id.replace(":", "_")
 
     def begin(self, run: TinkerRun) -> Path:
-        """Make the run's directory, and note what it is."""
+        """Make the run's directory, and write its description."""
         directory = self.run_directory(run.run_id)
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / RUN_FILE, _json(vars(run) | {"lora": dict(run.lora)}))
@@ -321,7 +321,7 @@ class Checkpoints:
         return True
 
     def set_ttl(self, path: TinkerPath, ttl_seconds: int | None) -> bool:
-        """Keep the checkpoint for so long from now on, None = for ever. Return whether there is
+        """Keep the checkpoint for so long from now on, None = forever. Return whether there is
         one."""
         if self.find(path) is None:
             return False

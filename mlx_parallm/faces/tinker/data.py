@@ -51,7 +51,7 @@ class DatumBatch:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """[datums + 1]: where the columns of each datum begin."""
+        """[datums + 1]: first column of each datum."""
         return np.cumsum([0, *(sequence.trained for sequence in self.sequences)])
 
     def by_datum(self, column: np.ndarray) -> list[np.ndarray]:
@@ -169,7 +169,7 @@ def _check_datum(datum: Datum, kind: LossKind, loss: str, limits: DatumLimits, w
         raise RequestError(
             f"{where}: {loss} needs the loss_fn_input {missing[0]!r} (it reads {', '.join(read)})"
         )
-    # A recipe's own notes may travel along; what would change the loss must not be ignored.
+    # A recipe's own notes may come along; keys that would change the loss must not be ignored.
     if unread := [
         name for name in datum.inputs if name in ("weights", "advantages") and name not in read
     ]:

@@ -49,7 +49,7 @@ ATTENTION = ("attn", "attention")
 
 @dataclass(frozen=True)
 class LoraChoice:
-    """The LoRA settings of a client's create_model. `train_unembed` has no effect where the head
+    """The LoRA settings of a client's create_model. `train_unembed` has no effect if the head
     is the embedding."""
 
     rank: int
@@ -88,7 +88,7 @@ class TinkerLearner:
         loaded: the base, before its tree is wrapped for serving.
         training_of: a model's own keys of [rl_training] → all of it. The rest is the
             configuration's: how a pass is cut and evaluated.
-        turns: the order of engine and trainer where they share the device.
+        turns: lets engine and trainer share the device in turns.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class TinkerLearner:
         self.base = replace(loaded, model=copy.deepcopy(loaded.model))
         self._training_of, self._turns = training_of, turns
         self._thread = MLXThread("tinker")
-        self.running = ""  # what the thread works on, in words
+        self.running = ""  # the thread's present work, in words
         self._ending = False
 
     def submit(self, what: str, function: Callable[[], T]) -> "Future[T]":
-        """Run `function` after what was submitted before it; `what` says in words what it is."""
+        """Run `function` after earlier submissions; `what` describes it."""
 
         def run() -> T:
             if self._ending:
@@ -117,7 +117,7 @@ class TinkerLearner:
         return self._thread.submit(run)
 
     def close(self) -> None:
-        """Wait for what it works on; what was submitted behind it fails."""
+        """Wait for the running work; later submissions fail."""
         self._ending = True
         self._thread.close()
 
@@ -276,7 +276,7 @@ class LearnedModel:
         return Applied(self.step, update.grad_norm)
 
     def adapter(self) -> dict[str, LoraPair]:
-        """The adapter as it is now; an update makes new arrays, so these stay what they are."""
+        """The adapter as it is now; an update makes new arrays, so these do not change."""
         return self._trainer.policy.adapter()
 
     def save(self, directory: Path, *, optimizer: bool) -> None:

@@ -107,7 +107,7 @@ def _clipped(ratio: mx.array, advantages: mx.array, settings: Settings) -> mx.ar
 
 
 def _ratio(lp: mx.array, columns: Columns) -> mx.array:
-    """exp(lp - q) where A is not 0: elsewhere it changes nothing, and might overflow."""
+    """exp(lp - q) if A is not 0; otherwise it has no effect and might overflow."""
     return mx.exp(mx.where(columns["advantages"] != 0, lp - columns["logprobs"], 0.0))
 
 

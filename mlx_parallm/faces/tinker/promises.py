@@ -57,7 +57,7 @@ def failure(text: str, *, category: str) -> PromiseResult:
 
 
 def failure_of(error: ParallmError) -> PromiseResult:
-    """Return what a client gets of an error in words."""
+    """Return the text of an error for a client."""
     fault = isinstance(error, DeviceFaultError)
     return failure(str(error), category="server" if fault else "user")
 
@@ -72,7 +72,7 @@ def _nothing() -> None:
 
 @dataclass(eq=False, slots=True)
 class Promise:
-    """A result to come. `reason`: says in words what it waits for. `sequence_count`: sequences that
+    """A result to come. `reason`: describes why it waits. `sequence_count`: sequences that
     it will hold.
 
     It is known by its request's number long after its result was collected, so it then holds

@@ -29,7 +29,7 @@ from mlx_parallm.faces.tinker.wire import Datum, ForwardBackward
 
 REMEMBERED_BYTES = 64 << 20  # limit on remembered samples
 RECORD_BYTES = 400  # overhead of a sample, beside 4 bytes a token
-LINE_KEYS = {  # of an answer's metrics: what a line of metrics.jsonl calls them
+LINE_KEYS = {  # an answer's metrics → their names in metrics.jsonl
     "trained_tokens:sum": "trained_tokens",
     "ratio:mean": "ratio_mean",
     "clip_fraction:mean": "clip_fraction",
@@ -66,7 +66,7 @@ class SampleRecord:
     temperature: float
     logprobs: np.ndarray
     stopped: bool = True
-    generation: int = 0  # of the weights: how often a checkpoint was loaded before
+    generation: int = 0  # of the weights: number of checkpoints loaded before
 
 
 class SampleRecords:
@@ -95,8 +95,8 @@ class _Since:
     datums: int = 0
     tokens: int = 0
     samples: dict[str, SampleRecord] = field(default_factory=dict)  # that were trained on
-    times: list[tuple[float, float]] = field(default_factory=list)  # of each request: begin and end
-    # of each request, and its tokens
+    times: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each request
+    # tokens of each request
     numbers: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
 
@@ -106,8 +106,8 @@ class TinkerRunLog:
     def __init__(self, recorded: RecordedRun, run: str, step: int) -> None:
         self.recorded, self._run = recorded, run
         self._since = _Since()
-        self._step = step  # of the last line
-        self.generation = 0  # of the weights: how often a checkpoint was loaded
+        self._step = step  # the last line's step
+        self.generation = 0  # of the weights: number of checkpoints loaded
         self._loaded = ""  # the checkpoint that the model went back to since then
 
     def note(

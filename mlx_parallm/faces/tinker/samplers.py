@@ -55,7 +55,7 @@ class SamplerWeights:
         self._runs: dict[str, str] = {}  # name → run
         self._turns: dict[str, threading.Lock] = {}  # names that are read now
         self._changing = threading.Lock()  # held while arrays are computed and weights change
-        # of the names: the server's event loop takes it, so it is held for moments
+        # guards the names; held briefly, because the event loop takes it
         self._lock = threading.Lock()
 
     def put(self, name: str, run: str, layers: Mapping[str, LoraPair]) -> None:
@@ -85,7 +85,7 @@ class SamplerWeights:
 
         with turn:
             try:
-                if name not in self._runs:  # nobody has read it meanwhile
+                if name not in self._runs:  # no other thread has read it meanwhile
                     self._weights.in_loader(read)
             finally:
                 with self._lock:
@@ -121,7 +121,7 @@ class SamplerWeights:
             self.drop(name)
 
     def _remove(self, name: str) -> None:
-        with suppress(AdapterError):  # somebody else took it away
+        with suppress(AdapterError):  # it was removed meanwhile
             self._weights.remove_adapter(name)
         self._uses.forget(name)
 

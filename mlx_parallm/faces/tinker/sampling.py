@@ -104,8 +104,8 @@ class Sampling:
     async def completions(
         self, target: FuturesTarget, cursor: int, seconds: float, ending: Callable[[], bool]
     ) -> tuple[list[object], int]:
-        """Wait for an event after `cursor`, at most `seconds`. Return what has ended since, and
-        the number of the last event."""
+        """Wait for an event after `cursor`, at most `seconds`. Return the samples that have ended
+        since, and the number of the last event."""
         sampler = self._service.sampling.get(target.sampling_session_id)
         if sampler is None:
             raise RefusedError(

@@ -167,7 +167,7 @@ class TinkerService:
         return session
 
     def _forget_sessions(self, now: float, unseen_s: float) -> None:
-        """Drop what is known of clients that are gone for so long, or have finished; their
+        """Drop the state of clients that are gone for so long, or have finished; their
         checkpoints stay."""
         for session in list(self.sessions.values()):
             if now - session.last_seen > (GONE_AFTER_S if session.finished else unseen_s):

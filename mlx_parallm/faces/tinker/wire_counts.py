@@ -75,7 +75,7 @@ class _Scan:
             at = after
 
     def _value(self, kind: int, at: int, end: int) -> tuple[int, int]:
-        """Return where the value of a field begins and ends."""
+        """Return the begin and end of a field's value."""
         if kind == LENGTH:
             size, at = self._varint(at, end)
             return at, at + size

@@ -35,7 +35,7 @@ NOT_ATTRIBUTES: Mapping[str, str] = {
     "vllm_generation": "the engine of this process samples",
     "deepspeed": "several machines train by mlx.launch (docs/operations.md#several-processes)",
 }
-"""Attributes that there are not → what is so instead."""
+"""Attributes that do not exist here → what to use instead."""
 
 
 class Accelerator:

@@ -41,7 +41,7 @@ LOGGED: Mapping[str, str] = {
     "clip_fraction": "clip_ratio/region_mean",
     "time_train_s": "step_time",
 }
-"""Key of a metrics line → TRL's name. The parts of a reward and what a loss adds have TRL's
+"""Key of a metrics line → TRL's name. The parts of a reward and a loss's own metrics have TRL's
 names already."""
 ABOUT_ROLLOUTS = (
     "frac_reward_zero_std",
@@ -101,7 +101,7 @@ class TrainerControl:
 
 
 def logged(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return a line of metrics.jsonl by TRL's names, without what is unknown."""
+    """Return a line of metrics.jsonl by TRL's names, without unknown keys."""
     rows = of_rows(line)
     numbers = {name: line[key] for key, name in LOGGED.items() if line.get(key) is not None}
     numbers |= {

@@ -23,15 +23,15 @@ from mlx_parallm.errors import ConfigError
 
 Interval = Literal["no", "steps", "epoch"]
 PAGED = "paged_"
-"""Of an optimizer whose states leave the GPU when its memory is full."""
+"""Prefix of optimizers whose states leave the GPU when its memory is full."""
 
 NAMES = Accepted.read(__package__, "names.toml")
 SPEED_ONLY = tuple(NAMES.harmless)
-"""Names that change how fast TRL computes, or what it prints, and no result: accepted, without
+"""Names that change TRL's speed or output, and no result: accepted, without
 effect."""
 WITHOUT_EFFECT = NAMES.warned
 """Names that would change no result here: accepted, with a warning unless they are off. name →
-what is so instead."""
+the behaviour here."""
 NOT_HERE = NAMES.refused
 """name → (the values that switch it off, beside None; what to use instead)."""
 VALUES_NOT_HERE = NAMES.refused_values
@@ -129,7 +129,7 @@ class TrainerConfig(Options):
     trust_remote_code: bool = False
     """Let the tokenizer run code of the checkpoint."""
     serve: bool = False
-    """Not TRL's: answer at http://host:port/v1 with what is being trained, until
+    """Not TRL's: answer at http://host:port/v1 with the policy in training, until
     trainer.close()."""
     host: str = ServerConfig().host
     """Not TRL's: address to bind. Anything but loopback needs an API key."""
@@ -358,7 +358,7 @@ class GKDConfig(TaughtConfig):
     """True is refused: let the teacher write the completions first, with `mlx_parallm
     distill-data` (docs/distillation.md), and train on those with SFTTrainer."""
     max_length: int | None = Field(1024, ge=2)
-    """Longest prompt and completion together, in tokens. None: what the longest prompt can
+    """Longest prompt and completion together, in tokens. None: as long as the longest prompt can
     need."""
     chat_template_path: str | None = None
     """A file with a chat template."""
@@ -368,7 +368,7 @@ class GKDConfig(TaughtConfig):
     """Without effect: prompts come in a new order each epoch, as train_sampling_strategy =
     "random" is in TRL."""
     assistant_only_loss: bool = False
-    """Without effect: what the assistant says last is compared, as in TRL."""
+    """Without effect: the assistant's last messages are compared, as in TRL."""
     dataset_text_field: Literal["text"] = "text"
     """Without effect: rows are `messages`, or `prompt` and `completion`."""
     loss_type: Literal["nll"] = "nll"
@@ -404,7 +404,7 @@ class SFTConfig(RowsConfig):
     dataset_text_field: str = "text"
     """The column of whole texts."""
     assistant_only_loss: bool | None = None
-    """None, True: of `messages` only what the assistant says is trained on. False, TRL's default,
+    """None, True: of `messages` only the assistant's are trained on. False, TRL's default,
     is refused with
     `messages`: rows with `text` are trained on as a whole."""
     chat_template_path: str | None = None

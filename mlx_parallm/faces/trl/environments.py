@@ -4,7 +4,7 @@
     without a call → get_reward()
 
 `with_environments` makes an entry of [[environments]] of such rollouts out of one of rows. As in
-TRL, an instance is made once and reset often: it is free again when nobody holds the rollout that
+TRL, an instance is made once and reset often: it is free again when no code holds the rollout that
 it played any more, so reward functions find it in their argument `environments`.
 """
 
@@ -30,7 +30,7 @@ Factory = Callable[[], Any]
 ENVIRONMENT = "environment"  # column of the rows that names one of several
 NOT_TOOLS = ("reset", "get_reward")
 EMPTY = {"prompt": [{"role": "user", "content": ""}]}
-"""The row where the environments bring the prompts."""
+"""The row if the environments bring the prompts."""
 
 
 class Factories:
@@ -74,7 +74,7 @@ class Factories:
         return row.get(ENVIRONMENT) if self.several else None
 
     def take(self, name: str | None) -> "Instance":
-        """Return an instance that nobody uses."""
+        """Return a free instance."""
         try:
             made = self._free[name].popleft()
         except IndexError:
@@ -261,7 +261,7 @@ async def _called(
 ) -> Any:
     """Call a method of an instance, a plain one on a thread. Raises RolloutRejectedError.
 
-    The thread holds the instance: where the episode is cut off meanwhile, it is not free before the
+    The thread holds the instance: if the episode is cut off meanwhile, it is not free before the
     method returns.
     """
     with user_code(f"environment_factory: {what}", RolloutRejectedError):

@@ -2,7 +2,7 @@
 docs/trl.md shows.
 
 SAME            TRL's name → the key with the same meaning, and the same unit
-HOW             TRL's name → what becomes of it; `configuration` does what it says
+HOW             TRL's name → its mapping in words; `configuration` does it
 UpdateSchedule   TRL counts optimizer updates; a step here is a batch of completions, which may have
                  several
 """
@@ -656,7 +656,7 @@ def _of_tools(tools: Sequence[Any], factories: Factories | None) -> int:
 
 
 def _optimizer(name: str) -> str:
-    """Pages are about where the states lie, so a paged optimizer is the plain one."""
+    """Strip "paged": it concerns only the memory of the states."""
     plain = name.removeprefix(PAGED)
     for kind in ("adamw", "lion", "adafactor", "muon"):
         if plain.startswith(kind):

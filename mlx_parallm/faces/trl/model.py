@@ -121,7 +121,7 @@ def module_before_training(
 
 
 def save(checkpoint: Path, target: Path, *, lora: LoraConfig, base: str) -> None:
-    """Write what a checkpoint holds into `target`: an adapter in PEFT's files, else all weights."""
+    """Write a checkpoint's weights into `target`: an adapter in PEFT's files, else all weights."""
     if lora.enabled:
         adapter = load_adapter(checkpoint)
 

@@ -45,7 +45,7 @@ ENDED = "the time for these rollouts is over, or the run has ended"
 
 @dataclass(frozen=True)
 class Sampled:
-    """A row of what the function returned. `mask`: 1 = sampled by the policy; `version`: of the
+    """A row of the function's result. `mask`: 1 = sampled by the policy; `version`: of the
     policy when the call began."""
 
     prompt_ids: tuple[int, ...]
@@ -338,7 +338,7 @@ def check_rows(rows: DataRows | None, what: str) -> None:
             )
 
 
-# ---------------------------------------------------------------------- what the function returned
+# ---------------------------------------------------------------------- the function's result
 
 
 def _columns(output: Any, size: int) -> dict[str, Any]:

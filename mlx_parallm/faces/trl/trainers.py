@@ -180,7 +180,7 @@ class TRLTrainer(TrainerAttributes):
         self._configuration()  # its errors come here, not in train
         self._open: _OpenRun | None = None
 
-    # ------------------------------------------------------------------ what each of the four adds
+    # ------------------------------------------------------------------ parts of the four trainers
 
     def _read(self, train: Any, evaluated: Any) -> tuple[DataRows, DataRows | None]:
         return read_rows(train, "train_dataset"), None if evaluated is None else read_rows(
@@ -216,7 +216,7 @@ class TRLTrainer(TrainerAttributes):
                 self._configuration(), self.args, resume, self._fit, callbacks=self._callbacks
             )
             unless_finished.callback(self.close)
-            self._module = None  # a step frees what it no longer needs
+            self._module = None  # steps free memory that they no longer need
             run.do(lambda: run.train(self._callbacks, lambda: self.schedule, self._keep_module))
             if (failed := self._callbacks.failed) is not None:
                 raise failed
@@ -748,7 +748,7 @@ class _OpenRun:
         schedule: Callable[[], UpdateSchedule],
         on_policy: Callable[[TrainedPolicy], None],
     ) -> None:
-        """`schedule`: asked when the rows have been read; `on_policy`: gets what is trained."""
+        """`schedule`: called once the rows are read; `on_policy`: called with the policy."""
         if (started := self._start()) is not None:
             on_policy(started.parts.trainer.policy)
             callbacks.subscribe(self.run.prepared.events, schedule(), stop=self._stop)

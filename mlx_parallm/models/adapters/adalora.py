@@ -7,9 +7,9 @@ mlx-lm's format.
     read_adalora, save_adalora     PEFT's AdaLoraConfig: A [r, in], E [r, 1], B [out, r], named
                                    lora_A, lora_E and lora_B without ".weight"
 
-The update is B · diag(E) · A · lora_alpha / (init_r + 1e-5), with init_r for ever: a triplet that
-is pruned leaves the factor as it is. PEFT writes the triplets that are left, and in `rank_pattern`
-which of the init_r they are.
+The update is B · diag(E) · A · lora_alpha / (init_r + 1e-5), with the constant init_r: a triplet
+that is pruned leaves the factor as it is. PEFT writes the triplets that are left, and in
+`rank_pattern` which of the init_r they are.
 """
 
 import json

@@ -60,7 +60,7 @@ class AdapterWeights:
 class AdapterSlot:
     """A name under which an adapter is served. Publishing and replacing rebind `weights`
     (weights.py, under the write lock). A request holds its slot to its end: a slot that has left
-    the table keeps its weights. `pinned`: the slot holds one version of the policy for ever, and
+    the table keeps its weights. `pinned`: the slot keeps one version of the policy, and
     its tokens carry that version."""
 
     name: str

@@ -1,7 +1,7 @@
 """Quantisation-aware training of an adapter: the trainer computes with the weights that
 `mlx_parallm merge --q-bits` or `mlx_parallm export --type q4_0` (q8_0) will write.
 
-    rounded_layers          what an export quantises
+    rounded_layers          the layers that an export quantises
     use_fake_quantization   gives the adapted layers of a trainer's tree a `Rounding`, and
                             quantises the others
     Rounding                W' = dequantise(quantise(W + s · (AB)ᵀ)), and y = x W'ᵀ
@@ -83,7 +83,7 @@ class Rounding:
     ) -> mx.array:
         """x [..., in] → [..., out] in x's dtype, with the adapter's gradients. `indices`: the
         experts, as `LoRASwitchLinear` has them."""
-        # of stacked experts in a model of bfloat16
+        # for stacked experts in a bfloat16 model
         wide = indices is not None and widens_experts()
         read = x.astype(mx.float32) if wide else x
         weight = mx.stop_gradient(self.weight(layer)).astype(read.dtype).swapaxes(-1, -2)
@@ -166,7 +166,7 @@ def use_fake_quantization(
     for path, layer in model.named_modules():
         if isinstance(layer, LoRALinear):
             chosen = settings.get(path)
-            # an export to GGUF rounds the sum itself, and keeps what it does not quantise
+            # an export to GGUF rounds the sum, and keeps unquantised weights as they are
             to_gguf = any(GGUF in each for each in settings.values())
             layer._rounding = Rounding(mx.float32 if to_gguf else dtype, chosen)
         elif path in settings:

@@ -35,14 +35,14 @@ from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.sums import row_sums
 
 SVD_STD = 0.02
-"""Of A and B of AdaLoRA as a training begins, PEFT's."""
+"""Standard deviation of AdaLoRA's A and B at the start, PEFT's."""
 
 
 class AdapterDropout:
-    """Dropout of what the adapters of a tree read: a number is 0 with probability `rate`, else
+    """Dropout of the inputs of a tree's adapters: a number is 0 with probability `rate`, else
     divided by 1 - rate.
 
-    Off but within `drawn_from`. What is dropped is a function of the seed and the layer, so the
+    Active only within `drawn_from`. The mask is a function of the seed and the layer, so the
     forward pass of a block that is made again for its gradient drops the same numbers, and so does
     a step that is made again.
     """

@@ -268,7 +268,7 @@ class _Pattern:
     """alpha_pattern or rank_pattern, by PEFT's rule: the first key that matches the path's end as a
     regular expression counts.
 
-    The adapter may be anybody's, and an expression can take for ever: all of them together have
+    The adapter may be a stranger's, and an expression can run forever: all of them together have
     PATTERN_SECONDS.
     """
 

@@ -1,5 +1,5 @@
 """The model.rope_length with which an adapter was trained: recorded in its adapter_config.json,
-compared where the adapter is loaded, and followed by merge and export."""
+compared on loading the adapter, and followed by merge and export."""
 
 import json
 from collections.abc import Mapping

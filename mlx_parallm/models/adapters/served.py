@@ -2,7 +2,7 @@
 merged.
 
     LoraContext.activate   engine thread, under the weights' read lock: which row uses which adapter
-    ServedLinear           every linear layer of the tree; adds what the context says
+    ServedLinear           every linear layer of the tree; adds the context's adapters
     ServedSwitchLinear     every stack of experts, likewise; rows are known by the order of tokens
     AdapterStack           several adapters in one array a layer, for as long as rows use them
                            together
@@ -36,10 +36,10 @@ class AdapterStack:
     adapter that changes overwrites its own entry only.
 
     `arrays`: path → A [S + 1, r, in] and B [S + 1, r, out], float32, the scale in B; r is the
-    path's largest rank, and what an adapter does not have is zero. A lies transposed: a row's
+    path's largest rank, and missing parts of an adapter are zero. A lies transposed: a row's
     product with it is a quarter faster. Of stacked experts A [S + 1, experts, in, r], and B [S + 1,
     experts, r, out].
-    `gains`: path → [S + 1, out] where an adapter is DoRA's; 1 for the others, which changes no bit
+    `gains`: path → [S + 1, out] of DoRA adapters; 1 for the others, which changes no bit
     of their rows.
     """
 
@@ -51,7 +51,7 @@ class AdapterStack:
         self._copied: list[AdapterWeights] = []
 
     def refresh(self) -> None:
-        """Takes over what the slots hold now. Builds a graph, evaluates nothing."""
+        """Read the slots anew. Builds a graph, evaluates nothing."""
         present = [slot.weights for slot in self.indices]
         changed = [
             index
@@ -171,7 +171,7 @@ class LoraContext:
         return rows.reshape(indices.shape)
 
     def release(self) -> None:
-        """Drops the stacks and what the last forward read."""
+        """Drop the stacks and the last forward's context."""
         self._stacks, self.pairs, self.rows = [], {}, None
         self.stacked, self.gains, self.indices = {}, {}, None
 
@@ -214,7 +214,7 @@ class _Served(nn.Module):
 
 
 class ServedLinear(_Served):
-    """A linear layer, quantised or not, and what the active adapters add to it."""
+    """A linear layer, quantised or not, plus the active adapters."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [B, ..., in] or [B * positions, in]."""
@@ -246,7 +246,7 @@ class ServedLinear(_Served):
 
 
 class ServedSwitchLinear(_Served):
-    """A stack of experts, quantised or not, and what the active adapters add to each."""
+    """A stack of experts, quantised or not, plus the active adapters of each."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """x [..., 1 or k, 1, in], `indices` [..., k] → [..., k, 1, out]."""

@@ -10,7 +10,7 @@ mlx-lm's, with its effect.
 `check_peft` and `check_mlx_lm` compare a file with these tables, for every way that an adapter
 enters (`lora.load_adapter`); `check_trained` does so for the LoraConfig of a training. A name in no
 table is refused unless its value is null, false or empty: its effect is not known, so it may change
-what the adapter computes.
+the adapter's result.
 """
 
 from collections.abc import Collection, Mapping

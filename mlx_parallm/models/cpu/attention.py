@@ -83,7 +83,7 @@ def attention(
     Args:
         queries: [B, heads, L, D] float32.
         keys, values: [B, H, T, D] and [B, H, T, Dv] float32; heads is a multiple of H.
-        mask: "causal": the last query sees all T positions; or True where a position is seen, to be
+        mask: "causal": the last query sees all T positions; or True at visible positions, to be
             broadcast to [B, 1, L, T]; or None. A query that sees nothing gets zeros.
 
     There is no second derivative, and no `mx.vmap` of it.
@@ -110,7 +110,7 @@ def attention_of_rows(
 
     Args:
         keys, values: [n, H, T, D] and [n, H, T, Dv] float32.
-        bias: what is added to the scores, [n or 1, 1, 1, T] float32: 0, and `NOTHING` where a
+        bias: added to the scores, [n or 1, 1, 1, T] float32: 0, and `NOTHING` where a
             position is not seen.
     """
     rows, heads, _, width = queries.shape
@@ -204,7 +204,7 @@ def _backward(
         dvalues.append(sums.whole(1))
     return (
         dqueries.whole() * scale,
-        pieces.tiled(dkeys) * LN_2,  # of queries · scale · log₂ e
+        pieces.tiled(dkeys) * LN_2,  # gradient of queries · scale · log₂ e
         pieces.tiled(dvalues),
     )
 
@@ -248,7 +248,7 @@ class _Pieces:
 
     def parts(self, rows: slice, block: slice) -> list[_Part]:
         """Return the parts from position 0 on, end to end. With a causal mask the last part ends
-        where the block sees no more."""
+        if the block sees no more."""
         if self._causal:
             before, stop = (
                 self._positions - self._count + block.start,
@@ -287,7 +287,7 @@ class _Pieces:
 
 
 class _Collector:
-    """Puts together what is found block by block, [b, h, repeats · queries, ·] each, to [B,
+    """Put the blocks' results together, [b, h, repeats · queries, ·] each, to [B,
     heads, L, ·]."""
 
     def __init__(self, pieces: _Pieces, repeats: int) -> None:
@@ -346,7 +346,7 @@ class _KeySlopes:
 def _weights_and_slopes(
     scores: mx.array, lse: mx.array, products: mx.array, delta: mx.array, seen: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    """P = 2^(scores - lse), 0 where a position is not seen, and P · (products - δ)."""
+    """P = 2^(scores - lse), 0 at invisible positions, and P · (products - δ)."""
     weights = exp2_minus(scores, lse)
     if seen is not None:
         weights = mx.where(seen, weights, 0.0)

@@ -26,7 +26,7 @@ from mlx_parallm.system.log import get_logger
 log = get_logger(__name__)
 _ROUND = 12582912.0  # 1.5 · 2²³: adding it leaves a float32 rounded to an integer
 _ONE, _NAN = 0x3F800000, 0x7FC00000  # bits of 1.0 and of a NaN
-_UNIT = float(1 << 23)  # of the last bit of a number between 1 and 2
+_UNIT = float(1 << 23)  # inverse of the last bit of a number between 1 and 2
 # below them exp and 2^x are 0 here, above them normal numbers
 _LOWEST, _LOWEST_POWER = -87.0, -100.0
 # (e^r - 1 - r) / r² on [-ln 2 / 2, ln 2 / 2]: Cephes' expf
@@ -64,7 +64,7 @@ _SHARE_Q = (
     1.18534705686654e-04 / 4**2,
     1.19825839466702e-06 / 4**3,
 )
-TRACES = 512  # of fused functions that a thread keeps, 36 KB each: one for each function and size
+TRACES = 512  # fused functions that a thread keeps, 36 KB each: one for each function and size
 FEWEST_TO_FUSE = 1 << 18  # numbers of a hidden state, or logits
 LEAST_TO_FOLD = 1 << 16  # numbers: of fewer, one reduction is faster than more operations
 
@@ -104,7 +104,7 @@ def _fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
     """The function as one loop over flat arrays of this size. MLX keeps a trace for every shape;
     here the sizes are as many as there are texts, so the ones not used for longest are dropped.
 
-    g++ computes four numbers at a time where nothing is broadcast, where no number is chosen
+    g++ computes four numbers at a time if nothing is broadcast, no number is chosen
     (`mx.maximum`, `mx.where`) and where MLX does not cut the chain, which it does after 11
     operations. So bits are masked, polynomials are trees, and bounds and differences are operations
     before. `reshape` keeps those apart where all of it is fused with more (`fused`).
@@ -116,7 +116,7 @@ _traces = _Traces()
 
 
 def fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
-    """The function of arrays, for one call: on a CPU, and where its arrays have so many numbers
+    """The function of arrays, for one call: on a CPU, and if its arrays have so many numbers
     that it pays, its operations one by one become loops of several. It must not evaluate an array.
 
     For a new architecture g++ makes some 30 loops, 0.4 s each, and keeps them in the directory for
@@ -129,7 +129,7 @@ def fused(function: Callable[..., Any], size: int) -> Callable[..., Any]:
 
 def as_data(number: float) -> mx.array:
     """A number as an array [], float32, that a loop of a `fused` function reads. To be called
-    inside that function: MLX writes into a loop's code what has one element and is evaluated."""
+    inside that function: MLX writes evaluated arrays of one element into a loop's code."""
     return mx.array([number, number])[0]
 
 

@@ -78,7 +78,7 @@ class ForwardRouting:
     def choose(self, kth: int, partition: mx.array) -> mx.array:
         """Return k expert ids [..., k] in the place of `argpartition(scores, kth)`.
 
-        Whoever called takes the last k of it (kth = -k) or the first k (kth = k - 1), and gets
+        The caller takes the last k of it (kth = -k) or the first k (kth = k - 1), and gets
         these.
         """
         chosen = partition[..., kth:] if kth < 0 else partition[..., : kth + 1]
@@ -129,7 +129,7 @@ class ForwardRouting:
         return mx.where(is_forced, forced, chosen), others
 
     def by_token(self) -> mx.array:
-        """Return what was chosen, [tokens, layers, k]."""
+        """Return the chosen experts, [tokens, layers, k]."""
         return mx.stack([self.chosen[number] for number in sorted(self.chosen)], axis=1)
 
     @contextmanager
@@ -197,7 +197,7 @@ def routed(routing: ForwardRouting | None) -> Iterator[None]:
 @contextmanager
 def counted(routing: ForwardRouting | None) -> Iterator[list[mx.array]]:
     """Count the experts that tokens go to; see `ForwardRouting.counts`. The counts may be evaluated
-    with what the blocks return."""
+    with the blocks' outputs."""
     counts: list[mx.array] = []
     if routing is not None:
         routing.counts = counts
@@ -280,7 +280,7 @@ def why_not_routed(model: nn.Module) -> str:
         ids = np.stack([np.array(array) for array in chosen], axis=1)  # [2, layers, k]
         _, probe = _outputs(model, ForwardRouting(mx.array(ids.astype(np.int32))))
         _, free = _outputs(model, None)
-        # what the router left out: a set that it would not choose
+        # the experts that the router left out: a set that it would not choose
         others = np.array(
             [
                 [
@@ -348,7 +348,7 @@ _FAULTS = (ValueError, TypeError, AttributeError, IndexError, RuntimeError, Stop
 
 
 def _choices(model: nn.Module) -> list[mx.array]:
-    """Return what each block chooses for two tokens, [2, k] each."""
+    """Return each block's choice for two tokens, [2, k] each."""
     routing = ForwardRouting()
     _outputs(model, routing)
     chosen = [routing.chosen[number] for number in sorted(routing.chosen)]
@@ -359,7 +359,7 @@ def _choices(model: nn.Module) -> list[mx.array]:
 def _outputs(
     model: nn.Module, routing: ForwardRouting | None, *, watch: bool = False
 ) -> tuple[list[np.ndarray], mx.array]:
-    """Return what the switches got for two tokens (with `watch`), and the logits."""
+    """Return the switches' inputs for two tokens (with `watch`), and the logits."""
     seen: list[mx.array] = []
 
     class Watched:

@@ -50,7 +50,7 @@ class Architecture:
 
 
 def arguments_of(config: Config, arguments: Any) -> Any:
-    """Return mlx-lm's arguments of a model with what its config.json says besides: ropes, windows
+    """Return mlx-lm's arguments of a model with further keys of its config.json: ropes, windows
     and the activation, which are put into mlx-lm's classes from outside."""
     published = read_published(config)
     if published is None:
@@ -297,7 +297,7 @@ def read_metadata(number: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def _shortest(number: float) -> float:
-    """Return the shortest decimal number of a float32: 1e-05, where the file has
+    """Return the shortest decimal number of a float32: 1e-05, if the file has
     9.999999747378752e-06."""
     return float(str(np.float32(number)))
 

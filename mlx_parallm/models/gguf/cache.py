@@ -1,9 +1,9 @@
 """A GGUF file in the place of a model: `--model FILE.gguf` converts it once and keeps the copy for
 the next start.
 
-The cache is a directory of Hugging Face folders, each named after what it was made from (path,
+The cache is a directory of Hugging Face folders, each named after its source (path,
 size, time, dtype, versions). One process converts and the others wait for it. A folder may be
-deleted while nobody uses it.
+deleted while it is not in use.
 """
 
 import fcntl

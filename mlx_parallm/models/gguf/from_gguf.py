@@ -42,7 +42,7 @@ class FolderReport:
         tensors: of the file.
         parameters: numbers in them.
         left_out: keys of the file that only `gguf.json` keeps.
-        notes: what a reader has to know.
+        notes: remarks for the user.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class FolderReport:
     notes: list[str]
 
     def lines(self) -> list[str]:
-        """Return what the command prints."""
+        """Return the command's output."""
         types = ", ".join(f"{count} {name}" for name, count in self.types.items())
         first = (
             f"{self.path}: {self.model_type}, {self.tensors} tensors ({types}),"
@@ -202,13 +202,13 @@ class GGUFFile:
         return value
 
     def without_meaning(self, prefix: str) -> list[str]:
-        """Return the keys under a prefix that nobody has asked for."""
+        """Return the keys under a prefix that were never read."""
         return sorted(
             key for key in self._fields if key.startswith(prefix) and key not in self._read_keys
         )
 
     def left_out(self) -> dict[str, Any]:
-        """Return what the folder's other files do not hold."""
+        """Return the parts that the folder's other files lack."""
         header = ("GGUF.",)
         return {
             key: value
@@ -348,7 +348,7 @@ def _tensors_of(model: nn.Module, arguments: Any, *, tied: bool) -> dict[str, st
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor belongs: mlx-lm's name and shape, and what its architecture changes."""
+    """Place of a tensor: mlx-lm's name and shape, and its architecture's changes."""
 
     name: str
     shape: tuple[int, ...]
@@ -425,7 +425,7 @@ class _Kept:
         return {"quantization": entry, "quantization_config": entry}
 
     def lines(self) -> list[str]:
-        """Return a line about what is packed, and one for each kind of what is not."""
+        """Return a line about packed tensors, and one for each kind of others."""
         every = list(self._bits.values())
         counts = [f"{every.count(bits)} tensors in {bits} bits" for bits in sorted(set(every))]
         return [f"kept exactly: {', '.join(counts) or 'none'}"] + [

@@ -119,7 +119,7 @@ class _Header:
         return offset, math.prod(shape) // block * size, name
 
     def _count(self, number: int, each: int, what: str) -> None:
-        """Raises ValueError: so many cannot be in what is left of the file."""
+        """Raises ValueError: the rest of the file is too short for so many."""
         left = self._size - self._file.tell()
         if number * each > left or number > self._left:
             raise ValueError(f"{what}: {number} entries, with {left} bytes left in the file")

@@ -16,8 +16,8 @@ from mlx_parallm.models.logprobs import token_logprobs_and_entropy
 from mlx_parallm.models.ops import UNPACKED
 from mlx_parallm.system.device.traits import fails_on_wide_products
 
-WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 16 MiB of float32
-HEAD_PIECE = 1 << 20  # logits of one piece of the head where it is not …
+WHOLE_HEAD = 1 << 22  # whole heads up to this size are one product: 16 MiB of float32
+HEAD_PIECE = 1 << 20  # otherwise the logits of one piece …
 # … and the least number of scored tokens in one, for the speed of the product
 FEWEST_HEAD_ROWS = 32
 WIDE = 1 << 17  # tokens of a vocabulary: from there its pieces are added up in the gradient …
@@ -159,7 +159,7 @@ def cut_wide_heads(model: nn.Module) -> int:
 
     On Metal a product whose inner dimension is Gemma's vocabulary ends in an "Internal Error"
     (ml-explore/mlx#1363). Values and gradients stay the same. A CPU has no such fault, and copies
-    the pieces, which a GPU reads where they lie: there nothing is changed.
+    the pieces, which a GPU reads in place: there nothing is changed.
     """
     if not fails_on_wide_products():
         return 0

@@ -3,7 +3,7 @@ of a reward model (scoring/) is its value at the last token. It hangs in the tra
 as `value_head`: the served policy has none, and neither adapter files nor saved weights have it.
 
 V = mean(weight · h / rms(h)) + bias in float32. The norm takes the place of the model's own final
-norm, so that it is the same for every architecture; what that norm scales, `weight` can scale too.
+norm, so that it is the same for every architecture; `weight` can scale what that norm scales.
 The mean, where others have a sum, makes an update of AdamW move V by about its learning rate at
 most, however wide the model is (arXiv:2203.03466, output layers). Both start at 0, so V = 0 at
 first.

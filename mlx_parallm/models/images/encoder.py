@@ -61,10 +61,10 @@ class ImageEncoder(Protocol):
 
     @property
     def frozen_tower(self) -> bool:
-        """Whether a training trains what comes after the tower, and not the tower."""
+        """Whether a training trains the connector, and not the tower."""
 
     def tower_output(self, image: PromptImage) -> mx.array:
-        """Return what the modules before those of the connector make of an image, not evaluated."""
+        """Return an image's features before the connector, not evaluated."""
 
     def encode(self, image: PromptImage, output: mx.array | None = None) -> mx.array:
         """Return an image's features [image.tokens, (1 + levels) · D], not evaluated; the first D
@@ -73,14 +73,14 @@ class ImageEncoder(Protocol):
 
 
 class ImageSupport(Protocol):
-    """Whatever reads images for a model: its reader at once, its encoder when the model is
+    """Both parts that read images for a model: its reader at once, its encoder when the model is
     loaded."""
 
     @property
     def reader(self) -> ImageReader: ...
 
     def tower_bytes(self, width: int) -> int:
-        """Return what the tower takes in memory, if a number takes `width` bytes."""
+        """Return the tower's memory, if a number takes `width` bytes."""
 
     def trained_sizes(self, rank: int | None) -> list[int]:
         """Return how many numbers each array has that a training of the part that sees trains, by

@@ -2,7 +2,7 @@
 the checkpoints' arrays.
 
 `Model` and `ModelArgs` are what mlx-lm's loader expects of an architecture's module. The tower and
-the connector are left out; whoever reads pictures loads them.
+the connector are left out; the image reader loads them.
 """
 
 from dataclasses import dataclass, field

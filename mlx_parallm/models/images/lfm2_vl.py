@@ -2,7 +2,7 @@
 with its defaults: mlx-lm's own module reads mlx-vlm's checkpoints alone.
 
 `Model` and `ModelArgs` are what mlx-lm's loader expects of an architecture's module. The tower and
-the projector are left out; whoever reads pictures loads them.
+the projector are left out; the image reader loads them.
 """
 
 from dataclasses import dataclass, field

@@ -6,8 +6,8 @@ experts that checkpoints have:
     experts.N.gate_proj.weight [I, D], …              one array an expert
     switch_mlp.gate_proj.weight [E, I, D], …          mlx-lm's own, quantised too
 
-mlx-lm takes the second for the first. `Model` and `ModelArgs` are what its loader expects of an
-architecture's module. The tower is left out; whoever reads pictures loads it.
+mlx-lm takes the second for the first. Its loader expects `Model` and `ModelArgs` of an
+architecture's module. The tower is left out; the image reader loads it.
 """
 
 from dataclasses import dataclass, field

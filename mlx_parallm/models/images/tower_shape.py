@@ -1,4 +1,4 @@
-"""`TowerShape`: a tower's dimensions, and what it takes to compute with it.
+"""`TowerShape`: a tower's dimensions, and the memory to compute with it.
 
 The counts below were fitted to peaks of MLX 0.32.4 on a CPU (`mx.get_peak_memory`): towers of
 Qwen2-VL, Qwen2.5-VL, Qwen3-VL and SigLIP of six shapes each, 64 to 320 wide, 256 to 1,024 patches.
@@ -56,8 +56,8 @@ class TowerShape:
         return int(together * width * (each + 0.92 * seen * scores))
 
     def backward_bytes(self, tokens: int, width: float) -> int:
-        """Return what a gradient of an image's features takes beside what is trained: each block's
-        input and one block, or the connector."""
+        """Return the memory of a gradient of an image's features, beside the trained weights: each
+        block's input and one block, or the connector."""
         if self.train == "none":
             return 0
         merged = self.per_token * self.hidden

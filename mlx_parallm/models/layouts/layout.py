@@ -17,11 +17,11 @@ W is the length of the longest sequence and not of the whole micro-batch: attent
 its square.
 
 A recurrent block keeps a state (and the last inputs of a convolution) instead of keys and values.
-It takes prompts of one length at a time, without their padding, and what it keeps at their end is
+It takes prompts of one length at a time, without their padding, and the state at their end is
 where each row continues; the gradient flows back through it. Such blocks are not packed, because a
 state knows no mask. Windows, and blocks that keep both a state and keys and values, become trees
 only: `shareable`, `packable` and `mergeable` say which. Sequences are not packed, nor made a tree,
-where a token's place in its row counts for more than its distance from others (learned positions).
+if positions are learned, so that a token's place counts, not only its distance from others.
 `BlockwiseModel` also compares the layouts once, at start.
 """
 
@@ -100,7 +100,7 @@ class TokenBatch:
     """Right-padded tokens, and which of them are scored."""
 
     inputs: mx.array  # [B, T] int32
-    # [N] int32, indices into the flattened [B · T]: where the scored token is predicted
+    # [N] int32, indices into the flattened [B · T]: the position that predicts each scored token
     positions: mx.array
     targets: mx.array  # [N] int32, the scored tokens
     temperature: float | mx.array = 1.0  # or [N] float32
@@ -130,7 +130,7 @@ def scaled(
 
 
 def share_prompts(inputs: np.ndarray, positions: np.ndarray) -> SharedRows:
-    """Takes rows apart where the first token is scored: up to there they are compared, and equal
+    """Split rows at the first scored token: up to there they are compared, and equal
     ones computed once.
 
     Args:
@@ -205,8 +205,8 @@ def pack_rows(inputs: np.ndarray, positions: np.ndarray, counts: Sequence[int]) 
 
 
 class Layout(Protocol):
-    """`embed`: the first block's input, and what each block gets besides; `run` puts it through one
-    block.
+    """`embed`: the first block's input, and each block's further arguments; `run` puts it through
+    one block.
 
     `positions` [N]: the scored tokens in the flattened input.
     """
@@ -285,9 +285,9 @@ class SharedPrompts:
     def _by_length(
         self, block: nn.Module, prompts: mx.array, call: BlockCall, state: "_Recurrent"
     ) -> tuple[mx.array, list[mx.array | None]]:
-        """Prompts [U, P, D] through a recurrent block, those of one length together, and what it
-        keeps at their ends: padding would go into its state. None: the block passes its input on
-        (`LayerStack.only`)."""
+        """Prompts [U, P, D] through a recurrent block, those of one length together, and the state
+        that it keeps at their ends: padding would go into its state. None: the block passes its
+        input on (`LayerStack.only`)."""
         outputs, ends, start = [], [], 0
         numbers = np.arange(self._prompts.size).reshape(self._prompts.shape)
         for length, count in self._runs:
@@ -327,7 +327,7 @@ def layout_of(compact: CompactRows) -> Layout:
 
 
 class _PromptCache:
-    """A block's empty cache, which keeps what it is given."""
+    """A block's empty cache, which keeps its inputs."""
 
     offset = 0
 
@@ -335,7 +335,7 @@ class _PromptCache:
         self.kept: tuple[mx.array, mx.array] | None = None
 
     def forget(self) -> None:
-        """Let go of what is kept: tracers, perhaps."""
+        """Drop the kept arrays, which may be tracers."""
         self.kept = None
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
@@ -394,7 +394,7 @@ class _Recurrent(ArraysCache):
     cache: list[Any]
 
     def forget(self) -> None:
-        """Let go of what is kept: tracers, perhaps."""
+        """Drop the kept arrays, which may be tracers."""
         self.cache = [None] * len(self.cache)
 
 
@@ -418,19 +418,19 @@ def _spread(owners: mx.array, array: mx.array) -> mx.array:
 
 
 def shareable(model: nn.Module) -> str:
-    """ "" where each block keeps keys and values or a recurrent state; else what stands in the
+    """ "" where each block keeps keys and values or a recurrent state; else the obstacle in the
     way of `SharedRows`."""
     return _keeps_others(model, {KVCache, ArraysCache})
 
 
 def packable(model: nn.Module) -> str:
-    """ "" where blocks keep keys and values only; else what stands in the way of `PackedRows`."""
+    """ "" where blocks keep keys and values only; else the obstacle for `PackedRows`."""
     return _keeps_others(model, {KVCache})
 
 
 def mergeable(model: nn.Module) -> str:
     """ "" where blocks keep keys and values of all tokens, or of the last ones, or a recurrent
-    state; else what stands in the way of `TreeRows`."""
+    state; else the obstacle for `TreeRows`."""
     return _keeps_others(model, {KVCache, RotatingKVCache, ArraysCache}, several=True)
 
 

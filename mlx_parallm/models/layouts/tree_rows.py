@@ -1,4 +1,4 @@
-"""Rows of a micro-batch as a forest of tokens: what any of them have in common from their beginning
+"""Rows of a micro-batch as a forest of tokens: any common beginning of theirs
 is computed, and differentiated, once.
 
     merge_rows   [B, T] rows → `TreeRows`, the distinct tokens in preorder
@@ -76,7 +76,7 @@ def merge_rows(inputs: np.ndarray, positions: np.ndarray) -> TreeRows:
     Args:
         inputs: [B, T] int32, right-padded.
         positions: [N] int32, indices into the flattened [B · T], ascending; at least one in each
-            row. What is behind a row's last one is left out.
+            row. Tokens behind a row's last one are left out.
     """
     rows, columns = np.divmod(positions, inputs.shape[1])
     lasts = np.append(np.searchsorted(rows, np.arange(1, len(inputs))), len(rows)) - 1

@@ -1,4 +1,4 @@
-"""The table of what each class of mlx-lm does with the keys of config.json, beside transformers.
+"""The table of differences between mlx-lm's classes and transformers, by key of config.json.
 
 A key that a class's arguments have is passed on, in the class's own spelling. Ropes, windows and
 activations are put in from outside (`rope.py`, `windows.py`, `activations.py`). Here stands what is
@@ -80,7 +80,7 @@ class Architecture:
     """Keys that the class does not heed, with the one value that it computes, or a function of
     `Published` that gives it."""
     activation: str = "silu"
-    """What its feed-forward computes; "": it reads the key by itself."""
+    """Its feed-forward's activation; "": it reads the key by itself."""
     activated: bool = True
     """Whether another activation can be put in."""
     own_head: bool = False
@@ -90,11 +90,11 @@ class Architecture:
     spell: Spelling | None = None
     """Writes the class's own keys into its arguments."""
     differs: str = ""
-    """Why its forward is another one than transformers', where that is not mended."""
+    """Why its forward differs from transformers', if that is not mended."""
     mend: Callable[[nn.Module, Published], None] | None = None
     """Mends the built model, in place."""
     rounding: Callable[[nn.Module, Published], None] | None = None
-    """Mends, in place, what the class rounds to a half type where transformers does not."""
+    """Mend, in place, values that the class rounds to a half type and transformers does not."""
     own_ropes: frozenset[str] | None = None
     """The kinds of rope that the class computes by its own code, which stays; None: its ropes are
     replaced."""
@@ -254,7 +254,7 @@ def _gemma3n(published: Published, arguments: dict[str, Any]) -> None:
     kinds = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
     if not {GLOBAL, SLIDING} <= set(kinds):
         raise ModelError("config.json has layer_types of one kind alone: not supported")
-    arguments["altup_coef_clip"] = None  # transformers clips in training, and never what is saved
+    arguments["altup_coef_clip"] = None  # transformers clips in training, never on saving
 
 
 def _llama4(published: Published, arguments: dict[str, Any]) -> None:
@@ -294,14 +294,14 @@ def _every_fourth_plain(published: Published) -> list[int]:
 
 
 def _whole_chunks(published: Published) -> int | None:
-    """Return the size of chunks where it changes nothing."""
+    """Return the size of chunks if it has no effect."""
     size: int | None = published.get("attention_chunk_size")
     longest = int(published.config.max_position_embeddings)
     return size if size is not None and size >= longest else None
 
 
 def _no_temperature(published: Published) -> bool:
-    """Return whether layers without ropes are scaled by the position, where that changes
+    """Return whether layers without ropes are scaled by the position, if that changes
     nothing."""
     config = published.config
     if all(config.no_rope_layers) or config.floor_scale > config.max_position_embeddings:
@@ -407,7 +407,7 @@ def _nemotron_h(published: Published, arguments: dict[str, Any]) -> None:
 
 
 def _scaled(published: Published, arguments: dict[str, Any]) -> None:
-    """The class multiplies its attention's scale by what the scaling says."""
+    """Undo the class's own factor on its attention's scale."""
     rope = published.rope
     scaled = rope.get("rope_type", "default") != "default"
     arguments["rope_scaling"] = {
@@ -685,7 +685,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(published: Published) -> Architecture:
-    """Return what is known of a class."""
+    """Return a class's entry."""
     if (whole := ARCHITECTURES.get(published.within)) is not None:
         return whole
     return ARCHITECTURES.get(SAME_CLASS.get(published.model_type, published.model_type), PLAIN)
@@ -701,7 +701,7 @@ def class_arguments(
         if name in published.keys or name in published.config.attribute_map:
             value = published.get(name)
             if value is not None or name in written:
-                arguments[name] = deepcopy(value)  # classes change what they get
+                arguments[name] = deepcopy(value)  # classes change their arguments
     rope = published.rope
     if rope:
         arguments["rope_theta"] = rope.get("rope_theta")

@@ -34,7 +34,7 @@ def scale_of_its_type(model: nn.Module, published: Published) -> None:
     """Gemma 3: the class rounds the embeddings' scale to bfloat16 in models of every type."""
     inner: Any = model.language_model.model if "language_model" in model else model.model
     inner.__class__ = _scaled(type(inner))
-    inner.embedding_scale = float(inner.args.hidden_size**0.5)  # rounded where it is multiplied
+    inner.embedding_scale = float(inner.args.hidden_size**0.5)  # rounded on multiplication
     inner.args = dataclasses.replace(inner.args, hidden_size=1)  # its own scale is 1 now
 
 

@@ -55,7 +55,7 @@ _SPEED_ONLY = (
 UNDERSTOOD = frozenset((*APPLIED, *_TOKENS, *_ABOUT_THE_FILE, *_SPEED_ONLY))
 NEUTRAL: Mapping[str, Any] = {
     "do_sample": True,
-    "max_length": 20,  # what transformers wrote where nobody had set it
+    "max_length": 20,  # transformers' value if none was set
     "num_beams": 1,
     "num_beam_groups": 1,
     "num_return_sequences": 1,

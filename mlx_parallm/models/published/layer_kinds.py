@@ -46,7 +46,7 @@ def one_global(published: Published, arguments: dict[str, Any]) -> None:
 
 
 def short_pattern(published: Published, arguments: dict[str, Any]) -> None:
-    """The class looks for a layer that sees the whole text where its pattern has the first one; the
+    """The class takes its pattern's first full-attention layer for the mask; the
     windows are put in afterwards."""
     layers = published.layers
     arguments["sliding_window_pattern"] = min(arguments.get("sliding_window_pattern", 4), layers)
@@ -73,7 +73,7 @@ def one_of_each_in_mimo(model: nn.Module, published: Published) -> None:
 
 
 def ropes_of_exaone(model: nn.Module, published: Published) -> None:
-    """Layers that see the whole text have no rope, where the model has windows."""
+    """Full-attention layers have no rope, if the model has windows."""
     if published.get("sliding_window"):
         for layer, kind in zip(model.layers, published.config.layer_types, strict=True):
             layer.self_attn.use_rope = kind == SLIDING

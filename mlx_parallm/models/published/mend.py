@@ -173,7 +173,7 @@ def _place_ropes(model: nn.Module, published: Published) -> None:
 
 
 def _rope(old: Any, published: Published, rope: Mapping[str, Any], turns: Turns) -> nn.Module:
-    """MLX's own module where it turns so, else ours."""
+    """Return MLX's own module if it computes this rope, else ours."""
     traditional = bool(getattr(old, "traditional", type(old).__name__.startswith("DeepseekV2")))
     if "rope_interleave" in published.keys:
         traditional = bool(published.config.rope_interleave)
@@ -194,5 +194,5 @@ def unheeded_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         classes = mlx_lm_classes(dict(config))
     except (ValueError, SystemExit):
-        return {}  # no such class: whoever builds it says so
+        return {}  # no such class: the loader reports it
     return unheeded(published, argument_names(text_arguments(published, *classes)))

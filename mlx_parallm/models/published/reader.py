@@ -1,7 +1,7 @@
 """Reads config.json as its author's library does: through transformers' configuration class.
 
 That class knows every spelling (`rope_parameters` of transformers 5, `rope_theta` and
-`rope_scaling` of 4, `type` before that) and holds the defaults of what the file leaves out. It
+`rope_scaling` of 4, `type` before that) and holds the defaults of missing keys. It
 needs no torch.
 """
 
@@ -123,7 +123,7 @@ class Published:
 
 def read_published(config: Mapping[str, Any]) -> Published | None:
     """Read a config.json. None: transformers has no class of its `model_type`, so nothing is known
-    of what its keys mean.
+    of its keys' meaning.
 
     Raises ModelError: transformers' class refuses it.
     """
@@ -169,7 +169,7 @@ def _defaults(kind: Any) -> dict[str, Any]:
 
 
 def _one_spelling(config: dict[str, Any]) -> dict[str, Any]:
-    """Write `rope_type` where a scaling says `type`, as before transformers 4.43: not all of its
+    """Write `rope_type` if a scaling says `type`, as before transformers 4.43: not all of its
     classes read that."""
     for key in ("rope_scaling", "rope_parameters"):
         scaling = config.get(key)

@@ -29,7 +29,7 @@ def describe(config: Mapping[str, Any]) -> str:
     if published is None:
         return (
             f"config.json: transformers {version('transformers')} has no {config['model_type']!r},"
-            " so nothing says what its keys mean: they go to mlx-lm as they are"
+            " so its keys' meaning is unknown: they go to mlx-lm as they are"
         )
     names = argument_names(text_arguments(published, model_class, args_class))
     written = {key for key in published.written if not key.startswith("_")}

@@ -127,8 +127,8 @@ def _plain(base: float, dims: int) -> Numbers:
 
 
 _TURNED = {"mimo_v2_flash": 0.334}
-"""`model_type` → the part of a head that a plain rope turns, where its `rope_parameters` do not say
-it and transformers' class takes less than the whole head. Its scaled ropes turn all."""
+"""`model_type` → the part of a head that a plain rope turns, if its `rope_parameters` do not
+say it and transformers' class takes less than the whole head. Its scaled ropes turn all."""
 
 
 def _default(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
@@ -253,7 +253,7 @@ ROPE_LENGTH = "rope_length"
 def fixed_ropes(config: Mapping[str, Any], length: int) -> dict[str, Any]:
     """Return a config.json whose ropes turn every text as transformers turns one of `length`
     tokens: longrope takes its long factors, dynamic NTK one base. That is another model for
-    shorter texts, and the same for whoever reads the result, here or elsewhere.
+    shorter texts, and the same for all readers of the result, here or elsewhere.
 
     Raises ModelError: the ropes do not depend on a text's length, or none is so long.
     """

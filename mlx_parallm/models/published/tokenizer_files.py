@@ -46,7 +46,7 @@ def load_wrapper(
 
 
 def _check_words(path: Path, tokenizer: Any) -> None:
-    """transformers makes a tokenizer of special tokens alone where the files of a vocabulary are
+    """transformers makes a tokenizer of special tokens alone if the files of a vocabulary are
     missing, or have other names than its class reads."""
     ids = tokenizer.encode(_TEXT, add_special_tokens=False)
     if tokenizer.decode(ids, skip_special_tokens=True).strip():
@@ -90,7 +90,7 @@ def _named_class(path: Path) -> str:
     try:
         settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return ""  # whoever loads the tokenizer says what is wrong
+        return ""  # the tokenizer's loader reports the fault
     return str(settings.get("tokenizer_class")) if isinstance(settings, dict) else ""
 
 

@@ -47,7 +47,7 @@ def gated_delta(
 
     q, k: [B, T, Hk, Dk], Hk a divisor of Hv; v: [B, T, Hv, Dv]; beta: [B, T, Hv]; decay e^g: [B, T,
     Hv], or [B, T, Hv, Dk] for a gate a channel; state: [B, Hv, Dv, Dk], None = 0; mask: [B, T],
-    False where a token is padding: it leaves the state as it is, and its output means nothing. As
+    False for padding: it leaves the state as it is, and its output means nothing. As
     mlx-lm's `gated_delta_ops`.
     """
     dtype, (batch, length, heads, _) = q.dtype, v.shape
@@ -79,7 +79,7 @@ def gated_delta(
 def delta_terms(
     q: mx.array, k: mx.array, v: mx.array, decay: mx.array, beta: mx.array
 ) -> tuple[mx.array, ...]:
-    """Compute of chunks of the gated delta rule what needs no state.
+    """Compute the part of the gated delta rule's chunks that needs no state.
 
     Args:
         q, k: […, C, Dk] float32; v: […, C, Dv]; decay: […, C, 1 or Dk]; beta: […, C, 1].

@@ -7,7 +7,7 @@
 An operation is taken if it is one: its graph is a few operations, where MLX without a kernel for
 this device or these sizes makes a loop over tokens, which takes six times the memory of our chunks
 on a CPU (docs/benchmarks/training.md#recurrent-layers). And if its values and gradients are within
-`NEAR` of ours. Platforms have no say. What is wrong is named in the log, once.
+`NEAR` of ours. Platforms have no say. Wrong ones are named in the log, once.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +32,12 @@ TRIED_VOCABULARY = 50_257
 Heads = tuple[int, int, int, int]
 """Key heads, value heads, and the width of each: how a gated delta layer is cut."""
 _proved: dict[str | Heads, bool] = {}
-"""What was tried in this process; a refusal is not tried again."""
+"""Results of this process's trials; a refusal is not tried again."""
 
 
 def prove(model: nn.Module) -> None:
-    """Try what the model's layers would call. Evaluates a few small arrays, once for each kind."""
+    """Try the functions that the model's layers would call. Evaluates a few small arrays, once for
+    each kind."""
     for module in model.modules():
         if (heads := _heads_of(module)) is not None and heads not in _proved:
             _proved[heads] = _is_proved("gated_delta_update", *_gated_delta_trial(heads))
@@ -130,7 +131,7 @@ def _distance(a: mx.array, b: mx.array) -> float:
 
 
 def _near() -> float:
-    """The bound: what a product of float32 is off by tells whether it is one of TF32."""
+    """Return the bound: the error of a float32 product shows whether it is TF32."""
     x = mx.random.normal((64, 64), key=mx.random.key(1))
     exact = (x[:, :, None] * x[None]).sum(axis=1)
     return NEAR if _distance(x @ x, exact) <= NEAR else NEAR_ON_TF32

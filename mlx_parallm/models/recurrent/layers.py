@@ -5,7 +5,7 @@
                     where their thread does
 
 A few tokens, such as a decode step's, keep mlx-lm's own step; so does everything in front of the
-recurrence. On Metal mlx-lm's kernels stay where they are called: in evaluation mode, without a
+recurrence. On Metal mlx-lm's kernels stay in use: in evaluation mode, without a
 gradient.
 """
 

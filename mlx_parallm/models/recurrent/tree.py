@@ -61,7 +61,7 @@ class TokenTree:
 
     Args:
         depths: [count] int32, the tokens above each.
-        width: of the row; what is behind the forest is padding, and has no meaning anywhere.
+        width: of the row; positions behind the forest are padding.
 
     `lookups`: how often a layer asked for ancestors or chunks.
     """

@@ -1,4 +1,4 @@
-"""The card of a reward model: what makes a directory one, and what its texts become tokens by.
+"""The card of a reward model: marks a directory as one, and names its tokenizer.
 
 `find_reward_model` and `check_reward_model` look at a directory without loading its weights.
 """
@@ -61,7 +61,7 @@ class RewardModelCard:
         lora: bool,
         quantized: bool,
     ) -> "RewardModelCard":
-        """Describe what a run with this configuration trains."""
+        """Describe the reward model that a run with this configuration trains."""
         return cls(
             base=_base_name(model.base_path),
             tokenizer=tokenizer_print(tokenizer),
@@ -112,7 +112,7 @@ class RewardModelCard:
 
 
 def _base_name(base: str) -> str:
-    """Return what names a base in every directory: what is on this machine by its whole path."""
+    """Return a base's name, valid in every directory: local ones by their absolute path."""
     is_local = is_directory(base) or is_file(base)
     return str(local_path(base).absolute()) if is_local else base
 

@@ -26,7 +26,7 @@ def conversation_tokens(
 ) -> list[int]:
     """Return the token ids of a conversation, up to the end token that closes it.
 
-    What the template puts behind that token is left out. If it closes the last turn with none,
+    The template's text behind that token is left out. If it closes the last turn with none,
     and behind a text, the end token of `[data]` is added: every score stands on an end token.
 
     Raises RequestError: messages that the template refuses, an empty text, or no end token.

@@ -7,7 +7,7 @@ A run with `rl_training.algorithm = "reward_model"` leaves one in each of its ch
                   reward_model.json                           `RewardModelCard`, which makes it one
 
 `TrainedRewardModel.load` takes such a directory, or a run, whose `final`, else `latest`, it
-reads. The card names the base, and holds a checksum of what its tokenizer makes of some texts.
+reads. The card names the base, and holds a checksum of its tokens of some texts.
 """
 
 import atexit

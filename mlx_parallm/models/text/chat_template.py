@@ -28,7 +28,7 @@ from mlx_parallm.execution.json_values import (
     write_json,
 )
 
-CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # put where a final message ends that is to be continued
+CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a final message to be continued
 _PROBE = "pineapples"
 _PROBED = {"add_generation_prompt": True, "tools": None, "documents": None}
 
@@ -59,7 +59,7 @@ def render_template(
     shown = text[: max(end, 0)]
     if shown.endswith(final):
         return shown
-    # the template trims messages: what is continued stays as it is
+    # the template trims messages, but the continued one stays as it is
     if end < 0 or not shown.endswith(final.lstrip()):
         raise RequestError(
             "the chat template does not show the message to continue", param="messages"

@@ -69,7 +69,7 @@ class TokenPieces:
         return piece
 
     def first(self, token_id: int) -> bytes:
-        """Return what the token shows where a text begins with it: without the space that the
+        """Return the token's text at the beginning of a text: without the space that the
         decoder leaves out there.
 
         One space at most: Metaspace's decoder leaves out all those of a first token, of which one
@@ -89,7 +89,7 @@ class TokenPieces:
         return piece
 
     def text(self, token_ids: Sequence[int], *, opens_text: bool, hidden: Collection[int]) -> str:
-        """Return what a `Detokenizer` with these options would give out of all of them, at once."""
+        """Return the text that a `Detokenizer` with these options makes of all of them."""
         shown, cached = [token for token in token_ids if token not in hidden], self._inner
         for token in set(shown).difference(cached):
             self.inner(token)
@@ -167,7 +167,7 @@ class Detokenizer:
         self._opens = opens_text
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self.length = 0
-        """Characters given out so far: where the next token's text begins."""
+        """Characters given out so far: the next token's text begins here."""
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that this token has, or would have, in this place. A hidden one's

@@ -2,7 +2,7 @@
 
 The rows of a step are a function of (seed, step) alone: each epoch is a permutation (not shuffled:
 the order of the rows), cut into batches of nearly equal size that never mix epochs. So a resumed
-run continues where it was without keeping a position. A step is one optimizer update on
+run continues at its step without a stored position. A step is one optimizer update on
 `batch_size` examples (a pair is one).
 """
 
@@ -23,7 +23,7 @@ class DataBatches:
     """Args:
     units: in the order of the rows.
     shuffle: False: each epoch has the order of the units.
-    weights: what a KTO row's advantage is: label true, label false (taken negative).
+    weights: a KTO row's advantage: label true, label false (taken negative).
     log_ratios: for KTO's kl; None = the algorithm needs none.
     """
 
@@ -101,8 +101,8 @@ def steps_per_epoch(units: int, batch_size: int) -> int:
 
 
 def advantage_of(unit: Unit, weights: tuple[float, float]) -> float:
-    """Return what the advantages of a unit's sequences say: the margin of a reward model's pair,
-    else KTO's label and weight."""
+    """Return the numbers in the advantages of a unit's sequences: the margin of a reward model's
+    pair, else KTO's label and weight."""
     if unit.margin is not None:
         return unit.margin
     return weights[0] if unit.label else -weights[1]

@@ -7,7 +7,7 @@ messages. ShareGPT's and Alpaca's rows come as these (`environments/row_forms.py
 have `tools` (a list of definitions, or JSON text of one) and `system`. An assistant's message of
 `weight` 0 is context that is not learned. A reward model's pairs may have a `margin`.
 
-Nothing of a row is left out without a word: what is not read is counted by name (`Leftovers`).
+Nothing is left out silently: unread parts of rows are counted by name (`Leftovers`).
 """
 
 import difflib
@@ -265,7 +265,7 @@ def _asked(
     row: Mapping[str, Any], prompt_column: str, names: Sequence[str], *, chat: bool, where: str
 ) -> tuple[Text, list[Text]]:
     """Return the prompt of a column, and the completions under `names` without it, if they
-    repeat it with or without what comes before it. Raises ConfigError."""
+    repeat it with or without its beginning. Raises ConfigError."""
     prompt = _prompt(row[prompt_column], chat=chat, where=where)
     if not chat:
         return prompt, [_completion(row, name, chat=False, where=where) for name in names]

@@ -3,7 +3,7 @@
 The prompt is rendered and tokenised alone, as the server does it, and the completion behind it
 (`Tokenizer.encode_after`): the prompt's tokens are a prefix of the whole, and the completion has
 the tokens that it has there. A completion ends with the turn's end token, as a sampled one does;
-what the template puts behind it (a line end, the next turn) is given, not trained on. If the
+the template's text behind it (a line end, the next turn) is not trained on. If the
 template closes a turn with no end token, one is put there: without it the model would learn never
 to stop.
 
@@ -252,7 +252,7 @@ def _end_token(tokenizer: ChatTokenizer, example: Example, *, of_tokenizer: bool
         )
     if of_tokenizer and tokenizer.eos_token_id is not None:
         return [tokenizer.eos_token_id]
-    # of several, the end of a document comes before those of turns
+    # if there are several, a document's end token comes before those of turns
     return [min(tokenizer.eos_token_ids)]
 
 

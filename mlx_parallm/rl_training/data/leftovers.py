@@ -1,4 +1,4 @@
-"""Leftovers: what the rows of `[data]` hold and training does not read, counted by name, with the
+"""Leftovers: parts of `[data]`'s rows that training does not read, counted by name, with the
 first place; a line of the log says so."""
 
 import re
@@ -52,7 +52,7 @@ class Leftovers:
         """Count the columns of a row, and the fields of its messages, that nothing reads.
 
         Args:
-            columns: of the row's form; `layout`: what the row was converted from; `chat`: whether
+            columns: of the row's form; `layout`: the row's original form; `chat`: whether
                 there is a chat template.
         """
         read = {*columns}
@@ -115,7 +115,7 @@ class Leftovers:
             self._repeats.append(where)
 
     def report(self) -> None:
-        """Say in the log what was left out."""
+        """Log the parts that were left out."""
         if self._columns:
             log.info("columns that nothing reads", file=self._file, rows=_listed(self._columns))
         if self._fields:
@@ -150,7 +150,7 @@ def _text(value: Any) -> str | None:
 
 
 def _behind(prompt: str | None, completion: str | None) -> str | None:
-    """Return what a completion has behind its prompt, which may differ in white space; None: it
+    """Return the part of a completion behind its prompt, which may differ in white space; None: it
     does not begin with it, or ends with it."""
     words = (prompt or "").split()
     if prompt is None or completion is None or len(words) < LEAST_WORDS:

@@ -117,8 +117,8 @@ class DataSource(RolloutSource):
     # ------------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return what a resume compares. Steps are a function of seed and rows, so a resumed run
-        needs the same rows."""
+        """Return the state that a resume compares. Steps are a function of seed and rows, so a
+        resumed run needs the same rows."""
         return self._state
 
     def start(self, served: Served, state: TrainerState | None) -> None:

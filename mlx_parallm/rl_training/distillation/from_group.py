@@ -21,7 +21,7 @@ from mlx_parallm.types import RolloutGroup
 
 @dataclass(frozen=True)
 class ScoredAnswer(TrainSequence):
-    """A sequence with what the sender's teacher said of its positions."""
+    """A sequence with the scores of the sender's teacher."""
 
     ids: tuple[Sequence[int], ...] = ()
     logprobs: tuple[Sequence[float], ...] = ()
@@ -37,7 +37,7 @@ class GroupTeacher:
     Raises ConfigError: the whole vocabulary is wanted, which no sender sends.
     """
 
-    reads_images = True  # whoever sent the scores has seen them
+    reads_images = True  # the sender's teacher has seen them
 
     def __init__(
         self, name: str, vocab_size: int, keep: int | None, note: Callable[[str], None]

@@ -38,7 +38,7 @@ from mlx_parallm.system.loop_thread import LoopThread
 LARGEST_ANSWER, MOST_CONTAINERS = 512 << 20, 8 << 20  # a hundred tokens for each of 32 thousand
 MASS_TOLERANCE = 0.01  # for rounding in half precision
 UNUSABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""What an answer of another form than the API's raises."""
+"""Errors that an answer of another form than the API's causes."""
 TURN_S = 0.1
 """Between two looks at a stop request, while answers are on their way."""
 log = get_logger("distillation")
@@ -48,7 +48,7 @@ Top = Sequence[tuple[int, float]]
 
 
 class LostError(EndpointError):
-    """The server does not answer; `scored` holds what came before."""
+    """The server does not answer; `scored` holds the earlier answers."""
 
     def __init__(self, error: EndpointError, scored: list[Scored | None]) -> None:
         super().__init__(str(error), status=error.status)
@@ -61,7 +61,7 @@ class RemoteTeacher:
         keep: as `Teacher.score` will be asked.
         note: called with the reason if an answer has no score.
 
-    Raises ConfigError: what is asked is not in this API, or a file that cannot be read.
+    Raises ConfigError: this API cannot do the requested thing, or a file that cannot be read.
     """
 
     reads_images = False
@@ -164,7 +164,7 @@ class RemoteTeacher:
     ) -> EndpointError | ConfigError:
         if error.may_pass:
             return LostError(error, scored)
-        return ConfigError(f"{self._what} refuses what it is asked: {error}")
+        return ConfigError(f"{self._what} refuses the request: {error}")
 
     async def _begin(self) -> None:
         """Read the model's name and compare the tokenizer, at the first contact."""

@@ -1,5 +1,5 @@
 """The teachers of a run, as a step sees them: each sequence goes to its teacher, behind that one's
-prompt, and what comes back becomes columns of the step.
+prompt, and the scores become columns of the step.
 
     row's column → environment → the first teacher without environments        who teaches a group
     a teacher that has nothing to say of a sequence is counted, with the reason, and its tokens have

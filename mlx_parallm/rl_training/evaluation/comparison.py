@@ -44,13 +44,13 @@ class Comparison:
     # (before, after) with the rows' answers, if the reward is its own examiner
     agreements: tuple[tuple[float, float], ...] = ()
     one_answer: tuple[str, int] | None = None  # afterwards, of nearly all prompts
-    # nobody knows what trained it: it was evaluated outside its run
+    # its rewards are unknown: it was evaluated outside its run
     may_have_trained: bool = False
 
     @property
     def doubt(self) -> str | None:
         """Why a higher reward does not say that the answers are better; None: it does. One answer
-        to all prompts is none, whoever scores it, unless the rows want it. A reward that trained
+        to all prompts is none, by any scorer, unless the rows want it. A reward that trained
         the policy is not an examiner of it, unless the rows' own answers agree."""
         if self.one_answer is not None:
             text, count = self.one_answer
@@ -73,7 +73,7 @@ class Comparison:
     @property
     def measured(self) -> Iterator[tuple[str, list[float], list[float]]]:
         """Yield (name, before, after): accuracy where 1 is the full reward, and the mean reward
-        where it differs."""
+        if it differs."""
         before, after = ([pair[side] for pair in self.rewards] for side in (0, 1))
         every = [*before, *after]
         judged = self.greedy and max(every) <= 1 and (max(every) >= SOLVED or not any(every))

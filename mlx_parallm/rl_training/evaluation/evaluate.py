@@ -82,7 +82,7 @@ def draw_problems(
 def problem_warnings(
     drawn: Sequence[ProblemSet], n: int, training: Sequence[EnvironmentSource] = ()
 ) -> Iterator[str]:
-    """Yield what is wrong with drawn problems: there are too few, or some of them are training
+    """Yield faults of drawn problems: there are too few, or some of them are training
     problems."""
     training_openings: dict[str, set[object]] = {}
     for problems in drawn:
@@ -174,7 +174,7 @@ class EvaluatedProblem:
 
 
 def _turns(conversation: str) -> list[str]:
-    """Return what the policy said in each turn of `Trajectory.conversation`."""
+    """Return the policy's text in each turn of `Trajectory.conversation`."""
     *parts, last = conversation.split(f"{BETWEEN[-1]}\n")
     return [*(part.partition(f"\n{BETWEEN[0]}")[0] for part in parts), last]
 
@@ -196,7 +196,7 @@ class Evaluation:
             for p in self.problems
             if p.greedy is not None and p.greedy.scored
         ]
-        # of several turns all: agents that did different things may all end with "Done."
+        # all turns, if there are several: agents that did different things may all end with "Done."
         same = one_answer(["\n".join(turns) for _, turns in greedy])
         if same is not None and one_answer([p.expected or p.key for p, _ in greedy]) is not None:
             same = None

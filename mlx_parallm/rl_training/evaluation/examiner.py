@@ -1,7 +1,7 @@
-"""Whether what judges held-out answers is also what the policy was trained on. No MLX.
+"""Decide whether held-out answers are judged by what the policy was trained on. No MLX.
 
 A rule (exact match, tests that run) cannot be talked round. A learned reward, a reward model and a
-judge can: a policy that is trained on one finds answers that it likes and nobody else does. So
+judge can: a policy that is trained on one finds answers that only this judge likes. So
 nothing of that kind is its own examiner: its held-out number alone makes no checkpoint better.
 Beside it stand the agreement with the rows' answers, if they have some, and whether nearly all
 prompts get one answer.

@@ -1,7 +1,7 @@
 """[evaluation]: held-out problems answered by the engine while training continues. See
 docs/watching.md#evaluation.
 
-    Evaluations     the schedule: when one is due, of which version, and where its result goes
+    Evaluations     the schedule: when one is due, of which version, and the file of its result
     FallGuard       back to the best weights, when the score falls
     EvaluationLog   the file of results, and the score of a checkpoint (log.py)
     best_by         by which score the best checkpoint is chosen (run_files/best_checkpoint.py)
@@ -66,7 +66,7 @@ def evaluation_sources(
     seed: int,
     tools: EpisodeTools | None = None,
 ) -> tuple[EnvironmentSource, ...]:
-    """Return the sources that a run evaluates: those of training, where that is possible. Raises
+    """Return the sources that a run evaluates: those of training, if that is possible. Raises
     ConfigError.
 
     Args:
@@ -164,7 +164,7 @@ class Evaluations:
             for source in separate:
                 source.attach(inference)
 
-    # ------------------------------------------------------------------ what the loop calls
+    # ------------------------------------------------------------------ called by the loop
 
     def begin(self, state: TrainerState | None, metrics: Iterable[Mapping[str, Any]] = ()) -> None:
         """Start, before the first step of this process, what `at_start` asks for or the last
@@ -189,7 +189,7 @@ class Evaluations:
 
     def measure(self, step: int) -> dict[str, float | None]:
         """Return the numbers for the metrics line of `step`, which was trained and published;
-        start what is due."""
+        start the one that is due."""
         last, skipped = step == self._last, self._log.skipped
         if last:
             self._wait()  # the last one is not skipped
@@ -221,13 +221,13 @@ class Evaluations:
         return self._collect()
 
     def finish(self) -> None:
-        """Wait, after the loop, for an evaluation that `begin` has started, where no step
+        """Wait, after the loop, for an evaluation that `begin` has started, if no step
         followed."""
         self._wait()
         self._collect()
 
     def stop(self) -> None:
-        """Cancel what is running: a resume starts it again. May be called again."""
+        """Cancel the running one: a resume starts it again. May be called again."""
         self._release()
         if self._thread is not None:
             self._thread.stop(timeout_s=JOIN_S)  # one that an environment blocks is left behind
@@ -342,7 +342,7 @@ class Evaluations:
         return flat(line)
 
     def _wait(self) -> None:
-        """Wait for what is running. Give it up on a stop request, and when no more answers come."""
+        """Wait for the running one. Give it up on a stop request, and when no more answers come."""
         while (running := self._running) is not None and not wait([running.future], TURN_S).done:
             if self._should_stop():
                 self._release()
@@ -367,7 +367,7 @@ class Evaluations:
         )
 
     def _release(self) -> None:
-        """Cancel what is running and release its version."""
+        """Cancel the running one and release its version."""
         if (running := self._running) is None:
             return
         running.future.cancel()

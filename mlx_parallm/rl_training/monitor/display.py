@@ -133,7 +133,7 @@ class TrainingDisplay:
             interactive: a live panel or lines; default: a panel if the console is a terminal.
             sources: returns the health of the rollout sources (`RolloutManager.health`); called at
             each update.
-            readable: makes messages of what a chat template made of them, in samples.
+            readable: turns chat templates' texts back into messages, in samples.
             pages: addresses that show the run in a browser.
         """
         self._console = console or Console(stderr=True)
@@ -231,7 +231,7 @@ class TrainingDisplay:
 
     @_guarded
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Show what the policy wrote: a table above the live panel, or a line each."""
+        """Show answers of the policy: a table above the live panel, or a line each."""
         for which, sample in merged(samples):
             prompt, completion = shortened(sample, self._readable)
             self._log(
@@ -363,7 +363,7 @@ class TrainingDisplay:
         title = Rule(
             Text(f"mlx_parallm · {info.run_name} · {info.model}"), align="left", style="cyan"
         )
-        if not info.base_url:  # nobody can ask
+        if not info.base_url:  # no server
             return Group(title, rows)
         talk = [
             Text("talk to it while it learns:", style="dim"),
@@ -379,7 +379,7 @@ class TrainingDisplay:
         return Group(title, rows, *(talk if info.example_prompt else ()), *watch)
 
     def _health_text(self, info: RunInfo) -> Text:
-        """The gravest finding, and where the others are: what is below has to stay on the
+        """The gravest finding, and a pointer to the others: the lines below have to stay on the
         screen."""
         findings = self._findings()
         if not findings:

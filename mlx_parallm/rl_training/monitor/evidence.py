@@ -16,7 +16,7 @@ FEWEST_STEPS, FEWEST_GROUPS = 3, 32
 FELL = 4.0
 """Standard errors that a reward has to fall by: of many windows some fall by two."""
 LOST, LOST_ERRORS = 0.25, 2.5
-"""A reward that is less than this share of what it was, has fallen from so many standard errors
+"""A reward below this share of its former value has fallen from so many standard errors
 on."""
 NEARLY_ALL, FEWER_WRONG = 0.9, 0.25
 """Share of the groups that are all wrong, and by how much it was less at first."""

@@ -1,11 +1,12 @@
 """RULES: the known ways in which a run does not learn, each with its signs and the setting to
 change. No MLX.
 
-A rule looks at `Evidence`, the newest metrics lines and the first ones, or at `Arrivals`, what has
-come for a step that still waits, and answers with a sentence and its numbers, or None. `find`
-returns the diagnoses of the metrics, gravest first; `diagnose` makes the health line of the display
-out of them; `explain` applies them to a whole run; a buffer asks `find_waiting`. Every name is a
-section of docs/troubleshooting.md. A metric that a line does not have is not judged.
+A rule looks at `Evidence`, the newest metrics lines and the first ones, or at `Arrivals`, the
+groups that have come for a step that still waits, and answers with a sentence and its numbers, or
+None. `find` returns the diagnoses of the metrics, gravest first; `diagnose` makes the health line
+of the display out of them; `explain` applies them to a whole run; a buffer asks `find_waiting`.
+Every name is a section of docs/troubleshooting.md. A metric that a line does not have is not
+judged.
 
 A run that learns well shows some of these signs too: little entropy, groups without variance, a
 policy far from the reference. They count only while the reward has not gained (`Evidence.gained`).
@@ -53,7 +54,7 @@ MOSTLY_RIGHT = 0.5
 MOST_GROUPS = 0.8
 """Many groups without variance are normal (quickstart: up to 0.7 once most answers are right)."""
 TRUNCATED, NEVER_ENDS = 0.2, 0.01
-"""A truncated answer earns what a wrong one earns; a fifth of them is a visible part of the
+"""A truncated answer earns as little as a wrong one; a fifth of them is a visible part of the
 gradient."""
 KL_HIGH = 1.0
 """Nats a token, mean over the window, without gain. Quickstart, which gains, stays below 0.6; at
@@ -132,7 +133,7 @@ def _waiting_rule(
 
 
 def find(window: Window, start: Window = ()) -> list[Diagnosis]:
-    """Return what is wrong in the last `WINDOW` lines of `window` (newest last), gravest first."""
+    """Return the findings in the last `WINDOW` lines of `window` (newest last), gravest first."""
     evidence = Evidence(list(window)[-WINDOW:], list(start)[:WINDOW])
     return _diagnoses(evidence, waiting=False) if evidence.window else []
 
@@ -447,7 +448,7 @@ def _no_variance(evidence: Evidence) -> Sign | None:
 
 @_rule("learned", "stop here, or use harder problems", good=True)
 def _learned(evidence: Evidence) -> Sign | None:
-    """The good reason for groups that teach nothing: what they ask for is learned."""
+    """The good reason for groups that teach nothing: their task is learned."""
     if not _has_learned(evidence) or _is_solved(evidence):
         return None
     began, now, groups = (

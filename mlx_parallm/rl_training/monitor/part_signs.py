@@ -7,8 +7,8 @@ import re
 from mlx_parallm.rl_training.monitor.evidence import FEWEST_STEPS, Evidence, Sign
 
 ENTROPY_LOST = 0.1
-"""Of the entropy of the load, whose highest is 1. A pretrained router that is not trained keeps it
-to a hundredth from step to step (docs/algorithms.md#mixtures-of-experts)."""
+"""Bound on the entropy of the load, whose highest is 1. A pretrained router that is not trained
+keeps it to a hundredth from step to step (docs/algorithms.md#mixtures-of-experts)."""
 UNUSED_MORE = 0.15
 """Share of the experts: so many more than in the first steps get no token. Fewer tokens reach fewer
 experts too, so steps are compared with the first ones of the same run."""
@@ -47,7 +47,7 @@ than in the first steps."""
 
 
 def unlike_the_labels(evidence: Evidence) -> Sign | None:
-    """The policy has left what the reward was fitted on."""
+    """The policy has left the distribution that the reward was fitted on."""
     key = "metrics/learned/unknown/mean"
     then, now = evidence.first(key), evidence.mean(key)
     if then is None or now is None or len(evidence.window) < FEWEST_STEPS:

@@ -1,4 +1,4 @@
-"""Samples in a terminal: a table, without what the chat template wrote around a text. No MLX."""
+"""Samples in a terminal: a table, without the chat template's markup. No MLX."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,8 @@ from mlx_parallm.run_files.samples import Sample, merged, number_of
 from mlx_parallm.system.terminal import beginning_of, end_of
 from mlx_parallm.types import ChatTokenizer
 
-SHOWN_CHARACTERS = 300  # of a prompt's end and of a completion's beginning
-TURN = "\x00turn\x00"  # where a turn begins; a model may write a NUL
+SHOWN_CHARACTERS = 300  # shown of a prompt's end and of a completion's beginning
+TURN = "\x00turn\x00"  # marks the begin of a turn; a model may write a NUL
 Readable = Callable[[str], str]
 
 
@@ -38,7 +38,7 @@ def shortened(sample: Sample, readable: Readable = str) -> tuple[str, str]:
 
 
 def without_template(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Readable:
-    """Return a function that makes messages of what the chat template made of them: "user: Hi
+    """Return a function that turns the chat template's text back into messages: "user: Hi
     assistant: Hello".
 
     One message alone comes without its role. Special tokens that are left are removed.

@@ -1,4 +1,4 @@
-"""Subscribers that write what a step leaves in the run's files: its tokens and its spans.
+"""Subscribers that write a step's records into the run's files: its tokens and its spans.
 
 A failure here costs one warning (`RunEvents.emit`) and never the run.
 """

@@ -34,7 +34,7 @@ FEWER = 0.1
 not."""
 INK, RAW, SECOND, THIRD = "#1b3a57", "#9dbad5", "#b3541e", "#4b7f52"
 INKS = (INK, SECOND, THIRD, "#7a4b94", "#c49a1a", "#3a8c9e", "#a83250", "#6b6b6b")
-"""Of several runs, one each."""
+"""Colours of several runs."""
 
 
 def write_reward_curve(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> Path:
@@ -141,7 +141,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def problems_of(lines: Sequence[Line], run: Path) -> list[str]:
-    """Return what is wrong with a run that ends here, in its last steps or in how its steps were
+    """Return faults of a run that ends here, in its last steps or in how its steps were
     filled."""
     problems = [
         f"{diagnosis}; see {diagnosis.page}"
@@ -172,7 +172,7 @@ def has_trained(lines: Sequence[Line]) -> bool:
 
 
 def successes_of(lines: Sequence[Line]) -> list[str]:
-    """Return what is good about a run that ends here: it has learned what there was to learn."""
+    """Return successes of a run that ends here: it has learned its task."""
     return [str(diagnosis) for diagnosis in find(lines, lines) if diagnosis.good]
 
 
@@ -219,8 +219,8 @@ def print_report(
 
     Args:
         commands: what to do next; the first is printed.
-        problems: what is wrong with the run, a sentence each, the last one where to read more; the
-            first and the last are printed. successes: what is good about it.
+        problems: faults of the run, a sentence each, the last one names the page to read; the
+            first and the last are printed. successes: a sentence each.
         first: when the earlier answers of `comparisons` were given.
         results: the numbers of held-out rows, if a run learned from rows.
     """

@@ -24,7 +24,7 @@ for."""
 GREW = 2.0
 """Times the share of the first steps."""
 SHORTER = 0.85
-"""Of the first answers' length: such a fall belongs into the sentence."""
+"""Share of the first answers' length below which the finding mentions it."""
 SHOWN_ANSWERS = 5
 
 
@@ -84,7 +84,7 @@ def _counts(lines: Window, environment: str) -> FullMarks:
 
 
 def _grew(then: tuple[int, int], now: tuple[int, int]) -> bool:
-    """Whether a share (of, all) is at least `GREW` times what it was."""
+    """Whether a share (of, all) is at least `GREW` times its former value."""
     return now[0] / max(1, now[1]) >= GREW * then[0] / max(1, then[1]) and now[0] > then[0]
 
 

@@ -43,7 +43,7 @@ def reward_fell(evidence: Evidence) -> Sign | None:
 
 
 def hardly_differs(evidence: Evidence) -> Sign | None:
-    """Rewards of a group differ by next to nothing: what is learned from them is noise."""
+    """Rewards of a group differ by next to nothing: they teach noise."""
     spread, mean = evidence.mean("reward_std"), evidence.mean("reward_mean")
     differ = 1.0 - (evidence.mean("groups_without_variance") or 0.0)
     if spread is None or mean is None or not 0 < spread <= HARDLY * max(1.0, abs(mean)):
@@ -74,7 +74,7 @@ def one_answer(evidence: Evidence) -> Sign | None:
 
 
 def not_scored(evidence: Evidence) -> Sign | None:
-    """Answers have no score: what has none counts in no number, so the others say little."""
+    """Many answers have no score: the numbers are of the others alone, so they say little."""
     share = evidence.mean("unscored_fraction")
     if share is None or share < MOST_UNSCORED or not evidence.total("sequences"):
         return None

@@ -19,7 +19,7 @@ from mlx_parallm.rl_training.monitor.evidence import (
 )
 
 LOST_NATS, LOST_SHARE = 5.0, 0.5
-"""What the log-probability of a chosen answer loses, in nats and as a share of what it was. DPO
+"""Loss of a chosen answer's log-probability, in nats and as a share of its first value. DPO
 lowers it by a few nats on long answers; e^-5 is an answer that is not sampled any more."""
 LOSS_ROSE, STEPS_LOSS_ROSE = 0.1, 0.5
 """Share of the loss before training, on the same held-out rows; and of that of the first steps,
@@ -27,7 +27,7 @@ whose rows are others."""
 BY_CHANCE = 0.05
 """From a half: of the pairs in the right order."""
 ENOUGH_STEPS, ENOUGH_PAIRS = 20, 100
-"""What a run has had time and rows for, before its pairs count as not told apart."""
+"""Least steps and rows of a run before its pairs count as not told apart."""
 
 
 def chosen_unlikely(evidence: Evidence) -> Sign | None:

@@ -28,7 +28,7 @@ log = get_logger("memory")
 
 OFF = 0.15
 SMALL = 64 * 2**20
-"""On top of that, a difference that nobody needs to hear of: that of a small model is made by
+"""Further difference that is not worth a warning: that of a small model is made by
 single arrays."""
 
 

@@ -1,4 +1,4 @@
-"""Predict what a run will need before anything is loaded: memory by parts, disk, and the settings
+"""Predict a run's needs before anything is loaded: memory by parts, disk, and the settings
 with which it fits.
 
     PlannedRun.of(Config, config.json)        with the model's dimensions; builds the architecture,
@@ -46,7 +46,7 @@ USUAL_IMAGE = 1024
 TIGHT = 0.85
 """A larger share of the memory is worth a warning: the prediction is good to about 15 %."""
 LEAST_SAVING = 0.01
-"""Of what is needed: a setting that saves less is not named."""
+"""Share of the needed memory: a setting that saves less is not named."""
 
 Cost = Literal["none", "rounding", "learning"]
 C = TypeVar("C", bound=BaseModel)
@@ -70,7 +70,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of `config` with a model of `shape`, and what it needs.
+    """A run of `config` with a model of `shape`, and its needs.
 
     Attributes:
         lengths: longest prompt and completion; None: the longest that `config` allows.
@@ -116,7 +116,7 @@ class PlannedRun:
     def memory(self) -> MemoryEstimate:
         """The peak of a training run with server.batch_size sequences being generated meanwhile.
 
-        On a GPU with memory of its own `of_mlx` is what has to fit there; elsewhere `total`.
+        On a GPU with its own memory `of_mlx` has to fit there; elsewhere `total`.
         """
         shape, training = self.shape, self.config.rl_training
         lora, batch, trained = training.lora.enabled, self._micro_batch, self._trained
@@ -163,7 +163,7 @@ class PlannedRun:
     @property
     def eval_bytes(self) -> int:
         """Bytes that the blocks of one evaluation may keep, where their number is open: a share of
-        the memory, and no more than half of what the run leaves of it."""
+        the memory, and no more than half of the rest beside the run."""
         if self.room is None:
             return 0
         left = int(TIGHT * self.room) - replace(self.least, lengths=None).memory.total
@@ -292,7 +292,7 @@ class PlannedRun:
         )
 
     def _teachers(self) -> int:
-        """Weights of teachers, older ones of the policy, and what a step keeps of their scores. A
+        """Weights of teachers, older ones of the policy, and a step's copies of their scores. A
         teacher's forward pass needs less than the training step that comes after it."""
         training, shape = self.config.rl_training, self.shape
         if not training.distillation.active:
@@ -307,8 +307,8 @@ class PlannedRun:
     # ------------------------------------------------------------------ settings that it fits with
 
     def what_fits(self, room: int) -> tuple[dict[str, str], MemoryEstimate]:
-        """Settings with which the run needs at most `room` bytes, as TOML has them, and what it
-        then needs.
+        """Settings with which the run needs at most `room` bytes, in TOML's form, and the bytes
+        that it then needs.
 
         They are taken in the order of what they cost, and of equal ones that which saves most comes
         first, halved again if it still is. If it takes one that changes what is learnt, the
@@ -350,7 +350,7 @@ class PlannedRun:
         return run
 
     def too_little_memory(self, needed: int, present: int, *, may: bool = False) -> str:
-        """One sentence: what is needed and there, and with which settings it fits.
+        """Return one sentence: the needed and the available memory, and settings that fit.
 
         Args:
             needed: bytes, predicted or measured. `may`: only with the longest sequences.
@@ -371,7 +371,7 @@ class PlannedRun:
 
 
 class Setting(NamedTuple):
-    """A setting that lowers what a run needs.
+    """A setting that lowers a run's needs.
 
     Attributes:
         cost: "learning": it changes what is learnt; "rounding": by less than a seed does.
@@ -434,7 +434,7 @@ SETTINGS = (
     Setting("rl_training.lora.rank", "learning", _half_rank),
     Setting("rl_training.lora.quantize_base", "learning", _packed_base),
 )
-"""By what they cost. A new one is a line here."""
+"""Sorted by their cost. A new one is a line here."""
 
 
 def value_of(config: BaseModel, key: str) -> Any:

@@ -3,7 +3,7 @@
 PublishGuard     may the trained weights be served? They and the log-probabilities that they give
                  must be finite, other numbers than the served ones, and answer nearly as those do:
                  one forward pass of a few of the step's own sequences measures that.
-TrainingStates   what a refused update and a rollback go back to
+TrainingStates   the states for a refused update and a rollback
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class PublishGuard:
         self.served: list[mx.array] = []  # in the order of `TrainedPolicy.served_arrays`
 
     def published(self, served: list[mx.array] | None = None) -> None:
-        """Note what is served; None: the trained weights."""
+        """Note the served weights; None: the trained ones."""
         self.served = self._policy.served_arrays() if served is None else served
 
     def judge(self, rollouts: Sequence[Rollout]) -> Verdict:

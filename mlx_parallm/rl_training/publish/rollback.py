@@ -178,7 +178,7 @@ class Rollbacks:
         self._trainer.optimizer.restore(read_tensors(path / OPTIMIZER_FILE))
         self._trainer.restore(state.trainer)
         mx.eval(self._trainer.policy.slots.read())
-        # of half a step: no version has had these weights
+        # in the middle of a step: no version has these weights
         table = [] if state.unpublished else state.versions
         return TrainingState(state.policy_version, state.step, (), {}, None, {}, table)
 

@@ -43,7 +43,7 @@ log = get_logger("train")
 def publish(
     weights: SharedWeights, trainer: Trainer, version: int, timeout_s: float | None
 ) -> PublishReport:
-    """Serve what is trained as `version`. Raises PublishTimeoutError: nothing has changed.
+    """Serve the trained weights as `version`. Raises PublishTimeoutError: nothing has changed.
     DeviceFaultError: the weights are not those that the optimizer holds."""
     policy = trainer.policy
 
@@ -169,7 +169,7 @@ class WeightUpdater:
         """Publishes when `step` is one of every n, or the last; None when nothing was published.
 
         Args:
-            rollouts: what the step was trained on; the guard measures with them.
+            rollouts: the step's; the guard measures with them.
 
         Raises CheckpointError: the guard refused, and there is nothing in memory to go back to.
         """
@@ -200,7 +200,7 @@ class WeightUpdater:
         return report
 
     def go_back(self, state: TrainingState, step: int) -> PublishReport:
-        """Publishes what was put back of `state` after `step` steps, as its own version.
+        """Publish the restored weights of `state` after `step` steps, as a version.
         Waits for the lock."""
         report = self._publish(None)
         self._versions.go_back(state.table, state.steps, version=report.version, steps=step)

@@ -1,7 +1,7 @@
 """The one assembly of a run's parts, for `mlx_parallm train` (start.py) and for programs
 (faces/library).
 
-    trainer, run directory, checkpoint → open_files: the trainer stands where the run continues
+    trainer, run directory, checkpoint → open_files: the trainer is at the run's last step
     → the caller lets the weights be served, and makes the batches → make_parts → TrainingLoop
 """
 
@@ -31,7 +31,7 @@ from mlx_parallm.weights import SharedWeights
 class RunFiles:
     """Checkpoints and metrics lines of a run.
 
-    `checkpoint`, `state`: what the run continues from; None: it begins. `learners`: beside the
+    `checkpoint`, `state`: the run continues from them; None: it begins. `learners`: beside the
     policy, by the name of their environment.
     """
 
@@ -127,7 +127,7 @@ def make_parts(
         files: None: nothing is kept, as in a notebook.
         drained, events: as in `WeightUpdater`.
         sources: whose state a checkpoint keeps.
-        rollbacks: takes the requests; None: nobody can ask.
+        rollbacks: takes the requests; None: there are no requests.
     """
     updater = WeightUpdater(
         published.shared,

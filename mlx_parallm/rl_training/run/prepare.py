@@ -99,7 +99,7 @@ class PreparedRun:
         self.events, self.live = RunEvents(), LiveRun(training.total_steps)
         self.closing, self.end = ExitStack(), EndLimit()
         self.closing.callback(self.end.cancel)  # last: the limit is for all that closes
-        with ExitStack() as failed:  # nobody closes a run whose constructor has raised
+        with ExitStack() as failed:  # no caller closes a run whose constructor has raised
             failed.callback(self.closing.close)
             self.tools = self._open_tools()
             progress = self.live.progress

@@ -52,7 +52,7 @@ def _example_prompt(sources: tuple[EnvironmentSource, ...]) -> Any:
 
 
 def print_run_report(started: StartedRun, metrics: MetricsFile, outcome: Outcome) -> None:
-    """Write the reward curve, and print what was learned and what to do next."""
+    """Write the reward curve, and print the result and the next steps."""
     run, console = started.opened.path, started.prepared.console
     lines, evaluations = list(metrics.read()), started.evaluation_log.done()
     finished = outcome == "finished"

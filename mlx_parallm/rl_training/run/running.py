@@ -86,7 +86,7 @@ class RunningRun:
         prepared.ranks.check()
 
     def _after_fault(self) -> DeviceFaultError:
-        """Save what was whole, and return the error of the first fault, with what to do now."""
+        """Save what was whole, and return the error of the first fault, with a remedy."""
         run, fault = self._started.opened.path, self._prepared.serving.turns.faults.first
         assert fault is not None, "it was noted"
         try:
@@ -131,7 +131,7 @@ class RunningRun:
         return True
 
     def _measure(self, step: int) -> dict[str, Any]:
-        """Return what a metrics line has beside the trainer's numbers."""
+        """Return a metrics line's values beside the trainer's."""
         heldout, tools = self._started.heldout, self._prepared.tools
         return {
             **(heldout.measure(step) if heldout is not None else {}),
@@ -152,7 +152,7 @@ class RunningRun:
         FallGuard(started.evaluation_log, most, roll_back).subscribe(events)
 
     def _end_soon(self) -> None:
-        """The last checkpoint is written: what is left may not take long, if the process has
+        """The last checkpoint is written: the rest must be short, if the process has
         nothing else to do."""
         if not self._ends_process:
             return

@@ -1,5 +1,5 @@
 """The serving half of the process, as a run uses it: `PolicyServer`, and `open_serving`, which lets
-it answer with what is trained."""
+it answer with the policy in training."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -72,7 +72,7 @@ def open_serving(
     archive: VersionArchive | None = None,
     adapter_roots: Sequence[Path] = (),
 ) -> SharedWeights:
-    """Let the server answer with what is being trained, as `version`. Arguments:
+    """Let the server answer with the trained weights, as `version`. Arguments:
     `SharedWeights`, `daemon.Serving`."""
     if policy.lora:
         weights = SharedWeights(

@@ -57,7 +57,7 @@ log = get_logger("train")
 
 @dataclass(frozen=True)
 class OpenDirectory:
-    """The directory of a run, and what is open in it from the start."""
+    """The directory of a run, and its files open from the start."""
 
     directory: RunDirectory
     store: RolloutStore
@@ -129,7 +129,7 @@ class StartedRun:
         return evaluations
 
     def evaluate(self) -> Mapping[str, float | None]:
-        """Measure the weights as they are now on what is held out, as keys of a metrics line; not
+        """Measure the present weights on held-out rows, as keys of a metrics line; not
         while they train."""
         if self.heldout is not None:
             return self.heldout.numbers()
@@ -253,7 +253,7 @@ def start_run(prepared: PreparedRun) -> StartedRun | None:
 
 
 def _planned(prepared: PreparedRun, *, quantize: bool) -> tuple[PlannedRun, MemoryWatch]:
-    """Return what the run will need, compared with what there is. Raises ConfigError."""
+    """Return the run's needs, compared with the available memory. Raises ConfigError."""
     config, processes = prepared.config, prepared.ranks.here
     deterministic = config.rl_training.deterministic
     planned = PlannedRun.of(
@@ -382,7 +382,7 @@ def _resume(
     keep: int,
     keep_best: bool,
 ) -> RunFiles:
-    """Put trainer, store and files back to where the run continues."""
+    """Restore trainer, store and files to the run's last step."""
     files = open_files(
         opened.path,
         trainer,

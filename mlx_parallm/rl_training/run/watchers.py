@@ -22,7 +22,7 @@ from mlx_parallm.system.files import GB
 
 
 def watch(started: StartedRun) -> None:
-    """Subscribe everything that watches the run; what has to be closed is closed with it."""
+    """Subscribe everything that watches the run; they are closed with it."""
     prepared, opened = started.prepared, started.opened
     events, closing, serving = prepared.events, prepared.closing, prepared.serving
     tokenizer = serving.tokenizer()

@@ -77,9 +77,9 @@ class Algorithm:
     """An algorithm as the trainer knows it.
 
     `advantages`: rewards of one group → one number each, None = nothing to learn. `finish`: a step
-    over the whole batch (whitening, GAE). `needs_…`: what is scored before the step's first update.
-    `scores_values`: its loss reads the value head, and no earlier values. `on_data`: it learns from
-    rows of a file, which no policy sampled. `rows_per_example`:
+    over the whole batch (whitening, GAE). `needs_…`: scores to compute before the step's first
+    update. `scores_values`: its loss reads the value head, and no earlier values. `on_data`: it
+    learns from rows of a file, which no policy sampled. `rows_per_example`:
     consecutive sequences that only make sense together (2: a pair).
     `pairs`: an example is the best and the worst rollout of a group, in this order
     (`losses.advantages.pair_advantages`). `singles`: an example is one rollout, desirable or not by
@@ -225,7 +225,7 @@ def credit(
     The value of a token is that of the state in which it is predicted. Only trained tokens are
     states: a tool's answer between two of them is passed over, so value and advantage are carried
     across it. The last trained token of a sequence gets the reward and ends its episode, also where
-    the answer was cut off (as in TRL and verl): no value stands in for what was not written.
+    the answer was cut off (as in TRL and verl): no value replaces the unwritten part.
 
     Metrics: explained_variance, 1 - Var(return - V) / Var(return), of the values before the step.
     """

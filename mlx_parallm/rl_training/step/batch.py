@@ -27,7 +27,7 @@ ONE_ANSWER = 0.8
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One rollout with what the trainer adds. `fresh`: read and sampled wholly by the weights the
+    """One rollout with the trainer's columns. `fresh`: read and sampled wholly by the weights the
     step starts from.
 
     `from_dataset`: an answer of the dataset, which no model sampled, in the place of its group.

@@ -47,9 +47,9 @@ SHORT_ROW = 64
 """Tokens of a row that may be longer than every sequence in it: attention over so few costs next
 to nothing."""
 FIRST_TOKENS = 512
-"""Of a micro-batch, until a time limit has been compared with a measurement."""
+"""Token budget of a micro-batch, until a time limit has been measured."""
 AIM = 0.8
-"""Of the time limit, when the budget is lowered."""
+"""Share of the time limit at which the budget is lowered."""
 
 Measure = Callable[[mx.array, TokenBatch, slice], tuple[mx.array, ...]]
 """See `TokenBatch.measure`."""
@@ -74,7 +74,7 @@ class MicroBatch:
     targets: np.ndarray  # [N] int32
     temperatures: np.ndarray  # [N] float32
     scatter: np.ndarray  # [B, T] int32: which of the N scores belongs here; N where mask is false
-    # [N] int64: where the numbers of these tokens are in the columns of the step (prepare.py)
+    # [N] int64: index of these tokens in the columns of the step (prepare.py)
     columns: np.ndarray
     # [N, layers, k] int16, or int32 of more experts than a byte counts, see `TokenBatch.experts`;
     # None: no rollout has recorded its experts
@@ -120,7 +120,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """`tokens`: trained positions of all micro-batches. `batch`: what the rows are indices into."""
+    """`tokens`: trained positions of all micro-batches. rows are indices into `batch`."""
 
     micro_batches: tuple[MicroBatch, ...]
     tokens: int
@@ -206,7 +206,7 @@ def _micro_batch(
     starts: np.ndarray,
     prompt_experts: bool,
 ) -> MicroBatch:
-    """`starts` [sequences + 1]: where the columns of each sequence begin."""
+    """`starts` [sequences + 1]: first column of each sequence."""
     width = padded_length(max(len(sequences[row].rollout.tokens) for row in rows) - 1)
     shape = (len(rows), width)
     tokens = np.zeros((len(rows), width + 1), np.int32)
@@ -496,7 +496,7 @@ def used(sequence: TrainSequence) -> int:
 
 
 def _first_fit(sizes: Sizes) -> PackedPart:
-    """Each sequence, the longest first, into the first row where it fits: at most 11/9 of the
+    """Each sequence, the longest first, into the first row with room: at most 11/9 of the
     fewest rows possible, and one more (Johnson, 1973)."""
     capacity = max(padded_length(sizes[-1][0]), SHORT_ROW)
     rows: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Whether gradients and scores of a step are what the model gives, and not zeros of a failed
+"""Check that gradients and scores of a step are the model's, and not zeros of a failed
 evaluation."""
 
 from collections import Counter
@@ -15,7 +15,7 @@ from mlx_parallm.system.device.faults import wrong_numbers
 from mlx_parallm.system.device.traits import may_lose_results
 
 Result = tuple[mx.array, tuple[Any, ...], list[mx.array]]
-"""What `BlockwiseModel.loss_and_gradients` returns; the last two of the further arrays are the
+"""The result of `BlockwiseModel.loss_and_gradients`; the last two of the further arrays are the
 scores' log-probabilities and entropies."""
 TRUSTED = 4
 """Times that a gradient which has become zeros is computed again; from then on at each doubling:
@@ -36,12 +36,12 @@ def proved_scores(model: BlockwiseModel, batch: TokenBatch) -> list[np.ndarray]:
 
 
 class GradientProof:
-    """Whether gradients are what the loss made. One thread's.
+    """Check that gradients are the loss's. Used by one thread.
 
     A gradient of zeros may be right. Of a loss that reaches no token, as of a group with one
     reward: then the slope by the scores, which costs nothing, is zeros too. Of an adapter's A while
     its B is 0. Of an expert or a tower that a batch does not use: one that had numbers, or was not
-    seen yet, is computed once more; where that gives numbers the device has failed. What was right
+    seen yet, is computed once more; if that gives numbers the device has failed. What was right
     `TRUSTED` times comes and goes with the batches, and is looked at more and more rarely: of such
     a name alone, a loss may then stay unseen. One evaluation makes many gradients, and it is
     noticed by any other of them.
@@ -76,7 +76,7 @@ class GradientProof:
 
     def _is_flat(self, batch: TokenBatch, objective: Objective, result: Result) -> bool:
         """Whether the loss does not depend on the scores, so that all its gradients are zeros.
-        Values, and measures of a lesson, are not kept: with them nobody knows."""
+        Values, and measures of a lesson, are not kept: their truth is unknown."""
         if batch.measure is not None or value_head_of(self._model.model) is not None:
             return False
         _, (*_, logprobs, entropies), _ = result

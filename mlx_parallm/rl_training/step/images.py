@@ -50,7 +50,7 @@ class StepImages:
         self._places: dict[str, tuple[int, int]] = {}  # name → first id from the vocabulary on, ids
         self._grids: dict[int, Grid] = {}  # first id from the vocabulary on → grid
         modules = parts.encoder.modules
-        # of the trained weights that make features, the last blocks' first: so a gradient that is
+        # trained weights that make features, the last blocks' first: so a gradient that is
         # evaluated after another takes one block
         seeing = [i for i, name in enumerate(slots.names) if of_part(name, modules)]
         self._trained = sorted(seeing, key=lambda i: _block(slots.names[i]), reverse=True)
@@ -208,8 +208,8 @@ class StepImages:
 
     def pull_back(self) -> Iterator[tuple[int, mx.array]]:
         """Yield slots and gradients, float32, of what makes features, one image after the other;
-        not evaluated. Blocks come from the last to the first: whoever evaluates each gradient alone
-        has a place for a turn after each block."""
+        not evaluated. Blocks come from the last to the first: evaluating each gradient alone
+        leaves a turn to the engine after each block."""
         trained = self._trained
         for name in sorted(self._slopes):
             image = self._parts.reader.stored(name)

@@ -1,4 +1,4 @@
-"""Predict the bytes of a training step, for a memory plan: `TrainedSize` of what is trained,
+"""Predict the bytes of a training step, for a memory plan: `TrainedSize` of the trained weights,
 `LargestBatch` of the activations. Evaluates nothing.
 
 The counts were measured with MLX 0.32.4 (`mx.get_peak_memory` around one micro-batch, some sixty
@@ -70,7 +70,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class TrainedSize:
-    """Numbers that are trained, and what is kept beside them.
+    """Trained parameters, and their optimizer states and copies.
 
     Attributes:
         small: of them in arrays whose optimizer states are never in 8 bits.
@@ -100,7 +100,7 @@ class TrainedSize:
         """Bytes of states and gradients, and of all copies of the trained numbers.
 
         Those are an adapter's own arrays and the versions that are kept; a float32 copy of all
-        weights, if they are narrower; what a rollback goes back to; the KL's reference.
+        weights, if they are narrower; a rollback's copies; the KL's reference.
         """
         lora, states = self.lora.enabled, 1 + self.rollbacks
         kept = FLOAT * states

@@ -385,7 +385,7 @@ class ParameterGroup:
         self, gradients: dict[str, mx.array], learning_rate: float, factor: float | None
     ) -> None:
         """One update with the gradients, times `factor` unless it is None; masters and state are
-        evaluated. After an exception this group's are what they were. Raises DeviceFaultError: a
+        evaluated. After an exception this group's are unchanged. Raises DeviceFaultError: a
         result is zeros, and is not when it is computed again."""
         optimizer = self._optimizer
         optimizer.learning_rate = learning_rate * self._rate

@@ -6,7 +6,7 @@ it contains.
                    ("initial")
     full weights   everything is trained; the reference is a frozen copy (arrays are immutable: it
                    costs memory only once training has moved the weights away from it)
-    "ema"          either way: the moving average of what is trained, begun where the run began,
+    "ema"          either way: the moving average of the trained weights from the run's start on,
                    kept in float32
 
 The tree shares its frozen arrays with the serving one (`copy.deepcopy` before either was wrapped),
@@ -145,7 +145,7 @@ class TrainedPolicy:
         self._value_slots = [
             slot for slot, name in enumerate(self.slots.names) if is_value_head(name)
         ]
-        self.reference_arrays: list[mx.array] | None = None  # float32 where it is an average
+        self.reference_arrays: list[mx.array] | None = None  # float32 if it is an average
         self._reference_base: dict[str, mx.array] | None = None  # another model's arrays, by path
         self._reference_replaced = False  # by `use_reference` or `blend_reference`
         # texts that are saved with the weights, by file name
@@ -378,7 +378,7 @@ class TrainedPolicy:
 
     @property
     def _saved_reference(self) -> list[mx.array]:
-        """Empty where a resume makes it again: the base, or the weights that the run began with."""
+        """Empty if a resume makes it again: the base, or the weights that the run began with."""
         return (
             (self.reference_arrays or [])
             if self.lora or self._ema or self._reference_replaced

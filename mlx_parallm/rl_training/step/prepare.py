@@ -59,8 +59,8 @@ tokens are fresh."""
 
 MISMATCH_BOUND = 1e-3
 """Mean |trainer - engine| in nats a token on the same weights, from which on "auto" corrects: a
-thousandth of the sampled tokens' probability on average, two orders below what the ratio's
-clipping (0.2) notices. It lies between float32 (at most 1.3e-5) and narrower types (at least
+thousandth of the sampled tokens' probability on average, two orders below the ratio's
+clipping (0.2). It lies between float32 (at most 1.3e-5) and narrower types (at least
 2e-3), whatever the model's size."""
 MEASURED_MISMATCH: Mapping[tuple[mx.Dtype, bool], float] = {
     (mx.float32, False): 1.3e-5,
@@ -77,7 +77,7 @@ models of docs/algorithms.md#before-a-step-learns, on a CPU.
 
 @dataclass(frozen=True)
 class StepPosition:
-    """Where inside a step training is, so that a step which a shutdown interrupted is continued
+    """Position of training within a step, so that a step which a shutdown interrupted is continued
     exactly.
 
     `totals`: sums of the metrics of finished mini-batches. `scores`: those made before the first
@@ -157,7 +157,7 @@ class PreparedBatch:
     advantages: np.ndarray
     fresh: np.ndarray  # sampled by the very weights that the step starts from
     has_rollout_logprobs: np.ndarray  # the sender has sent a log-probability
-    old_logprobs: np.ndarray | None = None  # what the ratio is against; None: rollout_logprobs
+    old_logprobs: np.ndarray | None = None  # denominator of the ratio; None: rollout_logprobs
     weights: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     old_values: np.ndarray | None = None

@@ -28,7 +28,7 @@ SMALLEST = 4096
 PIECE = 1 << 22
 """Numbers of which the states are float32 at a time: 16 MiB for each intermediate array."""
 STATE_BYTES = 1 + 4 / BLOCK
-"""Of one number of one state."""
+"""Bytes of one number of one state."""
 CODES, ABSMAX = "_codes", "_absmax"
 DECADES = 7
 _FIRST_CELL = 127 - 24 << 7  # the upper 16 bits of 2⁻²⁴, which is below every midpoint
@@ -153,7 +153,7 @@ def in_pieces(
     """Return `update` (gradients, masters, state → masters, state; evaluated) of all arrays, PIECE
     numbers at a time.
 
-    `state`: of an optimizer over the masters, by their names, and what they share.
+    `state`: of an optimizer over the masters, by their names, and its shared numbers.
     """
     shared = {name: array for name, array in state.items() if name not in masters}
     new_masters, new_state = State(), State()

@@ -9,7 +9,7 @@ advantage.
     prepare     scores → the columns that a loss reads                   prepare.py
     accumulate  forward and backward of a mini-batch; its gradients are added to those of earlier
                 calls
-    apply       the optimizer's update with what was accumulated         optimizer.py
+    apply       the optimizer's update with the accumulated gradients    optimizer.py
 
 `train_step` calls these in that order. A caller with its own loop may call `accumulate`
 several times before one `apply`: everything is a sum, and the normalizers are the caller's.
@@ -303,7 +303,8 @@ class Trainer:
         return total, metrics, complete
 
     def _forget_images(self) -> None:
-        """Make room for features, unless a step is under way: it continues with what it has."""
+        """Make room for features, unless a step is under way: it continues with its present
+        room."""
         if self.images is not None and not self._in_step:
             self.images.begin_step()
 
@@ -531,7 +532,7 @@ class Trainer:
         return None if summed is None else self.optimizer.update(summed, learning_rate, step)
 
     def drop(self) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradients."""
         self.gradients = None
 
     def _finish_step(self, step: int, prepared: PreparedBatch) -> None:

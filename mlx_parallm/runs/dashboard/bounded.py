@@ -1,4 +1,4 @@
-"""Bounds of what is sent to the page: texts of a bounded length, numbers that JSON can hold."""
+"""Bounds of the page's data: texts of a bounded length, numbers that JSON can hold."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ def cut(text: str | None, most: int) -> str | None:
 
 
 def sendable(value: Any) -> Any:
-    """Turn what JSON and UTF-8 cannot hold into what they can: numbers that are not finite,
+    """Replace values that JSON and UTF-8 cannot hold: numbers that are not finite,
     halves of characters."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()

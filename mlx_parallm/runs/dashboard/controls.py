@@ -122,7 +122,7 @@ def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
 
 
 async def _pause(context: ServerContext, pause: bool) -> None:
-    """Hold every request where it is, those of the rollouts too: the training waits for its
+    """Pause every request, those of the rollouts too: the training waits for its
     batch."""
     if pause:
         await pause_for_clients(context.engine, DASHBOARD, freeze=True)

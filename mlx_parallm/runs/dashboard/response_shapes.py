@@ -1,4 +1,4 @@
-"""The shapes of what the routes below /dashboard/api answer, for the OpenAPI document and the
+"""The shapes of answers of the routes below /dashboard/api, for the OpenAPI document and the
 clients made from it.
 
 tests/dashboard/test_routes.py compares them with real answers. A dictionary may get more keys.
@@ -48,7 +48,7 @@ class Mark(TypedDict):
 
 class MetricsAnswer(TypedDict):
     """Columns of metrics.jsonl: one number for each of `steps`, None if a step has none.
-    `reset`: forget what came before. `keys`: all that there are."""
+    `reset`: forget earlier lines. `keys`: all that there are."""
 
     cursor: str
     reset: bool

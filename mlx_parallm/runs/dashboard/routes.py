@@ -1,6 +1,6 @@
 """The routes below /dashboard, in the daemon and in its own server (command.py). The page's
 own files (static/) are public and hold no data; all data needs the server's key. A leaf: `RunView`
-has what is shown, from the disk alone.
+reads the data, from the disk alone.
 
     /dashboard, /dashboard/static/…   the page
     /dashboard/api/events             one stream for each tab: which data has changed; the page then
@@ -126,7 +126,7 @@ def _added(
 
 
 def _answer(model: type) -> dict[int | str, dict[str, Any]]:
-    """Declare what a route answers. `model`: one of response_shapes.py."""
+    """Declare a route's answer. `model`: one of response_shapes.py."""
     return {200: {"model": model}}
 
 
@@ -268,7 +268,7 @@ def _rollout_routes(router: APIRouter, views: Views) -> None:
         segment: Annotated[int, Query(ge=0)] = 0,
         first: Annotated[int, Query(ge=0)] = 0,
     ) -> Response:
-        """The tokens of one answer, with what is known of each."""
+        """The tokens of one answer, with their numbers."""
         return JSONResponse(_view(views, run).tokens(id, number, segment, first))
 
 

@@ -79,15 +79,15 @@ def _thumbnail(name: str) -> str:
 
 
 MOST_NUMBERS = 24_000
-"""Of one answer about metrics: some 200 kB."""
+"""Most points of one answer about metrics: some 200 kB."""
 MOST_ANSWERS = 256
 LISTED_CHARACTERS, SHOWN_CHARACTERS = 700, 20_000
-"""Of a prompt or an answer: in a list, and of a turn of a group."""
+"""Most characters of a prompt or an answer: in a list, and of a turn of a group."""
 MOST_CHARACTERS = 160_000
-"""Of all texts of one answer of the API."""
+"""Most characters of all texts of one answer of the API."""
 MOST_TOKENS = 2048
 SEARCH_S, PATTERN_S = 2.0, 0.2
-"""A search answers with what it has found by then, and says where to continue; one text is given up
+"""A search answers with its results by then, and says where to continue; one text is given up
 after PATTERN_S."""
 HEALTH_PAUSE = 400
 """Health is judged again after this many times the seconds that it took: at most a quarter of a
@@ -230,12 +230,12 @@ class RunView:
         return "finished" if self._run.has_final else "stopped"
 
     def read(self) -> None:
-        """Read what is new of the numbers, so that who asks for them next need not wait."""
+        """Read new numbers, so that the next request need not wait."""
         with self._numbers_lock, suppress(CheckpointError):
             self._read()
 
     def read_newest_group(self) -> None:
-        """Load what an answer needs, such as the tokenizer: the first look at a group need not
+        """Load an answer's needs, such as the tokenizer: the first look at a group need not
         wait for it."""
         with suppress(ParallmError):
             self.groups(Search(limit=1))
@@ -246,8 +246,8 @@ class RunView:
         return (self.path / CHATS_FILE).is_file()
 
     def summary(self) -> dict[str, Any]:
-        """Return what the list of runs shows. A damaged run is in it, as far as it can be read: the
-        routes of its numbers say where the damage is."""
+        """Return the run's entry in the list. A damaged run is in it, as far as it can be read: the
+        routes of its numbers name the damage."""
         self.read()
         last = dict(self._columns.last)
         run = self._run.fresh()
@@ -279,7 +279,7 @@ class RunView:
     def metrics(self, keys: Sequence[str], after: str, most: int) -> dict[str, Any]:
         """Return the columns `keys` of the steps behind the cursor `after` ("" = all of them).
 
-        `reset`: true when the page has to forget what it has. `keys`: all that there are. Raises
+        `reset`: true when the page has to drop its data. `keys`: all keys. Raises
         CheckpointError.
         """
         with self._numbers_lock:
@@ -428,7 +428,7 @@ class RunView:
         return self._shown(group | _rewards(rewards))
 
     def tokens(self, group_id: str, number: int, segment: int, first: int) -> dict[str, Any]:
-        """Return at most MOST_TOKENS tokens of one answer with what is known of each; lists have
+        """Return at most MOST_TOKENS tokens of one answer with their numbers; lists have
         one entry a token.
 
         Raises RequestError: no such group, answer or segment.

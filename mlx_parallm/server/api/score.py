@@ -85,7 +85,7 @@ class ScoreBody(Body):
         return self
 
     def conversations(self, prompt_format: str) -> list[Conversation]:
-        """Return what is to be scored, in the form that the reward model reads."""
+        """Return the texts to score, in the reward model's form."""
         if self.messages is not None:
             chats = self.messages
             lists = [chats] if isinstance(chats[0], Message) else chats

@@ -3,7 +3,7 @@ MLX.
 
     engine's text → AnswerSplitter.feed … finish → AnswerParts (shown now) → api/chat.py
 
-An answer that is not streamed goes through the same code in one piece; where the text is cut makes
+An answer that is not streamed goes through the same code in one piece; the cuts of the text make
 no difference. The tokenizer brings the markers and the format of calls (mlx-lm's knowledge of the
 model). Nothing is lost: text between tool markers that is not a call becomes content. Whitespace
 beside a marker belongs to the marker. A marker within an argument of a call is text of that
@@ -183,7 +183,7 @@ class AnswerSplitter:
         self.calls_made = 0
 
     def feed(self, text: str) -> AnswerParts:
-        """Take the next piece of text; return what it made showable."""
+        """Take the next piece of text; return the newly showable parts."""
         parts = AnswerParts()
         text, at = self._pending + text, 0
         while (marker := self._patterns[self._state].search(text, at)) is not None:
@@ -337,7 +337,7 @@ class AnswerSplitter:
         """The calls of the region, and the text behind them."""
         start, *body = self._region
         markers = self._format.tool_markers
-        if cut_off and (markers is None or markers[1]):  # else what is complete is a call
+        if cut_off and (markers is None or markers[1]):  # else a complete one is a call
             return ReadCalls([])
         text = "".join([start, *body, end] if self._state == _BARE else body)
         assert self._format.parse is not None
@@ -378,7 +378,7 @@ class AnswerSplitter:
     def _complete(
         self, index: int, name: str, arguments: Mapping[str, Any], call_id: str | None
     ) -> None:
-        """Put a call as it was read in the end beside what had begun; what was shown of it
+        """Match a finished call with its begun one; the part shown of it
         stays."""
         assert self._begun is not None
         if index == len(self._begun.calls):
@@ -398,7 +398,7 @@ class AnswerSplitter:
             self._format.on_malformed()
 
     def _show_begun(self, parts: AnswerParts) -> None:
-        """Show what is new in the region's calls."""
+        """Show the new parts of the region's calls."""
         assert self._begun is not None
         for index, call in enumerate(self._begun.calls):
             place = self.calls_made + index

@@ -60,7 +60,7 @@ class BegunCalls(Protocol):
     def feed(self, text: str) -> None: ...
 
     def cut(self, undecided: str) -> None:
-        """Read what is there once more: a limit has ended the answer. However the text came in
+        """Read the text once more: a limit has ended the answer. However the text came in
         pieces, the calls are then the same. `undecided`: text at the end that may begin a
         marker."""
         ...
@@ -83,7 +83,7 @@ _OBJECT = re.compile(
     r'"(?:arguments|args|parameters)"\s*+:\s*+(?=\{)',
     re.DOTALL,
 )
-_HEADERS: Mapping[str, tuple[re.Pattern[str], ...]] = {  # up to where the arguments begin
+_HEADERS: Mapping[str, tuple[re.Pattern[str], ...]] = {  # up to the arguments' begin
     "json_tools": (_OBJECT,),
     "mistral": (
         re.compile(
@@ -145,7 +145,7 @@ class _JsonCalls:
         return True
 
     def _read_value(self) -> str:
-        """Move on to the end of the arguments, or of what is there; return that text. A raw line
+        """Move to the end of the arguments, or of the text; return that text. A raw line
         end within a string is escaped."""
         pieces, start = list[str](), self._at
         while self._depth:

@@ -1,7 +1,7 @@
 """Answers of the OpenAI routes as plain dictionaries, built once and dumped once (no response
 models to validate).
 
-Token-exact: ids and log-probabilities are what the engine sampled, EOS included; every choice
+Token-exact: ids and log-probabilities are the engine's, EOS included; every choice
 carries the spans of policy versions it was sampled under.
 """
 
@@ -23,7 +23,7 @@ MINIMUM_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
 
 
 class TokenReader(Protocol):
-    """Follows the tokens of a text and says what each stands for in its place
+    """Follow the tokens of a text and return each one's text in its place
     (`models.token_text`)."""
 
     length: int  # characters before the next token's

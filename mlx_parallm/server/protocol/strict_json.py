@@ -31,9 +31,9 @@ def json_router(tag: str) -> APIRouter:
 
 class StrictJSONRequest(Request):
     async def json(self) -> Any:
-        """The body's value, unpacked. Raises HTTPException: 400 for what is not UTF-8, not JSON,
-        NaN, Infinity or nested too deeply; 413 for too many lists; 415 for another packing than
-        gzip and deflate."""
+        """The body's value, unpacked. Raises HTTPException: 400 for a body that is not UTF-8, not
+        JSON, NaN, Infinity or nested too deeply; 413 for too many lists; 415 for another packing
+        than gzip and deflate."""
         body = await self.body()
         if encoding := self.headers.get("content-encoding", ""):
             body = await asyncio.to_thread(_unpacked, body, encoding)
@@ -52,7 +52,7 @@ class StrictJSONRequest(Request):
 
 def _unpacked(body: bytes, encoding: str) -> bytes:
     """Raises HTTPException: 415 for an encoding that is not read here, 413 for a body that is too
-    large unpacked, 400 for one that is not what it says."""
+    large unpacked, 400 for one whose encoding is wrong."""
     try:
         unpacker = Unpacked(encoding, "", "", Bounds(body=MAX_BODY_BYTES), "the body")
     except BeyondBoundsError as error:

@@ -1,4 +1,4 @@
-"""Bodies of other APIs → the body of a chat. What they share with it keeps its name."""
+"""Bodies of other APIs → the body of a chat. Shared fields keep their names."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

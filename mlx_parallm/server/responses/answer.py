@@ -15,7 +15,7 @@ from mlx_parallm.server.stored_responses import ClientResponses, Item, StoredIte
 CANCELLED, FAILED, IN_PROGRESS = "cancelled", "failed", "in_progress"
 # by the chat's finish reason; of all others COMPLETED
 _STATUSES = {"length": INCOMPLETE, "abort": CANCELLED}
-# Of the chat's answer or choice:
+# Fields of the chat's answer or choice:
 _KEPT = (
     "policy_version",
     "weight_versions",

@@ -36,7 +36,7 @@ Include = Literal[
 # OpenAI's servers search. Codex CLI always offers it, so it is left out; `tools` of the response
 # shows that.
 LEFT_OUT = ("web_search", "web_search_preview")
-SPARE_DEPTH = 100  # how much deeper than here the stack may be where the response is written
+SPARE_DEPTH = 100  # stack frames that writing the response may add
 IN_CHAT = {  # a field of the chat → the one that a client of this API has written
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",

@@ -151,7 +151,7 @@ def sealed_reasoning(text: str) -> str:
 
 
 def opened_reasoning(sealed: Any) -> str | None:
-    """The text; None for what another server has sealed."""
+    """The text; None if another server has sealed it."""
     if not isinstance(sealed, str) or not sealed.startswith(_SEAL):
         return None
     try:

@@ -106,7 +106,7 @@ async def list_input_items(
 
 @router.post("/v1/responses/{response_id}/cancel", responses=_CONFLICT)
 async def cancel_response(response_id: str, request: Request, context: Context) -> Response:
-    """End a response that is being generated; its own request is answered with what there is."""
+    """End a response that is being generated; its own request gets the text so far."""
     responses = _responses(request, context)
     running = responses.running(response_id)
     if running is None:

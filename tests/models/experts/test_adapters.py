@@ -118,7 +118,7 @@ def test_routed_experts_are_adapted_when_they_are_asked_for() -> None:
     [
         (MIXTURE, {"target_modules": ("up_proj",)}, "set lora.routed_experts = true"),
         (QWEN3, {"experts": True}, "the target modules are not stacked experts"),
-        (MIXTURE, {"target_modules": ("q_proj",), "experts": True}, "no stacked experts"),
+        (MIXTURE, {"target_modules": ("q_proj",), "experts": True}, "not stacked experts"),
     ],
 )
 def test_targets_that_do_not_fit_the_setting(
