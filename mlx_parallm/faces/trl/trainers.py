@@ -570,7 +570,7 @@ class TaughtTrainer(TRLTrainer):
         if others.get("eval_dataset") is not None and not self.reward_funcs:
             raise ConfigError(
                 f"{name}: eval_dataset needs reward_funcs, which score the sampled answers: there"
-                " is not an evaluation of the divergence alone"
+                " is no evaluation of the divergence alone"
             )
         self._teacher = None if teacher_model is None else str(teacher_model)
         super().__init__(model, args, **others)

@@ -268,7 +268,7 @@ def _rollout_routes(router: APIRouter, views: Views) -> None:
         segment: Annotated[int, Query(ge=0)] = 0,
         first: Annotated[int, Query(ge=0)] = 0,
     ) -> Response:
-        """The tokens of one answer, with their numbers."""
+        """The tokens of one answer, with what is known of each."""
         return JSONResponse(_view(views, run).tokens(id, number, segment, first))
 
 

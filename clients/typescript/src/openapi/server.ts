@@ -640,7 +640,7 @@ export interface components {
         };
         /**
          * @description Columns of metrics.jsonl: one number for each of `steps`, None if a step has none.
-         *     `reset`: forget what came before. `keys`: all that there are.
+         *     `reset`: forget earlier lines. `keys`: all that there are.
          */
         MetricsAnswer: {
             cursor: string;
