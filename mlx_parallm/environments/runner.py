@@ -347,7 +347,7 @@ class Outcome:
 def attempt() -> Iterator[Outcome]:
     """The boundary around foreign code: environments, rewards, the engine's refusal of a
     request. Raises DeviceFaultError: the GPU has failed under it, as it may under an expert that
-    acts; that is no episode's failure."""
+    acts; that is not an episode's failure."""
     outcome = Outcome()
     try:
         yield outcome

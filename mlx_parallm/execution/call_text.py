@@ -156,7 +156,7 @@ def _values(markup: Markup, text: str, *, final: bool) -> Iterator[tuple[int, in
 
 def end_of_value(markup: Markup, text: str, start: int, *, final: bool) -> int | None:
     """Return the end of a value that begins at `start`; None: it has not ended, or (not `final`)
-    may go on."""
+    may continue."""
     if markup.cdata and (section := _CDATA.match(text, start)) is not None:
         closing = re.compile(rf"\]\]>\s*{re.escape(markup.closed)}").search(text, section.end())
         return None if closing is None else closing.end() - len(markup.closed)

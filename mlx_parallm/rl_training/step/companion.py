@@ -26,7 +26,7 @@ class StepCompanion:
         return False
 
     def dataset_completion(self, group: RolloutGroup) -> Rollout | None:
-        """Return the dataset's answer to learn from in a group's place; None: there is none."""
+        """Return the dataset's answer to learn from in a group's place, or None."""
         return None
 
     # ------------------------------------------------------------------ a step

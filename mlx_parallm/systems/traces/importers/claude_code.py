@@ -281,8 +281,7 @@ def _claude_trace(
         lost = "its history is not whole: the log does not hold the message before its first one"
     elif any(node.is_doubtful for node in nodes):
         lost = (
-            "its history is not known: a message before it is twice in the"
-            " log, at different places"
+            "its history is not known: a message before it is twice in the log, at different places"
         )
     if lost is not None:
         report.remark(nodes[0].lines[0][0], f"{lost}; nothing of the trace is trained on")
