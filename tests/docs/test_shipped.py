@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,7 @@ from hatchling.builders.wheel import WheelBuilder
 from mlx_parallm.config.load import load_config
 from tests.docs.docs_blocks import ROOT, pages
 from tests.docs.docs_commands import GROUP_SIZE, MAX_TOKENS, SMALL
-from tests.integration.processes import BIN
-from tests.signals_reset import default_signals
+from tests.preloaded import Run, preloaded
 
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 FIRST_LINE = re.compile(r"# mlx_parallm (train --config (train_configs/[\w.]+\.toml)( --dry-run)?)")
@@ -49,10 +49,18 @@ def test_a_configuration_needs_nothing_that_is_not_shipped(
     assert all(path.is_relative_to(ROOT / "examples") for path in shipped)
 
 
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with preloaded() as run:
+        yield run
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_a_configuration_runs_from_an_empty_directory(config: Path, tmp_path: Path) -> None:
+def test_a_configuration_runs_from_an_empty_directory(
+    config: Path, tmp_path: Path, run: Run
+) -> None:
     """Where a run reads what an earlier one may have left, twice, as people do. A model of the hub
     is the tiny one, and a run has one step of few tokens."""
     read = load_config(config)
@@ -71,15 +79,8 @@ def test_a_configuration_runs_from_an_empty_directory(config: Path, tmp_path: Pa
         words += ["--set", f"{key}={value}"]
     left_behind = bool(read.rl_training.distillation.teachers) or read.model.lora_path is not None
     for _ in range(1 + left_behind):
-        done = subprocess.run(
-            [BIN / "mlx_parallm", *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            preexec_fn=default_signals,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        code, output = run(words, tmp_path)
+        assert code == 0, output
 
 
 def copied(until: str, directory: Path) -> None:
