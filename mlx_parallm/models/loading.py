@@ -42,7 +42,7 @@ from mlx_parallm.models.ops import use_unpacking
 from mlx_parallm.models.published.classes import set_dtype
 from mlx_parallm.models.published.generation_config import end_tokens
 from mlx_parallm.models.published.mend import load_hf_model
-from mlx_parallm.models.published.reader import read_published
+from mlx_parallm.models.published.reader import own_values, read_published
 from mlx_parallm.models.published.rope import fixed_ropes, longest_text
 from mlx_parallm.models.published.tokenizer_files import is_generic, load_wrapper
 from mlx_parallm.models.quantize import load_quantized, restore_zero_points
@@ -165,16 +165,9 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
         ArithmeticError,
         SystemError,
     ) as error:
-        raise load_fault(path, model_config, error, _unusual_keys(path)) from error
+        raise load_fault(path, model_config, error, own_values(model_config)) from error
     give_back_freed_memory()  # that held the weights as on disk
     return LoadedModel(model, model_config, path, _context_length(model_config), config.base_path)
-
-
-def _unusual_keys(path: Path) -> str:
-    """Name the keys of config.json with values of their own: one of them is the likely cause."""
-    published = read_published(read_config(path))
-    keys = [] if published is None else published.unusual()
-    return f" (config.json's own values: {', '.join(keys)})" if keys else ""
 
 
 def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:

@@ -24,6 +24,7 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
 from mlx_parallm.models.mlx_lm_api import make_prompt_cache
 from mlx_parallm.models.published.mend import model_classes, unheeded_keys
+from mlx_parallm.models.published.reader import own_values
 from mlx_parallm.system.device.faults import raise_device_fault
 from mlx_parallm.system.log import get_logger
 
@@ -68,6 +69,7 @@ def blueprint(config: Mapping[str, Any]) -> nn.Module:
     except BUILD_ERRORS as error:
         raise ModelError(
             f"model_type {name!r}: mlx-lm cannot build it from this config.json: {error!r}"
+            f"{own_values(config)}"
         ) from error
     finally:
         # as it was: what is drawn later does not depend on the lazy initial weights

@@ -56,6 +56,8 @@ MENDED = {
     "glm4_moe_lite": "rms_norm_eps",
     "mimo_v2_flash": "layer_types=all sliding",
     "minimax_m3_vl": "rope=yarn,attention_factor",
+    "qwen3_5_text": "layer_types=reversed",
+    "qwen3_next": "layer_types=reversed",
 }
 """The options that the default tests repeat: `plain`, that which shows a mend, or else the first of
 WINDOWS that there is, and for the architectures of SCALES that of SCALED."""
@@ -116,6 +118,7 @@ def options_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "plain", {"rope_parameters": PLAIN_ROPE | rope} if rope else {}
     yield from _ropes(known, base, rope)
     yield from _windows(known, base)
+    yield from _orders(name, base)
     yield from _keys(known, base)
     for key, values in {
         "head_dim": (16,),
@@ -148,6 +151,17 @@ def _windows(known: dict[str, Any], base: dict[str, Any]) -> Iterator[tuple[str,
             }.items():
                 types = [pattern[i % len(pattern)] for i in range(layers)]
                 yield f"layer_types={label}", {"layer_types": types, "sliding_window": WINDOW, **on}
+
+
+def _orders(name: str, base: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield other orders of layers, some of which have a state in place of keys."""
+    with contextlib.suppress(TypeError, ValueError):
+        types = list(getattr(CONFIG_MAPPING[text_of(name)](**base), "layer_types", None) or ())
+        if {"linear_attention", "conv"} & set(types):
+            orders = {"reversed": types[::-1], "all as last": [types[-1]] * len(types)}
+            for label, order in orders.items():
+                if order != types:
+                    yield f"layer_types={label}", {"layer_types": order}
 
 
 def _keys(known: dict[str, Any], base: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -52,14 +52,17 @@ from mlx_parallm.models.published.gemma import (
 from mlx_parallm.models.published.layer_kinds import (
     both_kinds,
     global_types,
+    layers_by_types,
     letters_of_exaone4,
     mixed_types,
     one_global,
+    one_linear,
     one_of_each,
     one_of_each_in_mimo,
     ropes_of_exaone,
     ropes_where_sliding,
     short_pattern,
+    some_experts,
 )
 from mlx_parallm.models.published.reader import GLOBAL, Published, equal
 from mlx_parallm.models.published.windows import SLIDING
@@ -85,6 +88,8 @@ class Architecture:
     """Whether another activation can be put in."""
     own_head: bool = False
     """The class has a head whatever `tie_word_embeddings` says: the embeddings take its place."""
+    layers: Callable[[nn.Module, Published], None] | None = None
+    """Puts layers of other kinds into the built model, before anything is mended in them."""
     heeds: frozenset[str] = frozenset()
     """Keys that `spell` or `mend` read."""
     spell: Spelling | None = None
@@ -582,6 +587,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         mend=each(norms_of_queries, head_names),
     ),
+    "laguna": Architecture(spell=one_global),
     "longcat_flash": Architecture(
         spell=_longcat_flash, mend=each(latent_norms, no_zero_experts), own_head=True
     ),
@@ -652,11 +658,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3": Architecture(NO_BIAS),
     "qwen3_5_moe_text": Architecture(
-        activated=False, spell=both_kinds, mend=stacked_experts, rounding=wide_norms
+        activated=False,
+        layers=layers_by_types,
+        spell=one_linear,
+        mend=stacked_experts,
+        rounding=wide_norms,
     ),
-    "qwen3_5_text": Architecture(activated=False, spell=both_kinds, rounding=wide_norms),
+    "qwen3_5_text": Architecture(
+        activated=False, layers=layers_by_types, spell=one_linear, rounding=wide_norms
+    ),
     "qwen3_moe": Architecture(NO_BIAS),
-    "qwen3_next": Architecture(activated=False, spell=both_kinds, rounding=wide_norms),
+    "qwen3_next": Architecture(
+        activated=False, layers=layers_by_types, spell=some_experts, rounding=wide_norms
+    ),
     "recurrent_gemma": Architecture(
         TIED | NO_BIAS | {"num_key_value_heads": 1, "conv1d_width": 4},
         TANH,

@@ -1,6 +1,7 @@
 """Kinds of layers as a class of mlx-lm looks for them: one of each kind, or a window's pattern that
 is no longer than the model. Also which kinds have a rope."""
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
@@ -12,12 +13,13 @@ from mlx_parallm.models.published.windows import SLIDING
 
 def both_kinds(published: Published, arguments: dict[str, Any]) -> None:
     """The class looks for one layer of each kind in every forward."""
-    for key in ("layer_types", "layers_block_type"):
-        kinds = set(published.get(key) or ()) - {"mlp", "moe"}
-        if len(kinds) == 1:
-            raise ModelError(
-                f"config.json has {key} of one kind alone ({kinds.pop()}): not supported"
-            )
+    keys = [key for key in ("layer_types", "layers_block_type") if published.get(key)]
+    kinds = {kind for key in keys for kind in published.get(key)}
+    if keys and len(kinds - {"mlp", "moe"}) < 2:
+        raise ModelError(
+            f"config.json has {' or '.join(keys)} of one kind alone"
+            f" ({', '.join(sorted(kinds))}): not supported"
+        )
 
 
 def global_types(published: Published, arguments: dict[str, Any]) -> None:
@@ -45,6 +47,23 @@ def one_global(published: Published, arguments: dict[str, Any]) -> None:
         raise ModelError("config.json has layer_types without full_attention: not supported")
 
 
+def one_linear(published: Published, arguments: dict[str, Any]) -> None:
+    """The class knows by a convolution whether a checkpoint's norms are those of transformers."""
+    if set(published.config.layer_types) == {GLOBAL}:
+        raise ModelError("config.json has layer_types without linear_attention: not supported")
+
+
+def some_experts(published: Published, arguments: dict[str, Any]) -> None:
+    """The class knows by its experts whether a checkpoint is one of transformers'."""
+    config, step = published.config, published.config.decoder_sparse_step
+    sparse = set(range(step - 1, published.layers, step))
+    if not config.num_experts or not sparse - set(config.mlp_only_layers):
+        raise ModelError(
+            "config.json has no layer of experts (num_experts, decoder_sparse_step,"
+            " mlp_only_layers): not supported"
+        )
+
+
 def short_pattern(published: Published, arguments: dict[str, Any]) -> None:
     """The class takes its pattern's first full-attention layer for the mask; the
     windows are put in afterwards."""
@@ -57,6 +76,21 @@ def letters_of_exaone4(published: Published, arguments: dict[str, Any]) -> None:
     # it looks for one of each kind; one more is not a layer's
     letters += "".join({"L", "G"} - set(letters))
     arguments["sliding_window_pattern"] = letters if published.get("sliding_window") else None
+
+
+def layers_by_types(model: nn.Module, published: Published) -> None:
+    """The class has a layer that sees the whole text at the end of each `full_attention_interval`;
+    others of the kinds of `layer_types` take their places."""
+    text: Any = model.get("language_model", model)
+    inner, wanted = text.model, [kind != GLOBAL for kind in published.config.layer_types]
+    for place, (layer, linear) in enumerate(zip(inner.layers, wanted, strict=True)):
+        if layer.is_linear != linear:
+            interval = place + 2 if linear else 1
+            arguments = replace(text.args, full_attention_interval=interval)
+            inner.layers[place] = type(layer)(arguments, place)
+    inner.ssm_idx, inner.fa_idx = (
+        wanted.index(kind) if kind in wanted else None for kind in (True, False)
+    )
 
 
 def one_of_each(model: nn.Module, published: Published) -> None:

@@ -20,6 +20,7 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.models.mlx_lm_api import load_mlx_lm_model, mlx_lm_classes
 from mlx_parallm.models.published.activations import KEYS, same, use_activation
 from mlx_parallm.models.published.architectures import (
+    Architecture,
     architecture_of,
     class_arguments,
     unheeded,
@@ -121,6 +122,8 @@ def mend(model: nn.Module, published: Published) -> None:
     """Put ropes, windows and the activation of config.json into a model, in place. Raises
     ModelError."""
     architecture = architecture_of(published)
+    if architecture.layers:
+        architecture.layers(model, published)
     if architecture.own_ropes is not None:
         _check_own_ropes(published, architecture.own_ropes)
     elif published.ropes:
@@ -136,11 +139,16 @@ def mend(model: nn.Module, published: Published) -> None:
         architecture.mend(model, published)
     if architecture.rounding:
         architecture.rounding(model, published)
-    named = next((str(published.get(k)) for k in KEYS if k in published.keys), "")
+    _place_activation(model, published, architecture)
+
+
+def _place_activation(model: nn.Module, published: Published, architecture: Architecture) -> None:
+    key = next((k for k in KEYS if k in published.keys), "")
+    named = str(published.get(key)) if key else ""
     if named and architecture.activation and not same(named, architecture.activation):
         if not architecture.activated:
             raise ModelError(
-                f"hidden_act = {named!r}: mlx-lm's class of {published.model_type} computes"
+                f"{key} = {named!r}: mlx-lm's class of {published.model_type} computes"
                 f" {architecture.activation!r} alone"
             )
         use_activation(model, named)

@@ -72,13 +72,13 @@ class Published:
         return equal(value, left_out.get(key))
 
     def unusual(self) -> list[str]:
-        """Return "key = value" of the keys whose values are neither defaults nor sizes."""
+        """Return "key = value" of the keys whose values are not defaults; long ones are cut."""
         keys = sorted(set(self.written) & self.keys)
         values = {key: self.get(key) for key in keys}
         return [
-            f"{key} = {value!r}"
+            f"{key} = {value!r:.60}"
             for key, value in values.items()
-            if not equal(value, self.defaults.get(key)) and not isinstance(value, list | dict)
+            if not equal(value, self.defaults.get(key))
         ]
 
     @property
@@ -144,6 +144,14 @@ def read_published(config: Mapping[str, Any]) -> Published | None:
             text_config.model_type, text_config, part if isinstance(part, Mapping) else config, name
         )
     return Published(name, read, config)
+
+
+def own_values(config: Mapping[str, Any]) -> str:
+    """Name the keys of config.json with values of their own, in brackets: one of them is the likely
+    cause where a model cannot be built or loaded. Raises ModelError."""
+    published = read_published(config)
+    keys = [] if published is None else published.unusual()
+    return f" (config.json's own values: {', '.join(keys)})" if keys else ""
 
 
 def _read(kind: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreTrainedConfig:
