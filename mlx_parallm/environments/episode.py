@@ -25,7 +25,6 @@ from mlx_parallm.environments.tool_rounds import ToolRounds
 from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.environments.turn_policy import LastTurn, TurnPolicy, TurnRequest, snapshot
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.execution.prompt_images import image_refs
 from mlx_parallm.types import MAX_REWARD, Completion, Rollout, Structure, Trajectory, Turn
 
 TURN_OPTIONS = frozenset({"max_tokens", "stop", "tools"})
@@ -276,7 +275,7 @@ class Episode:
         seed = derive_seed("turn", self._seed, self.number, number)
         turn = TurnRequest(f"{self.name}/{number}", prompt, self._config, seed, overrides, options)
         completion = self._take_opening(turn) or await self._sample(turn)
-        self._sequences[-1].images = image_refs(prompt)
+        self._sequences[-1].show(prompt)
         self._sequences[-1].add_sampled(completion)
         self._turns.append(Turn(self._new_text(prompt), completion.text))
         self._last = LastTurn(prompt, options, completion)

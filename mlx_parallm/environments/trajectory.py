@@ -1,14 +1,13 @@
 """An episode's tokens as they went through the engine: sampled text is never tokenised again."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from mlx_parallm.rollout_store.companions import COMPANIONS
 from mlx_parallm.types import (
     ChatTokenizer,
     Completion,
-    PromptExperts,
     Rollout,
-    RoutedExperts,
-    joined_experts,
     sampled_runs,
 )
 
@@ -30,12 +29,7 @@ class SequenceRecorder:
         self._scored = True  # every sampled token has a log-probability
         self._versions: list[int] = []
         self._turns: list[int] = []  # sampled tokens of each
-        self._experts: list[RoutedExperts | None] = []  # one for each turn
-        # experts of the tokens that each turn's prompt adds; earlier turns recorded those before
-        # token
-        self._prompt_experts: list[PromptExperts] = []
-        self._last_sampled = 0
-        self.images: tuple[str, ...] = ()  # names of those in its prompts so far
+        self._companions = [companion.recorder() for companion in COMPANIONS]
         self.add_prompt(prompt_ids)
 
     @property
@@ -74,11 +68,14 @@ class SequenceRecorder:
         self._forced += completion.forced or (0,) * len(completion.token_ids)
         self._versions += completion.policy_versions
         self._turns.append(len(completion.token_ids))
-        if completion.token_ids:
-            self._experts.append(completion.routed_experts)
-            parts = (part.behind(self._last_sampled) for part in completion.prompt_experts)
-            self._prompt_experts += [part for part in parts if part is not None]
-            self._last_sampled = len(self._tokens) - 1
+        for companion in self._companions:
+            companion.add_sampled(completion, len(self._tokens))
+
+    def show(self, prompt: Any) -> None:
+        """Note the prompt of the next turn, a text or messages, for what travels with its
+        tokens."""
+        for companion in self._companions:
+            companion.show(prompt)
 
     def rollout(
         self, *, temperature: float, stop_reason: str | None, error: str | None = None
@@ -92,15 +89,13 @@ class SequenceRecorder:
             policy_versions=tuple(self._versions),
             temperature=temperature,
             scores={},
-            images=self.images,
             processed_logprobs=tuple(self._processed) if self._reshaped and self._scored else None,
             forced=tuple(self._forced) if self._constrained else None,
             stop_reason=stop_reason,
             error=error,
-            routed_experts=joined_experts(self._experts),
-            prompt_experts=tuple(self._prompt_experts),
             # nothing was asked between two turns: the mask does not tell them apart
             turn_lengths=() if turns == sampled_runs(self._mask) else turns,
+            **{k: v for each in self._companions for k, v in each.fields().items()},
         )
 
 

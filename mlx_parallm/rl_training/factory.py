@@ -8,23 +8,18 @@ and the other ranks all use this.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import mlx.nn as nn
+from dataclasses import dataclass
 
 from mlx_parallm.config.leaves import imported, leaves
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.training import LearningSection
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.images.embedding import admit_images
 from mlx_parallm.models.loading import LoadedModel, load_tokenizer
-from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.options import configured_shaping
 from mlx_parallm.rl_training.rollout_buffer import GroupStore, Minimum, RolloutBuffer
 from mlx_parallm.rl_training.step.algorithms import Algorithm, shaping_of
-from mlx_parallm.rl_training.step.images import StepImages
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -64,7 +59,7 @@ def build_policy(
         needs_values=keeps_values or algorithm.has_values,
         kv_bits=kv_bits,
         watches_experts=watches_experts,
-        images=None if loaded.images is None else loaded.images.encoder,
+        images=loaded.images,
     )
 
 
@@ -101,28 +96,7 @@ def build_trainer(
         eval_bytes=eval_bytes,
         between_blocks=between_blocks,
         ranks=ranks,
-        images=step_images(loaded, policy.model, policy.slots, between_blocks),
     )
-
-
-def step_images(
-    loaded: LoadedModel,
-    tree: nn.Module,
-    slots: ParameterSlots,
-    between_blocks: Callable[[], None] = lambda: None,
-) -> StepImages | None:
-    """Return what gives images of sequences to a tree of a loaded model, whose trained arrays are
-    in `slots`; None: the model reads none. `between_blocks`: as in `Trainer`."""
-    if loaded.images is None:
-        return None
-    encoder = loaded.images.encoder.over(tree)
-    table = admit_images(
-        tree,
-        encoder.rope_axes,
-        encoder.levels,
-        bidirectional=encoder.bidirectional,
-    )
-    return StepImages(replace(loaded.images, encoder=encoder), table, slots, between_blocks)
 
 
 @dataclass(frozen=True)

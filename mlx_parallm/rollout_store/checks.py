@@ -7,12 +7,11 @@ health line. Whether its log-probabilities fit this model is asked later:
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import isfinite
 from typing import Literal
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.rollout_store.distillation import check_best_tokens
+from mlx_parallm.rollout_store.companions import COMPANIONS
 from mlx_parallm.types import LOGPROB_TOLERANCE, MAX_REWARD, Rollout, RolloutGroup
 
 GREEDY = "greedy"
@@ -77,47 +76,7 @@ def check_group(
             f"policy version {newest} has not been served yet: the newest is {newest_version}"
         )
     _check_advantages(group)
-    check_best_tokens(group, vocab_size)
-
-
-def with_fitting_experts(group: RolloutGroup, experts: tuple[int, int, int] | None) -> RolloutGroup:
-    """Return a group from outside, whose recorded experts the trainer can repeat.
-
-    Args:
-        experts: (layers, experts a token, experts) of the trained model; None: its trainer repeats
-            none, so the recorded ones are left out, and listed in `metadata["ignored_fields"]`.
-
-    Raises RolloutRejectedError: they are of another model.
-    """
-    segments = [segment for rollout in group.rollouts for segment in rollout.segments]
-    recorded = [s.routed_experts for s in segments if s.routed_experts is not None]
-    recorded += [part.experts for segment in segments for part in segment.prompt_experts]
-    if experts is None:
-        if not recorded:
-            return group
-        ignored = [*group.metadata.get("ignored_fields", ()), "routed_experts"]
-        return replace(
-            group,
-            rollouts=tuple(_without_experts(rollout) for rollout in group.rollouts),
-            metadata={**group.metadata, "ignored_fields": ignored},
-        )
-    layers, each, count = experts
-    for one in recorded:
-        if (one.layers, one.each) != (layers, each):
-            raise RolloutRejectedError(
-                f"routed_experts of {one.layers} layers and {one.each} experts a token; the model"
-                f" has {layers} and {each}"
-            )
-        if len(one) and (highest := int(one.array().max())) >= count:
-            raise RolloutRejectedError(
-                f"routed_experts: expert {highest}, but a layer of the model has {count}"
-            )
-    return group
-
-
-def _without_experts(rollout: Rollout) -> Rollout:
-    earlier = tuple(_without_experts(segment) for segment in rollout.earlier)
-    return replace(rollout, routed_experts=None, prompt_experts=(), earlier=earlier)
+    _check_carried(group, vocab_size)
 
 
 def is_too_large(group: RolloutGroup) -> bool:
@@ -132,6 +91,11 @@ def is_too_large(group: RolloutGroup) -> bool:
     except RolloutRejectedError:
         return True
     return False
+
+
+def _check_carried(group: RolloutGroup, vocab_size: int) -> None:
+    for companion in COMPANIONS:
+        companion.check_group(group, vocab_size)
 
 
 def _check_lengths(rollout: Rollout, max_token_length: int) -> None:
@@ -149,18 +113,8 @@ def _check_lengths(rollout: Rollout, max_token_length: int) -> None:
     for name, column in columns.items():
         if len(column) != length:
             raise RolloutRejectedError(f"{len(column)} {name} for {length} tokens")
-    if (experts := rollout.routed_experts) is not None and len(experts) != sum(rollout.mask):
-        raise RolloutRejectedError(
-            f"experts of {len(experts)} tokens for {sum(rollout.mask)} sampled ones"
-        )
-    end = 0
-    for part in rollout.prompt_experts:
-        if part.start < end or part.stop >= length:
-            raise RolloutRejectedError(
-                f"experts of the prompt's tokens {part.start} to {part.stop - 1}, behind those up"
-                f" to {end - 1}, of {length} tokens: the last one has none"
-            )
-        end = part.stop
+    for companion in COMPANIONS:
+        companion.check(rollout)
     if length > max_token_length:
         raise RolloutRejectedError(
             f"{length} tokens are more than max_token_length = {max_token_length}"

@@ -18,6 +18,7 @@ from itertools import chain
 
 from mlx_parallm.errors import RefusedError, RequestError, RolloutRejectedError
 from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.rollout_store.companions import COMPANIONS
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import (
@@ -26,7 +27,6 @@ from mlx_parallm.types import (
     Request,
     Rollout,
     RolloutGroup,
-    joined_experts,
 )
 
 SOURCE = "rewards"  # in the store
@@ -103,8 +103,8 @@ class KeptCompletions:
         if any(request.adapter != self._policy_adapter for request in requests):
             reason = "was not sampled from the policy that is being trained, but from another model"
             refusal = 409, reason
-        elif any(request.images for request in requests):
-            refusal = 409, "is an answer to images, which are not kept for training"
+        elif refused := next(filter(None, map(_refusal, requests)), None):
+            refusal = 409, refused
         else:
             groups = (
                 _unscored(request, parts) for request, parts in zip(requests, choices, strict=True)
@@ -235,9 +235,12 @@ def rollout_of(request: Request, parts: Choice) -> Rollout:
         stop_reason=parts[-1].finish_reason,
         processed_logprobs=processed,
         forced=forced,
-        routed_experts=joined_experts([part.routed_experts for part in parts if part.token_ids]),
-        prompt_experts=next((part.prompt_experts for part in parts if part.prompt_experts), ()),
+        **{k: v for each in COMPANIONS for k, v in each.of_answer(parts).items()},
     )
+
+
+def _refusal(request: Request) -> str | None:
+    return next(filter(None, (each.refusal(request) for each in COMPANIONS)), None)
 
 
 def _scored(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.rollout_store.companion import RolloutCompanion
 from mlx_parallm.types import LOGPROB_TOLERANCE, RolloutGroup
 
 KEY = "distill"
@@ -55,14 +56,16 @@ def best_tokens(
     }
 
 
-def check_best_tokens(group: RolloutGroup, vocab_size: int) -> None:
-    """The best tokens of a sender's teacher: each of the vocabulary, and once at a position."""
-    for number, row in enumerate(group.metadata.get(KEY, {}).get("token_ids", ())):
-        for position, ids in enumerate(row):
-            where = f"sequence {number}: distill_token_ids[{position}]"
-            if wrong := [token for token in ids if not 0 <= token < vocab_size]:
-                raise RolloutRejectedError(
-                    f"{where} has id {wrong[0]}, outside the vocabulary of {vocab_size}"
-                )
-            if len(set(ids)) < len(ids):
-                raise RolloutRejectedError(f"{where} names a token twice")
+class BestTokens(RolloutCompanion):
+    """`best_tokens` in the group's metadata: each of the vocabulary, and once at a position."""
+
+    def check_group(self, group: RolloutGroup, vocab_size: int) -> None:
+        for number, row in enumerate(group.metadata.get(KEY, {}).get("token_ids", ())):
+            for position, ids in enumerate(row):
+                where = f"sequence {number}: distill_token_ids[{position}]"
+                if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+                    raise RolloutRejectedError(
+                        f"{where} has id {wrong[0]}, outside the vocabulary of {vocab_size}"
+                    )
+                if len(set(ids)) < len(ids):
+                    raise RolloutRejectedError(f"{where} names a token twice")

@@ -4,22 +4,23 @@ nothing is rounded.
 `store.py` is the only user. Layout before zlib: 4 bytes header length (little-endian) · header
 (JSON) · columns. The header holds everything that is not per token, and for each column its `array`
 type code and length. Columns come in a fixed order: for each rollout tokens, mask, logprobs (when
-there are any), policy_versions, processed_logprobs, forced and routed experts (when there are any),
-then the same of its earlier segments; then the advantages, row by row. Before all of them: the
-experts of prompts, each distinct stretch once in a group. Log-probabilities are float32 values in
-Python floats: a column whose values survive float32 is stored in 4 bytes a token, any other in 8.
-All platforms of MLX are little-endian.
+there are any), policy_versions, processed_logprobs and forced (when there are any), what travels
+with them (companions.py, in its order), then the same of its earlier segments; then the advantages,
+row by row. Before all of them: what companions share in a group. Log-probabilities are float32
+values in Python floats: a column whose values survive float32 is stored in 4 bytes a token, any
+other in 8. All platforms of MLX are little-endian.
 """
 
 import dataclasses
 import json
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.types import PromptExperts, Rollout, RolloutGroup, RoutedExperts
+from mlx_parallm.rollout_store.companions import COMPANIONS
+from mlx_parallm.types import Rollout, RolloutGroup
 
 _LENGTH_BYTES = 4
 MAX_REJECT_BYTES = 1 << 20  # compressed; a larger reject keeps its reason only
@@ -34,19 +35,23 @@ def encode_group(group: RolloutGroup) -> bytes:
     Raises RolloutRejectedError when `metadata`, `scores` or `extra` hold something that JSON does
     not know, or an integer does not fit 64 bits.
     """
-    columns, of_prompts = _ColumnWriter(), _of_prompts(group)
-    for experts in of_prompts:
-        columns.bytes(experts.ids)
+    columns, shared, header = _ColumnWriter(), [], dict[str, Any]()
+    for companion in COMPANIONS:
+        own, blocks, context = companion.pack_group(group)
+        header |= own
+        shared.append(context)
+        for block in blocks:
+            columns.bytes(block)
     for rollout in group.rollouts:
         for segment in (rollout, *rollout.earlier):
-            columns.segment(segment)
+            columns.segment(segment, shared)
     per_token = bool(group.advantages) and isinstance(
         cast(tuple[Any, ...], group.advantages)[0], tuple
     )
     if per_token:
         for row in cast(tuple[tuple[float, ...], ...], group.advantages):
             columns.floats(row)
-    header: dict[str, Any] = {
+    header |= {
         "group_id": group.group_id,
         "environment": group.environment,
         "index": group.index,
@@ -54,11 +59,9 @@ def encode_group(group: RolloutGroup) -> bytes:
         "advantages": len(group.advantages)
         if group.advantages is not None and per_token
         else group.advantages,
-        "rollouts": [_rollout_header(rollout, of_prompts) for rollout in group.rollouts],
+        "rollouts": [_rollout_header(rollout, shared) for rollout in group.rollouts],
         "columns": columns.description,
     }
-    if of_prompts:
-        header["prompt_experts"] = [_shape(experts) for experts in of_prompts]
     try:
         text = json.dumps(header, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
@@ -75,8 +78,8 @@ def decode_group(payload: bytes) -> RolloutGroup:
     start = _LENGTH_BYTES + int.from_bytes(raw[:_LENGTH_BYTES], "little")
     header = json.loads(raw[_LENGTH_BYTES:start])
     columns = _ColumnReader(memoryview(raw)[start:], header["columns"])
-    of_prompts = [_experts(shape, columns) for shape in header.get("prompt_experts", ())]
-    rollouts = tuple(_rollout(entry, columns, of_prompts) for entry in header["rollouts"])
+    shared = [each.unpack_group(header, columns.next_bytes) for each in COMPANIONS]
+    rollouts = tuple(_rollout(entry, columns, shared) for entry in header["rollouts"])
     advantages = header["advantages"]
     if isinstance(advantages, int):
         advantages = tuple(columns.next() for _ in range(advantages))
@@ -126,7 +129,7 @@ def _as_json(value: Any) -> Any:
     return repr(value)
 
 
-def _rollout_header(rollout: Rollout, of_prompts: Mapping[RoutedExperts, int]) -> dict[str, Any]:
+def _rollout_header(rollout: Rollout, shared: Sequence[Any]) -> dict[str, Any]:
     header: dict[str, Any] = {
         "temperature": rollout.temperature,
         "scores": dict(rollout.scores),
@@ -139,73 +142,42 @@ def _rollout_header(rollout: Rollout, of_prompts: Mapping[RoutedExperts, int]) -
         header["forced"] = True
     if rollout.logprobs is None:
         header["logprobs"] = False
-    if (experts := rollout.routed_experts) is not None:
-        header["routed_experts"] = _shape(experts)
-    if rollout.prompt_experts:
-        parts = [[part.start, of_prompts[part.experts]] for part in rollout.prompt_experts]
-        header["prompt_experts"] = parts
+    for companion, context in zip(COMPANIONS, shared, strict=True):
+        header |= companion.pack(rollout, context)[0]
     if rollout.turn_rewards:
         header["turn_rewards"] = list(rollout.turn_rewards)
     if rollout.turn_lengths:
         header["turn_lengths"] = list(rollout.turn_lengths)
-    if rollout.images:
-        header["images"] = list(rollout.images)
     if rollout.extra:
         header["extra"] = dict(rollout.extra)
     if rollout.earlier:
-        header["earlier"] = [_rollout_header(segment, of_prompts) for segment in rollout.earlier]
+        header["earlier"] = [_rollout_header(segment, shared) for segment in rollout.earlier]
     return header
 
 
-def _rollout(
-    entry: dict[str, Any], columns: "_ColumnReader", of_prompts: Sequence[RoutedExperts]
-) -> Rollout:
-    return Rollout(
+def _rollout(entry: dict[str, Any], columns: "_ColumnReader", shared: Sequence[Any]) -> Rollout:
+    own = dict[str, Any](
         tokens=columns.next(),
         mask=columns.next(),
         logprobs=columns.next() if entry.get("logprobs", True) else None,
         policy_versions=columns.next(),
         processed_logprobs=columns.next() if entry["processed"] else None,
         forced=columns.next() if entry.get("forced") else None,
-        routed_experts=_experts(entry["routed_experts"], columns)
-        if "routed_experts" in entry
-        else None,
-        prompt_experts=tuple(
-            PromptExperts(start, of_prompts[number])
-            for start, number in entry.get("prompt_experts", ())
-        ),
+    )
+    for companion, context in zip(COMPANIONS, shared, strict=True):
+        own |= companion.unpack(entry, context, columns.next_bytes)
+    return Rollout(
+        **own,
         temperature=entry["temperature"],
         scores=entry["scores"],
         stop_reason=entry["stop_reason"],
         error=entry["error"],
         zero_advantage=entry["zero_advantage"],
-        earlier=tuple(
-            _rollout(segment, columns, of_prompts) for segment in entry.get("earlier", ())
-        ),
+        earlier=tuple(_rollout(segment, columns, shared) for segment in entry.get("earlier", ())),
         turn_rewards=tuple(entry.get("turn_rewards", ())),
         turn_lengths=tuple(entry.get("turn_lengths", ())),
-        images=tuple(entry.get("images", ())),
         extra=entry.get("extra", {}),
     )
-
-
-def _of_prompts(group: RolloutGroup) -> dict[RoutedExperts, int]:
-    """Each distinct stretch of prompts' experts, and its number."""
-    numbers: dict[RoutedExperts, int] = {}
-    for rollout in group.rollouts:
-        for segment in rollout.segments:
-            for part in segment.prompt_experts:
-                numbers.setdefault(part.experts, len(numbers))
-    return numbers
-
-
-def _shape(experts: RoutedExperts) -> list[Any]:
-    return [experts.layers, experts.each, experts.wide]
-
-
-def _experts(shape: list[Any], columns: "_ColumnReader") -> RoutedExperts:
-    layers, each, wide = shape
-    return RoutedExperts(layers, each, columns.next_bytes(), wide)
 
 
 class _ColumnWriter:
@@ -213,7 +185,7 @@ class _ColumnWriter:
         self.data = bytearray()
         self.description: list[tuple[str, int]] = []
 
-    def segment(self, segment: Rollout) -> None:
+    def segment(self, segment: Rollout, shared: Sequence[Any]) -> None:
         self.integers(segment.tokens)
         self.integers(segment.mask)
         if segment.logprobs is not None:
@@ -223,8 +195,9 @@ class _ColumnWriter:
             self.floats(segment.processed_logprobs)
         if segment.forced is not None:
             self.integers(segment.forced)
-        if segment.routed_experts is not None:
-            self.bytes(segment.routed_experts.ids)
+        for companion, context in zip(COMPANIONS, shared, strict=True):
+            for block in companion.pack(segment, context)[1]:
+                self.bytes(block)
 
     def integers(self, values: Sequence[int]) -> None:
         for code in "biq":

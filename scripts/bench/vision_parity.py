@@ -275,14 +275,14 @@ class Ours:
             sequences.append(TrainSequence(rollout, (0.0,) * len(row), fresh=False))
         gradients = None
         for part in trainer.collate(sequences, range(len(sequences))).micro_batches:
-            with trainer.images.seen(part.inputs):
+            with trainer.companions["images"].seen(part.inputs):
                 _, _, gradients = trainer.model.loss_and_gradients(
                     part.token_batch(),
                     lambda logprobs, *_: (-logprobs.sum() / trained, ()),
                     gradients,
                 )
-                trainer.images.add_slopes(trainer.model.feature_slopes)
-        for slot, gradient in trainer.images.pull_back():
+                trainer.companions["images"].add_slopes(trainer.model.feature_slopes)
+        for slot, gradient in trainer.companions["images"].pull_back():
             gradients[slot] = gradients[slot] + gradient
         return {n: np.array(g) for n, g in zip(trainer.policy.slots.names, gradients, strict=True)}
 

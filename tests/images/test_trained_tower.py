@@ -244,7 +244,7 @@ def test_a_forward_has_the_features_of_its_own_images_alone(
     trained: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, trainer = built(SeeingEncoder(trained))
-    assert trainer.images is not None
+    assert trainer.companions["images"] is not None
     table, rows = admit_images(trainer.policy.model), []
     learn = trainer.model.loss_and_gradients
 
@@ -285,7 +285,7 @@ def test_what_is_not_named_stays_as_it_is(full: bool) -> None:
     lora = {"enabled": False} if full else LORA
     _, frozen = built(SeeingEncoder(()), lora=lora)
     assert not [name for name in frozen.policy.slots.names if name.startswith("eye")]
-    assert frozen.images is not None and frozen.images.gradient is None
+    assert frozen.companions["images"].gradient is None
     _, connector = built(SeeingEncoder(("eye.second",)), lora=lora)
     names = [name for name in connector.policy.slots.names if name.startswith("eye")]
     assert names and all(name.startswith("eye.second.") for name in names)
@@ -441,8 +441,8 @@ def test_scores_between_steps_keep_no_more_features_than_they_may(trained: tuple
     encoder = SeeingEncoder(trained)
     encoder.cache_bytes = 1  # less than an image's
     _, trainer = built(encoder)
-    assert trainer.images is not None
+    assert trainer.companions["images"] is not None
     for image in (CAT, DOG, CAT):
         row = sequence(7, image, answer=(20, 21))
         trainer.logprobs([row.rollout])
-        assert list(trainer.images._places) == [image[0]]
+        assert list(trainer.companions["images"]._places) == [image[0]]

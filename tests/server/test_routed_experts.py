@@ -19,7 +19,8 @@ from mlx_parallm.faces.atropos.queue import AtroposQueue
 from mlx_parallm.faces.atropos.wire import from_scored_data
 from mlx_parallm.models.experts.routing import ForwardRouting, prepare_routing, routed
 from mlx_parallm.models.loading import load_model
-from mlx_parallm.rollout_store.checks import check_group, with_fitting_experts
+from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.rollout_store.companions import with_fitting_experts
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.protocol.routes import as_int32, as_npy, read_npy

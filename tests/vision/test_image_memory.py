@@ -12,10 +12,11 @@ import pytest
 from mlx_parallm.config.load import Config
 from mlx_parallm.models.image_support import image_support, tower_sizes, with_images
 from mlx_parallm.models.loading import load_model, read_config
-from mlx_parallm.rl_training.factory import build_policy, step_images
+from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.plan.preflight import USUAL_IMAGE, PlannedRun
 from mlx_parallm.rl_training.step.batch import TrainSequence
+from mlx_parallm.rl_training.step.images import step_images
 from mlx_parallm.rl_training.step.memory import Lengths
 from mlx_parallm.types import Rollout
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm
@@ -57,7 +58,7 @@ def test_a_pass_through_a_tower_takes_what_is_said(family: str, tmp_path: Path) 
     reader: Any = SimpleNamespace(stored=lambda name: image)
     turns: list[int] = []
     images = step_images(
-        replace(loaded, images=replace(loaded.images, reader=reader)),
+        replace(loaded.images, reader=reader),
         policy.model,
         policy.slots,
         between_blocks=lambda: turns.append(1),

@@ -45,7 +45,8 @@ from mlx_parallm.faces.atropos.api import (
     why_no_batch,
 )
 from mlx_parallm.faces.atropos.wire import from_scored_data
-from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group, with_fitting_experts
+from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
+from mlx_parallm.rollout_store.companions import with_fitting_experts
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.loop_thread import LoopThread

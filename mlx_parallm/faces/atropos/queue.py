@@ -23,7 +23,8 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from mlx_parallm.errors import RefusedError, RolloutRejectedError
 from mlx_parallm.execution.prompt_images import ImageReader
 from mlx_parallm.faces.atropos.wire import ATROPOS_FIELDS, from_scored_data
-from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group, with_fitting_experts
+from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
+from mlx_parallm.rollout_store.companions import with_fitting_experts
 from mlx_parallm.rollout_store.store import RolloutStore, WaitingSource
 
 SOURCE = "atropos"

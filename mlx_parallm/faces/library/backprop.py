@@ -42,7 +42,7 @@ from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import release_streams_at_exit
-from mlx_parallm.rl_training.factory import build_policy, step_images
+from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.algorithms import custom_loss, loss_options
 from mlx_parallm.rl_training.step.optimizer import make_optimizer
@@ -172,7 +172,7 @@ class BackpropModule:
                 before.policy,
                 training,
                 make_algorithm(training),
-                images=before.images,
+                companions=before.companions,
             )
             self._trainer.optimizer.restore(before.optimizer.state())
         return self.trainer
@@ -206,8 +206,7 @@ class BackpropModule:
             if not isinstance(other, nn.Module):
                 other = load_model(ModelConfig(base_path=str(other))).model
             policy.use_reference(dict(tree_flatten(other.parameters())))
-        images = step_images(loaded, policy.model, policy.slots)
-        self._trainer = Trainer(policy, training, algorithm, images=images)
+        self._trainer = Trainer(policy, training, algorithm)
         self.publish()
         return self._trainer
 

@@ -20,8 +20,9 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoint import CheckpointVersions
 from mlx_parallm.rl_training.distillation.scoring import Answer, Scored, forward
 from mlx_parallm.rl_training.distillation.tokenizers import check_tokenizers
-from mlx_parallm.rl_training.factory import CompanionContext, step_images
+from mlx_parallm.rl_training.factory import CompanionContext
 from mlx_parallm.rl_training.step.collate import MicroBatch, MicroBatchBudget, MiniBatch, collate
+from mlx_parallm.rl_training.step.images import step_images
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.run_files.directory import FINAL, LATEST
 from mlx_parallm.system.files import local_path
@@ -40,7 +41,7 @@ class OwnWeights:
 
     @property
     def reads_images(self) -> bool:
-        return self._trainer.images is not None
+        return self._trainer.policy.images is not None
 
     def score(
         self, answers: Sequence[Answer], keep: int | None, should_stop: Callable[[], bool]
@@ -151,7 +152,9 @@ class OtherModel:
             between_blocks=context.between_blocks,
         )
         self._budget = MicroBatchBudget(*step.eval_limits, blocks)
-        self._images = step_images(loaded, loaded.model, self._model.slots, context.between_blocks)
+        self._images = step_images(
+            loaded.images, loaded.model, self._model.slots, context.between_blocks
+        )
 
     @property
     def reads_images(self) -> bool:
@@ -164,7 +167,7 @@ class OtherModel:
         for _ in range(fits.count(False)):
             self._note(f"{self.name}: a sequence is longer than its context, {self.max_model_len}")
         if self._images is not None:
-            self._images.begin_step()
+            self._images.make_room()
         scored = forward(
             self._model,
             [answer for answer, fit in zip(answers, fits, strict=True) if fit],

@@ -315,7 +315,7 @@ class Teachers(StepCompanion):
             columns[IDS] = ids.reshape(-1)
         return columns
 
-    def measured(self) -> dict[str, float | None]:
+    def measured(self, batch: TrainBatch) -> dict[str, float | None]:
         return {
             "teacher_seconds": self._seconds,
             "teacher_sequences": float(self._requested),

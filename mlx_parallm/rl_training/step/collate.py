@@ -15,22 +15,22 @@ one evaluation would take too long.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.models.evaluations import Evaluations
-from mlx_parallm.models.experts.routing import UNFORCED
 from mlx_parallm.models.layouts.layout import CompactRows, TokenBatch, pack_rows
 from mlx_parallm.models.layouts.layout import share_prompts as shared_rows
 from mlx_parallm.models.layouts.padding import padded_length
 from mlx_parallm.models.layouts.tree_rows import merge_rows, shared_length
 from mlx_parallm.rl_training.step.batch import TrainSequence
+from mlx_parallm.rl_training.step.companion import StepCompanion
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import Rollout
 
 PAYS_BELOW = 0.9
 """Share of the tokens that is left to compute. Above it, sharing prompts or packing rows costs
@@ -76,11 +76,8 @@ class MicroBatch:
     scatter: np.ndarray  # [B, T] int32: which of the N scores belongs here; N where mask is false
     # [N] int64: index of these tokens in the columns of the step (prepare.py)
     columns: np.ndarray
-    # [N, layers, k] int16, or int32 of more experts than a byte counts, see `TokenBatch.experts`;
-    # None: no rollout has recorded its experts
-    experts: np.ndarray | None = None
-    # ([M] int32, [M, layers, k]), see `TokenBatch.prompt_experts`; None: they are not repeated
-    prompt_experts: tuple[np.ndarray, np.ndarray] | None = None
+    # of companions, by their names in `TokenBatch`
+    carried: Mapping[str, Any] = field(default_factory=dict)
     compact: CompactRows | None = None  # the same tokens, fewer of them computed
 
     @property
@@ -96,25 +93,23 @@ class MicroBatch:
         replay: bool = False,
     ) -> TokenBatch:
         """The part that the model reads. `entropy_slope` False: the loss does not depend on the
-        entropy. `measure`: further scores of the tokens. `replay`: tokens go to the experts that
-        their rollouts have recorded."""
+        entropy. `measure`: further scores of the tokens. `replay`: the pass repeats what
+        companions carry."""
         temperatures = self.temperatures
         same = (
             float(temperatures[0])
             if len(temperatures) and (temperatures == temperatures[0]).all()
             else None
         )
-        prompts = self.prompt_experts if replay else None
         return TokenBatch(
             inputs=mx.array(self.inputs),
             positions=mx.array(self.positions),
             targets=mx.array(self.targets),
             temperature=mx.array(temperatures) if same is None else same,
             compact=self.compact,
-            experts=mx.array(self.experts) if replay and self.experts is not None else None,
-            prompt_experts=None if prompts is None else (prompts[0], mx.array(prompts[1])),
             entropy_slope=entropy_slope,
             measure=measure,
+            **(self.carried if replay else {}),
         )
 
 
@@ -142,7 +137,7 @@ def collate(
     share_prompts: bool = False,
     packing: bool = False,
     merging: bool = False,
-    prompt_experts: bool = False,
+    companions: Iterable[StepCompanion] = (),
 ) -> MiniBatch:
     """The mini-batch of these rows. A sequence longer than the budget is its own micro-batch;
     one without a trained token is in none, and counts among the sequences.
@@ -154,7 +149,7 @@ def collate(
             it.
         packing: the model can compute several sequences in one row. Pairs are not packed.
         merging: the model can compute rows as a tree. Pairs are not merged.
-        prompt_experts: the recorded experts of prompts' tokens are repeated too.
+        companions: those that carry arrays of the rows.
 
     Prompts are shared, or rows packed, if that computes less than rows sorted by length
     (PAYS_BELOW); of the two, the one with fewer tokens. Rows are merged if that computes less
@@ -192,7 +187,7 @@ def collate(
         np.int64
     )
     micro_batches = tuple(
-        _micro_batch(sequences, part, arrange, starts, prompt_experts) for part, arrange in cut
+        _micro_batch(sequences, part, arrange, starts, companions) for part, arrange in cut
     )
     return MiniBatch(
         micro_batches, sum(len(part.positions) for part in micro_batches), count, sequences
@@ -204,7 +199,7 @@ def _micro_batch(
     rows: Sequence[int],
     arrange: Arrange | None,
     starts: np.ndarray,
-    prompt_experts: bool,
+    companions: Iterable[StepCompanion],
 ) -> MicroBatch:
     """`starts` [sequences + 1]: first column of each sequence."""
     width = padded_length(max(len(sequences[row].rollout.tokens) for row in rows) - 1)
@@ -234,75 +229,13 @@ def _micro_batch(
         temperatures=temperatures[positions // width],
         scatter=scatter.reshape(shape),
         columns=np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows]),
-        experts=_experts(sequences, rows),
-        prompt_experts=_prompt_experts(sequences, rows, mask) if prompt_experts else None,
+        carried={
+            name: column
+            for companion in companions
+            for name, column in companion.columns(sequences, rows, mask).items()
+        },
         compact=compact if compact is not None and compact.tokens < inputs.size else None,
     )
-
-
-def _experts(sequences: Sequence[TrainSequence], rows: Sequence[int]) -> np.ndarray | None:
-    """The experts of the trained tokens [N, layers, k], `UNFORCED` if a rollout recorded
-    none; None: no one did, or several tokens are scored at a position."""
-    recorded = [sequences[row].rollout.routed_experts for row in rows]
-    first = next((experts for experts in recorded if experts is not None), None)
-    if first is None or any(sequences[row].targets_each > 1 for row in rows):
-        return None
-    kind = np.int32 if first.wide else np.int16
-    parts = []
-    for row, experts in zip(rows, recorded, strict=True):
-        sequence = sequences[row]
-        if experts is None:
-            parts.append(np.full((sequence.trained, first.layers, first.each), UNFORCED, kind))
-        else:
-            sampled = np.array(sequence.rollout.mask, bool)
-            trained = np.array((0, *sequence.rollout.trained_mask[1:]), bool)[sampled]
-            recorded_last = experts.array()[len(experts) - len(trained) :]
-            parts.append(recorded_last[trained].astype(kind))
-    return np.concatenate(parts)
-
-
-def _prompt_experts(
-    sequences: Sequence[TrainSequence], rows: Sequence[int], mask: np.ndarray
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Places in the flattened [B · T] and experts of the tokens that were recorded, without those
-    that predict a trained one or are behind the last of these, or None."""
-    places, parts = [], []
-    for i, row in enumerate(rows):
-        for columns, ids in _recorded(sequences[row].rollout):
-            last = int(np.flatnonzero(mask[i])[-1])
-            chosen = columns < last
-            chosen[chosen] = ~mask[i, columns[chosen]]
-            places.append(columns[chosen] + i * mask.shape[1])
-            parts.append(ids[chosen])
-    if not sum(map(len, places)) or any(sequences[row].targets_each > 1 for row in rows):
-        return None
-    kind = np.int32 if any(part.dtype.itemsize > 1 for part in parts) else np.int16
-    return np.concatenate(places).astype(np.int32), np.concatenate(
-        [part.astype(kind) for part in parts]
-    )
-
-
-def _recorded(rollout: Rollout) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield places [n] and experts [n, layers, k] of tokens that may predict no trained one: of
-    prompts, and of sampled tokens of which some are forced."""
-    for part in rollout.prompt_experts:
-        yield np.arange(part.start, part.stop), part.experts.array()
-    if rollout.forced is not None and rollout.routed_experts is not None:
-        yield np.flatnonzero(rollout.mask) - 1, rollout.routed_experts.array()
-
-
-def prompt_coverage(sequences: Sequence[TrainSequence]) -> tuple[int, int]:
-    """How many tokens come before the last trained one of each sequence and predict no trained
-    one, and how many of them have recorded experts."""
-    places = recorded = 0
-    for sequence in sequences:
-        if sequence.trained:
-            mask = np.array(sequence.rollout.trained_mask[1:], bool)
-            free = ~mask[: np.flatnonzero(mask)[-1]]
-            places += int(free.sum())
-            for columns, _ in _recorded(sequence.rollout):
-                recorded += int(free[columns[columns < len(free)]].sum())
-    return places, recorded
 
 
 def _targets(

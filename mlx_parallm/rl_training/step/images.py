@@ -16,20 +16,35 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.images.embedding import FeatureGradient, ImageTable
+from mlx_parallm.models.images.embedding import FeatureGradient, ImageTable, admit_images
 from mlx_parallm.models.images.encoder import ImageParts, TowerOutputs, of_part, same_arrays
 from mlx_parallm.models.images.positions import Grid, image_positions
 from mlx_parallm.models.images.spans import image_numbers
 from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.rl_training.step.batch import TrainSequence
+from mlx_parallm.rl_training.step.companion import StepCompanion
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.types import PromptImage, Rollout
 
 
-class StepImages:
+class NoImages(StepCompanion):
+    """Refuses sequences with images: the model that is trained reads none."""
+
+    name = "images"
+
+    def admit(self, sequences: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
+        """Raises ConfigError."""
+        if any(each.rollout.images for each in sequences):
+            raise ConfigError("sequences have images, and the model that is trained reads none")
+        return sequences
+
+
+class StepImages(StepCompanion):
     """
     Args:
         parts: the encoder over the trained tree, and the reader.
@@ -37,6 +52,8 @@ class StepImages:
         slots: of the trained tree.
         between_blocks: as in `BlockwiseModel`; called after each pass through the tower.
     """
+
+    name = "images"
 
     def __init__(
         self,
@@ -69,7 +86,7 @@ class StepImages:
             return None
         return FeatureGradient(self._table, [*self._parts.encoder.modules])
 
-    def begin_step(self) -> None:
+    def make_room(self) -> None:
         """Forget the features of earlier steps if they take more than `encoder.cache_bytes`, or
         are trained."""
         held = sum(features.nbytes for features in self._features.values())
@@ -246,6 +263,30 @@ class StepImages:
         for place, number in zip(places, ids, strict=True):
             tokens[place] = number
         return replace(rollout, tokens=tuple(tokens), images=())
+
+
+def step_images(
+    parts: ImageParts | None,
+    tree: nn.Module,
+    slots: ParameterSlots,
+    between_blocks: Callable[[], None] = lambda: None,
+) -> StepImages | None:
+    """Return what gives images of sequences to a tree of a loaded model, whose trained arrays are
+    in `slots`; None: the model reads none. `parts`: the loaded model's. `between_blocks`: as in
+    `Trainer`."""
+    if parts is None:
+        return None
+    encoder = parts.encoder.over(tree)
+    table = admit_images(
+        tree, encoder.rope_axes, encoder.levels, bidirectional=encoder.bidirectional
+    )
+    return StepImages(replace(parts, encoder=encoder), table, slots, between_blocks)
+
+
+def images_of(policy: TrainedPolicy, between_blocks: Callable[[], None]) -> StepCompanion:
+    """Return the companion that gives a policy its images, or refuses them."""
+    images = step_images(policy.images, policy.model, policy.slots, between_blocks)
+    return NoImages() if images is None else images
 
 
 def _block(name: str) -> int:

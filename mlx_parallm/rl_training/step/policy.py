@@ -38,7 +38,7 @@ from mlx_parallm.models.heads.value_head import (
     is_value_head,
     without_value_head,
 )
-from mlx_parallm.models.images.encoder import ImageEncoder, of_part, text_alone
+from mlx_parallm.models.images.encoder import ImageEncoder, ImageParts, of_part, text_alone
 from mlx_parallm.models.lora import (
     adapt_layers,
     adapter_layers,
@@ -75,7 +75,7 @@ class TrainedPolicy:
         needs_values: whether the tree gets a value head (models/heads/value_head.py), trained
             beside the rest.
         kv_bits: bits of the engine's keys and values; None: those of the model.
-        images: makes features of images by modules of this tree; None: it reads texts alone.
+        images: reads images for the loaded model, whose tree this is; None: it reads texts alone.
 
     `experts`: (layers, experts a token, experts) of a model whose experts can be watched.
     `replays_experts`: the trainer's forward takes those that rollouts have recorded.
@@ -98,9 +98,10 @@ class TrainedPolicy:
         needs_values: bool = False,
         kv_bits: int | None = None,
         watches_experts: bool = True,
-        images: ImageEncoder | None = None,
+        images: ImageParts | None = None,
     ) -> None:
-        self._images = images
+        self.images = images
+        encoder = None if images is None else images.encoder
         self.model, self._source, self.model_config, self._base = (
             model,
             source,
@@ -130,7 +131,7 @@ class TrainedPolicy:
             else None
         )
         self.dropout = AdapterDropout(lora.dropout)
-        self._choose_trained(lora, images, training.seed)
+        self._choose_trained(lora, encoder, training.seed)
         if self.lora:
             for layer in trainer_lora_layers(model).values():
                 mx.eval(layer)  # one by one: DoRA's norms unpack a quantised layer
@@ -290,7 +291,7 @@ class TrainedPolicy:
             current = {
                 path: module[key] for path, (module, key) in parameter_slots(self.model).items()
             }
-        parts = () if self._images is None else self._images.modules
+        parts = () if self.images is None else self.images.encoder.modules
         for path, array in [*current.items()]:
             if path not in parameters and of_part(path, parts):
                 del current[path]  # a model of texts: it sees with the policy's own eyes
@@ -419,7 +420,7 @@ class TrainedPolicy:
             with without_value_head(self.model):
                 save_model(directory, self.model)
             save_config(dict(self.model_config), directory / "config.json")
-            if self._images is not None:  # mlx-lm leaves out what describes the tower
+            if self.images is not None:  # mlx-lm leaves out what describes the tower
                 file = directory / "config.json"
                 whole = json.loads(file.read_text()) | {
                     "vision_config": self.model_config["vision_config"]

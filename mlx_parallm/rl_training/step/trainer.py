@@ -30,9 +30,10 @@ No host sync beyond the evaluations of the backward pass: numbers are read once 
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -43,7 +44,6 @@ from mlx_parallm.config.training import LearningSection
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.evaluations import blocks_of
-from mlx_parallm.models.experts.routing import expert_load
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.support import layers_by_token
 from mlx_parallm.rl_training.step.algorithms import Algorithm
@@ -54,11 +54,10 @@ from mlx_parallm.rl_training.step.collate import (
     MiniBatch,
     collate,
     epoch_order,
-    prompt_coverage,
 )
 from mlx_parallm.rl_training.step.companion import StepCompanion
+from mlx_parallm.rl_training.step.companions import companions_of
 from mlx_parallm.rl_training.step.gradient_proof import GradientProof, proved_scores
-from mlx_parallm.rl_training.step.images import StepImages
 from mlx_parallm.rl_training.step.optimizer import (
     PolicyOptimizer,
     Update,
@@ -121,7 +120,7 @@ class Trainer:
 
     `between_blocks` is called after each evaluation of a few blocks (the serving thread's turn).
     `eval_bytes`: as in `models.evaluations.blocks_of`. `ranks`: the processes that share this
-    training. `images`: None: sequences are texts alone.
+    training. `companions`: of another trainer of this policy; None: `companions_of` the policy.
     """
 
     def __init__(
@@ -133,9 +132,12 @@ class Trainer:
         eval_bytes: int | None = None,
         between_blocks: Callable[[], None] = lambda: None,
         ranks: Ranks = ALONE,
-        images: StepImages | None = None,
+        companions: Mapping[str, StepCompanion] | None = None,
     ) -> None:
-        self.images = images
+        # by name; more may come before the first step
+        self.companions = dict(
+            companions_of(policy, between_blocks) if companions is None else companions
+        )
         self.policy, self.algorithm, self.options = policy, algorithm, options
         self.ranks, self.eval_bytes = ranks, eval_bytes
         blocks = blocks_of(options.blocks_per_eval, policy.model_config, eval_bytes)
@@ -143,8 +145,10 @@ class Trainer:
             policy.model,
             blocks_per_eval=blocks,
             between_blocks=between_blocks,
-            features=None if images is None else images.gradient,
+            features=next(filter(None, (each.gradient for each in self._carried)), None),
         )
+        for companion in self._carried:
+            companion.attach(self.model)
         self._between_blocks = between_blocks
         for layer in layers_by_token(policy.model):
             reason = "its recurrence has no chunks here: its graph visits one token after another"
@@ -163,7 +167,6 @@ class Trainer:
         self.optimizer = PolicyOptimizer(policy.slots, options)
         # tokens of the newest step; an interrupted one knows its last part
         self.step_tokens: StepTokens | None = None
-        self.companions: dict[str, StepCompanion] = {}  # by name; more may come before a step
         # accumulated since the last update, in the order of the slots
         self.gradients: list[mx.array] | None = None
         self._in_step = False
@@ -267,11 +270,11 @@ class Trainer:
             for rollout in rollouts
         ]
         by_row: dict[int, np.ndarray] = {}
-        self._forget_images()
+        self._make_room()
         for micro_batch in self.collate(sequences, range(len(sequences)), together=1).micro_batches:
             ends = np.cumsum(micro_batch.mask.sum(axis=1))[:-1]
             with self.seeing(micro_batch):
-                scores = np.stack(self._scores_of(micro_batch, self._replays))
+                scores = np.stack(self._scores_of(micro_batch, replay=True))
             by_row |= dict(zip(micro_batch.rows, np.split(scores, ends, axis=1), strict=True))
         return [by_row[row] for row in range(len(sequences))]
 
@@ -283,7 +286,7 @@ class Trainer:
 
         `scores`: those of an earlier call, which are not made again.
         """
-        self._forget_images()
+        self._make_room()
         complete = self._score(batch, StepPosition(scores=scores), lambda: False)
         assert complete is not None, "nothing asks to stop"
         mini_batch = self._mini_batch(batch, self._order(batch, 0), 0)
@@ -294,7 +297,7 @@ class Trainer:
                 continue
             with self.seeing(micro_batch):
                 scored = self.model.score(
-                    micro_batch.token_batch(measure=loss.measure(micro_batch), replay=self._replays)
+                    micro_batch.token_batch(measure=loss.measure(micro_batch), replay=True)
                 )
             value, (numbers, *_) = loss.objective(micro_batch)(*scored)
             total += scalar(value)
@@ -302,11 +305,15 @@ class Trainer:
             metrics = {name: metrics.get(name, 0.0) + number for name, number in named}
         return total, metrics, complete
 
-    def _forget_images(self) -> None:
-        """Make room for features, unless a step is under way: it continues with its present
-        room."""
-        if self.images is not None and not self._in_step:
-            self.images.begin_step()
+    @property
+    def _carried(self) -> Iterable[StepCompanion]:
+        return self.companions.values()
+
+    def _make_room(self) -> None:
+        """Forget what earlier passes needed, unless a step is under way: it continues with what it
+        has."""
+        for companion in () if self._in_step else self._carried:
+            companion.make_room()
 
     # ------------------------------------------------------------------ a step
 
@@ -340,7 +347,7 @@ class Trainer:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> StepResult:
         """Train on a batch, from `position` on if an earlier process was interrupted in it."""
-        self._forget_images()
+        self._make_room()
         self._in_step = True
         try:
             return self._train_step(batch, position or StepPosition(), should_stop)
@@ -352,10 +359,8 @@ class Trainer:
     ) -> StepResult:
         started = time.perf_counter()
         self.drop()
-        self.model.forget_routing()
-        if self.policy.experts is not None:
-            layers, _, experts = self.policy.experts
-            self.model.expert_load = np.zeros((layers, experts), np.int64)
+        for companion in self._carried:
+            companion.begin_step()
 
         def stopping() -> bool:
             return should_stop() or bool(self.ranks.lost)
@@ -381,9 +386,8 @@ class Trainer:
                 at = replace(after, next_mini_batch=number + 1)
             at = replace(at, epoch=epoch + 1, order=(), next_mini_batch=0)
         result = self._result(batch, at, prepared, learning_rate, started, finished=True)
-        if self.model.expert_load is not None:
-            everyone = self.ranks.exchange(self.model.expert_load)
-            result.metrics.update({} if everyone is None else expert_load(np.sum(everyone, axis=0)))
+        for companion in self._carried:
+            result.metrics.update(companion.exchanged(self.ranks.exchange))
         self._finish_step(batch.step, prepared)
         return result
 
@@ -450,8 +454,8 @@ class Trainer:
         parts: list[tuple[Any, ...]] = []
         scores: list[tuple[np.ndarray, mx.array, mx.array]] = []
         stopped = False
-        if self.images is not None:
-            self.images.begin_gradients()
+        for companion in self._carried:
+            companion.begin_gradients()
         for micro_batch in self._micro_batches(mini_batch):
             if stopped := should_stop():
                 break
@@ -461,9 +465,9 @@ class Trainer:
             tokens = micro_batch.token_batch(
                 entropy_slope=self.algorithm.entropy_slope,
                 measure=loss.measure(micro_batch),
-                replay=self._replays,
+                replay=True,
             )
-            # images first: what sees has no dropout, so its gradient is that of these features
+            # companions first: what sees has no dropout, so its gradient is that of these features
             with self.seeing(micro_batch), self._dropout(micro_batch):
                 value, (*extras, logprobs, entropy), self.gradients = self._proof.learned(
                     tokens, loss.objective(micro_batch), self.gradients, fuse=loss.fuse
@@ -475,7 +479,7 @@ class Trainer:
                 self.model.longest_eval_ms, tokens=micro_batch.tokens, rows=len(micro_batch.rows)
             )
         if not stopped:
-            self._learn_to_see()
+            self._pull_back()
         numbers = [
             (list(loss.metric_names), *(np.array(number) for number in part)) for part in parts
         ]
@@ -497,15 +501,15 @@ class Trainer:
         return Sums({"loss": math.fsum(losses)} | totals, mismatch(np.stack(mismatches)))
 
     def _note_slopes(self) -> None:
-        """Keep the gradient by the features of the micro-batch that is seen now."""
-        if self.images is not None:
-            self.images.add_slopes(self.model.feature_slopes)
+        """Give companions the gradient of the micro-batch that is seen now."""
+        for companion in self._carried:
+            companion.add_slopes(self.model.feature_slopes)
 
-    def _learn_to_see(self) -> None:
-        """Add the gradients of what makes features of images, if it is trained."""
-        if self.images is None or self.gradients is None:
+    def _pull_back(self) -> None:
+        """Add the gradients of what companions are made by, if it is trained."""
+        if self.gradients is None:
             return
-        for slot, gradient in self.images.pull_back():
+        for slot, gradient in chain.from_iterable(each.pull_back() for each in self._carried):
             self.gradients[slot] = self.gradients[slot] + gradient
             mx.eval(self.gradients[slot])
             self._between_blocks()
@@ -519,9 +523,13 @@ class Trainer:
             [self.options.seed, self.optimizer.updates, *micro_batch.rows]
         )
 
-    def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Images' positions in a forward or backward pass, if they have some of their own."""
-        return nullcontext() if self.images is None else self.images.seen(micro_batch.inputs)
+    @contextmanager
+    def seeing(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """What companions give to a forward or backward pass."""
+        with ExitStack() as entered:
+            for companion in self._carried:
+                entered.enter_context(companion.seen(micro_batch.inputs))
+            yield
 
     def apply(self, learning_rate: float, step: int | None = None) -> Update | None:
         """One optimizer update with the accumulated gradients of all ranks, which are used up.
@@ -598,12 +606,10 @@ class Trainer:
             budget: tokens of a micro-batch; default: the largest allowed now.
             together: rows of an example, which stay in one micro-batch; default: the algorithm's.
         """
-        plain = False
-        if self.images is not None:
-            sequences = self.images.admit(sequences)
-            plain = self.images.wants_rows(sequences[row] for row in rows)
-        elif any(each.rollout.images for each in sequences):
-            raise ConfigError("sequences have images, and the model that is trained reads none")
+        for companion in self._carried:
+            sequences = companion.admit(sequences)
+        chosen = [sequences[row] for row in rows]
+        plain = any(companion.wants_rows(chosen) for companion in self._carried)
         return collate(
             sequences,
             rows,
@@ -612,7 +618,7 @@ class Trainer:
             share_prompts=self.model.shares_prompts and not plain,
             merging=self.model.merges_rows and not plain,
             packing=self.options.packing and self.model.packs_rows and not plain,
-            prompt_experts=self.policy.replays_prompts,
+            companions=self._carried,
         )
 
     def _score(
@@ -634,7 +640,7 @@ class Trainer:
                     "scored after updates of the same step: the configuration was changed",
                     step=batch.step,
                 )
-            columns = self._score_rows(batch, scored, should_stop, self._replays)
+            columns = self._score_rows(batch, scored, should_stop, replay=True)
             if columns is None:
                 return None
             scores |= {name: columns[0]} | ({"old_values": columns[2]} if needs_values else {})
@@ -653,8 +659,8 @@ class Trainer:
         should_stop: Callable[[], bool],
         replay: bool = False,
     ) -> np.ndarray | None:
-        """Columns of the model's scores of each token; 0 outside of `rows`. `replay`: by the
-        experts that the rollouts have recorded.
+        """Columns of the model's scores of each token; 0 outside of `rows`. `replay`: as in
+        `MicroBatch.token_batch`.
 
         The micro-batches are those of the first epoch, so that rounding is the same as in the pass
         that learns.
@@ -680,28 +686,6 @@ class Trainer:
 
     def _scores_of(self, micro_batch: MicroBatch, replay: bool) -> list[np.ndarray]:
         return proved_scores(self.model, micro_batch.token_batch(replay=replay))
-
-    def _routing_metrics(self, batch: TrainBatch) -> dict[str, float | None]:
-        """How many of the experts that this process repeated its own router would not have
-        chosen, and how many of a prompt's it could not repeat."""
-        model, differing = self.model, {}
-        counts = {
-            "experts_differing": (model.experts_differing, model.experts_forced),
-            "prompt_experts_differing": (
-                model.prompt_experts_differing,
-                model.prompt_experts_forced,
-            ),
-        }
-        if self.policy.replays_prompts:
-            places, recorded = prompt_coverage(batch.sequences)
-            counts["prompt_experts_missing"] = (places - recorded, places)
-        for name, (part, whole) in counts.items():
-            differing[name] = part / whole if whole else None
-        return differing
-
-    @property
-    def _replays(self) -> bool:
-        return self.policy.replays_experts
 
     def _prepare(self, batch: TrainBatch, scores: Scores) -> PreparedBatch:
         return prepare(
@@ -755,10 +739,8 @@ class Trainer:
             "skipped_steps": at.skipped,
         }
         if prepared:
-            for companion in self.companions.values():
-                metrics |= companion.measured()
-        if self.policy.replays_experts:
-            metrics |= self._routing_metrics(batch)
+            for companion in self._carried:
+                metrics |= companion.measured(batch)
         if self.algorithm.stop_kl is not None:
             metrics |= {"mini_batches_left_out": at.left_out, "stopped_at_kl": at.stopped_at_kl}
         return StepResult(finished, at, metrics, time.perf_counter() - started)

@@ -16,8 +16,10 @@ from mlx_parallm.models.layouts.layout import pack_rows, share_prompts
 from mlx_parallm.models.layouts.tree_rows import merge_rows
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.rl_training.step.batch import TrainSequence
-from mlx_parallm.rl_training.step.collate import collate, prompt_coverage
-from mlx_parallm.rollout_store.checks import check_group, with_fitting_experts
+from mlx_parallm.rl_training.step.collate import collate
+from mlx_parallm.rl_training.step.routing import RecordedExperts, prompt_coverage
+from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.rollout_store.companions import with_fitting_experts
 from mlx_parallm.rollout_store.completions import rollout_of
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
 from mlx_parallm.types import PromptExperts, Rollout, RolloutGroup, RoutedExperts
@@ -76,9 +78,10 @@ def sequences_of(rollouts):
     return [TrainSequence(r, (0.0,) * len(r.tokens), fresh=True) for r in rollouts]
 
 
-def micro_batch(rollouts, **options):
+def micro_batch(rollouts, **carried):
     sequences = sequences_of(rollouts)
-    mini = collate(sequences, range(len(sequences)), token_budget=10_000, **options)
+    options = {"token_budget": 10_000, "companions": [RecordedExperts(**carried)]}
+    mini = collate(sequences, range(len(sequences)), **options)
     return mini.micro_batches[0]
 
 
@@ -91,7 +94,7 @@ def test_the_trainer_repeats_the_experts_of_prompts_in_every_layout(name, blocks
     assert decode_group(encode_group(group)) == group
     trained.unfreeze()
     model = BlockwiseModel(trained, blocks_per_eval=blocks)
-    part = micro_batch(group.rollouts, prompt_experts=True)
+    part = micro_batch(group.rollouts, prompts=True)
     layouts = {"rows": (None, 2 * (12 + 9))}
     if model.shares_prompts:
         layouts["shared"] = (share_prompts(part.inputs, part.positions), 12 + 9)
@@ -113,7 +116,9 @@ def test_the_trainer_repeats_the_experts_of_prompts_in_every_layout(name, blocks
         rows = logits.reshape(-1, logits.shape[-1])[mx.array(part.positions)]
         wanted = np.array(token_logprobs(rows, mx.array(part.targets)))
         sampled_only = np.array(
-            model.score(replace(part, prompt_experts=None).token_batch(replay=True))[0]
+            model.score(
+                replace(part, carried={"experts": part.carried["experts"]}).token_batch(replay=True)
+            )[0]
         )
         for layout, (compact, prompt_tokens) in layouts.items():
             model.forget_routing()
@@ -176,8 +181,8 @@ def test_turns_add_what_their_prompts_add(cached):
     )
     scored = replace(rollout, scores={"reward": 1.0})
     check_group(RolloutGroup("g", "e", (scored,)), vocab_size=VOCAB, max_token_length=99)
-    part = micro_batch([scored], prompt_experts=True)
-    assert sorted([*part.positions, *part.prompt_experts[0]]) == list(range(22))
+    part = micro_batch([scored], prompts=True)
+    assert sorted([*part.positions, *part.carried["prompt_experts"][0]]) == list(range(22))
     assert prompt_coverage(sequences_of([scored])) == (7, 7)
 
 
@@ -245,9 +250,11 @@ def test_a_prompts_token_without_a_record_goes_by_its_router_and_is_counted():
     two = replace(PLAIN, prompt_experts=(second,))
     assert second == PromptExperts(1, RoutedExperts(1, 2, bytes([2, 3])))
     assert second.behind(2) is None
-    part = micro_batch([PLAIN, two, one], prompt_experts=True)
+    part = micro_batch([PLAIN, two, one], prompts=True)
     width = part.inputs.shape[1]
-    places = {(part.rows[p // width], p % width) for p in part.prompt_experts[0].tolist()}
+    places = {
+        (part.rows[p // width], p % width) for p in part.carried["prompt_experts"][0].tolist()
+    }
     assert places == {(0, 0), (0, 1), (1, 1)}
     assert prompt_coverage(sequences_of([PLAIN, two, one])) == (6, 3)
     assert micro_batch([PLAIN]).prompt_experts is None, "by setting"

@@ -29,6 +29,7 @@ from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import collate
+from mlx_parallm.rl_training.step.routing import RecordedExperts
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.rollout_store.completions import rollout_of
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
@@ -302,7 +303,8 @@ def test_the_trainer_repeats_what_the_engine_took(name):
 
 def micro_batches(rollouts):
     sequences = [TrainSequence(r, (0.0,) * len(r.tokens), fresh=True) for r in rollouts]
-    return collate(sequences, range(len(sequences)), token_budget=10_000).micro_batches
+    options = {"token_budget": 10_000, "companions": [RecordedExperts()]}
+    return collate(sequences, range(len(sequences)), **options).micro_batches
 
 
 def engine_logprobs(rollouts, part):
@@ -312,7 +314,7 @@ def engine_logprobs(rollouts, part):
 
 def part_experts(part):
     full = np.full((part.inputs.size, 2, 2), UNFORCED, np.int32)
-    full[part.positions] = part.experts
+    full[part.positions] = part.carried["experts"]
     return full
 
 
@@ -385,11 +387,17 @@ def test_rows_without_experts_go_by_their_router():
     )
     unknown = Rollout((1, 2), (0, 1), (0.0, -1.0), (0, 0), 1.0, {"reward": 1.0})
     [part] = micro_batches([known, unknown])
-    by_row = dict(zip(part.rows, np.split(part.experts, [part.mask[0].sum()]), strict=True))
+    by_row = dict(
+        zip(
+            part.rows,
+            np.split(np.array(part.carried["experts"]), [part.mask[0].sum()]),
+            strict=True,
+        )
+    )
     assert by_row[0].tolist() == [[[0, 1]], [[2, 3]]]
     assert by_row[1].tolist() == [[[UNFORCED, UNFORCED]]]
     [part] = micro_batches([unknown])
-    assert part.experts is None
+    assert part.carried == {}
 
 
 def test_the_load_of_experts():
@@ -437,7 +445,8 @@ def test_a_training_forward_counts_the_experts_of_its_scored_tokens_once(
             )
         )
     sequences = [TrainSequence(r, (0.0,) * len(r.tokens), fresh=True) for r in rollouts]
-    [part] = collate(sequences, [0, 1], token_budget=1000, share_prompts=share).micro_batches
+    options = {"token_budget": 1000, "share_prompts": share, "companions": [RecordedExperts()]}
+    [part] = collate(sequences, [0, 1], **options).micro_batches
     model = BlockwiseModel(trained, blocks_per_eval=blocks)
     model.expert_load = np.zeros((2, 4), np.int64)
     batch = part.token_batch(replay=replay)

@@ -360,7 +360,7 @@ def test_an_answer_of_another_temperature_has_no_signal(tiny: LoadedModel) -> No
         scores = trainer.companions["teachers"].score(batch, lambda: False)
         trainer.companions["teachers"].close()
     assert np.isnan(scores[LOGPROBS]).sum() == sum(group.rollouts[0].mask)
-    assert trainer.companions["teachers"].measured()["teacher_unscored"] == 1
+    assert trainer.companions["teachers"].measured(batch)["teacher_unscored"] == 1
 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang", "completions"])

@@ -206,7 +206,7 @@ def test_a_later_stretch_of_an_episode_has_its_own_opening_replaced(tiny: Loaded
     assert np.isfinite(scores[:count]).all()
     assert np.isnan(scores[count : 2 * count + 2]).all()
     assert np.isfinite(scores[2 * count + 2 :]).all()
-    assert trainer.companions["teachers"].measured()["teacher_unscored"] == 1
+    assert trainer.companions["teachers"].measured(batch_of(whole))["teacher_unscored"] == 1
 
 
 # ---------------------------------------------------------------------- other weights
@@ -540,7 +540,8 @@ def test_what_a_sender_did_not_score_is_counted_with_the_reason() -> None:
     few = with_numbers(make_group("c", [0.0, 1.0]))
     del few.metadata["distill"]["token_ids"][1]
     warm = replace(warm, rollouts=tuple(replace(r, temperature=0.7) for r in warm.rollouts))
-    scores = trainer.companions["teachers"].score(make_batch([warm, short, few]), lambda: False)
+    batch = make_batch([warm, short, few])
+    scores = trainer.companions["teachers"].score(batch, lambda: False)
     assert np.isnan(scores[LOGPROBS]).sum() == 4 + 3 + 3
     assert reasons(trainer) == [
         *[
@@ -551,7 +552,7 @@ def test_what_a_sender_did_not_score_is_counted_with_the_reason() -> None:
         "sender: the group's distill fields have no entry for a sequence",
         *["sender: a token is not among those that the sender scored"] * 2,
     ]
-    assert trainer.companions["teachers"].measured()["teacher_unscored"] == 4
+    assert trainer.companions["teachers"].measured(batch)["teacher_unscored"] == 4
 
 
 def test_a_sequence_longer_than_the_teachers_context_is_counted_with_the_reason(

@@ -1,0 +1,19 @@
+"""What travels with rollouts, a line each."""
+
+from mlx_parallm.rollout_store.companion import RolloutCompanion
+from mlx_parallm.rollout_store.distillation import BestTokens
+from mlx_parallm.rollout_store.images import StoredImages
+from mlx_parallm.rollout_store.routing import Experts
+from mlx_parallm.types import RolloutGroup
+
+_EXPERTS = Experts()
+COMPANIONS: tuple[RolloutCompanion, ...] = (
+    _EXPERTS,
+    StoredImages(),
+    BestTokens(),
+)
+
+
+def with_fitting_experts(group: RolloutGroup, experts: tuple[int, int, int] | None) -> RolloutGroup:
+    """Return a group from outside, whose recorded experts the trainer can repeat: `Experts.fit`."""
+    return _EXPERTS.fit(group, experts)
