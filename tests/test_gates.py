@@ -40,6 +40,8 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is its 
     "cli.model_report": "a report of doctor, beside doctor_report and contracts",
     "models.published.fp8": "a format of weights, beside the classes that read them",
     "models.layouts.forced_experts": "which experts a batch forces is apart from how its blocks are computed",
+    "rl_training.step.companions": "the list of companions",
+    "rollout_store.images": "a companion is a file",
     "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
     "server.api.adapters": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",

@@ -1,4 +1,4 @@
-"""What travels with rollouts, a line each."""
+"""The companions of rollouts, a line each."""
 
 from mlx_parallm.rollout_store.companion import RolloutCompanion
 from mlx_parallm.rollout_store.distillation import BestTokens

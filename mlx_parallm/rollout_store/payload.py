@@ -37,8 +37,8 @@ def encode_group(group: RolloutGroup) -> bytes:
     """
     columns, shared, header = _ColumnWriter(), [], dict[str, Any]()
     for companion in COMPANIONS:
-        own, blocks, context = companion.pack_group(group)
-        header |= own
+        entries, blocks, context = companion.pack_group(group)
+        header |= entries
         shared.append(context)
         for block in blocks:
             columns.bytes(block)
@@ -156,7 +156,7 @@ def _rollout_header(rollout: Rollout, shared: Sequence[Any]) -> dict[str, Any]:
 
 
 def _rollout(entry: dict[str, Any], columns: "_ColumnReader", shared: Sequence[Any]) -> Rollout:
-    own = dict[str, Any](
+    fields = dict[str, Any](
         tokens=columns.next(),
         mask=columns.next(),
         logprobs=columns.next() if entry.get("logprobs", True) else None,
@@ -165,9 +165,9 @@ def _rollout(entry: dict[str, Any], columns: "_ColumnReader", shared: Sequence[A
         forced=columns.next() if entry.get("forced") else None,
     )
     for companion, context in zip(COMPANIONS, shared, strict=True):
-        own |= companion.unpack(entry, context, columns.next_bytes)
+        fields |= companion.unpack(entry, context, columns.next_bytes)
     return Rollout(
-        **own,
+        **fields,
         temperature=entry["temperature"],
         scores=entry["scores"],
         stop_reason=entry["stop_reason"],

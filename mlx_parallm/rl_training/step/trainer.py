@@ -525,7 +525,7 @@ class Trainer:
 
     @contextmanager
     def seeing(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """What companions give to a forward or backward pass."""
+        """Let a forward or backward pass have what companions give to it."""
         with ExitStack() as entered:
             for companion in self._carried:
                 entered.enter_context(companion.seen(micro_batch.inputs))

@@ -257,5 +257,5 @@ def test_a_prompts_token_without_a_record_goes_by_its_router_and_is_counted():
     }
     assert places == {(0, 0), (0, 1), (1, 1)}
     assert prompt_coverage(sequences_of([PLAIN, two, one])) == (6, 3)
-    assert micro_batch([PLAIN]).prompt_experts is None, "by setting"
+    assert "prompt_experts" not in micro_batch([PLAIN]).carried, "by setting"
     assert part.token_batch().prompt_experts is None
