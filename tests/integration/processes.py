@@ -147,6 +147,20 @@ def train(config: Path, *arguments: str) -> Daemon:
     return Daemon("mlx_parallm_train", "--config", str(config), *arguments, port=port)
 
 
+def train_example(config: Path, tmp_path: Path, **settings: object) -> Daemon:
+    """The daemon with an example's configuration; the run's directory is tmp_path/run."""
+    port = free_port()
+    place = {
+        "server.port": port,
+        "rl_training.checkpoint_dir": tmp_path,
+        "rl_training.run_name": "run",
+    }
+    flags = [
+        part for key, value in (place | settings).items() for part in ("--set", f"{key}={value}")
+    ]
+    return Daemon("mlx_parallm_train", "--config", str(config), *flags, port=port)
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     file = run / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -11,30 +11,17 @@ import openai
 import pytest
 
 from mlx_parallm.rollout_store.store import RolloutStore
-from tests.integration.processes import Daemon, free_port, metrics
+from tests.integration.processes import metrics, train_example
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rewards_by_id"
+LETTERS = EXAMPLE / "letters.toml"
 pytestmark = pytest.mark.slow
-
-
-def train(tmp_path: Path, **settings: object) -> Daemon:
-    """The daemon with the example's configuration; the run's directory is tmp_path/run."""
-    port = free_port()
-    place = {
-        "server.port": port,
-        "rl_training.checkpoint_dir": tmp_path,
-        "rl_training.run_name": "run",
-    }
-    flags = [
-        part for key, value in (place | settings).items() for part in ("--set", f"{key}={value}")
-    ]
-    return Daemon("mlx_parallm_train", "--config", str(EXAMPLE / "letters.toml"), *flags, port=port)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_eight_lines_of_the_openai_client_train_the_model(tmp_path: Path) -> None:
-    with train(tmp_path, **{"rl_training.total_steps": 18}) as daemon:
+    with train_example(LETTERS, tmp_path, **{"rl_training.total_steps": 18}) as daemon:
         daemon.wait_until_ready()
         script = tmp_path / "train.py"
         script.write_text(
@@ -53,7 +40,7 @@ def test_who_may_be_rewarded_and_what_a_kill_leaves(tmp_path: Path) -> None:
     """The policy and its other names; not the base. A rewarded group survives kill -9, and its
     id is known after it."""
     ask = [{"role": "user", "content": "Reverse: abcd"}]
-    with train(tmp_path) as daemon, daemon.wait_until_ready().client() as client:
+    with train_example(LETTERS, tmp_path) as daemon, daemon.wait_until_ready().client() as client:
 
         def answer(model: str) -> str:
             messages: list = ask
@@ -77,7 +64,7 @@ def test_who_may_be_rewarded_and_what_a_kill_leaves(tmp_path: Path) -> None:
         f"{response_id}-0" for response_id in rewarded
     }
     store.close()
-    with train(tmp_path, **{"rl_training.resume": "auto"}) as daemon:
+    with train_example(LETTERS, tmp_path, **{"rl_training.resume": "auto"}) as daemon:
         daemon.wait_until_ready()
         again = httpx.post(f"{daemon.url}/v1/rewards", json={"id": rewarded[0], "rewards": [0, 1]})
         assert again.status_code == 409 and "has its rewards already" in again.text

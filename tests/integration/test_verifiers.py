@@ -19,11 +19,12 @@ import pytest
 from mlx_parallm.config.load import load_config
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.integration.http_environment import needs_atropos
-from tests.integration.processes import Daemon, free_port, metrics
+from tests.integration.processes import Daemon, metrics, train_example
 from tests.signals_reset import default_signals
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "verifiers"
+LETTERS = EXAMPLE / "letters.toml"
 VENV = ROOT / "build" / "verifiers"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 GIVEN = -100
@@ -31,20 +32,6 @@ needs_verifiers = pytest.mark.skipif(
     not (VENV / ".ready").exists(),
     reason="build/verifiers is missing: scripts/setup_verifiers makes it",
 )
-
-
-def train(tmp_path: Path, **settings: object) -> Daemon:
-    """The daemon with the example's configuration; the run's directory is tmp_path/run."""
-    port = free_port()
-    place = {
-        "server.port": port,
-        "rl_training.checkpoint_dir": tmp_path,
-        "rl_training.run_name": "run",
-    }
-    flags = [
-        part for key, value in (place | settings).items() for part in ("--set", f"{key}={value}")
-    ]
-    return Daemon("mlx_parallm_train", "--config", str(EXAMPLE / "letters.toml"), *flags, port=port)
 
 
 def adapter(daemon: Daemon, *flags: str) -> subprocess.Popen[str]:
@@ -100,7 +87,7 @@ def test_the_examples_configuration_is_valid() -> None:
 @pytest.mark.parametrize("kind", ["one turn", "several turns over a tool"])
 def test_its_own_client_brings_exactly_what_was_sampled(kind: str, tmp_path: Path) -> None:
     tools = ["--tools"] if kind != "one turn" else []
-    with train(tmp_path) as daemon:
+    with train_example(LETTERS, tmp_path) as daemon:
         daemon.wait_until_ready()
         play = adapter(daemon, "--groups", "1", *tools)
         output, _ = play.communicate(timeout=200)
@@ -134,7 +121,7 @@ def test_its_own_client_brings_exactly_what_was_sampled(kind: str, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tiny_model_learns_from_two_of_them_at_once(tmp_path: Path) -> None:
-    with train(tmp_path, **{"rl_training.total_steps": 30}) as daemon:
+    with train_example(LETTERS, tmp_path, **{"rl_training.total_steps": 30}) as daemon:
         daemon.wait_until_ready()
         players = [
             adapter(daemon, "--in-flight", "4"),

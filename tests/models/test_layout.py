@@ -347,6 +347,11 @@ def test_packed_boundaries(lengths: tuple[int, ...], counts: tuple[int, ...]) ->
 def check_packed(model: nn.Module, tokens: TokenBatch, blocks: int = 1) -> None:
     parts = BlockwiseModel(model, blocks_per_eval=blocks)
     assert parts.packs_rows, parts.unpacked
+    check_as_rows(parts, tokens)
+
+
+def check_as_rows(parts: BlockwiseModel, tokens: TokenBatch) -> None:
+    """Scores, loss and gradients are those of the rows without their layout."""
     for a, b in zip(parts.score(tokens), parts.score(plain(tokens)), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
     value, _, gradients = parts.loss_and_gradients(tokens, objective)

@@ -16,7 +16,13 @@ from mlx_parallm.models.layouts import tree_rows
 from mlx_parallm.models.layouts.layout import TokenBatch
 from mlx_parallm.models.layouts.tree_rows import TreeAttention, merge_rows
 from tests.models.recurrent.test_layout import model_of as recurrent_model
-from tests.models.test_layout import GPT2, SHARING, model_of, objective, plain
+from tests.models.test_layout import (
+    GPT2,
+    SHARING,
+    check_as_rows,
+    model_of,
+    plain,
+)
 from tests.rl_training.step.test_blockwise import with_4_bit_base, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model
 
@@ -57,17 +63,7 @@ def turns(*, episodes: int = 3, count: int = 3, seed: int = 0) -> TokenBatch:
 
 def check(parts: BlockwiseModel, tokens: TokenBatch) -> None:
     assert parts.merges_rows, parts.unmerged
-    for a, b in zip(parts.score(tokens), parts.score(plain(tokens)), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
-    value, _, gradients = parts.loss_and_gradients(tokens, objective)
-    expected, _, rows = parts.loss_and_gradients(plain(tokens), objective)
-    assert value.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
-    whole, other = (
-        np.concatenate([np.array(g, np.float64).ravel() for g in made])
-        for made in (rows, gradients)
-    )
-    assert np.linalg.norm(whole) > 0
-    assert np.linalg.norm(other - whole) <= 1e-5 * np.linalg.norm(whole)
+    check_as_rows(parts, tokens)
 
 
 def test_a_worked_tree() -> None:
