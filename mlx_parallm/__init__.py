@@ -2,9 +2,11 @@
 MLX.
 
 Importing the package puts a fast BLAS under MLX on Linux CPU (`blas.py`) and has malloc keep freed
-memory (`heap.py`); it imports no MLX itself.
+memory (`heap.py`); it imports no MLX itself. In a command's process it first holds the signals
+(`command_start.py`).
 """
 
+import mlx_parallm.system.command_start  # noqa: F401, I001  # before what takes time
 from typing import TYPE_CHECKING
 
 from mlx_parallm.system.blas import preload_fast_blas

@@ -92,8 +92,6 @@ def exit_code(run: Run, args: Namespace) -> int:
     except StopRequested as stopped:
         sys.stderr.write(f"stopped in order by {stopped}\n")
         leave(EndLimit.exit_code)  # MLX may still compute, and Python's exit would wait
-    except KeyboardInterrupt:
-        return 130
 
 
 def ended_in_order(

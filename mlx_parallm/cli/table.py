@@ -15,7 +15,14 @@ from mlx_parallm import __version__
 from mlx_parallm.cli.command import EXIT_ERROR, exit_code
 from mlx_parallm.config.arguments import Arguments, place
 from mlx_parallm.config.leaves import Command, leaves
-from mlx_parallm.system.signals import unblock_shutdown_signals
+from mlx_parallm.system.command_start import end_at_once, is_command
+from mlx_parallm.system.signals import (
+    EndLimit,
+    block_shutdown_signals,
+    unblock_shutdown_signals,
+)
+
+INTERRUPTED = 130  # the exit code of Ctrl-C
 
 TASKS = {
     "start": "Start",
@@ -170,12 +177,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def call(command: Command, argv: Sequence[str], prog: str) -> int:
     """Carry out a command with these arguments and return its exit code."""
-    if not command.ends_in_order:  # a parent that has blocked them may send them
-        unblock_shutdown_signals()
-    parser, run = command.parser(prog)
-    args = parser.parse_args(argv)
-    args.argv = list(argv)
-    return exit_code(run, args)
+    try:
+        if not command.ends_in_order:  # a parent that has blocked them may send them
+            unblock_shutdown_signals()
+        elif is_command():
+            end_at_once(INTERRUPTED if "--dry-run" in argv else EndLimit.exit_code)
+        parser, run = command.parser(prog)
+        args = parser.parse_args(argv)
+        args.argv = list(argv)
+        return exit_code(run, args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        if is_command():  # what is left of Python ends without a traceback, too
+            block_shutdown_signals()
 
 
 def overview() -> str:

@@ -22,8 +22,9 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import ClassVar
 
+from mlx_parallm.system.command_start import SHUTDOWN_SIGNALS
+
 LAST_WORDS_S = 2.0
-SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPT = signal.SIGURG
 """Sent to the main thread alone. Its default action is to do nothing."""
 END_S = 15.0  # limit of a command that has no other
