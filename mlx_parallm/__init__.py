@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.system.blas import preload_fast_blas
 from mlx_parallm.system.heap import keep_freed_memory
-from mlx_parallm.system.lazy_names import lazy_names
-from mlx_parallm.system.moved_names import keep_moved_names
+from mlx_parallm.system.moved_names import keep_moved_names, lazy_names
 from mlx_parallm.system.quiet import hide_advice
 
 if TYPE_CHECKING:

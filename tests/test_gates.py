@@ -47,7 +47,6 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is its 
     "server.api.tokenize": "a family of routes is a file",
     "system.power": "imports the log, which the command's help does without",
     "systems.traces.config": "a leaf's section is a file, which the core loads without the leaf",
-    "system.moved_names": "the table of promised names",
     "system.quiet": "loaded with the package, before any library",
 }
 
@@ -86,7 +85,7 @@ VARIABLE_ATTRIBUTES: dict[
     " as TRL has them",
     "faces.trl.callbacks:Callbacks.add_callback": "a callback has the methods that it wants",
     "faces.trl.callbacks:Callbacks.call": "a callback has the methods that it wants",
-    "system.lazy_names:lazy_names.get": "names are imported when they are asked for",
+    "system.moved_names:lazy_names.get": "names are imported when they are asked for",
     "system.blas:share_blas_between": "a BLAS's own function that sets its threads",
 }
 

@@ -15,7 +15,7 @@ from mlx_parallm import __version__
 from mlx_parallm.cli.command import EXIT_ERROR, exit_code
 from mlx_parallm.config.arguments import Arguments, place
 from mlx_parallm.config.leaves import Command, leaves
-from mlx_parallm.system.command_start import end_at_once, is_command
+from mlx_parallm.system.command_start import IS_COMMAND, end_at_once
 from mlx_parallm.system.signals import (
     EndLimit,
     block_shutdown_signals,
@@ -180,7 +180,7 @@ def call(command: Command, argv: Sequence[str], prog: str) -> int:
     try:
         if not command.ends_in_order:  # a parent that has blocked them may send them
             unblock_shutdown_signals()
-        elif is_command():
+        elif IS_COMMAND:
             end_at_once(INTERRUPTED if "--dry-run" in argv else EndLimit.exit_code)
         parser, run = command.parser(prog)
         args = parser.parse_args(argv)
@@ -189,7 +189,7 @@ def call(command: Command, argv: Sequence[str], prog: str) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
-        if is_command():  # what is left of Python ends without a traceback, too
+        if IS_COMMAND:  # what is left of Python ends without a traceback, too
             block_shutdown_signals()
 
 

@@ -189,6 +189,7 @@ class RewardFunctions:
         self._method: Method = "absolute" if alone else method
         self._functions: list[RewardFunction] = []
         self._tool_client: ToolClient | None = None
+        self._told_unscored = False
         default_weights = [function.weight for function in functions]
         for reference, function, weight in zip(
             references, functions, weights or default_weights, strict=True
@@ -286,8 +287,12 @@ class RewardFunctions:
                     f"{', '.join(self.names)} left every completion unscored"
                 )
             # they do not apply to this task: its reward is 0, and nothing is learned from it
-            if not scored:
-                log.warning("no reward function applies to a group", functions=self.names)
+            if not scored and not self._told_unscored:  # later ones are counted
+                self._told_unscored = True
+                log.warning(
+                    "no reward function scores any answer of a group; it is not learned from",
+                    functions=self.names,
+                )
             mean = math.fsum(scored) / max(len(scored), 1)
             return [
                 {

@@ -9,21 +9,21 @@ import os
 import signal
 import sys
 
-SCRIPTS = {
-    *("convert_adapter", "dashboard", "doctor", "eval", "explain", "export", "mcp", "merge_lora"),
-    *("pipeline", "prompt_policy", "replay", "rollouts", "serve", "show_checkpoint", "traces"),
-    "train",
-}
-"""What follows `mlx_parallm_` in the names of the installed scripts."""
 SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def is_command() -> bool:
-    """Return whether this process is one of the installed scripts, or `python -m mlx_parallm`."""
+def _is_command() -> bool:
     if sys.argv[:1] == ["-m"]:  # Python imports the package first, to find its `__main__`
         return ("-m", "mlx_parallm") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
     name = sys.argv[0].rpartition("/")[2] if sys.argv else ""
-    return name == "mlx_parallm" or name.removeprefix("mlx_parallm_") in SCRIPTS
+    if not name.startswith("mlx_parallm") or "." in name:
+        return False
+    with open(sys.argv[0], "rb") as script:  # noqa: PTH123 - pathlib would be the longest import
+        return b"from mlx_parallm.cli import" in script.read(1000)
+
+
+IS_COMMAND = _is_command()
+"""Whether this process is one of the installed scripts, or `python -m mlx_parallm`."""
 
 
 def end_at_once(exit_code: int) -> None:
@@ -35,5 +35,5 @@ def end_at_once(exit_code: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
 
 
-if is_command():
+if IS_COMMAND:
     signal.pthread_sigmask(signal.SIG_BLOCK, SHUTDOWN_SIGNALS)

@@ -1,17 +1,18 @@
-"""Promised module names that lie in a group of folders now: `import mlx_parallm.primitives` finds
-the module there.
+"""Promised names that lie elsewhere: `import mlx_parallm.primitives` finds the module in its group
+of folders, and a package's lazy names are imported at their first use (PEP 562).
 
-Both names are one module object, so a class has one identity. Imports nothing but the standard
+Both names of a module are one object, so a class has one identity. Imports nothing but the standard
 library.
 """
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
+from typing import Any
 
 MOVED = {
     "mlx_parallm.primitives": "mlx_parallm.faces.primitives",
@@ -74,3 +75,38 @@ def keep_moved_names() -> None:
     if not any(isinstance(finder, _MovedNames) for finder in sys.meta_path):
         # first: a moved package's __path__ finds its modules a second time
         sys.meta_path.insert(0, _MovedNames())
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str], absent: str | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of `package`.
+
+    Args:
+        package: its `__name__`.
+        homes: modules, by their path in mlx_parallm, each with the names it has, between spaces.
+        absent: a module whose `INSTEAD` says of names that are not here what to use; importing
+            one raises ImportError with it.
+    """
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
+
+    def get(name: str) -> Any:
+        if name not in home_of:
+            if absent is not None and not name.startswith("_"):
+                instead = importlib.import_module(f"mlx_parallm.{absent}").INSTEAD.get(name)
+                if instead is not None:
+                    raise ImportError(f"{package} has no {name}: {instead}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            return getattr(importlib.import_module(f"mlx_parallm.{home_of[name]}"), name)
+        except ImportError as error:
+            from mlx_parallm.system.packages import missing  # here: it reads what is installed
+
+            if (line := missing(error)) is None:
+                raise
+            raise ImportError(line) from error
+
+    def names() -> list[str]:
+        return sorted({*vars(importlib.import_module(package)), *home_of})
+
+    return get, names

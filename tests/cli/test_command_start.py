@@ -8,13 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomli
 
-from mlx_parallm.system.command_start import SCRIPTS
 from tests.integration.processes import BIN
 from tests.signals_reset import default_signals
 
-ROOT = Path(__file__).parents[2]
 TRAIN = ("--config", "quickstart", "--set", "server.port=0")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "a script": (str(BIN / "mlx_parallm_train"), *TRAIN),
@@ -30,11 +27,6 @@ MOMENTS = (
     ("mlx_parallm.system.files", signal.SIGINT),
 )
 """The module that Python says it has imported, and the signal that comes then."""
-
-
-def test_every_installed_script_is_known() -> None:
-    scripts = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert {"mlx_parallm", *(f"mlx_parallm_{name}" for name in SCRIPTS)} == set(scripts)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ docs/library.md lists them all.
 
 from typing import TYPE_CHECKING
 
-from mlx_parallm.system.lazy_names import lazy_names
+from mlx_parallm.system.moved_names import lazy_names
 
 if TYPE_CHECKING:
     from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig

@@ -17,7 +17,7 @@ tool_server.py    the tools `math_solve` and `physics_simulate`, and a server of
 
 from typing import TYPE_CHECKING
 
-from mlx_parallm.system.lazy_names import lazy_names
+from mlx_parallm.system.moved_names import lazy_names
 
 if TYPE_CHECKING:
     from mlx_parallm.execution.tool_client import MCPToolClient

@@ -7,7 +7,7 @@ Each stage can be imported from here too.
 
 from typing import TYPE_CHECKING
 
-from mlx_parallm.system.lazy_names import lazy_names
+from mlx_parallm.system.moved_names import lazy_names
 
 if TYPE_CHECKING:
     from mlx_parallm.deploy.export.hosting import OllamaHostingProfile

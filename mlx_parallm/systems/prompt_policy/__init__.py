@@ -11,7 +11,7 @@ service.py rewriting.py protocol.py routes.py app.py   the service, its routes, 
 demo.py                made-up prompts on which one can see it learn
 """
 
-from mlx_parallm.system.lazy_names import lazy_names
+from mlx_parallm.system.moved_names import lazy_names
 
 __getattr__, __dir__ = lazy_names(
     __name__,

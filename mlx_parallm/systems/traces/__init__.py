@@ -6,7 +6,7 @@ from mlx_parallm.systems.traces import TraceCollector, hook_into_agent
 
 from typing import TYPE_CHECKING
 
-from mlx_parallm.system.lazy_names import lazy_names
+from mlx_parallm.system.moved_names import lazy_names
 
 if TYPE_CHECKING:
     from mlx_parallm.systems.traces.checkpoints import CheckpointLoader
