@@ -456,7 +456,7 @@ class SharedWeights:
 
 @dataclass(frozen=True)
 class _Check:
-    """Holds what new weights are compared with: what is served, and themselves, computed again."""
+    """Hold the references of new weights: the served ones, and the same computed again."""
 
     served: dict[str, mx.array]
     again: Callable[[], dict[str, mx.array]] | None

@@ -300,7 +300,7 @@ MEMORY_SHARE, MEMORY_BYTES = 0.15, 50e6  # above the prediction
 
 
 @dataclass(frozen=True)
-class Rounding:
+class RoundingTrial:
     """Bounds on |difference| of log-probabilities: of one token and on average; `exact`: tokens
     must be the same."""
 
@@ -312,13 +312,13 @@ class Rounding:
 # Half precision: eight units in the last place of a logit between 16 and 32, one on average
 # (docs/algorithms.md#before-a-step-learns).
 ROUNDING = {
-    mx.float32: Rounding(1e-4, 5e-5, exact=True),
-    mx.float16: Rounding(2**-3, 2**-6),
-    mx.bfloat16: Rounding(1.0, 0.125),
+    mx.float32: RoundingTrial(1e-4, 5e-5, exact=True),
+    mx.float16: RoundingTrial(2**-3, 2**-6),
+    mx.bfloat16: RoundingTrial(1.0, 0.125),
 }
 
 
-def rounding(dtype: mx.Dtype) -> Rounding:
+def rounding(dtype: mx.Dtype) -> RoundingTrial:
     """Return the bounds of a model of this type on the default device."""
     tf32 = dtype == mx.float32 and float32_is_tf32()  # the user wants it: `doctor` switches it off
     return ROUNDING[mx.float16 if tf32 else dtype]
@@ -448,7 +448,7 @@ def batched_is_alone(subject: Subject) -> list[ContractResult]:
 
 
 def compare(
-    alone: Sequence[Completion], batched: Sequence[Completion], bound: Rounding
+    alone: Sequence[Completion], batched: Sequence[Completion], bound: RoundingTrial
 ) -> ContractResult:
     """Tokens up to the first that differs, and the log-probabilities before it.
 

@@ -89,7 +89,7 @@ class Contract:
 
 
 @dataclass
-class Sample:
+class MachineSample:
     """The training's process, some seconds after its start."""
 
     second: float
@@ -125,7 +125,7 @@ class Beside:
     exit_code: int | None = None
     problem: str = ""
     chats: Chats = field(default_factory=Chats)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[MachineSample] = field(default_factory=list)
 
 
 @dataclass
@@ -360,7 +360,7 @@ class _Training:
         with contextlib.suppress(psutil.Error, *NO_ANSWER):
             used = self._footprint() or daemon.memory_info().rss
             threads, files = daemon.num_threads(), daemon.num_fds()
-            self._found.samples.append(Sample(round(second, 1), used, threads, files))
+            self._found.samples.append(MachineSample(round(second, 1), used, threads, files))
 
     def _footprint(self) -> int:
         text = self._http.get("/metrics").text

@@ -1,9 +1,10 @@
 """Probes of MLX's own operations on the default device, against NumPy in float64.
 
-Each `Probe` computes an operation, and its gradient where training needs it, for some numbers of
-rows and some types, and what it should have been. Wrong kernels have answered without an error:
-for one number of rows, one direction of a quantised product, one size that is not a multiple of 64
-(docs/operations.md#a-mac names the reports). `results` tries all of them in a few seconds.
+Each `OperationProbe` computes an operation, and its gradient where training needs it, for some
+numbers of rows and some types, and what it should have been. Wrong kernels have answered
+without an error: for one number of rows, one direction of a quantised product, one size that is
+not a multiple of 64 (docs/operations.md#a-mac names the reports). `results` tries all of them in a
+few seconds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ Compute = Callable[[int, mx.Dtype, np.random.Generator], Pairs]
 
 
 @dataclass(frozen=True)
-class Probe:
+class OperationProbe:
     """One operation. `gpu_only`: it would take a CPU minutes. `on_cpu`: the types that MLX has
     there."""
 
@@ -65,7 +66,9 @@ def results() -> Iterator[ProbeResult]:
             yield _tried(probe, dtypes, bounds)
 
 
-def _tried(probe: Probe, dtypes: Sequence[mx.Dtype], bounds: dict[mx.Dtype, float]) -> ProbeResult:
+def _tried(
+    probe: OperationProbe, dtypes: Sequence[mx.Dtype], bounds: dict[mx.Dtype, float]
+) -> ProbeResult:
     failures, largest = [], 0.0
     for dtype in dtypes:
         for rows in probe.rows:
@@ -301,17 +304,19 @@ def _convolution(rows: int, dtype: mx.Dtype, rng: np.random.Generator) -> Pairs:
 
 
 PROBES = (
-    Probe("matmul", _products),
-    Probe("matmul of large matrices", _large_product, (8,), (mx.float16, mx.bfloat16), True),
-    Probe("quantized_matmul(transpose=True), 4 bits", _quantised(True)),
-    Probe("quantized_matmul(transpose=False), 4 bits", _quantised(False)),
-    Probe("scaled_dot_product_attention", _attention),
-    Probe("rope at offsets", _rope),
-    Probe("gather_mm, sorted", _gathered, on_cpu=(mx.float32,)),
-    Probe("gather_qmm(transpose=True), sorted, 4 bits", _gathered_quantised(True)),
-    Probe("gather_qmm(transpose=False), sorted, 4 bits", _gathered_quantised(False)),
-    Probe("scatter-add", _scattered),
-    Probe("argmax over 262,144", _argmax),
-    Probe("layer_norm", _layer_norm),
-    Probe("conv2d, conv1d", _convolution),
+    OperationProbe("matmul", _products),
+    OperationProbe(
+        "matmul of large matrices", _large_product, (8,), (mx.float16, mx.bfloat16), True
+    ),
+    OperationProbe("quantized_matmul(transpose=True), 4 bits", _quantised(True)),
+    OperationProbe("quantized_matmul(transpose=False), 4 bits", _quantised(False)),
+    OperationProbe("scaled_dot_product_attention", _attention),
+    OperationProbe("rope at offsets", _rope),
+    OperationProbe("gather_mm, sorted", _gathered, on_cpu=(mx.float32,)),
+    OperationProbe("gather_qmm(transpose=True), sorted, 4 bits", _gathered_quantised(True)),
+    OperationProbe("gather_qmm(transpose=False), sorted, 4 bits", _gathered_quantised(False)),
+    OperationProbe("scatter-add", _scattered),
+    OperationProbe("argmax over 262,144", _argmax),
+    OperationProbe("layer_norm", _layer_norm),
+    OperationProbe("conv2d, conv1d", _convolution),
 )

@@ -212,7 +212,7 @@ class AlgorithmConfig(Options):
         )
 
     def over(self, backprop: BackpropConfig) -> BackpropConfig:
-        """Return `backprop` with the keys that are set here too."""
+        """Return `backprop`, updated by the keys that are set here."""
         shared = BackpropConfig.model_fields.keys() & type(self).model_fields.keys()
         return backprop.model_copy(update=self.model_dump(include=shared, exclude_none=True))
 

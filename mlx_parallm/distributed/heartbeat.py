@@ -47,7 +47,7 @@ class HeartbeatReader:
         return received(self._connection)
 
 
-class Heartbeat:
+class RankHeartbeat:
     """Tells the other end every LOOK_S that this process runs, and calls `on_silent` when the other
     process no longer runs."""
 

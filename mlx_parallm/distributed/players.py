@@ -36,7 +36,7 @@ STOP_S = 10.0  # for episodes that are cancelled at the end of a run
 
 @dataclass(frozen=True)
 class GroupOrder:
-    """A `GroupPlan` by the name of its environment."""
+    """A `GroupPlan` for another rank, which finds the environment by name."""
 
     environment: str
     group_id: str

@@ -51,7 +51,7 @@ from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.balance import BalancedClient
 from mlx_parallm.distributed.fingerprint import model_fingerprint
-from mlx_parallm.distributed.heartbeat import LOOK_S, SILENT_LOOKS, Heartbeat
+from mlx_parallm.distributed.heartbeat import LOOK_S, SILENT_LOOKS, RankHeartbeat
 from mlx_parallm.distributed.players import RankPlayer, hang_up
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.runner import MakePlayer, OnError, OnResults
@@ -180,7 +180,7 @@ class JoinedRanks(Ranks):
         self._silent: list[int] = []
         self._sum_s, self._stands_still = TIMEOUT_S, False
         self._heartbeats = [
-            Heartbeat(connection, partial(self._give_up, place))
+            RankHeartbeat(connection, partial(self._give_up, place))
             for place, connection in enumerate(heartbeats)
         ]
         log.info("ranks joined", rank=self.rank, size=self.size)
@@ -315,7 +315,7 @@ class JoinedRanks(Ranks):
                     atexit.register(_leave, EXIT_LOST)
                     self._lose("the others wait for it in a collective")
                     return None
-            except RuntimeError as error:  # a backend that notices raises it
+            except RuntimeError as error:  # raised by a backend that notices the lost rank
                 self._lose(error)
                 return None
 

@@ -211,7 +211,7 @@ def _behind(column: list[_T] | None, since: int) -> tuple[_T, ...] | None:
 
 
 def id_in_use(request_id: str) -> RequestError:
-    """Return the error of a request whose id one that has not ended has."""
+    """Return the error for a request id that is in use."""
     return RequestError(f"request_id {request_id!r} is in use", param="request_id")
 
 

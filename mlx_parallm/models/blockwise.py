@@ -36,7 +36,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.models.evaluations import Evaluations, graph_nodes
+from mlx_parallm.models.evaluations import BlockLimits, graph_nodes
 from mlx_parallm.models.experts.routing import ForwardRouting, counted, current, routed
 from mlx_parallm.models.heads.language_head import (
     TRAINED_HEAD,
@@ -90,7 +90,7 @@ Objective = Callable[..., tuple[mx.array, tuple[mx.array, ...]]]
 
 class BlockwiseModel:
     """Scores tokens and differentiates a loss over them, `blocks_per_eval` blocks at a time (0 =
-    all at once; `Evaluations`: as many as these say, for each batch anew).
+    all at once; `BlockLimits`: as many as these say, for each batch anew).
 
     `between_blocks` is called after each evaluation: the place to give the serving thread a turn.
     `longest_eval_ms`: of all evaluations since it was last set to 0. `experts_forced`: pairs of a
@@ -109,7 +109,7 @@ class BlockwiseModel:
         self,
         model: nn.Module,
         *,
-        blocks_per_eval: int | Evaluations,
+        blocks_per_eval: int | BlockLimits,
         between_blocks: Callable[[], None] = lambda: None,
         features: FeatureGradient | None = None,
     ) -> None:
@@ -194,7 +194,7 @@ class BlockwiseModel:
         self._head_times = TRAINED_HEAD if self._below_slots else UNPACKED_HEAD if unpacked else 1
         if self._features is not None:
             self._below_slots.append(len(self.slots))
-        self._group(1 if isinstance(self._blocks_per_eval, Evaluations) else self._blocks_per_eval)
+        self._group(1 if isinstance(self._blocks_per_eval, BlockLimits) else self._blocks_per_eval)
 
     def _group(self, size: int) -> None:
         """Evaluate `size` blocks together from now on; 0: all."""
@@ -212,7 +212,7 @@ class BlockwiseModel:
     def _group_for(self, batch: TokenBatch) -> None:
         """Choose how many blocks are evaluated together, if that is not set."""
         limits = self._blocks_per_eval
-        if self._stack is None or not isinstance(limits, Evaluations) or self._checking:
+        if self._stack is None or not isinstance(limits, BlockLimits) or self._checking:
             return
         span = batch.inputs.shape[1]
         if (nodes := self._nodes.get(span.bit_length())) is None:

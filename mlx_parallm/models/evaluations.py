@@ -4,12 +4,12 @@
 The fewer evaluations, the less a GPU waits between them, and the fewer blocks are computed a second
 time. Each of these bounds a group of blocks:
 
-    memory   bytes that its blocks keep until their backward pass (`Evaluations.most_bytes`, set by
-             the memory plan)
+    memory   bytes that its blocks keep until their backward pass (`BlockLimits.most_bytes`,
+             set by the memory plan)
     nodes    of the graph: building and scheduling it takes time and memory of the host
     work     on a CPU, so that requests get their turn (CPU_WORK, some tenths of a second)
     time     where `rl_training.max_eval_ms` is set, as on Metal: what evaluations took so far
-             (`Evaluations.most_blocks`, which `MicroBatchBudget` adapts)
+             (`BlockLimits.most_blocks`, which `MicroBatchBudget` adapts)
 
 A clock decides nothing but the last.
 """
@@ -87,7 +87,7 @@ class BlockSize:
 
 
 @dataclass
-class Evaluations:
+class BlockLimits:
     """The bounds of one model's evaluations.
 
     Attributes:
@@ -125,7 +125,7 @@ class Evaluations:
 
 def blocks_of(
     configured: int | None, model_config: Mapping[str, Any], most_bytes: int | None = None
-) -> int | Evaluations:
+) -> int | BlockLimits:
     """Return the configured number of blocks, or what chooses it. `most_bytes`: of the memory plan;
     None: not set, so a share of the memory, and at most half of what is free."""
     if configured is not None:
@@ -133,7 +133,7 @@ def blocks_of(
     if most_bytes is None:
         free, whole = memory_present()
         most_bytes = min(whole // EVAL_SHARE, free // 2)
-    return Evaluations(BlockSize.of(model_config), most_bytes)
+    return BlockLimits(BlockSize.of(model_config), most_bytes)
 
 
 def graph_nodes(*arrays: mx.array) -> int:

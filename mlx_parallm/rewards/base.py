@@ -113,7 +113,7 @@ def _scored(rollout: Rollout, scores: Mapping[str, Any], by_turn: bool) -> Rollo
     if UNSCORED not in scores:
         values["reward"] += math.fsum(reported)
     if not abs(values["reward"]) <= MAX_REWARD:
-        raise RolloutRejectedError(f"the reward with that of its turns is {values['reward']:g}")
+        raise RolloutRejectedError(f"the reward, turn rewards included, is {values['reward']:g}")
     turns = sum(len(segment.turns) for segment in rollout.segments)
     added = scores.get(TURN_REWARDS, (0.0,) * turns)
     if by_turn and not len(added) == turns == len(reported or added):

@@ -1,4 +1,4 @@
-"""The name of the training configuration that stays; the classes are in `config.training`."""
+"""The training configuration's stable name; the classes are in `config.training`."""
 
 from mlx_parallm.config.training import (
     AtroposConfig,

@@ -104,7 +104,7 @@ class Probe:
 
     def after_step(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
-        if line["gave_up"]:  # its time is that of many rounds
+        if line["gave_up"]:  # such a step took many rounds, so its time is left out
             raise ProbeDone
         self.times.append(self.clock())
         long_enough = self.times[-1] - self.times[0] >= PROBE_S or len(self.times) >= MOST_STEPS

@@ -187,7 +187,7 @@ def create_app(
 
 
 def _observing(routers: Sequence[AddedRouter]) -> list[Any]:
-    """Return the dependency that lets a part follow chats. Raises ValueError: two parts would."""
+    """Return the dependency that lets a part follow chats. Raises ValueError: two parts want to."""
     observers = [added.observe for added in routers if added.observe is not None]
     if len(observers) > 1:
         raise ValueError("two parts would follow the server's chats: one answer has one observer")

@@ -40,6 +40,7 @@ from mlx_parallm.execution.prompt_images import (
 )
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.auth import client_of
+from mlx_parallm.server.client_hangup import until_hangup
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import ClientDisconnectedError
 from mlx_parallm.server.protocol.fields import QueueFields, StreamOptions
@@ -52,7 +53,7 @@ from mlx_parallm.server.protocol.response_bodies import (
     version_spans,
 )
 from mlx_parallm.server.schema_check import NO_CHECK, AnswerCheck
-from mlx_parallm.server.sse import AnswerResponse, EventStream, StreamForm, merged, until_hangup
+from mlx_parallm.server.sse import AnswerResponse, EventStream, StreamForm, merged
 from mlx_parallm.types import (
     Completion,
     CompletionDelta,

@@ -25,7 +25,7 @@ from mlx_parallm.server.sse import EVENT_STREAM, FORM, last_words
 from mlx_parallm.system.log import get_logger
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-# without a byte of the body; and seconds of a body beside those of the slowest rate
+# longest time without a byte of the body; and time allowed beside the slowest rate's
 BODY_SECONDS = 30.0
 SLOWEST_BYTES_PER_SECOND = 64 << 10
 SMALL_BODY_BYTES = 64 << 10

@@ -1,13 +1,8 @@
-"""Server-sent events, and watching for a client that hangs up.
-
-`until_hangup` runs work while it listens on the ASGI `receive` channel: neither Starlette nor
-uvicorn cancels a handler whose client is gone. `EventStream` is a response that sends an async
-iterator of JSON objects as SSE.
-"""
+"""Server-sent events: `EventStream` is a response that sends an async iterator of JSON objects."""
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_parallm.errors import ParallmError, RequestError
+from mlx_parallm.server.client_hangup import until_hangup
 from mlx_parallm.server.errors import ClientDisconnectedError, error_body, status_of
 from mlx_parallm.system.log import get_logger
 
@@ -56,31 +52,6 @@ def event(data: dict[str, Any], form: StreamForm | None = None) -> bytes:
 def last_words(error: dict[str, Any], form: StreamForm | None) -> bytes:
     """The end of a stream that fails. `error`: OpenAI's error body."""
     return event(error) + DONE if form is None else event(form.error(error), form)
-
-
-async def until_hangup(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancels it and raises ClientDisconnectedError as soon as the client is
-    gone.
-
-    The request's body must have been read. Cancelling this call cancels the work.
-    """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_hung_up(receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnectedError("the client hung up")
-        return task.result()
-    finally:
-        unfinished = [each for each in (task, watcher) if not each.done()]
-        for each in unfinished:
-            each.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
-
-
-async def _hung_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStream(Response):

@@ -15,7 +15,7 @@ from mlx_parallm.cli import contracts, probes
 from mlx_parallm.cli.contracts import (
     ROUNDING,
     ContractResult,
-    Rounding,
+    RoundingTrial,
     Subject,
     block,
     compare,
@@ -30,7 +30,7 @@ from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.types import Completion
 from tests.tiny_models import save_checkpoint
 
-EXACT, HALF = Rounding(1e-4, 1e-5, exact=True), Rounding(0.25, 0.0625)
+EXACT, HALF = RoundingTrial(1e-4, 1e-5, exact=True), RoundingTrial(0.25, 0.0625)
 CONFIG = ["server.port=8000", "model.base_path=builtin:tiny"]  # the port is not taken
 
 
@@ -89,7 +89,7 @@ def test_one_other_token_fails_in_float32_and_is_rounding_in_half_precision() ->
 
 
 @pytest.mark.parametrize(("bound", "logprob"), [(EXACT, -1.001), (HALF, -1.5)])
-def test_other_log_probabilities_fail(bound: Rounding, logprob: float) -> None:
+def test_other_log_probabilities_fail(bound: RoundingTrial, logprob: float) -> None:
     assert compare([answer(range(24))], [answer(range(24), logprob)], bound).passed is False
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.cli import first_hour
-from mlx_parallm.cli.first_hour import Beside, Chats, Contract, FirstHour, Sample, block
+from mlx_parallm.cli.first_hour import Beside, Chats, Contract, FirstHour, MachineSample, block
 from scripts.generate_machines_table import BEGIN, END, TARGET, read, render
 
 GOOD = Beside(
@@ -27,7 +27,11 @@ GOOD = Beside(
     in_order=True,
     exit_code=0,
     chats=Chats(2, 0, [0.1, 0.3], [50.0, 60.0]),
-    samples=[Sample(0, 10**9, 20, 30), Sample(2, 3 * 10**9, 22, 31), Sample(4, 2 * 10**9, 20, 30)],
+    samples=[
+        MachineSample(0, 10**9, 20, 30),
+        MachineSample(2, 3 * 10**9, 22, 31),
+        MachineSample(4, 2 * 10**9, 20, 30),
+    ],
 )
 
 

@@ -26,7 +26,7 @@ from mlx_parallm.distributed.balance import (
     all_done,
     summed,
 )
-from mlx_parallm.distributed.heartbeat import Heartbeat
+from mlx_parallm.distributed.heartbeat import RankHeartbeat
 from mlx_parallm.distributed.players import hang_up
 from mlx_parallm.distributed.requests import (
     Done,
@@ -528,8 +528,8 @@ def test_a_heartbeat_that_stops_is_noticed_and_one_that_goes_on_is_not(
     silent = threading.Event()
     (own, other), (alone, stopped) = Pipe(), Pipe()
     wrong = list[str]()
-    heartbeats = [Heartbeat(end, lambda: wrong.append("it beats")) for end in (own, other)]
-    Heartbeat(alone, silent.set)
+    heartbeats = [RankHeartbeat(end, lambda: wrong.append("it beats")) for end in (own, other)]
+    RankHeartbeat(alone, silent.set)
     assert silent.wait(20) and not wrong
     for each in heartbeats:
         each.close()

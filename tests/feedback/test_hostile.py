@@ -14,7 +14,7 @@ from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.systems.feedback.follow_ups import LONGEST_WORDS, ConversationReader
 from mlx_parallm.systems.feedback.judge import JudgeFailedError
 from mlx_parallm.systems.feedback.routes import FeedbackBody
-from mlx_parallm.systems.feedback.signals import Signal
+from mlx_parallm.systems.feedback.signals import ReplySignal
 from mlx_parallm.systems.feedback.source import RETRY_S, TRIES, feedback_source
 from mlx_parallm.systems.feedback.store import (
     ENOUGH,
@@ -103,7 +103,7 @@ def test_a_judgement_is_of_its_own_message(tmp_path: Path) -> None:
     store = FeedbackStore(tmp_path / "f.sqlite", settle_s=0, weights=WEIGHTS)
     store.record([NewAnswer("a", "u", "t", "b", "c", "question", "answer", b"x")], [])
     for text in ("thanks", "no"):
-        store.signal(Signal("a", "message", None, text))
+        store.signal(ReplySignal("a", "message", None, text))
     store.judged("a", "thanks", 1.0, "taken")  # the judge was asked before the second came
     assert [kept.reply for kept in store.pending()] == ["no"]
     store.judged("a", "no", -1.0, "taken")
@@ -139,7 +139,7 @@ def test_no_words_stay_in_the_file(tmp_path: Path) -> None:
     store = FeedbackStore(tmp_path / "f.sqlite", settle_s=0, weights=WEIGHTS)
     words = "strawberries and cream"
     store.record([NewAnswer("a", "u", "t", "b", "c", words, words, words.encode() * 500)], [])
-    store.signal(Signal("a", "thumb", 1.0, words))
+    store.signal(ReplySignal("a", "thumb", 1.0, words))
     store.refused("a", "301 tokens are too long")
     kept = store.find("a")
     assert kept is not None
@@ -226,7 +226,7 @@ def test_a_new_task_for_each_chat_escapes_no_mean(tmp_path: Path) -> None:
     def give(number: int, key: str, value: float) -> None:
         new = NewAnswer(f"{number}", f"{key}/u{number}", f"t{number}", "b", "c", "q", "a", b"x")
         store.record([new], [])
-        store.signal(Signal(new.id, "thumb", value))
+        store.signal(ReplySignal(new.id, "thumb", value))
         store.decide(review=False, decay=0.95, keep_s=3600)
 
     for number in range(60):

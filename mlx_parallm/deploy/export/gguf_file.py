@@ -12,7 +12,7 @@ from mlx_parallm.deploy.export.quantization import FILE_TYPES, Mixture, encode, 
 from mlx_parallm.deploy.export.vocabulary import Vocabulary
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.gguf import architectures
-from mlx_parallm.models.gguf.architectures import Architecture
+from mlx_parallm.models.gguf.architectures import GGUFArchitecture
 
 QUANTIZATION_VERSION = 2
 PROBE_WIDTH, PROBE_CONTEXT = 32, 4096
@@ -164,7 +164,7 @@ def _write_all(writer: gguf.GGUFWriter, path: Path) -> None:
     writer.write_tensors_to_file()
 
 
-def _writer(architecture: Architecture, name: str) -> gguf.GGUFWriter:
+def _writer(architecture: GGUFArchitecture, name: str) -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(None, architecture.name)
     writer.add_name(name)
     return writer

@@ -1,7 +1,7 @@
 """The servers of one [[environments]] entry: which of them gets the next episode, and what becomes
 of one that is full, does not answer, or has ended.
 
-    `open`: the server with the fewest sessions → connect → reset → (Session, first StepResult)
+    `open`: the server with fewest sessions → connect → reset → (ServerSession, first ServerStep)
 
 A session that cannot be opened is tried again, on another server if there is one; after the
 first action an episode that is lost stays lost. Of several servers each gets a few sessions first,
@@ -28,8 +28,8 @@ import httpx
 
 from mlx_parallm.environments.openenv.session import (
     NoCapacityError,
-    Session,
-    StepResult,
+    ServerSession,
+    ServerStep,
 )
 from mlx_parallm.errors import ConfigError, EndpointError
 from mlx_parallm.system.foreign_http import Bounds, is_local, json_of, sync_client
@@ -154,7 +154,9 @@ class Servers:
         self._finalizer()
 
     @asynccontextmanager
-    async def open(self, reset: Mapping[str, Any]) -> AsyncIterator[tuple[Session, StepResult]]:
+    async def open(
+        self, reset: Mapping[str, Any]
+    ) -> AsyncIterator[tuple[ServerSession, ServerStep]]:
         """Hold a session in which an episode has begun. Raises EndpointError: none could be
         opened; RolloutRejectedError: the environment has failed."""
         server, session, first = await self._opened(reset)
@@ -168,7 +170,7 @@ class Servers:
             server.leave()
             await session.close()
 
-    async def _opened(self, reset: Mapping[str, Any]) -> tuple[Server, Session, StepResult]:
+    async def _opened(self, reset: Mapping[str, Any]) -> tuple[Server, ServerSession, ServerStep]:
         failures, until = 0, time.monotonic() + self._wait_s
         full: EndpointError | None = None
         while True:
@@ -194,13 +196,15 @@ class Servers:
             else:
                 return server, session, first
 
-    async def _begin(self, server: Server, reset: Mapping[str, Any]) -> tuple[Session, StepResult]:
+    async def _begin(
+        self, server: Server, reset: Mapping[str, Any]
+    ) -> tuple[ServerSession, ServerStep]:
         async with AsyncExitStack() as unused:
             server.sessions += 1
             unused.callback(server.leave)
             if server.ended:
                 await asyncio.to_thread(self._start_again, server)
-            session = await Session.connect(
+            session = await ServerSession.connect(
                 server.url,
                 connect_timeout_s=self._connect_timeout_s,
                 timeout_s=self._message_timeout_s,

@@ -31,7 +31,7 @@ class ActionRefusedError(RolloutRejectedError):
 
 
 @dataclass(frozen=True)
-class StepResult:
+class ServerStep:
     """The answer of an environment. `reward`: None if it gave none."""
 
     observation: Mapping[str, Any]
@@ -39,7 +39,7 @@ class StepResult:
     done: bool
 
 
-class Session:
+class ServerSession:
     """Made by `connect`. One message at a time; any error but ActionRefusedError ends it."""
 
     def __init__(self, url: str, socket: Any, timeout_s: float) -> None:
@@ -69,12 +69,12 @@ class Session:
             raise EndpointError(f"{target}: no connection: {_words(error)}") from error
         return cls(url, socket, timeout_s)
 
-    async def reset(self, values: Mapping[str, Any]) -> StepResult:
+    async def reset(self, values: Mapping[str, Any]) -> ServerStep:
         """Begin an episode. Raises NoCapacityError, EndpointError, RolloutRejectedError: the
         environment has failed."""
         return _step_result(await self._ask("reset", dict(values)), self.url)
 
-    async def step(self, action: Mapping[str, Any]) -> StepResult:
+    async def step(self, action: Mapping[str, Any]) -> ServerStep:
         """Take an action. Raises ActionRefusedError, EndpointError, RolloutRejectedError."""
         return _step_result(await self._ask("step", dict(action)), self.url)
 
@@ -146,7 +146,7 @@ class Session:
 async def list_tools(url: str, *, timeout_s: float) -> list[dict[str, Any]]:
     """Return name, description and parameters of the tools of an MCP environment. Raises
     EndpointError, RolloutRejectedError."""
-    session = await Session.connect(url, connect_timeout_s=timeout_s, timeout_s=timeout_s)
+    session = await ServerSession.connect(url, connect_timeout_s=timeout_s, timeout_s=timeout_s)
     try:
         listed = (await session.step({"type": "list_tools"})).observation.get("tools", ())
     finally:
@@ -169,7 +169,7 @@ def require_client() -> None:
     require('environments: kind = "openenv"', "websockets")
 
 
-def _step_result(data: Mapping[str, Any], url: str) -> StepResult:
+def _step_result(data: Mapping[str, Any], url: str) -> ServerStep:
     observation, reward = data.get("observation"), data.get("reward")
     if not isinstance(observation, Mapping):
         raise EndpointError(f"{url}: the answer has no observation: {str(data)[:80]}")
@@ -180,7 +180,7 @@ def _step_result(data: Mapping[str, Any], url: str) -> StepResult:
             f"{url}: the reward is {str(reward)[:20]}, not a number of at most ±{MAX_REWARD:g}"
         )
     number = None if reward is None else float(reward)
-    return StepResult(observation, number, bool(data.get("done", False)))
+    return ServerStep(observation, number, bool(data.get("done", False)))
 
 
 def _of_validation(data: Mapping[str, Any]) -> str:

@@ -25,8 +25,8 @@ from mlx_parallm.environments.openenv.actions import Actions, Observations, is_o
 from mlx_parallm.environments.openenv.servers import Servers, command_of
 from mlx_parallm.environments.openenv.session import (
     ActionRefusedError,
-    Session,
-    StepResult,
+    ServerSession,
+    ServerStep,
     list_tools,
     require_client,
 )
@@ -128,7 +128,7 @@ class PlayedEpisode:
             "done": False,
         }
 
-    def take(self, action: Any, result: StepResult) -> None:
+    def take(self, action: Any, result: ServerStep) -> None:
         """Note a step."""
         self.metadata["actions"].append(action)
         self.metadata["rewards"].append(result.reward or 0.0)
@@ -178,7 +178,7 @@ class OpenEnvSource(EnvironmentSource):
             retries=settings.retries,
         )
         schema = self.servers.schemas()["action"]
-        self._sessions: dict[str, tuple[Session, PlayedEpisode]] = {}
+        self._sessions: dict[str, tuple[ServerSession, PlayedEpisode]] = {}
         self._openings: dict[str, str] = {}
         self._warned = False
         self._listed: EpisodeTools | None = None
@@ -244,7 +244,7 @@ class OpenEnvSource(EnvironmentSource):
     async def _take_steps(
         self,
         episode: Episode,
-        session: Session,
+        session: ServerSession,
         played: PlayedEpisode,
         opening: Sequence[Mapping[str, str]],
         limit: int,
@@ -264,7 +264,7 @@ class OpenEnvSource(EnvironmentSource):
             ]
         episode.cut = True
 
-    async def _step(self, session: Session, played: PlayedEpisode, text: str) -> str:
+    async def _step(self, session: ServerSession, played: PlayedEpisode, text: str) -> str:
         """Take the action of an answer; return the policy's next observation."""
         assert self._actions is not None
         action, why = self._actions.read(text), self._actions.instructions
@@ -288,7 +288,7 @@ class OpenEnvSource(EnvironmentSource):
     async def _call_tools(
         self,
         episode: Episode,
-        session: Session,
+        session: ServerSession,
         played: PlayedEpisode,
         opening: Sequence[Mapping[str, str]],
     ) -> None:

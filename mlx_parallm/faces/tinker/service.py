@@ -3,8 +3,7 @@ learner's.
 
 A model's requests are numbered (`seq_id` 1, 2, …) over forward_backward, optim_step and saves
 together, and run in that order; the SDK sends the chunks of one call at once and the first one
-last. `(model_id, seq_id)` identifies a request: one that is sent again gets the promise that there
-is.
+last. `(model_id, seq_id)` identifies a request: one that is sent again gets the same promise.
 """
 
 import asyncio
@@ -137,7 +136,7 @@ class TinkerService:
         self.sampling = SamplingSessions()
         self._creating: dict[tuple[str, int], Promise] = {}
         self._queued_bytes = 0  # bodies that wait
-        self._running_bytes = 0  # the part of them that waits for nothing but the learner
+        self._running_bytes = 0  # the part that only waits for the learner
 
     # ------------------------------------------------------------------ sessions
 

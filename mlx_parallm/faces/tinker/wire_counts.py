@@ -17,19 +17,19 @@ _FIXED = {FIXED64: 8, FIXED32: 4}
 
 
 @dataclass(frozen=True)
-class Fields:
+class WireFields:
     """A message. `most`: how often a field may come, and its name; `inner`: fields that are
     scanned too; `packed`: the field of packed numbers, whose bytes count."""
 
     most: Mapping[int, tuple[int, str]]
-    inner: Mapping[int, "Fields"] = field(default_factory=dict)
+    inner: Mapping[int, "WireFields"] = field(default_factory=dict)
     packed: int | None = None
 
 
 ONCE = 1
-_TENSOR = Fields({4: (32, "shape")}, packed=4)  # bytes of two or three numbers
-_INPUT = Fields({1: (ONCE, "key"), 2: (ONCE, "value")}, {2: _TENSOR})
-_DATUM = Fields(
+_TENSOR = WireFields({4: (32, "shape")}, packed=4)  # bytes of two or three numbers
+_INPUT = WireFields({1: (ONCE, "key"), 2: (ONCE, "value")}, {2: _TENSOR})
+_DATUM = WireFields(
     {
         1: (4096, "model_input"),
         2: (64, "loss_fn_inputs"),
@@ -38,7 +38,7 @@ _DATUM = Fields(
     },
     {2: _INPUT},
 )
-REQUEST = Fields(
+REQUEST = WireFields(
     {3: (CHUNK_DATUMS, "data"), 5: (64, "loss_fn_config"), 7: (64, "loss_fn_config_v2")},
     {3: _DATUM},
 )
@@ -53,7 +53,7 @@ class _Scan:
         self._body = body
         self._left = MOST_FIELDS
 
-    def message(self, at: int, end: int, fields: Fields) -> None:
+    def message(self, at: int, end: int, fields: WireFields) -> None:
         """Raises RequestError: too many of a field; _NotProtobufError."""
         counts = dict.fromkeys(fields.most, 0)
         while at < end:
@@ -98,7 +98,7 @@ class _Scan:
         raise _NotProtobufError
 
 
-def _check(fields: Fields, number: int, count: int) -> None:
+def _check(fields: WireFields, number: int, count: int) -> None:
     """Raises RequestError: a message has that field too often."""
     most, name = fields.most[number]
     if count > most:

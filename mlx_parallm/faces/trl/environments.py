@@ -182,11 +182,11 @@ class FactoryEnvironments(DatasetSource):
 def with_environments(entry: Mapping[str, Any], of: Factories) -> dict[str, Any]:
     """Return an entry of [[environments]] whose rows are played with environments."""
 
-    class Played(FactoryEnvironments):
+    class PlayedRollout(FactoryEnvironments):
         pass
 
-    Played.factories = of
-    return played_by(Played, entry, f"environments_of_{entry['name']}")
+    PlayedRollout.factories = of
+    return played_by(PlayedRollout, entry, f"environments_of_{entry['name']}")
 
 
 def played_by(source: Any, entry: Mapping[str, Any], name: str) -> dict[str, Any]:

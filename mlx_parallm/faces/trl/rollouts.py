@@ -44,7 +44,7 @@ ENDED = "the time for these rollouts is over, or the run has ended"
 
 
 @dataclass(frozen=True)
-class Sampled:
+class FunctionRow:
     """A row of the function's result. `mask`: 1 = sampled by the policy; `version`: of the
     policy when the call began."""
 
@@ -57,7 +57,7 @@ class Sampled:
 
 
 @dataclass(eq=False)
-class Wanted:
+class WantedColumns:
     """The rollouts of one group, which wait for a call. `loop`: of its environment."""
 
     name: str
@@ -68,7 +68,7 @@ class Wanted:
     seed: int
     loop: asyncio.AbstractEventLoop
     weights: Any  # None: their version is 0
-    sampled: "Future[list[Sampled]]" = field(default_factory=Future)
+    sampled: "Future[list[FunctionRow]]" = field(default_factory=Future)
 
 
 class RolloutCalls:
@@ -85,13 +85,13 @@ class RolloutCalls:
         check_call(inspect.signature(function), ("prompts", "trainer"), "rollout_func")
         self._function, self._trainer = function, trainer
         self._worker, self._lock = Worker("rollout_func"), threading.Lock()
-        self._waiting: list[Wanted] = []
-        self._running: Wanted | None = None  # the first group of the running call
+        self._waiting: list[WantedColumns] = []
+        self._running: WantedColumns | None = None  # the first group of the running call
         self._asked = 0
         self._pending: set[Future[Any]] = set()  # requests of the running call
         self._cancelled = False  # a group of the running call
 
-    async def sample(self, wanted: Wanted) -> list[Sampled]:
+    async def sample(self, wanted: WantedColumns) -> list[FunctionRow]:
         """Return the rollouts of a group. Raises RolloutRejectedError."""
         with self._lock:
             self._waiting.append(wanted)
@@ -155,7 +155,7 @@ class RolloutCalls:
             for output, completion in zip(outputs, completions, strict=True)
         ]
 
-    def _answers(self, wanted: Wanted, requests: Sequence[Any]) -> list[Any]:
+    def _answers(self, wanted: WantedColumns, requests: Sequence[Any]) -> list[Any]:
         sampling = wanted.policy.client.generate_many(requests)
         with self._lock:  # a group that is cancelled meanwhile sees the request
             if self._cancelled:
@@ -234,7 +234,7 @@ class FunctionRollouts(DatasetSource):
         """`config` is the place of the entry; `self.entry` holds its rows and rewards."""
         super().__init__(EnvironmentConfig(**self.entry), seed=seed, name=name or config.name)
         self._weights: Any = None
-        self._groups: dict[str, asyncio.Task[list[Sampled]]] = {}
+        self._groups: dict[str, asyncio.Task[list[FunctionRow]]] = {}
 
     def attach(self, inference: PolicyInference) -> None:
         super().attach(inference)
@@ -263,11 +263,11 @@ class FunctionRollouts(DatasetSource):
             tokenizer.decode(row.completion_ids),
         )
 
-    def _wanted(self, episode: Episode, task: Task) -> Wanted:
+    def _wanted(self, episode: Episode, task: Task) -> WantedColumns:
         policy, opening = episode.policy, task.opening
         if not isinstance(policy, EpisodePolicy):
             raise RolloutRejectedError("rollout_func samples with the engine of its own run alone")
-        return Wanted(
+        return WantedColumns(
             episode.group_id,
             opening if isinstance(opening, str) else [dict(message) for message in opening],
             episode.group_size,
@@ -376,7 +376,7 @@ def _columns(output: Any, size: int) -> dict[str, Any]:
 
 def _row(
     columns: Mapping[str, list[Any]], number: int, version: int, vocab_size: int | None
-) -> Sampled:
+) -> FunctionRow:
     """Raises RolloutRejectedError: it is not a rollout. `vocab_size`: None: unknown."""
 
     ids = _numbers(columns, "completion_ids", number)
@@ -413,7 +413,7 @@ def _row(
     fields = {
         name: column[number] for name, column in columns.items() if name not in (*REQUIRED, MASK)
     }
-    return Sampled(
+    return FunctionRow(
         tuple(map(int, prompt_ids)),
         tuple(map(int, ids)),
         None
@@ -427,7 +427,7 @@ def _row(
     )
 
 
-def _spans(row: Sampled, reason: FinishReason) -> list[tuple[int, ...] | Completion]:
+def _spans(row: FunctionRow, reason: FinishReason) -> list[tuple[int, ...] | Completion]:
     """Return a completion as runs of given tokens and of sampled ones."""
     spans: list[tuple[int, ...] | Completion] = []
     begins = 0

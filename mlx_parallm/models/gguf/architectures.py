@@ -28,7 +28,7 @@ GEMMA3_27B_LAYERS = 62  # llama.cpp knows its scale of attention by this number
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GGUFArchitecture:
     """
     Attributes:
         name: `general.architecture` of the file.
@@ -72,7 +72,7 @@ def arguments_of(config: Config, arguments: Any) -> Any:
     return SimpleNamespace(**values)
 
 
-def _check_published(architecture: Architecture, arguments: Any) -> list[str]:
+def _check_published(architecture: GGUFArchitecture, arguments: Any) -> list[str]:
     """Return what `arguments_of` added that llama.cpp does not compute."""
     if not hasattr(arguments, "windows"):
         return []
@@ -111,13 +111,13 @@ def _check_gemma3(arguments: Any) -> list[str]:
     return [f"query_pre_attn_scalar = {scale:g}, but {expected}"] * (scale != expected)
 
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", permuted=True),
-    "mistral": Architecture("llama", "MistralForCausalLM", permuted=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
-    "qwen3_moe": Architecture("qwen3moe", "Qwen3MoeForCausalLM", check=_check_experts),
-    "gemma3_text": Architecture(
+ARCHITECTURES: dict[str, GGUFArchitecture] = {
+    "llama": GGUFArchitecture("llama", "LlamaForCausalLM", permuted=True),
+    "mistral": GGUFArchitecture("llama", "MistralForCausalLM", permuted=True),
+    "qwen2": GGUFArchitecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": GGUFArchitecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_moe": GGUFArchitecture("qwen3moe", "Qwen3MoeForCausalLM", check=_check_experts),
+    "gemma3_text": GGUFArchitecture(
         "gemma3",
         "Gemma3ForCausalLM",
         norm_offset=1.0,
@@ -127,7 +127,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def architecture_of(config: Config) -> Architecture:
+def architecture_of(config: Config) -> GGUFArchitecture:
     """Return the entry of a model's `model_type`. Raises ModelError: not found."""
     kind = config.get("model_type")
     architecture = ARCHITECTURES.get(str(kind))
@@ -140,7 +140,7 @@ def architecture_of(config: Config) -> Architecture:
     return architecture
 
 
-def check_arguments(architecture: Architecture, arguments: Any) -> None:
+def check_arguments(architecture: GGUFArchitecture, arguments: Any) -> None:
     """Raises ModelError: llama.cpp would not compute what mlx-lm does."""
     if differs := [*_check_published(architecture, arguments), *architecture.check(arguments)]:
         raise ModelError(
@@ -149,7 +149,7 @@ def check_arguments(architecture: Architecture, arguments: Any) -> None:
         )
 
 
-def tensor_name(architecture: Architecture, mlx_name: str, layers: int) -> str:
+def tensor_name(architecture: GGUFArchitecture, mlx_name: str, layers: int) -> str:
     """Return GGUF's name of mlx-lm's "model.layers.0.self_attn.q_proj.weight". Raises
     ModelError: it has none."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
@@ -165,7 +165,7 @@ def tensor_name(architecture: Architecture, mlx_name: str, layers: int) -> str:
     return str(gguf_name)
 
 
-def row_order(architecture: Architecture, mlx_name: str, arguments: Any) -> np.ndarray | None:
+def row_order(architecture: GGUFArchitecture, mlx_name: str, arguments: Any) -> np.ndarray | None:
     """Return which of mlx-lm's rows stands in each row of the file, [out] int64; None = the same
     rows.
 
@@ -180,7 +180,7 @@ def row_order(architecture: Architecture, mlx_name: str, arguments: Any) -> np.n
     return np.arange(heads * size).reshape(heads, 2, size // 2).swapaxes(1, 2).reshape(-1)
 
 
-def offset_of(architecture: Architecture, name: str) -> float:
+def offset_of(architecture: GGUFArchitecture, name: str) -> float:
     """Return the number that a tensor of the file has more than mlx-lm's."""
     return architecture.norm_offset if name.endswith("_norm.weight") else 0.0
 

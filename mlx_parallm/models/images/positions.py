@@ -62,7 +62,7 @@ class RopePositions:
     """The positions of the next forward's tokens. One for each tree of modules; one thread.
 
     Attributes:
-        positions: [3, B, L]; None: the places that a cache's offset says.
+        positions: [3, B, L]; None: the positions by the cache's offset.
         shift: [B], added to a decode step's places; None: 0.
     """
 

@@ -37,7 +37,7 @@ class ImageSpans:
     thread."""
 
     def __init__(self) -> None:
-        self._later: mx.array | None = None  # [B, 1, L, L] bool: of its image, and behind it
+        self._later: mx.array | None = None  # [B, 1, L, L] bool: later tokens of the same image
 
     def use(self, numbers: np.ndarray | None) -> None:
         """Build forwards over tokens of these images (`image_numbers`); None: over texts."""

@@ -28,7 +28,7 @@ from mlx_parallm.models.published.architectures import (
 from mlx_parallm.models.published.classes import reading, tie_head
 from mlx_parallm.models.published.fp8 import fp8_reading
 from mlx_parallm.models.published.reader import Published, read_published
-from mlx_parallm.models.published.rope import Rope, Turns, turned_part, turns_of
+from mlx_parallm.models.published.rope import Rope, RopeTurns, turned_part, turns_of
 from mlx_parallm.models.published.windows import place_windows, windows_in, windows_of, within
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -180,7 +180,7 @@ def _place_ropes(model: nn.Module, published: Published) -> None:
         _check_own_ropes(published, frozenset({"default"}))
 
 
-def _rope(old: Any, published: Published, rope: Mapping[str, Any], turns: Turns) -> nn.Module:
+def _rope(old: Any, published: Published, rope: Mapping[str, Any], turns: RopeTurns) -> nn.Module:
     """Return MLX's own module if it computes this rope, else ours."""
     traditional = bool(getattr(old, "traditional", type(old).__name__.startswith("DeepseekV2")))
     if "rope_interleave" in published.keys:

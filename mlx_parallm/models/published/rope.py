@@ -22,7 +22,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True)
-class Turns:
+class RopeTurns:
     """How a head is turned by positions."""
 
     inverse: Numbers  # [pairs] float32: radians a position
@@ -40,7 +40,7 @@ class Rope(nn.Module):
         traditional: pairs lie beside each other ("interleaved"), not in two halves.
     """
 
-    def __init__(self, turns: Turns, *, traditional: bool, kind: str) -> None:
+    def __init__(self, turns: RopeTurns, *, traditional: bool, kind: str) -> None:
         super().__init__()
         self.dims = 2 * len(turns.inverse)
         self.traditional = traditional
@@ -78,7 +78,7 @@ class Rope(nn.Module):
         )
 
 
-def turns_of(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+def turns_of(published: Published, rope: Mapping[str, Any], head_dim: int) -> RopeTurns:
     """Compute how `rope` (one `rope_parameters`) turns heads of `head_dim`.
 
     Raises ModelError: a kind that is not known here, or a key that it needs is missing.
@@ -94,7 +94,7 @@ def turns_of(published: Published, rope: Mapping[str, Any], head_dim: int) -> Tu
         turns = compute(published, rope, head_dim)
         if published.model_type == "phimoe" and kind != "default":
             original = rope["original_max_position_embeddings"]
-            return Turns(turns.inverse, float(rope["short_mscale"]), original)
+            return RopeTurns(turns.inverse, float(rope["short_mscale"]), original)
         return turns
     except KeyError as error:
         raise ModelError(
@@ -131,8 +131,8 @@ _TURNED = {"mimo_v2_flash": 0.334}
 say it and transformers' class takes less than the whole head. Its scaled ropes turn all."""
 
 
-def _default(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
-    return Turns(_plain(rope["rope_theta"], int(head_dim * turned_part(published, rope))))
+def _default(published: Published, rope: Mapping[str, Any], head_dim: int) -> RopeTurns:
+    return RopeTurns(_plain(rope["rope_theta"], int(head_dim * turned_part(published, rope))))
 
 
 def turned_part(published: Published, rope: Mapping[str, Any]) -> float:
@@ -142,21 +142,21 @@ def turned_part(published: Published, rope: Mapping[str, Any]) -> float:
     return float(rope.get("partial_rotary_factor", usual))
 
 
-def _linear(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+def _linear(published: Published, rope: Mapping[str, Any], head_dim: int) -> RopeTurns:
     plain = _plain(rope["rope_theta"], _dims(rope, head_dim))
-    return Turns(plain / np.float32(rope["factor"]))
+    return RopeTurns(plain / np.float32(rope["factor"]))
 
 
-def _dynamic(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+def _dynamic(published: Published, rope: Mapping[str, Any], head_dim: int) -> RopeTurns:
     """NTK by the text's length: as it is up to `max_position_embeddings`. Hunyuan's `alpha` gives
     another base to all texts."""
     base, dims = rope["rope_theta"], _dims(rope, head_dim)
     if published.model_type.startswith("hunyuan") and (alpha := rope.get("alpha")):
-        return Turns(_plain(base * alpha ** (dims / (dims - 2)), dims))
-    return Turns(_plain(base, dims), longest=published.config.max_position_embeddings)
+        return RopeTurns(_plain(base * alpha ** (dims / (dims - 2)), dims))
+    return RopeTurns(_plain(base, dims), longest=published.config.max_position_embeddings)
 
 
-def _yarn(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+def _yarn(published: Published, rope: Mapping[str, Any], head_dim: int) -> RopeTurns:
     """YaRN (arXiv:2309.00071)."""
     base, dims, original = (
         rope["rope_theta"],
@@ -189,7 +189,7 @@ def _yarn(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns
             if one and all_dims
             else yarn_scale(factor)
         )
-    return Turns((scaled * ramp + plain * (1 - ramp)).astype(np.float32), float(attention))
+    return RopeTurns((scaled * ramp + plain * (1 - ramp)).astype(np.float32), float(attention))
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
@@ -197,7 +197,7 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+def _longrope(published: Published, rope: Mapping[str, Any], head_dim: int) -> RopeTurns:
     """LongRoPE (arXiv:2402.13753): `short_factor`, up to `original_max_position_embeddings`."""
     dims, original = _dims(rope, head_dim), rope["original_max_position_embeddings"]
     factor, attention = rope.get("factor"), rope.get("attention_factor")
@@ -212,10 +212,10 @@ def _longrope(published: Published, rope: Mapping[str, Any], head_dim: int) -> T
         raise ValueError(f"short_factor has {len(factors)} numbers; it needs {dims // 2}")
     inverse = 1 / (factors * np.float32(rope["rope_theta"]) ** _exponents(dims))
     longest = None if list(rope["long_factor"]) == list(rope["short_factor"]) else original
-    return Turns(inverse.astype(np.float32), float(attention), longest)
+    return RopeTurns(inverse.astype(np.float32), float(attention), longest)
 
 
-def _llama3(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+def _llama3(published: Published, rope: Mapping[str, Any], head_dim: int) -> RopeTurns:
     plain = _plain(rope["rope_theta"], _dims(rope, head_dim))
     factor, original = rope["factor"], rope["original_max_position_embeddings"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -224,15 +224,15 @@ def _llama3(published: Published, rope: Mapping[str, Any], head_dim: int) -> Tur
     smooth = (original / waves - low) / (high - low)
     between = (waves >= original / high) & (waves <= original / low)
     smoothed = (1 - smooth) * scaled / factor + smooth * scaled
-    return Turns(np.where(between, smoothed, scaled).astype(np.float32))
+    return RopeTurns(np.where(between, smoothed, scaled).astype(np.float32))
 
 
-def _proportional(published: Published, rope: Mapping[str, Any], head_dim: int) -> Turns:
+def _proportional(published: Published, rope: Mapping[str, Any], head_dim: int) -> RopeTurns:
     """Gemma 4: the pairs beyond the rotated part stay as they are."""
     angles = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
     turned = 1 / np.float32(rope["rope_theta"]) ** _exponents(2 * angles, head_dim)
     inverse = np.concatenate([turned, np.zeros(head_dim // 2 - angles, np.float32)])
-    return Turns((inverse / np.float32(rope.get("factor", 1.0))).astype(np.float32))
+    return RopeTurns((inverse / np.float32(rope.get("factor", 1.0))).astype(np.float32))
 
 
 _KINDS = {

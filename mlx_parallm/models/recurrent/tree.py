@@ -37,7 +37,7 @@ _thread = threading.local()
 
 
 @dataclass(frozen=True)
-class Level:
+class TreeLevel:
     """Chunks with the same number of chunks above them. `parents`: their places among the chunks of
     the level above that have children; None: they are those, in this order, or there is no level
     above."""
@@ -53,7 +53,7 @@ class TreeChunks:
 
     tokens: mx.array  # [N, C] int32: the row's tokens; its length in padding
     places: mx.array  # [W] int32: if each token is in the flattened [N · C]
-    levels: tuple[Level, ...]
+    levels: tuple[TreeLevel, ...]
 
 
 class TokenTree:
@@ -132,7 +132,7 @@ class TokenTree:
                 above = place[parents[order[first : first + count]]] - firsts[level - 1]
                 if not np.array_equal(above, np.arange(kept[level - 1])):
                     between = mx.array(above.astype(np.int32))
-            made.append(Level(count, int(kept[level]), between))
+            made.append(TreeLevel(count, int(kept[level]), between))
         return TreeChunks(mx.array(tokens), mx.array(places), tuple(made))
 
 

@@ -25,7 +25,7 @@ from mlx_parallm.config.data import DATA_ALGORITHMS, IN_PAIRS, USES_REFERENCE
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.cache.memory import Generation
 from mlx_parallm.models.adapters.fake_quantized import rounding_bytes
-from mlx_parallm.models.evaluations import EVAL_SHARE, Evaluations
+from mlx_parallm.models.evaluations import EVAL_SHARE, BlockLimits
 from mlx_parallm.rl_training.plan.model_shape import FLOAT, ModelShape
 from mlx_parallm.rl_training.step.distillation import scores_bytes
 from mlx_parallm.rl_training.step.memory import (
@@ -219,7 +219,7 @@ class PlannedRun:
         configured, layers = self.config.rl_training.blocks_per_eval, self.shape.layers
         if configured is not None:
             return configured or layers
-        batch, bounds = self._micro_batch, Evaluations(self.shape.block, self.eval_bytes)
+        batch, bounds = self._micro_batch, BlockLimits(self.shape.block, self.eval_bytes)
         return bounds.blocks(layers, batch.tokens, batch.span)
 
     def _generation(self) -> dict[str, int]:

@@ -166,7 +166,7 @@ class RunningRun:
         )
 
     def _exit_code(self) -> int | None:
-        """Return the code of an end that another process continues from; None: it is the end."""
+        """Return the exit code if another process is to continue the run, else None."""
         if self.paused:
             return PAUSED
         try:

@@ -87,7 +87,7 @@ class BatchStatistics:
     out_of_room_fraction: float = 0.0
     # share of those with several turns that their environment did not end
     never_done_fraction: float = 0.0
-    never_done_turns: float | None = None  # mean turns of these
+    never_done_turns: float | None = None  # mean turns of episodes that never ended
     eos_fraction: float | None = None  # share of the sequences that say how they ended
     completion_tokens_mean: float = 0.0
     # share of the sampled tokens that a grammar forced: nothing is learned from them
@@ -102,7 +102,7 @@ class BatchStatistics:
     # sequences beyond one an episode, because the chat template rewrote history
     extra_segments: int = 0
     # with credit = "turn": sequences of groups without rewards of their turns, whose credit is
-    # their episode's
+    # that of their episode
     sequences_with_episode_credit: int = 0
     reward_by_environment: dict[str, float | None] = field(default_factory=dict)
     environments: dict[str, EnvironmentNumbers] = field(default_factory=dict)

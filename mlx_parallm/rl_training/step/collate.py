@@ -463,11 +463,11 @@ class MicroBatchBudget:
         self,
         token_budget: int,
         max_eval_ms: int | None,
-        blocks: int | Evaluations = 1,
+        blocks: int | BlockLimits = 1,
     ) -> None:
         self._limit_ms = max_eval_ms
         self._full = token_budget
-        self._blocks = blocks if isinstance(blocks, Evaluations) else None
+        self._blocks = blocks if isinstance(blocks, BlockLimits) else None
         if self._blocks is not None and max_eval_ms is not None:
             self._blocks.most_blocks = 1
         self.tokens = self._full if self._limit_ms is None else min(self._full, FIRST_TOKENS)

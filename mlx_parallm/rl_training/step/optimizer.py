@@ -1,10 +1,8 @@
-"""The optimizer over a policy's parameters: float32 masters, global-norm clipping, learning-rate
-schedules.
+"""The optimizer over a policy's parameters: float32 masters and global-norm clipping.
 
     PolicyOptimizer    all that is trained, by slots; the arrays bound in the tree may be views of
                        bundles of several
     ParameterGroup     the parameters that one of MLX's optimizers updates at one rate
-    learning_rate_at   the schedule: warm-up, constant, linear, cosine
 
 Small arrays are laid end to end in bundles, so that an adapter of hundreds of arrays costs a dozen
 operations and not thousands; AdamW and Lion are elementwise, so this changes no number. Muon and
@@ -617,26 +615,3 @@ def bundles(sizes: Sequence[int]) -> list[list[int]]:
             parts.append([slot])
             room = BUNDLE_ELEMENTS - size
     return parts
-
-
-def learning_rate_at(step: int, training: LearningSection) -> float:
-    """Return the learning rate of all updates of a step (1, 2, …). Schedules count steps, not
-    updates, so that update_epochs and batch_size do not move them.
-
-    Warm-up: step / (warmup_steps + 1) of the peak, so the first step already learns and the
-    peak comes at warmup_steps + 1. After it: constant, or linear or cosine down to lr_final,
-    which the step after total_steps would have: the last one still learns.
-    """
-    peak = training.learning_rate
-    if step <= training.warmup_steps:
-        return peak * step / (training.warmup_steps + 1)
-    if training.lr_schedule == "constant":
-        return peak
-    first = training.warmup_steps + 1
-    progress = min((step - first) / max(training.total_steps + 1 - first, 1), 1.0)
-    share = (
-        1.0 - progress
-        if training.lr_schedule == "linear"
-        else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
-    return training.lr_final + (peak - training.lr_final) * share

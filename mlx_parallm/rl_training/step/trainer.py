@@ -61,7 +61,6 @@ from mlx_parallm.rl_training.step.gradient_proof import GradientProof, proved_sc
 from mlx_parallm.rl_training.step.optimizer import (
     PolicyOptimizer,
     Update,
-    learning_rate_at,
 )
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import (

@@ -16,10 +16,10 @@ from typing_extensions import TypedDict
 
 import mlx_parallm
 from mlx_parallm.engine.client import CLIENTS
+from mlx_parallm.server.client_hangup import until_hangup
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.protocol.fields import Body, ListOf
 from mlx_parallm.server.protocol.strict_json import json_router
-from mlx_parallm.server.sse import until_hangup
 from mlx_parallm.system.log import PAUSED, RESUMED, get_logger
 
 if TYPE_CHECKING:

@@ -308,7 +308,7 @@ class LSTMExpert(RNNExpertBase):
         layer.Wx, layer.Wh = (_orthogonal_gates(4, width) for _ in range(2))
         layer.bias = mx.repeat(
             mx.array([0.0, 1.0, 0.0, 0.0]), width
-        )  # remember at first: the forget gate is the second
+        )  # the second gate is the forget gate: begin by remembering
         return layer
 
     def run_layer(

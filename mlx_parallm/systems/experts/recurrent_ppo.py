@@ -196,7 +196,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Piece:
+class EpisodePiece:
     """Steps of one episode that follow each other, from the memory `state` [L · S, H] on: arrays
     [T, …]."""
 
@@ -247,7 +247,7 @@ def cut(columns: Columns, gamma: float, gae_lambda: float) -> Rows:
         for a, b in zip([0, *bounds[:-1]], bounds, strict=True):
             if b > a:
                 pieces.append(
-                    Piece(
+                    EpisodePiece(
                         columns.observations[a:b, n],
                         columns.raw_actions[a:b, n],
                         columns.log_probs[a:b, n],
@@ -259,7 +259,7 @@ def cut(columns: Columns, gamma: float, gae_lambda: float) -> Rows:
     return rows_of(pieces, gamma, gae_lambda)
 
 
-def rows_of(pieces: Sequence[Piece], gamma: float, gae_lambda: float) -> Rows:
+def rows_of(pieces: Sequence[EpisodePiece], gamma: float, gae_lambda: float) -> Rows:
     """Return pieces of episodes as rows, with advantages by GAE, each piece for itself."""
     lengths = np.array([len(piece.values) for piece in pieces])
     inside = np.arange(lengths.max()) < lengths[:, None]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.system.redaction import Redactor
-from mlx_parallm.systems.feedback.signals import Signal, edit_value
+from mlx_parallm.systems.feedback.signals import ReplySignal, edit_value
 from mlx_parallm.systems.feedback.store import FeedbackStore
 from mlx_parallm.systems.traces.privacy import TraceRedactor
 from mlx_parallm.systems.traces.schema import text_of
@@ -28,13 +28,13 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class FollowUpReading:
     """A request, read. `keys`: of the conversation after each message, one more than messages."""
 
     keys: tuple[str, ...]
     question: str
     redacted: bool
-    signals: tuple[Signal, ...]
+    signals: tuple[ReplySignal, ...]
     unjudged: int  # messages with a meaning, without a judge
 
     @property
@@ -66,7 +66,7 @@ class ConversationReader:
         # message → (digest of its text without secrets, whether it had one)
         self._digests: OrderedDict[bytes, tuple[bytes, bool]] = OrderedDict()
 
-    def read(self, user: str, messages: Sequence[Message], tools: Sequence[Any]) -> Reading:
+    def read(self, user: str, messages: Sequence[Message], tools: Sequence[Any]) -> FollowUpReading:
         """Read a request of `user`. Raises StoreError."""
         keys, redacted = [user], False
         for message in messages:
@@ -76,9 +76,9 @@ class ConversationReader:
         redacted = redacted or bool(tools and self._words(str(tools))[1])
         signals, unjudged = self._signals(user, messages, keys)
         question, _ = self._words(_last_text(messages))
-        return Reading(tuple(keys), question, redacted, signals, unjudged)
+        return FollowUpReading(tuple(keys), question, redacted, signals, unjudged)
 
-    def after(self, reading: Reading, answer: Message) -> tuple[str, str, bool]:
+    def after(self, reading: FollowUpReading, answer: Message) -> tuple[str, str, bool]:
         """Return the conversation's key with an answer, the answer's words, and whether there was
         a secret in it."""
         digest, had_secret = self._digest(answer)
@@ -91,7 +91,7 @@ class ConversationReader:
 
     def _signals(
         self, user: str, messages: Sequence[Message], keys: Sequence[str]
-    ) -> tuple[tuple[Signal, ...], int]:
+    ) -> tuple[tuple[ReplySignal, ...], int]:
         # messages before the newest answer were read with the request that had it last
         last = next(
             (at for at in range(len(messages) - 1, -1, -1) if _role(messages[at]) == "assistant"),
@@ -105,23 +105,23 @@ class ConversationReader:
             return (*signals, *self._edited(user, keys[last], messages[last])), 0
         following = messages[last + 1 :]
         if any(_role(message) == "tool" for message in following):
-            signals.append(Signal(answered[0].id, "tool", 1.0))
+            signals.append(ReplySignal(answered[0].id, "tool", 1.0))
         reply = next((text_of(m.get("content")) for m in following if _role(m) == "user"), "")
         if not reply.strip() or messages[last].get("tool_calls"):
             return tuple(signals), 0
         if not self._judges:
             return tuple(signals), 1
-        signals.append(Signal(answered[0].id, "message", None, self._words(reply)[0]))
+        signals.append(ReplySignal(answered[0].id, "message", None, self._words(reply)[0]))
         return tuple(signals), 0
 
-    def _asked_again(self, user: str, key: str) -> Sequence[Signal]:
+    def _asked_again(self, user: str, key: str) -> Sequence[ReplySignal]:
         """The newest answer to the same question was not wanted."""
         earlier = self._store.at(user, before=key)
         if not earlier or self._clock() - earlier[0].at > self._regenerate_within_s:
             return ()
-        return (Signal(earlier[0].id, "regenerate", -1.0),)
+        return (ReplySignal(earlier[0].id, "regenerate", -1.0),)
 
-    def _edited(self, user: str, before: str, message: Message) -> Sequence[Signal]:
+    def _edited(self, user: str, before: str, message: Message) -> Sequence[ReplySignal]:
         """The user's version of an answer to this conversation, the one that is most like it."""
         text = self._words(_words_of(message))[0]
         values = [
@@ -132,7 +132,7 @@ class ConversationReader:
         if not values:
             return ()
         value, kept = max(values, key=lambda each: each[0])
-        return (Signal(kept.id, "edit", value, text),)
+        return (ReplySignal(kept.id, "edit", value, text),)
 
     def _digest(self, message: Message) -> tuple[bytes, bool]:
         whole = json.dumps(message, sort_keys=True, default=str)

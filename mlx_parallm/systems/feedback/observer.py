@@ -14,7 +14,7 @@ from mlx_parallm.rollout_store.completions import Choice, rollout_of
 from mlx_parallm.rollout_store.payload import encode_group
 from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.systems.feedback.consent import Consent
-from mlx_parallm.systems.feedback.follow_ups import ConversationReader, Reading
+from mlx_parallm.systems.feedback.follow_ups import ConversationReader, FollowUpReading
 from mlx_parallm.systems.feedback.store import NOBODY_JUDGES, FeedbackStore, NewAnswer
 from mlx_parallm.systems.traces.received_answers import ChunkReader, take_answer
 from mlx_parallm.systems.traces.recorder import RecordedCall
@@ -129,7 +129,7 @@ class ChatObserver:
             self._store.count("signal", "message", NOBODY_JUDGES)
         return bool(reading.signals)
 
-    def _answer(self, reading: Reading, index: int) -> NewAnswer:
+    def _answer(self, reading: FollowUpReading, index: int) -> NewAnswer:
         identity = answer_id(str(self._call.response_id), index)
         choice = self._call.choices[index]
         after, words, had_secret = self._reader.after(reading, choice.message)

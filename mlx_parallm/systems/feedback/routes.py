@@ -22,7 +22,7 @@ from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.systems.feedback.consent import Agreement
 from mlx_parallm.systems.feedback.follow_ups import LONGEST_WORDS, ConversationReader
 from mlx_parallm.systems.feedback.observer import answer_id
-from mlx_parallm.systems.feedback.signals import Kind, Signal, edit_value
+from mlx_parallm.systems.feedback.signals import Kind, ReplySignal, edit_value
 from mlx_parallm.systems.feedback.store import (
     FORGOTTEN,
     LISTED,
@@ -176,7 +176,7 @@ class FeedbackRoutes:
         else:
             words = self._reader.words(body.comment or body.edit or "")
             after = await asyncio.to_thread(
-                self._store.signal, Signal(identity, kind, value, words)
+                self._store.signal, ReplySignal(identity, kind, value, words)
             )
             kept = after or kept
             self._heard()

@@ -18,7 +18,7 @@ LONGEST_COMPARED = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Signal:
+class ReplySignal:
     """`value`: -1 to 1; None: not judged yet. `detail`: the user's words, redacted."""
 
     answer: str

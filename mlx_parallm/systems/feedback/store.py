@@ -17,7 +17,7 @@ from sqlite3 import Connection
 from typing import Any, Literal
 
 from mlx_parallm.rollout_store.database import Database, Schema
-from mlx_parallm.systems.feedback.signals import Baseline, Signal, strongest
+from mlx_parallm.systems.feedback.signals import Baseline, ReplySignal, strongest
 
 FEEDBACK_FILE = "feedback.sqlite"
 LOCK_TIMEOUT_S = 5.0
@@ -159,7 +159,7 @@ class FeedbackStore:
 
     # ------------------------------------------------------------------ what comes
 
-    def record(self, answers: Sequence[NewAnswer], signals: Sequence[Signal]) -> None:
+    def record(self, answers: Sequence[NewAnswer], signals: Sequence[ReplySignal]) -> None:
         """Take the answers of a request, and what it says about earlier ones, in one commit."""
         now = self._clock()
         with self._database.transaction() as connection:
@@ -179,7 +179,7 @@ class FeedbackStore:
                 if new.payload is None:
                     _count(connection, "answer", "", str(new.reason))
 
-    def signal(self, signal: Signal) -> KeptAnswer | None:
+    def signal(self, signal: ReplySignal) -> KeptAnswer | None:
         """Take a signal for an answer by its id; return the answer. None: unknown id."""
         with self._database.transaction() as connection:
             self._signal(connection, signal, self._clock())
@@ -209,7 +209,7 @@ class FeedbackStore:
                 (answer,),
             )
 
-    def _signal(self, connection: Connection, signal: Signal, now: float) -> None:
+    def _signal(self, connection: Connection, signal: ReplySignal, now: float) -> None:
         if not self._weights[signal.kind]:
             _count(connection, "signal", signal.kind, "its weight is 0")
             return

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.user_code import did_you_mean
 from mlx_parallm.systems.experts.recurrent_ppo import (
-    Piece,
+    EpisodePiece,
     RecurrentPPO,
     RecurrentPPOConfig,
     rows_of,
@@ -210,7 +210,7 @@ class ExpertLearner:
         self._acting.explore = self.schedule.experts(step + 1)
 
 
-def piece_of(steps: ExpertSteps, config: RecurrentPPOConfig, state: np.ndarray) -> Piece:
+def piece_of(steps: ExpertSteps, config: RecurrentPPOConfig, state: np.ndarray) -> EpisodePiece:
     """Return the steps of a delegation for PPO. `state`: the memory that it began with.
 
     γ times the value of the state after a cut is part of the last reward; a loop that ended has
@@ -219,7 +219,7 @@ def piece_of(steps: ExpertSteps, config: RecurrentPPOConfig, state: np.ndarray) 
     rewards = (config.reward_scale or 1.0) * np.array(steps.rewards, np.float64)
     rewards[-1] += config.gamma * steps.last_value
     actions = np.array(steps.raw_actions)
-    return Piece(
+    return EpisodePiece(
         observations=np.array(steps.observations, np.float32),
         raw_actions=actions.astype(np.int32 if actions.dtype.kind == "i" else np.float32),
         log_probs=np.array(steps.log_probs, np.float32),

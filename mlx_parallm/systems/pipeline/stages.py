@@ -343,7 +343,7 @@ class Stages:
         return any(name in LEARNED_EXAMINERS for name in self._rewards)
 
     def _settings(self) -> list[str]:
-        """KEY=VALUE over the configuration that `train --model --data --reward` would take."""
+        """Return KEY=VALUE settings on top of those of `train --model --data --reward`."""
         rows, method = self._file("dataset", "rows"), self.options.method
         plain = self._config_of(self.options.settings)
         longest = (

@@ -47,7 +47,7 @@ def _text(part: Any) -> str:
 
 @dataclass(frozen=True)
 class Following:
-    """The three functions that follow a method; see the module."""
+    """The three functions that record a method's answers; see the module."""
 
     before: Callable[..., Any]
     inside: Callable[[Any], AbstractContextManager[Any]]

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_parallm.errors import EndpointError, ParallmError
 from mlx_parallm.server.auth import AuthMiddleware, PublicPaths
+from mlx_parallm.server.client_hangup import until_hangup
 from mlx_parallm.server.errors import (
     ClientDisconnectedError,
     error_body,
@@ -30,7 +31,7 @@ from mlx_parallm.server.errors import (
 from mlx_parallm.server.middleware import BodyLimitMiddleware
 from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
 from mlx_parallm.server.protocol.strict_json import json_router
-from mlx_parallm.server.sse import event, until_hangup
+from mlx_parallm.server.sse import event
 from mlx_parallm.system.foreign_http import Bounds, async_client
 from mlx_parallm.system.foreign_json import read_json
 from mlx_parallm.system.log import get_logger

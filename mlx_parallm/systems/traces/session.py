@@ -329,7 +329,7 @@ class Session:
         return replace(main, earlier=tuple(earlier))
 
     def _unbroken(self, path: Sequence[SessionTurn]) -> list[list[SessionTurn]]:
-        """A path, split where a prompt does not begin with all tokens before it."""
+        """Split a path before each prompt that does not begin with all earlier tokens."""
         parts: list[list[SessionTurn]] = []
         for turn in path:
             if turn.tokens is None:

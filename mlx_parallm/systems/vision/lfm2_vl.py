@@ -105,7 +105,7 @@ class ViewSettings:
         return self._closest(width, height)
 
     def _closest(self, width: int, height: int) -> tuple[int, int]:
-        """Return the grid whose proportions are nearest; of equally near ones the last that has not
+        """Return the grid with the nearest proportions; of equal ones the last with fewer than
         twice the picture's pixels."""
         grids = {  # made as transformers makes it: its order, among equals, is that of this set
             (w, h)

@@ -14,7 +14,7 @@ import pytest
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.openenv.actions import Actions, Observations, text_field
 from mlx_parallm.environments.openenv.servers import _check_schema
-from mlx_parallm.environments.openenv.session import ActionRefusedError, Session, _step_result
+from mlx_parallm.environments.openenv.session import ActionRefusedError, ServerSession, _step_result
 from mlx_parallm.environments.openenv.source import _tool_result
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
@@ -430,7 +430,7 @@ def test_what_is_no_schema_of_actions_is_told_apart(schema):
 
 
 def test_answers_that_are_not_openenvs_are_errors_of_the_server():
-    session = Session("http://h", None, 1.0)
+    session = ServerSession("http://h", None, 1.0)
     with pytest.raises(EndpointError, match="not OpenEnv's"):
         session._read("step", "[" * 100_000)
     fault = {"code": "VALIDATION_ERROR", "message": "no", "errors": [{"loc": 5, "msg": "bad"}]}

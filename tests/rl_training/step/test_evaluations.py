@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm.models import evaluations
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.models.evaluations import BlockSize, Evaluations, blocks_of, graph_nodes
+from mlx_parallm.models.evaluations import BlockLimits, BlockSize, blocks_of, graph_nodes
 from mlx_parallm.rl_training.options import make_algorithm
 from mlx_parallm.rl_training.step.collate import MicroBatchBudget
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
@@ -44,20 +44,20 @@ def test_each_bound_holds(
     changes: dict[str, int], on_cpu: bool, nodes: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traits, "on_cpu", lambda: on_cpu)
-    limits = Evaluations(**{"size": SIZE, "most_bytes": PLENTY} | changes)
+    limits = BlockLimits(**{"size": SIZE, "most_bytes": PLENTY} | changes)
     assert limits.blocks(8, tokens=100, span=64, nodes=nodes) == wanted == limits.used
 
 
 def test_a_cpu_bounds_the_work_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traits, "on_cpu", lambda: True)
-    limits = Evaluations(SIZE, most_bytes=PLENTY << 10)
+    limits = BlockLimits(SIZE, most_bytes=PLENTY << 10)
     per_block = int(evaluations.CPU_WORK / WORK)
     assert [limits.blocks(8, per_block // each, 64) for each in (1, 3, 5, 100)] == [1, 1, 5, 8]
 
 
 def test_a_configured_number_wins() -> None:
     assert [blocks_of(number, {}) for number in (0, 1, 7)] == [0, 1, 7]
-    assert isinstance(blocks_of(None, {"hidden_size": 8}), Evaluations)
+    assert isinstance(blocks_of(None, {"hidden_size": 8}), BlockLimits)
 
 
 def test_a_graph_is_counted_and_not_evaluated() -> None:
@@ -71,7 +71,7 @@ def test_gradients_are_the_same_whichever_number_is_chosen(prepare: Callable[...
     """By memory for 1 to 4 blocks, and by a number that changes from call to call."""
     model, tokens = prepare(make_model()), batch()
     _, _, wanted = BlockwiseModel(model, blocks_per_eval=1).loss_and_gradients(tokens, objective)
-    limits = Evaluations(BlockSize.of({"hidden_size": 16}), most_bytes=PLENTY)
+    limits = BlockLimits(BlockSize.of({"hidden_size": 16}), most_bytes=PLENTY)
     parts = BlockwiseModel(model, blocks_per_eval=limits)
     scores = []
     for blocks in (1, 2, 3, 4):
@@ -86,7 +86,7 @@ def test_gradients_are_the_same_whichever_number_is_chosen(prepare: Callable[...
 
 
 def test_blocks_give_way_to_a_time_limit_before_tokens_do() -> None:
-    limits = Evaluations(SIZE, most_bytes=PLENTY)
+    limits = BlockLimits(SIZE, most_bytes=PLENTY)
     budget = MicroBatchBudget(1024, 250, limits)
     seen = []
     for longest in (10, 10, 10, 10, 400, 200, 100, 2000, 2000):

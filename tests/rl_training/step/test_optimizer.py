@@ -12,11 +12,11 @@ import pytest
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.cpu import kernels
 from mlx_parallm.rl_training.step import optimizer as optimizer_module
+from mlx_parallm.rl_training.step.learning_rate import learning_rate_at
 from mlx_parallm.rl_training.step.optimizer import (
     AdamWSettings,
     PolicyOptimizer,
     kind_of,
-    learning_rate_at,
     make_groups,
 )
 from tests.rl_training.making import make_config, make_optimizer, make_policy

@@ -155,7 +155,7 @@ def _weighed(message: Json, report: ImportReport, place: str, *about: Mapping[st
 
 def atif(path: Path, report: ImportReport) -> Iterator[Trace]:
     """One trajectory a line, or a file that is one (`trajectory.json`); Harbor's `result.json`
-    beside it has the rewards. Traces come out as they are."""
+    beside it has the rewards. Traces are imported unchanged."""
     rewards = (
         _harbor_rewards(path.with_name("result.json")) if path.name == "trajectory.json" else {}
     )
