@@ -58,6 +58,7 @@ from mlx_parallm.rl_training.step.collate import (
 from mlx_parallm.rl_training.step.companion import StepCompanion
 from mlx_parallm.rl_training.step.companions import companions_of
 from mlx_parallm.rl_training.step.gradient_proof import GradientProof, proved_scores
+from mlx_parallm.rl_training.step.learning_rate import learning_rate_at
 from mlx_parallm.rl_training.step.optimizer import (
     PolicyOptimizer,
     Update,
