@@ -35,6 +35,7 @@ BEGINNINGS = ("Of ", "What ", "From ", "As ", "On ")
 PARTICIPLES = {"found", "given", "told", "known", "own", "said", "asked", "had"}
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is its own file
+    "rl_training.step.learning_rate": "the schedule of the rate is looked for by this name",
     "engine.scheduling.prefill_pace": "plain Python beside the engine, which computes",
     "engine.decoding.prompt_lookup": "plain Python beside the engine, which computes",
     "cli.model_report": "a report of doctor, beside doctor_report and contracts",
