@@ -52,6 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"o_proj": 1},
     },
     "layers": {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
     "exclude": {"target_modules": "all-linear", "exclude_modules": ["k_proj"], "lora_alpha": 7.5},
 }
 
@@ -95,7 +96,9 @@ def main() -> None:
     for option, settings in OPTIONS.items():
         config = LoraConfig(**{"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM"} | settings)
         model: PeftModel = get_peft_model(base(), config).eval()
-        tensors = {k: list(v.shape) for k, v in get_peft_model_state_dict(model).items()}
+        # with an adapter of the head PEFT would write a copy of the base's
+        written = get_peft_model_state_dict(model, save_embedding_layers=False)
+        tensors = {key: list(value.shape) for key, value in written.items()}
         arrays = {k: torch.from_numpy(adapter_tensor(k, shape)) for k, shape in tensors.items()}
         set_peft_model_state_dict(model, arrays)
         model.double()

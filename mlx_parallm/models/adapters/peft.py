@@ -40,7 +40,8 @@ _NOT_APPLIED: Mapping[str, str] = {
     "lora_embedding_": "adapters of embeddings are not supported, adapt"
     " linear layers or merge it with PEFT",
     "trainable_tokens": "trainable_token_indices is not supported, merge the adapter with PEFT",
-    "base_layer": "it is a weight of the base, merge the adapter with PEFT",
+    "base_layer": "it is a weight of the base, save the adapter with PEFT's"
+    " save_embedding_layers=False, or merge it with PEFT",
     ".lora_a": "it is mlx-lm's name in a file of PEFT's",
     ".lora_b": "it is mlx-lm's name in a file of PEFT's",
     "lora_": "this kind of LoRA is not supported, merge the adapter with PEFT",
