@@ -2,7 +2,7 @@
 scripts/generate_field_docs.py`.
 
 The names come from the installed `openai` package and from the list of vLLM's extras below; what
-becomes of each comes from the bodies themselves and server/protocol/fields.py.
+becomes of each comes from the bodies themselves and server/protocol/fields.toml.
 tests/server/test_fields.py fails while the file differs from what this prints, and sends every
 field to a server.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from mlx_parallm.server.protocol.fields import INSTEAD, NEUTRAL_VALUES, WITHOUT_EFFECT
+from mlx_parallm.server.protocol.fields import FIELDS
 from mlx_parallm.server.protocol.openai import ChatBody, CompletionBody
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "serving.md"
@@ -49,7 +49,7 @@ VLLM = {
 SUPPORTED, WITHOUT, REJECTED = "supported", "accepted, without effect", "rejected"
 MARK = (
     "<!-- generated from here on by scripts/generate_field_docs.py: edit"
-    " server/protocol/fields.py or the bodies instead -->\n"
+    " server/protocol/fields.toml or the bodies instead -->\n"
 )
 HEADER = """
 ## Every field of a request
@@ -72,7 +72,7 @@ def names() -> list[str]:
     """Every field of the table: OpenAI's first."""
     openai, vllm = set().union(*OPENAI.values()), set().union(*VLLM.values())
     ours = {name for body in BODIES.values() for name in body.model_fields}
-    others = {*NEUTRAL_VALUES, *WITHOUT_EFFECT} - openai - vllm - ours
+    others = {*FIELDS.refused, *FIELDS.harmless} - openai - vllm - ours
     return [*sorted(openai), *sorted(vllm - openai), *sorted(ours - vllm - openai), *sorted(others)]
 
 
@@ -80,7 +80,7 @@ def fate(route: str, name: str) -> str:
     """Return how that route treats that field."""
     if name in BODIES[route].model_fields:
         return SUPPORTED
-    return WITHOUT if name in WITHOUT_EFFECT else REJECTED
+    return WITHOUT if name in FIELDS.harmless else REJECTED
 
 
 def render(page: str) -> str:
@@ -106,11 +106,12 @@ def _cell(route: str, name: str) -> str:
     cell = fate(route, name)
     if cell != REJECTED:
         return cell
-    if name not in OPENAI[route] | VLLM[route] and name not in NEUTRAL_VALUES:
+    if name not in OPENAI[route] | VLLM[route] and name not in FIELDS.refused:
         return "–"
-    if name in INSTEAD:
-        cell += f": {INSTEAD[name]}"
-    neutral = ", ".join(f"`{json.dumps(value)}`" for value in NEUTRAL_VALUES.get(name, ()))
+    off, instead = FIELDS.refused.get(name, ((), ""))
+    if instead:
+        cell += f": {instead}"
+    neutral = ", ".join(f"`{json.dumps(value)}`" for value in off)
     return f"{cell.replace(REJECTED, f'{REJECTED}, but for {neutral}', 1)}" if neutral else cell
 
 

@@ -3,7 +3,8 @@ beside the code has them:
 
     [[harmless]]        passes with any value: `why` it changes nothing
     [[warned]]          passes with a warning, unless it is off: `why` says what happens instead
-    [[refused]]         is refused, unless it is empty or one of `off`: `why` says what to use
+    [[refused]]         is refused, unless it is empty or one of `off`: `why` says what to use (or
+                        nothing, where nothing else does it)
     [[refused_value]]   the same of `values` of one `argument`
 
 Each entry has `names`, or `argument`.
@@ -27,6 +28,14 @@ class Accepted:
     refused: Mapping[str, tuple[tuple[Any, ...], str]]
     refused_values: Mapping[tuple[str, str], str]
 
+    def __or__(self, more: "Accepted") -> "Accepted":
+        return Accepted(
+            {**self.harmless, **more.harmless},
+            {**self.warned, **more.warned},
+            {**self.refused, **more.refused},
+            {**self.refused_values, **more.refused_values},
+        )
+
     @classmethod
     def read(cls, package: str, name: str) -> "Accepted":
         """Read a file of a package."""
@@ -39,7 +48,7 @@ class Accepted:
             reasons("harmless"),
             reasons("warned"),
             {
-                name: (tuple(entry.get("off", ())), entry["why"])
+                name: (tuple(entry.get("off", ())), entry.get("why", ""))
                 for entry in table.get("refused", ())
                 for name in entry["names"]
             },

@@ -1,13 +1,14 @@
 """The body of /v1/messages, and the chat that it asks for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from mlx_parallm.config.accepted import Accepted
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.chat_messages import PartsText, is_image
-from mlx_parallm.server.protocol.fields import Body, ListOf, QueueFields, SamplingFields
+from mlx_parallm.server.protocol.fields import FIELDS, Body, ListOf, QueueFields, SamplingFields
 from mlx_parallm.server.protocol.openai import LONGEST_WORD, MAX_MESSAGES, MAX_TOOLS, ChatBody
 from mlx_parallm.server.protocol.to_chat import (
     chat_body,
@@ -66,21 +67,7 @@ class MessageToolChoice(Body):
 class CountTokensBody(Body):
     """The part that becomes the prompt."""
 
-    more_neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "container": (),
-        "mcp_servers": ([],),
-        "speed": ("standard",),
-    }
-    more_without_effect: ClassVar[frozenset[str]] = frozenset(
-        {
-            "cache_control",
-            "inference_geo",
-            "diagnostics",
-            "user_profile_id",
-            "workspace_id",
-            "betas",
-        }
-    )
+    accepted: ClassVar[Accepted] = FIELDS | Accepted.read(__package__, "fields.toml")
 
     model: str | None = None
     messages: ListOf[ConversationTurn] = Field(min_length=1, max_length=MAX_MESSAGES)

@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from mlx_parallm.config.accepted import Accepted
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import RequestError
 from mlx_parallm.types import SamplingParams, Structure
@@ -35,65 +36,7 @@ from mlx_parallm.types import SamplingParams, Structure
 MAX_TOP_LOGPROBS = 20
 MAX_BODY_BYTES = 32 << 20
 
-WITHOUT_EFFECT = frozenset(
-    {
-        "user",
-        "store",
-        "metadata",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "session_id",  # as the header X-Session-ID
-        "safety_identifier",
-        "prediction",  # a hint for speed
-        "cache_prompt",  # llama.cpp's and Ollama's: how the server keeps its memory
-        "keep_alive",
-        "num_ctx",
-        "ttl",
-        "draft_model",
-        "parallel_tool_calls",  # says nothing without tools
-    }
-)
-_OFF: tuple[Any, ...] = ()
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": _OFF,
-    "best_of": (1,),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "web_search_options": _OFF,
-    "reasoning_effort": _OFF,
-    "verbosity": _OFF,
-    "enable_thinking": _OFF,
-    "reasoning": ({},),
-    "thinking": _OFF,
-    "options": ({},),
-    "repeat_penalty": (1.0,),
-    "moderation": _OFF,
-    "spaces_between_special_tokens": (True,),
-    "documents": _OFF,
-    "chat_template": _OFF,
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
-}
-
-
-INSTEAD = {  # by field that this server lacks
-    "reasoning_effort": "only a chat has it",
-    "verbosity": "only a chat has it",
-    "enable_thinking": "only a chat has it",
-    "reasoning": "send reasoning_effort",
-    "thinking": "send reasoning_effort (none = no thinking), or enable_thinking",
-    "options": "send its fields beside the prompt, by OpenAI's names",
-    "repeat_penalty": "send repetition_penalty",
-    "functions": "send tools",
-    "function_call": "send tool_choice",
-}
+FIELDS = Accepted.read(__package__, "fields.toml")
 
 
 class OneFault(FailFast):
@@ -137,8 +80,7 @@ class Body(BaseModel):
     """A JSON object in which an explicit null is the same as absence."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    more_neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # beside NEUTRAL_VALUES
-    more_without_effect: ClassVar[frozenset[str]] = frozenset()  # beside WITHOUT_EFFECT
+    accepted: ClassVar[Accepted] = FIELDS  # fields that this server lacks
     # False: unknown and unsupported fields are ignored (root /generate)
     screened: ClassVar[bool] = True
 
@@ -150,10 +92,7 @@ class Body(BaseModel):
         present = {key: value for key, value in data.items() if value is not None}
         if not cls.screened:
             return present
-        with_effect = {
-            key: value for key, value in present.items() if key not in cls.more_without_effect
-        }
-        return screen_fields(with_effect, _declared(cls), {**NEUTRAL_VALUES, **cls.more_neutral})
+        return screen_fields(present, _declared(cls), cls.accepted)
 
 
 @cache
@@ -162,9 +101,7 @@ def _declared(body: type[BaseModel]) -> Set[str]:
 
 
 def screen_fields(
-    present: dict[str, Any],
-    declared: Set[str],
-    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES,
+    present: dict[str, Any], declared: Set[str], accepted: Accepted = FIELDS
 ) -> dict[str, Any]:
     """Drop fields without effect and neutral values. Raises RequestError for a field that this
     server lacks. Of unknown fields the first is kept."""
@@ -173,13 +110,13 @@ def screen_fields(
     for key, value in present.items():
         if key in declared:
             kept[key] = value
-        elif key in neutral:
-            if value not in neutral[key]:
-                reason = f"{key!r} is not supported by this server" + (
-                    f": {INSTEAD[key]}" if key in INSTEAD else ""
-                )
+        elif key in accepted.refused:
+            off, instead = accepted.refused[key]
+            if value not in off:
+                text = f"{key!r} is not supported by this server"
+                reason = f"{text}: {instead}" if instead else text
                 raise RequestError(reason, param=key, code="unsupported_parameter")
-        elif key not in WITHOUT_EFFECT and not unknown:
+        elif key not in accepted.harmless and not unknown:
             kept[key], unknown = value, True  # pydantic names it in its error
     return kept
 

@@ -7,9 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from mlx_parallm.config.accepted import Accepted
 from mlx_parallm.errors import RequestError
 from mlx_parallm.execution.chat_messages import CUSTOM_ARGUMENT
 from mlx_parallm.server.protocol.fields import (
+    FIELDS,
     MAX_TOP_LOGPROBS,
     Body,
     ListOf,
@@ -108,19 +110,7 @@ class ToolNames:
 class ResponsesBody(QueueFields, SamplingFields):
     """OpenAI's fields, and the sampling fields of the other routes."""
 
-    more_neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (False,),
-        "truncation": ("disabled",),
-        "conversation": (),
-        "prompt": (),
-        "context_management": ([],),
-        "image": (),
-        "background_options": (),
-    }
-    more_without_effect: ClassVar[frozenset[str]] = frozenset(
-        # the last is of tools that OpenAI's servers run
-        {"client_metadata", "access_programs", "max_tool_calls"}
-    )
+    accepted: ClassVar[Accepted] = FIELDS | Accepted.read(__package__, "fields.toml")
 
     input: str | Annotated[ListOf[Item], Field(max_length=4 * MAX_MESSAGES)] = Field(
         default_factory=list
