@@ -22,6 +22,8 @@ from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import PREFIX, EvaluationConfig
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.config.training import LearningSection
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.turn_policy import EpisodePolicy
@@ -80,25 +82,6 @@ def evaluation_sources(
     return tuple(training)
 
 
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """Settings of the evaluations of a run.
-
-    Attributes:
-        total_steps: the last of them is evaluated.
-        deterministic: training waits for each evaluation.
-        max_token_length: of an episode.
-        begins_as_base: before the first step the policy is the base.
-    """
-
-    settings: EvaluationConfig
-    total_steps: int
-    deterministic: bool
-    max_token_length: int
-    template_kwargs: Mapping[str, Any]
-    begins_as_base: bool
-
-
 @dataclass
 class _Running:
     step: int
@@ -122,7 +105,9 @@ class Evaluations:
 
     def __init__(
         self,
-        options: EvaluationOptions,
+        evaluation: EvaluationConfig,
+        training: LearningSection,
+        model: ModelConfig,
         run: Path,
         evaluations: EvaluationLog,
         sources: tuple[Sequence[EnvironmentSource], Sequence[EnvironmentSource]],
@@ -136,16 +121,18 @@ class Evaluations:
         should_stop: Callable[[], bool] = lambda: False,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        self._options, self._settings, self._run = options, options.settings, run
+        self._settings, self._training, self._run = evaluation, training, run
+        self._template_kwargs = model.chat_template_kwargs
+        self._begins_as_base = model.lora_path is None
         self._log, self._problems = (
             evaluations,
-            draw_problems(sources[0], options.settings.problems, sources[1]),
+            draw_problems(sources[0], evaluation.problems, sources[1]),
         )
         self._client, self._tokenizer, self._weights = client, tokenizer, weights
         self._versions, self._policy, self._events = versions, policy, events or RunEvents()
         self._should_stop, self._while_waiting = should_stop, while_waiting
-        self._last = options.total_steps
-        self._training_waits = options.deterministic or policy is None
+        self._last = training.total_steps
+        self._training_waits = training.deterministic or policy is None
         self._patience_s = PATIENCE_S + max(
             (each.source.config.timeout_s for each in self._problems), default=0.0
         )
@@ -158,8 +145,8 @@ class Evaluations:
         self._thread: LoopThread | None = None
         self._postponed = False
         self._unreported: dict[str, float | None] = {}
-        evaluated, training = sources
-        if separate := set(evaluated) - set(training):
+        evaluated, trained_on = sources
+        if separate := set(evaluated) - set(trained_on):
             inference = InferenceModule.over(client, tokenizer, policy, weights=weights)
             for source in separate:
                 source.attach(inference)
@@ -276,7 +263,7 @@ class Evaluations:
             available = version in self._weights.history.versions()
         if version is not None and available:
             self._start(step, version)
-        elif step == 0 and self._policy is not None and self._options.begins_as_base:
+        elif step == 0 and self._policy is not None and self._begins_as_base:
             self._start(0, 0, of_base=True)
         else:
             self._skip(step, "it was interrupted, and its weights are not kept")
@@ -290,9 +277,9 @@ class Evaluations:
             self._client,
             self._tokenizer,
             temperature=0.0,
-            max_token_length=self._options.max_token_length,
+            max_token_length=self._training.atropos.max_token_length,
             adapter=adapter,
-            template_kwargs=self._options.template_kwargs,
+            template_kwargs=self._template_kwargs,
             priority=BEHIND_ROLLOUTS,
         )
         work = evaluate(answering, self._problems, self._settings, answered=self._answered)

@@ -21,7 +21,7 @@ from mlx_parallm.rl_training.checkpoint import CheckpointVersions
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.data.heldout_rows import HeldOut
 from mlx_parallm.rl_training.data.source import DataSource
-from mlx_parallm.rl_training.evaluation.schedule import EvaluationOptions, Evaluations
+from mlx_parallm.rl_training.evaluation.schedule import Evaluations
 from mlx_parallm.rl_training.factory import build_buffer, build_companions, build_trainer
 from mlx_parallm.rl_training.group_fit import LogprobMismatchCheck
 from mlx_parallm.rl_training.initial_adapter import initial_adapter
@@ -105,14 +105,9 @@ class StartedRun:
         """The evaluations of held-out problems, made when they are first needed."""
         prepared, serving, config = self.prepared, self.prepared.serving, self.config
         evaluations = Evaluations(
-            EvaluationOptions(
-                settings=config.evaluation,
-                total_steps=config.rl_training.total_steps,
-                deterministic=config.rl_training.deterministic,
-                max_token_length=config.rl_training.atropos.max_token_length,
-                template_kwargs=config.model.chat_template_kwargs,
-                begins_as_base=config.model.lora_path is None,
-            ),
+            config.evaluation,
+            config.rl_training,
+            config.model,
             self.opened.path,
             self.evaluation_log,
             (prepared.evaluated, prepared.environments),

@@ -18,7 +18,6 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.evaluation import schedule as evaluation_module
 from mlx_parallm.rl_training.evaluation.schedule import (
-    EvaluationOptions,
     Evaluations,
     evaluation_sources,
 )
@@ -91,14 +90,9 @@ class Run:
         evaluated = evaluation_sources(evaluation, kinds, sources, lambda: None, seed=0)  # type: ignore[arg-type,return-value]
         training = self.config.rl_training
         self.evaluations = Evaluations(
-            EvaluationOptions(
-                settings=evaluation,
-                total_steps=training.total_steps,
-                deterministic=training.deterministic,
-                max_token_length=training.atropos.max_token_length,
-                template_kwargs=self.config.model.chat_template_kwargs,
-                begins_as_base=self.config.model.lora_path is None,
-            ),
+            evaluation,
+            training,
+            self.config.model,
             directory,
             self.log,
             (evaluated, sources),
