@@ -247,9 +247,8 @@ class PolicyOptimizer:
         arrays = [
             array.astype(dtype) for array, dtype in zip(self._masters(), self._dtypes, strict=True)
         ]
-        if self._had_signal is None:
-            mx.eval(arrays)
-        else:  # the proof evaluates them
+        mx.eval(arrays)
+        if self._had_signal is not None:
             self._had_signal = self._proved(arrays, self._had_signal)
         self._slots.write(arrays)
 
