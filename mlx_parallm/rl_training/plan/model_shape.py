@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
-from mlx_parallm.config.distillation import TeacherConfig
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.engine.cache.batch import can_lie_by_tokens
@@ -61,7 +60,8 @@ class ModelShape:
     loading: int = 0  # bytes besides the weights: the largest array, while it is quantised
     by_tokens: bool = False  # keys and values can lie by tokens
     widened: str = ""  # the checkpoint's dtype, if the weights take more than they would in it
-    teachers: int = 0  # bytes of other models in this process that score its tokens
+    # bytes of the models that companions have in this process, by part (companions.py)
+    beside: Mapping[str, int] = field(default_factory=dict)
     reward_models: int = 0  # bytes of those that score answers in this process
     lends_base: bool = False  # one of them has the base's arrays
     products: int = 0  # numbers of AdaLoRA's B, saved with and without E
@@ -136,9 +136,6 @@ class ModelShape:
             loading=loaded.largest,
             by_tokens=can_lie_by_tokens(model),
             widened=loaded.stored if width > DTYPES[loaded.stored].size else "",
-            teachers=sum(
-                _teacher_weights(each, config.model) for each in training.distillation.teachers
-            ),
             reward_models=sum(_reward_model_weights(path, lent) for path in config.reward_models),
             lends_base=any(
                 _borrows_base(find_reward_model(path), lent) for path in config.reward_models
@@ -187,34 +184,27 @@ def _routes(model: nn.Module, model_config: Mapping[str, Any]) -> int:
     return blocks * each * (1 + (experts > NARROW_IDS))
 
 
-def _teacher_weights(teacher: TeacherConfig, model: ModelConfig) -> int:
-    """Bytes of a teacher's own weights, loaded as the policy's: 0 if it has none here. Raises
-    ModelError: no such model; ConfigError: quantised already."""
-    if teacher.kind != "model":
-        return 0
-    place = {"base_path": teacher.path, "revision": teacher.revision}
-    return _loaded_weights(model.model_copy(update=place), quantize=teacher.quantize)
-
-
 def _reward_model_weights(path: str, lent: str | None) -> int:
     """Bytes of a reward model, with its base unless it is the one that the policy lends. Raises
     ConfigError: there is none; AdapterError: it has no adapter file; ModelError: no such base."""
     directory = find_reward_model(path)
     card = RewardModelCard.read(directory)
     if not card.adapter:
-        return _loaded_weights(card.model_config(directory), quantize=False)
+        return loaded_weights(card.model_config(directory), quantize=False)
     files = (find_adapter_file(directory), directory / VALUE_HEAD_FILE)
     added = sum(file.stat().st_size for file in files)
     if _borrows_base(directory, lent):
         return added
-    return added + _loaded_weights(card.model_config(directory), quantize=card.quantized)
+    return added + loaded_weights(card.model_config(directory), quantize=card.quantized)
 
 
 def _borrows_base(directory: Path, lent: str | None) -> bool:
     return lent is not None and RewardModelCard.read(directory).is_of(lent)
 
 
-def _loaded_weights(model: ModelConfig, *, quantize: bool) -> int:
+def loaded_weights(model: ModelConfig, *, quantize: bool) -> int:
+    """Return the bytes of a model's weights as they are loaded. Raises ModelError: no such model;
+    ConfigError: quantised already."""
     model_config = check_model(model, train=False, quantize=quantize)
     return LoadedShape.of(model_config, model.dtype, quantize=quantize).weights
 

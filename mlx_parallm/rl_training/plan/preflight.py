@@ -8,7 +8,7 @@ with which it fits.
         .what_fits(room)                      settings that bring it below so many bytes
         .checkpoint_bytes()                   one step_* directory
 
-Each part says its bytes itself (`step/memory.py`, `engine/memory.py`, `scores_bytes`, …); here
+Each part says its bytes itself (`step/memory.py`, `engine/memory.py`, companions.py, …); here
 they are added. docs/benchmarks/training.md#dry-run compares the sum with what runs take.
 """
 
@@ -26,13 +26,12 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.engine.cache.memory import Generation
 from mlx_parallm.models.adapters.fake_quantized import rounding_bytes
 from mlx_parallm.models.evaluations import EVAL_SHARE, BlockLimits
+from mlx_parallm.rl_training.plan.companions import COMPANIONS
 from mlx_parallm.rl_training.plan.model_shape import FLOAT, ModelShape
-from mlx_parallm.rl_training.step.distillation import scores_bytes
 from mlx_parallm.rl_training.step.memory import (
     LargestBatch,
     Lengths,
     TrainedSize,
-    recorded_bytes,
 )
 from mlx_parallm.rl_training.step.optimizer import QUANTISED
 from mlx_parallm.system.device.traits import unpacks_weights, writes_attention_scores
@@ -90,7 +89,9 @@ class PlannedRun:
         cls, config: Config, model_config: Mapping[str, Any], *, room: int | None = None
     ) -> "PlannedRun":
         """Raises ModelError, AdapterError: as `ModelShape.of`."""
-        return cls(config, ModelShape.of(model_config, config), room=room)
+        shape = ModelShape.of(model_config, config)
+        beside = {each.part: each.weights(config.rl_training, config.model) for each in COMPANIONS}
+        return cls(config, replace(shape, beside=beside), room=room)
 
     @property
     def longest(self) -> Lengths:
@@ -120,7 +121,6 @@ class PlannedRun:
         """
         shape, training = self.shape, self.config.rl_training
         lora, batch, trained = training.lora.enabled, self._micro_batch, self._trained
-        recorded = self.longest.completion + training.router_replay_prompts * self.longest.prompt
         unpacks = shape.quantized and unpacks_weights()
         activations, logits = batch.backward(
             shape.block,
@@ -134,14 +134,8 @@ class PlannedRun:
         parts = {
             "weights": shape.weights,
             "tower": shape.tower,
-            "teachers": self._teachers(),
+            **{each.part: each.held(training, shape, self.longest) for each in COMPANIONS},
             "reward models": self._reward_models(),
-            "recorded experts": recorded_bytes(
-                shape.routes,
-                recorded,
-                rollouts=training.atropos.rollout_batch_size,
-                examples=training.batch_size,
-            ),
             "optimizer and gradients": trained.held,
             **self._generation(),
             "training: rounding": self._rounding(),
@@ -290,19 +284,6 @@ class PlannedRun:
         return rounding_bytes(
             lora.qat_bits, shape.rounded, block, blocks=self._blocks, width=shape.width
         )
-
-    def _teachers(self) -> int:
-        """Weights of teachers, older ones of the policy, and a step's copies of their scores. A
-        teacher's forward pass needs less than the training step that comes after it."""
-        training, shape = self.config.rl_training, self.shape
-        if not training.distillation.active:
-            return 0
-        lora, kinds = training.lora.enabled, [each.kind for each in training.distillation.teachers]
-        older = kinds.count("checkpoint") + (not lora and "base" in kinds)
-        width = FLOAT if lora else shape.width
-        tokens = training.atropos.rollout_batch_size * self.longest.completion
-        scores = scores_bytes(training.distillation, tokens, shape.vocab)
-        return shape.teachers + older * shape.trained * width + scores
 
     # ------------------------------------------------------------------ settings that it fits with
 

@@ -357,7 +357,7 @@ def test_experts_of_turns_are_joined_or_none_are_known():
     assert joined_experts([one, RoutedExperts(2, 2, bytes(8), wide=True)]) is None
     assert joined_experts([]) is None
     assert RoutedExperts(1, 2, b"\x01\x02\x03\x00", wide=True).array().tolist() == [[[513, 3]]]
-    with pytest.raises(ValueError, match="no whole number of tokens"):
+    with pytest.raises(ValueError, match="not whole tokens"):
         RoutedExperts(2, 2, bytes(5))
 
 
