@@ -3,6 +3,7 @@
     python scripts/bench/diagnoses.py                        both tables
     python scripts/bench/diagnoses.py --runs RUN_DIR RUN_DIR  and these runs, where nothing may be named
     python scripts/bench/diagnoses.py --names "SFT" "DPO"     some of them
+    python scripts/bench/diagnoses.py --seed 7                other samples, tasks and rows
 
 Makes the runs of tests/integration/provocations.py on the tiny model (stalls of --stalled-after
 seconds; 60 is what users have) and explains each from its directory alone. Prints the tables as
@@ -34,13 +35,16 @@ def main() -> int:
     )
     parser.add_argument("--names", nargs="+", default=[*PROVOCATIONS, *HEALTHY])
     parser.add_argument("--stalled-after", type=float, default=USUAL_STALL_S)
+    parser.add_argument("--seed", type=int, default=0, help="of the runs and of their rows")
     args = parser.parse_args()
     runs = PROVOCATIONS | HEALTHY
     sick = [name for name in args.names if runs[name].diagnosis]
     healthy = [name for name in args.names if not runs[name].diagnosis]
     with tempfile.TemporaryDirectory() as directory:
-        wrong = _table(sick, Path(directory), args.stalled_after) if sick else 0
-        false = _table(healthy, Path(directory), args.stalled_after) if healthy else 0
+        wrong, false = (
+            _table(names, Path(directory), args.stalled_after, args.seed) if names else 0
+            for names in (sick, healthy)
+        )
     for run in args.runs:
         named = [finding.diagnosis.name for finding in explain(open_run(run)).findings]
         false += bool(named)
@@ -50,10 +54,10 @@ def main() -> int:
     return 1 if wrong or false else 0
 
 
-def _table(names: list[str], directory: Path, stalled_after_s: float) -> int:
+def _table(names: list[str], directory: Path, stalled_after_s: float, seed: int) -> int:
     """Print a row for each run as it ends; return how many are not as they should be."""
     command = [sys.executable, "-m", "tests.integration.provocations", str(directory), *names]
-    command += ["--stalled-after", str(stalled_after_s)]
+    command += ["--stalled-after", str(stalled_after_s), "--seed", str(seed)]
     print("\n| run | expected | named | numbers of the expected one |\n|---|---|---|---|")
     wrong = 0
     with subprocess.Popen(

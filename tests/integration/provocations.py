@@ -2,7 +2,7 @@
 `tests/integration/test_diagnoses.py` and `scripts/bench/diagnoses.py` look whether `explain` names
 it.
 
-    python -m tests.integration.provocations DIRECTORY [--stalled-after SECONDS] [NAME …]
+    python -m tests.integration.provocations DIRECTORY [--stalled-after SECONDS] [--seed N] [NAME …]
 
 One process makes them one after another (the daemon's own `TrainingRun`, model, engine, server and
 environments). Each ends as soon as it is named, or after its last step. Prints one JSON line a run;
@@ -353,7 +353,12 @@ HEALTHY: dict[str, Provocation] = {
 
 
 def _settings(
-    provocation: Provocation, name: str, directory: Path, port: int, stalled_after_s: float
+    provocation: Provocation,
+    name: str,
+    directory: Path,
+    port: int,
+    stalled_after_s: float,
+    seed: int,
 ) -> dict[str, Any]:
     """The configuration of the run; writes the models and rows that it names."""
     data = copy.deepcopy(BASE)
@@ -364,13 +369,13 @@ def _settings(
     else:
         data["model"] = provocation.model
     data["evaluation"] = provocation.evaluation
-    data["rl_training"] |= copy.deepcopy(provocation.training)
+    data["rl_training"] |= {"seed": seed} | copy.deepcopy(provocation.training)
     for teacher in data["rl_training"].get("distillation", {}).get("teachers", ()):
         if teacher.get("path") == UNTRAINED:
             teacher["path"] = str(directory / "untrained")
             untrained(Path(resolve_model_path("builtin:tiny")), directory / "untrained")
     if provocation.rows:
-        file = write_rows(provocation.rows, directory / f"{provocation.rows}.jsonl")
+        file = write_rows(provocation.rows, directory / f"{provocation.rows}.jsonl", seed=seed)
         data["data"] = {"path": str(file), "eval_fraction": 0.1} | provocation.data
         for key in ("atropos", "max_empty_rounds"):  # of rollouts
             del data["rl_training"][key]
@@ -400,12 +405,12 @@ def _settings(
     return data
 
 
-def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, Any]:
+def provoke(name: str, directory: Path, *, stalled_after_s: float, seed: int = 0) -> dict[str, Any]:
     """Makes the run; returns its directory, what was named, and how long it took."""
     provocation = (PROVOCATIONS | HEALTHY)[name]
     health.STALLED_AFTER_S = stalled_after_s if provocation.stalls else USUAL_STALL_S
     port = free_port()
-    data = _settings(provocation, name, directory, port, stalled_after_s)
+    data = _settings(provocation, name, directory, port, stalled_after_s, seed)
     config = parse_config(data)
     stop, run_directory = threading.Event(), directory / str(config.rl_training.run_name)
     heard = Heard(sys.stderr)
@@ -489,14 +494,13 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--stalled-after", type=float, default=USUAL_STALL_S)
+    parser.add_argument("--seed", type=int, default=0, help="of the runs and of their rows")
     args = parser.parse_intermixed_args()
     configure_logging()
     for name in args.names or [*PROVOCATIONS, *HEALTHY]:
         sys.stderr.write(f"=== {name}\n")
-        print(
-            json.dumps(provoke(name, args.directory, stalled_after_s=args.stalled_after)),
-            flush=True,
-        )
+        result = provoke(name, args.directory, stalled_after_s=args.stalled_after, seed=args.seed)
+        print(json.dumps(result), flush=True)
     release_streams()
 
 

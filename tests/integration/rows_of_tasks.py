@@ -9,12 +9,12 @@ from mlx_parallm.environments.kinds.tasks import make_problem
 TASKS = ("sum", "sort", "reverse", "count", "largest")
 
 
-def write_rows(kind: str, path: Path, rows: int = 900) -> Path:
+def write_rows(kind: str, path: Path, rows: int = 900, *, seed: int = 0) -> Path:
     """Write rows of a kind: "pairs", "coin" (pairs whose sides say nothing), "labels", or
     "conversations"."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     problems = [
-        make_problem(TASKS[number % len(TASKS)], number, seed=0, split="train")
+        make_problem(TASKS[number % len(TASKS)], number, seed=seed, split="train")
         for number in range(rows)
     ]
     lines = []
