@@ -33,7 +33,7 @@ BETAS = {
     "simpo": 2.0,
     "cpo": 0.1,
 }
-DPO_OPTIONS = {"beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau"}
+DPO_OPTIONS = {"beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau", "sft_pairs"}
 KTO_OPTIONS = {"beta", "desirable_weight", "undesirable_weight", "kto_loss"}
 OPTIONS = {
     "dpo": DPO_OPTIONS,
@@ -157,6 +157,9 @@ class PreferenceConfig(Section):
     """dpo with sigmoid (cDPO), robust or exo_pair: the probability that a pair's label is wrong."""
     discopop_tau: float = Field(0.05, gt=0)
     """dpo with discopop: how sharply it changes from one loss to the other."""
+    sft_pairs: int | None = Field(None, ge=1)
+    """dpo with sft: a mean over the tokens of so many pairs, then over these means, as TRL's over
+    micro-batches; default: over all tokens of an update."""
     gamma: float = Field(1.0, ge=0)
     """simpo: target margin of the chosen completion."""
     nll_weight: float = Field(1.0, ge=0)
@@ -199,4 +202,6 @@ class PreferenceConfig(Section):
             )
         if "discopop_tau" in self.changed() and "discopop" not in kinds:
             raise ValueError('discopop_tau is set, but only read with loss_type = "discopop"')
+        if self.sft_pairs is not None and "sft" not in kinds:
+            raise ValueError('sft_pairs is set, but only read with loss_type = "sft"')
         return self

@@ -301,7 +301,10 @@ class LearningSection(AlgorithmSection, PrepareConfig, LoopSection):
     lr_final: float = Field(0.0, ge=0)
     """Learning rate at the end of a linear or cosine schedule."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0; with lr_per_update updates."""
+    lr_per_update: bool = False
+    """The schedule moves with each optimizer update, not with each step, and a warm-up's first
+    update has the rate 0: as transformers' and TRL's trainers have it."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay, decoupled; Muon adds it to the gradient, as in MLX."""
     decay_norms_and_biases: bool = False

@@ -111,11 +111,8 @@ def _discopop(pairs: Pairs) -> mx.array:
 
 
 def _sft(pairs: Pairs) -> mx.array:
-    """The chosen completions' negative log-likelihood, a mean over all their tokens of the
-    mini-batch."""
-    inputs = pairs.inputs
-    tokens = inputs.constants["chosen_tokens"]
-    return -_pairs(_sums(inputs))[0] * (inputs.sequence_normalizer / 2) / tokens
+    """The chosen completions' negative log-likelihood, a mean over tokens."""
+    return -_pairs(_sums(pairs.inputs))[0] * _pairs(_sides(pairs.inputs))[0]
 
 
 PAIR_LOSSES: dict[str, Callable[[Pairs], mx.array]] = {
@@ -162,8 +159,10 @@ def dpo_loss(
     Args:
         discopop_tau: τ, which "discopop" needs.
 
-    Raises ValueError: no `ref_logprobs`. KeyError: "sft", and `constants` lacks "chosen_tokens",
-    their number.
+    "sft": a chosen row's advantage is the weight of its tokens, 1 over the mean number of tokens
+    where the mean is over all chosen ones of the mini-batch.
+
+    Raises ValueError: no `ref_logprobs`.
     """
     kinds = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
     pairs = Pairs(inputs, _log_ratios(inputs), beta, label_smoothing, discopop_tau)
@@ -261,7 +260,7 @@ def kto_loss(inputs: LossInputs, *, beta: float) -> LossOutputs:
     """
     ratios = _log_ratios(inputs)
     kl = inputs.constants["kl"]
-    labels = masked(inputs.advantages, inputs.mask).sum(axis=-1) / _lengths(inputs)
+    labels = _sides(inputs)
     side = mx.sign(labels)
     values = mx.abs(labels) * mx.sigmoid(-side * beta * (ratios - kl))
     logps = mx.stop_gradient(_sums(inputs))
@@ -309,6 +308,11 @@ def dft_loss(inputs: LossInputs) -> LossOutputs:
 def _sums(inputs: LossInputs) -> mx.array:
     """Log-probability of each row's trained tokens, [B]."""
     return masked(inputs.logprobs, inputs.mask).sum(axis=-1)
+
+
+def _sides(inputs: LossInputs) -> mx.array:
+    """The advantage that all tokens of a row have, [B]."""
+    return masked(inputs.advantages, inputs.mask).sum(axis=-1) / _lengths(inputs)
 
 
 def _lengths(inputs: LossInputs) -> mx.array:

@@ -31,6 +31,12 @@ class ParameterSlots:
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def layer_norms(self) -> frozenset[str]:
+        """The names of parameters of an `nn.LayerNorm`."""
+        owners = zip(self.names, self._owners, strict=True)
+        return frozenset(name for name, (owner, _) in owners if isinstance(owner, nn.LayerNorm))
+
     def read(self, indices: Sequence[int] | None = None) -> list[mx.array]:
         owners = self._owners if indices is None else [self._owners[i] for i in indices]
         return [owner[key] for owner, key in owners]

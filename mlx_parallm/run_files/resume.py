@@ -103,6 +103,7 @@ MAY_CHANGE = (
             "lr_schedule",
             "lr_final",
             "warmup_steps",
+            "lr_per_update",
             "weight_decay",
             "adam_beta1",
             "adam_beta2",

@@ -19,18 +19,29 @@ from safetensors.numpy import load_file
 
 TINY = Path(__file__).resolve().parents[2] / "mlx_parallm" / "models" / "tiny"
 HALVES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+IN_ORDER = {"train_sampling_strategy": "sequential"}
 TWO = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
 CASES = {
     "sft": ("SFT", {}),
     "sft in halves": ("SFT", HALVES),
     "sft, cosine": ("SFT", {"lr_scheduler_type": "cosine", "max_steps": 6}),
+    "sft, warm-up": ("SFT", {"warmup_steps": 2}),
+    "sft, warm-up of a share, constant": (
+        *("SFT",),
+        {"warmup_steps": 0.3, "lr_scheduler_type": "constant_with_warmup"},
+    ),
+    "sft, eps, betas, no clipping": (
+        *("SFT",),
+        {"adam_beta1": 0.7, "adam_beta2": 0.9, "adam_epsilon": 1e-4, "max_grad_norm": 0.0},
+    ),
     "sft, dft": ("SFT", {"loss_type": "dft"}),
     "dpo": ("DPO", {}),
     "dpo, ipo": ("DPO", {"loss_type": "ipo"}),
     "dpo + sft": ("DPO", TWO),
-    "dpo + sft in halves": ("DPO", TWO | HALVES),
+    "dpo + sft in halves": ("DPO", TWO | HALVES | IN_ORDER),
     "kto": ("KTO", {}),
     "grpo": ("GRPO", {}),
+    "grpo, two updates a batch": ("GRPO", {"num_iterations": 2, "warmup_steps": 1}),
     "gspo": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
 }
 SCRIPT = """
@@ -95,6 +106,12 @@ def run(python: str, name: str, out: Path) -> tuple[list[dict[str, float]], dict
     return lines, load_file(out.parent / f"{out.name}_final" / "model.safetensors")
 
 
+def mean_of(lines: list[dict[str, float]]) -> dict[str, float]:
+    """Return the means of a step's updates; of the learning rate the last one."""
+    means = {key: sum(line[key] for line in lines) / len(lines) for key in ("loss", "grad_norm")}
+    return lines[-1] | means
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--theirs", required=True, help="a Python that has TRL")
@@ -106,6 +123,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             theirs, their_weights = run(options.theirs, name, Path(folder) / "theirs")
             ours, our_weights = run(sys.executable, name, Path(folder) / "ours")
+        # theirs has a line an update; ours one a step, with the means of its updates
+        each = len(theirs) // len(ours)
+        theirs = [mean_of(theirs[i : i + each]) for i in range(0, len(theirs), each)]
         apart = {
             key: max(
                 abs(a[key] - b[key]) / max(abs(a[key]), 1e-2)

@@ -26,6 +26,7 @@ from mlx_parallm.losses.types import LossInputs, LossOutputs
 LENGTHS = (4, 6, 5, 3, 7, 2, 1, 8)  # of completions: four pairs, or eight labelled rows
 WIDTH = 11
 LABELS = np.array([1.0, -1, 1, -1, -1, 1, 1, -1])
+SIDES = LABELS * np.where(LABELS > 0, 1.5, 0.8)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def inputs(
     rows: Rows, part: slice = slice(None), logprobs: np.ndarray | None = None, **others: Any
 ) -> LossInputs:
     values = rows.logprobs if logprobs is None else logprobs
-    advantages = np.repeat((LABELS * np.where(LABELS > 0, 1.5, 0.8))[:, None], WIDTH, 1)
+    advantages = np.repeat(SIDES[:, None], WIDTH, 1)
 
     def array(numbers: np.ndarray) -> mx.array:
         return mx.array(numbers[part].astype(np.float32))
@@ -68,7 +69,6 @@ def inputs(
         "sequence_normalizer": float(len(LENGTHS)),
         "constants": {
             **{"kl": 0.3, "desirable": 4.0, "undesirable": 4.0},
-            "chosen_tokens": float(rows.mask[0::2].sum()),
         },
     }
     return LossInputs(**fields | others)
@@ -131,7 +131,7 @@ def oracle_dpo(
         "discopop": lambda: (
             -log_sigmoid(h) * (1 - sigmoid(h / 0.05)) + np.exp(-h) * sigmoid(h / 0.05)
         ),
-        "sft": lambda: -sums(logprobs, rows)[0::2].sum() / rows.mask[0::2].sum() * np.ones(len(h)),
+        "sft": lambda: -sums(logprobs, rows)[0::2] * SIDES[0::2],
     }
     kinds = [loss_type] if isinstance(loss_type, str) else loss_type
     weights = loss_weights or [1.0] * len(kinds)
@@ -251,16 +251,16 @@ def printed(logps: list[list[float]], reference: list[list[float]], **others: An
     def padded(values: list[list[float]]) -> mx.array:
         return mx.array([row + [0.0] * (width - len(row)) for row in values])
 
-    return LossInputs(
-        logprobs=padded(logps),
-        rollout_logprobs=mx.zeros((len(logps), width)),
-        ref_logprobs=padded(reference),
-        advantages=mx.ones((len(logps), width)),
-        mask=mx.arange(width)[None] < mx.array(lengths)[:, None],
-        token_normalizer=float(sum(lengths)),
-        sequence_normalizer=float(len(logps)),
-        **others,
-    )
+    fields: dict[str, Any] = {
+        "logprobs": padded(logps),
+        "rollout_logprobs": mx.zeros((len(logps), width)),
+        "ref_logprobs": padded(reference),
+        "advantages": mx.ones((len(logps), width)),
+        "mask": mx.arange(width)[None] < mx.array(lengths)[:, None],
+        "token_normalizer": float(sum(lengths)),
+        "sequence_normalizer": float(len(logps)),
+    }
+    return LossInputs(**fields | others)
 
 
 CHOSEN, REJECTED = [[-0.5] * 8, [-0.575] * 8], [[-0.65] * 10, [-0.6] * 10]
@@ -310,7 +310,7 @@ CHOSEN, REJECTED = [[-0.5] * 8, [-0.575] * 8], [[-0.65] * 10, [-0.6] * 10]
 )
 def test_other_trainers_numbers(loss: Callable[[LossInputs], LossOutputs], expected: float) -> None:
     pair = printed(
-        [CHOSEN[0], REJECTED[0]], [CHOSEN[1], REJECTED[1]], constants={"chosen_tokens": 8.0}
+        [CHOSEN[0], REJECTED[0]], [CHOSEN[1], REJECTED[1]], advantages=mx.full((2, 10), 1 / 8)
     )
     assert loss(pair).loss.item() == pytest.approx(expected, abs=1e-6 * max(1, expected))
 

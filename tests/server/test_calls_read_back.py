@@ -112,6 +112,15 @@ def test_an_answer_that_is_cut_off_is_the_same_streamed(form: str) -> None:
     assert not found, found[0]
 
 
+def test_a_cut_text_with_a_nul_is_the_same_streamed() -> None:
+    """The text is read again at growing distances, so the stream showed a part before the NUL."""
+    reading = answer_format("pythonic", [])
+    text = f"<|tool_call_start|>[get(a=null, b='{'x' * 300}\0y', c=1"
+    whole = shown(reading.read(text, "length"))
+    assert whole[2][0][1].endswith('y"')
+    assert shown(streamed(reading, text, list(range(1, len(text))), complete=False)) == whole
+
+
 def test_every_format_has_a_renderer() -> None:
     assert set(FORMATS) == set(IN_EVERY_FORMAT)
 

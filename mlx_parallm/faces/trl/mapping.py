@@ -86,7 +86,7 @@ HOW: Mapping[str, str] = {
     " `rl_training.run_name` its last part",
     "overwrite_output_dir": "the trainer removes the run before it begins",
     "lr_scheduler_type": "`rl_training.lr_schedule`; `constant` has no warm-up",
-    "warmup_steps": "`rl_training.warmup_steps`, in steps",
+    "warmup_steps": "`rl_training.warmup_steps`, with `rl_training.lr_per_update`",
     "warmup_ratio": "`rl_training.warmup_steps`",
     "optim": "`rl_training.optimizer`",
     "adam_beta1": "`rl_training.adam_beta1` (AdamW, Muon)",
@@ -390,8 +390,8 @@ def _shared(
 ) -> dict[str, Any]:
     optimizer = _optimizer(args.optim)
     constant = args.lr_scheduler_type.startswith("constant")
-    warmup = args.warmup_ratio * schedule.max_steps if args.warmup_ratio else args.warmup_steps
-    warmup = warmup * schedule.max_steps if 0 < warmup < 1 else warmup
+    warmup = args.warmup_ratio or args.warmup_steps
+    warmup = math.ceil(warmup * schedule.max_steps) if warmup < 1 else warmup
     if args.lr_scheduler_type == "constant":
         warmup = 0
     interval = {
@@ -405,7 +405,8 @@ def _shared(
         "run_name": place.name,
         "optimizer": optimizer,
         "lr_schedule": "constant" if constant else args.lr_scheduler_type,
-        "warmup_steps": schedule.steps(warmup) if warmup else 0,
+        "warmup_steps": int(warmup),
+        "lr_per_update": True,
         "batch_size": schedule.batch_size,
         "total_steps": schedule.total_steps,
         "checkpoint_interval": interval[args.save_strategy],
@@ -587,6 +588,8 @@ def _add_rows(
     if isinstance(args, DPOConfig):
         kinds = (args.loss_type,) if isinstance(args.loss_type, str) else args.loss_type
         training["preference"]["loss_type"] = kinds[0] if len(kinds) == 1 else kinds
+        if "sft" in kinds and args.gradient_accumulation_steps > 1:
+            training["preference"]["sft_pairs"] = args.per_device_train_batch_size
 
 
 def _reference(moves: bool, alpha: float, every: int, schedule: UpdateSchedule) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class DataBatches:
     units: in the order of the rows.
     shuffle: False: each epoch has the order of the units.
     weights: a KTO row's advantage: label true, label false (taken negative).
+    sft_pairs: `advantages_of`.
     log_ratios: for KTO's kl; None = the algorithm needs none.
     """
 
@@ -35,10 +36,11 @@ class DataBatches:
         seed: int,
         shuffle: bool = True,
         weights: tuple[float, float] = (1.0, 1.0),
+        sft_pairs: int | None = None,
         log_ratios: Score | None = None,
     ) -> None:
         self._units, self._seed, self._shuffle = units, seed, shuffle
-        self._weights, self._log_ratios = weights, log_ratios
+        self._weights, self._sft_pairs, self._log_ratios = weights, sft_pairs, log_ratios
         self.steps_per_epoch = steps_per_epoch(len(units), batch_size)
 
     def rows(self, step: int) -> list[int]:
@@ -60,12 +62,14 @@ class DataBatches:
     def collect(self, step: int, *, timeout_s: float = 0.0) -> TrainBatch:
         rows = self.rows(step)
         units = [self._units[row] for row in rows]
-        constants = {} if self._log_ratios is not None else pair_constants(units)
+        constants = {}
         if self._log_ratios is not None:
             constants = kto_constants(units, self._mismatched(rows, step), self._log_ratios)
         sequences = [
-            train_sequence(sequence, advantage_of(unit, self._weights))
-            for unit in units
+            train_sequence(sequence, advantage)
+            for unit, advantage in zip(
+                units, advantages_of(units, self._weights, self._sft_pairs), strict=True
+            )
             for sequence in unit.sequences
         ]
         lengths = [int(sequence.mask.sum()) for unit in units for sequence in unit.sequences]
@@ -100,12 +104,31 @@ def steps_per_epoch(units: int, batch_size: int) -> int:
     return math.ceil(units / batch_size)
 
 
-def advantage_of(unit: Unit, weights: tuple[float, float]) -> float:
-    """Return the numbers in the advantages of a unit's sequences: the margin of a reward model's
-    pair, else KTO's label and weight."""
-    if unit.margin is not None:
-        return unit.margin
-    return weights[0] if unit.label else -weights[1]
+def advantages_of(
+    units: Sequence[Unit], weights: tuple[float, float], sft_pairs: int | None = None
+) -> list[float]:
+    """Return the number in the advantages of each unit's sequences: the margin of a reward model's
+    pair, KTO's label and weight, or of another pair the weight of its chosen tokens in DPO's "sft".
+
+    Args:
+        units: of one mini-batch.
+        sft_pairs: pairs whose tokens have one mean; default: all of them.
+
+    Worked: chosen completions of 2, 6 and 4 tokens. Together 3 / 12 each; two at a time the mean
+    of the means over 8 and 4 tokens, so 3 / (2 · 8) for the first two, 3 / (2 · 4) for the third.
+    """
+    size = sft_pairs or len(units)
+    parts = [units[start : start + size] for start in range(0, len(units), size)]
+    tokens = [sum(int(unit.sequences[0].mask[1:].sum()) for unit in part) for part in parts]
+    advantages = list[float]()
+    for number, unit in enumerate(units):
+        if unit.margin is not None:
+            advantages.append(unit.margin)
+        elif len(unit.sequences) == 2:
+            advantages.append(len(units) / (len(parts) * max(tokens[number // size], 1)))
+        else:
+            advantages.append(weights[0] if unit.label else -weights[1])
+    return advantages
 
 
 def train_sequence(sequence: Encoded, advantage: float) -> TrainSequence:
@@ -122,12 +145,6 @@ def mismatched(unit: Unit, other: Unit) -> Encoded:
         np.concatenate([np.zeros(prompt, bool), completion_row.mask[completion:]]),
         prompt_row.images,
     )
-
-
-def pair_constants(units: Sequence[Unit]) -> dict[str, float]:
-    """Constant of a mini-batch of pairs: how many tokens the chosen completions have. Nothing
-    reads that of others."""
-    return {"chosen_tokens": float(sum(int(unit.sequences[0].mask[1:].sum()) for unit in units))}
 
 
 def kto_constants(

@@ -17,10 +17,9 @@ from mlx_parallm.config.data import DataConfig
 from mlx_parallm.losses.types import LossInputs
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.rl_training.data.batches import (
-    advantage_of,
+    advantages_of,
     kto_constants,
     mismatched,
-    pair_constants,
 )
 from mlx_parallm.rl_training.data.learned_tokens import Unit
 from mlx_parallm.rl_training.evaluation.pass_at_k_and_intervals import FEWEST
@@ -112,7 +111,8 @@ class HeldOut:
         values: Sequence[np.ndarray] | None,
     ) -> LossInputs:
         """All held-out rows at once: only their scored tokens, so this is small."""
-        sides = [advantage_of(unit, self._weights) for unit in self._units for _ in unit.sequences]
+        advantages = zip(self._units, advantages_of(self._units, self._weights), strict=True)
+        sides = [advantage for unit, advantage in advantages for _ in unit.sequences]
         shape = (len(rows), max(len(row) for row in rows))
         return LossInputs(
             logprobs=_padded(rows, shape),
@@ -128,7 +128,7 @@ class HeldOut:
 
     def _constants(self) -> Mapping[str, float]:
         if self._trainer.algorithm.name != "kto":
-            return pair_constants(self._units)
+            return {}
         after = [*self._units[1:], self._units[0]]
         foreign = [mismatched(unit, other) for unit, other in zip(self._units, after, strict=True)]
         if not self._measures_kl:

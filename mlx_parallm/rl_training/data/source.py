@@ -93,6 +93,7 @@ class DataSource(RolloutSource):
             seed=trainer.options.seed,
             shuffle=self._config.shuffle,
             weights=self._weights,
+            sft_pairs=trainer.options.preference.sft_pairs,
             log_ratios=score if self._algorithm == "kto" else None,
         )
 

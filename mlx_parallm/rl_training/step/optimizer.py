@@ -12,7 +12,7 @@ each array begins one (states_8bit.py).
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ HostCopy = list[dict[str, Any]]
 BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
 QUANTISED = {"adamw_8bit": AdamW8bit, "lion_8bit": Lion8bit}
 ELEMENTWISE = ("adamw", "lion", *QUANTISED)
+UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 UNITS = {states_8bit.ABSMAX: states_8bit.BLOCK}
 """End of a state's name → how many numbers of the parameter one of its numbers is of, if that is
 not one."""
@@ -112,7 +113,7 @@ class PolicyOptimizer:
         arrays = slots.read()
         self._dtypes = [array.dtype for array in arrays]
         self._stride = -(-sum(array.size for array in arrays) // MEASURED_ELEMENTS)
-        self._groups = make_groups(slots.names, arrays, training)
+        self._groups = make_groups(slots.names, arrays, training, slots.layer_norms)
         # signals of the weights in the tree; None: the device loses no results
         self._had_signal = has_signal(arrays) if may_lose_results() else None
         self._adaptive = (
@@ -528,16 +529,21 @@ class ParameterGroup:
 
 
 def make_groups(
-    names: Sequence[str], arrays: Sequence[mx.array], training: LearningSection
+    names: Sequence[str],
+    arrays: Sequence[mx.array],
+    training: LearningSection,
+    layer_norms: Collection[str] = (),
 ) -> tuple[ParameterGroup, ...]:
     """One group for each (optimizer, rate, decay) that the parameters have; a value head is one
-    of its own."""
+    of its own. `layer_norms`: the names that are `nn.LayerNorm`'s."""
     members: dict[tuple[str, float, float, bool], list[int]] = {}
     for slot, (name, array) in enumerate(zip(names, arrays, strict=True)):
         key = (
             kind_of(name, array.shape, training),
             rate_of(name, training),
-            decay_of(name, array.shape, training),
+            0.0
+            if name in layer_norms and not training.decay_norms_and_biases
+            else decay_of(name, training),
             is_value_head(name),
         )
         members.setdefault(key, []).append(slot)
@@ -572,12 +578,11 @@ def rate_of(name: str, training: LearningSection) -> float:
     return training.lora.loraplus_ratio if name.endswith(".lora_b") else 1.0
 
 
-def decay_of(name: str, shape: Sequence[int], training: LearningSection) -> float:
-    """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer
-    off. Hugging Face's trainer, and so TRL, leaves them out too; a DoRA magnitude and
-    AdaLoRA's singular values, which are not a norm's, are decayed there and here."""
-    left_out = len(shape) < 2 and not name.endswith((".m", ".lora_e"))
-    return 0.0 if left_out and not training.decay_norms_and_biases else training.weight_decay
+def decay_of(name: str, training: LearningSection) -> float:
+    """Norms and biases are not decayed: pulled to 0 they turn their layer off. Their names are
+    those of transformers' `Trainer.get_decay_parameter_names`, so of TRL."""
+    left_out = UNDECAYED.search(name.lower()) and not training.decay_norms_and_biases
+    return 0.0 if left_out else training.weight_decay
 
 
 def make_optimizer(kind: str, decay: float, training: LearningSection) -> optimizers.Optimizer:

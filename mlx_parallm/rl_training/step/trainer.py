@@ -365,7 +365,7 @@ class Trainer:
         def stopping() -> bool:
             return should_stop() or bool(self.ranks.lost)
 
-        learning_rate = learning_rate_at(batch.step, self.options)
+        learning_rate = self._learning_rate(batch, at)
         scored_position = self.ask_companions(batch, at, stopping)
         scores = None if scored_position is None else self._score(batch, scored_position, stopping)
         if scored_position is None or scores is None:
@@ -380,6 +380,7 @@ class Trainer:
             for number in range(
                 at.next_mini_batch, math.ceil(len(at.order) / self.options.batch_size)
             ):
+                learning_rate = self._learning_rate(batch, replace(at, next_mini_batch=number))
                 after = self._update(batch, prepared, at, number, learning_rate, stopping)
                 if after is None:
                     return self._result(batch, at, prepared, learning_rate, started, finished=False)
@@ -390,6 +391,14 @@ class Trainer:
             result.metrics.update(companion.exchanged(self.ranks.exchange))
         self._finish_step(batch.step, prepared)
         return result
+
+    def _learning_rate(self, batch: TrainBatch, at: StepPosition) -> float:
+        """Return the learning rate of the update at this position."""
+        examples = len(batch.sequences) // self.algorithm.rows_per_example
+        in_epoch = math.ceil(examples / self.options.batch_size)
+        updates = max(self.options.update_epochs * in_epoch, 1)
+        update = min(at.epoch * in_epoch + at.next_mini_batch, updates - 1)
+        return learning_rate_at(batch.step, self.options, update=update, updates=updates)
 
     def _update(
         self,

@@ -191,7 +191,8 @@ class _Steps:
 
 def _is_python(text: str) -> bool:
     try:
-        ast.parse(text.strip(), mode="eval")
+        # Python's parser takes no NUL, which a text between quotation marks may have
+        ast.parse(text.strip().replace("\0", " "), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
@@ -242,7 +243,9 @@ class _GrowingCalls:
     def cut(self, undecided: str) -> None:
         # a text between delimiters that has ended: nothing behind it says so yet
         marks = () if self._steps is None else self._steps.delimiters
-        ends = sorted({self._text.rfind(mark) for mark in marks} - {-1})
+        found = ((self._text.rfind(mark), mark) for mark in marks)
+        # with all but the last sign of the mark: what stands before it may look like its beginning
+        ends = sorted({at + len(mark) - 1 for at, mark in found if at >= 0})
         for end in (*ends, len(self._text)):
             if self._form == "pythonic" and (escape := _first_escape(self._text[:end])):
                 self._read(self._text[:escape])

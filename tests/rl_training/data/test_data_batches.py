@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mlx_parallm.rl_training.data.batches import DataBatches, mismatched
+from mlx_parallm.rl_training.data.batches import DataBatches, advantages_of, mismatched
 from mlx_parallm.rl_training.data.heldout_rows import area_under_curve, in_words
 from mlx_parallm.rl_training.data.learned_tokens import Encoded, Unit
 
@@ -70,6 +70,16 @@ def test_a_batch_holds_pairs_side_by_side_and_its_rows_labels() -> None:
         100: -0.5,
     }
     assert batch.constants == {"kl": 2.0, "desirable": 1.0, "undesirable": 1.0}
+
+
+def test_chosen_tokens_have_one_mean_or_one_for_some_pairs_at_a_time() -> None:
+    """2, 6 and 4 tokens: 3 / 12 each; two at a time 3 / (2 · 8) and 3 / (2 · 4)."""
+    lengths = (2, 6, 4)
+    pairs = [
+        Unit((*unit(0, completion=length).sequences, *unit(1).sequences)) for length in lengths
+    ]
+    assert advantages_of(pairs, (1.0, 1.0)) == [0.25] * 3
+    assert advantages_of(pairs, (1.0, 1.0), 2) == [3 / 16, 3 / 16, 3 / 8]
 
 
 def test_a_negative_kl_counts_as_none() -> None:

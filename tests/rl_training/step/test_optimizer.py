@@ -2,15 +2,18 @@
 narrow weights."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.cpu import kernels
+from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.rl_training.step import optimizer as optimizer_module
 from mlx_parallm.rl_training.step.learning_rate import learning_rate_at
 from mlx_parallm.rl_training.step.optimizer import (
@@ -178,7 +181,7 @@ def by_twins(
         norm = norm_of(gradients)
         for i, gradient in enumerate(gradients):
             own = rate * (config.lora.loraplus_ratio if names[i].endswith("lora_b") else 1.0)
-            pulled = values[i].ndim > 1 or names[i].endswith(".m") or config.decay_norms_and_biases
+            pulled = config.decay_norms_and_biases or not re.search("norm|bias", names[i])
             values[i] = twins[i].step(
                 values[i], gradient * min(1.0, clip / norm), own, config.weight_decay * pulled
             )
@@ -218,6 +221,28 @@ def test_each_optimizer_equals_its_twin(kind: str, lora: dict[str, Any], decay_a
         close = np.abs(np.array(array) - value) <= 2e-3 * moved + 1e-6
         # Lion takes a sign: where its argument is all but 0, float32 may take the other one.
         assert close.mean() > (0.999 if kind == "lion" else 0.9999999), name
+
+
+def test_what_is_decayed_is_what_transformers_decays() -> None:
+    """Trainer.get_decay_parameter_names (5.24): by the names, and the modules nn.LayerNorm."""
+    decayed = (
+        *("mixer.A_log", "mixer.D", "self_attn.sinks", "self_attn.q_proj.m", "q_proj.lora_e"),
+        *("backbone.norm_f.weight", "model.embed_tokens.weight", "self_attn.q_proj.weight"),
+    )
+    left_out = (
+        *("mixer.dt_bias", "mixer.conv1d.bias", "mlp.experts.gate_proj.bias", "q_proj.bias"),
+        *("self_attn.q_norm.weight", "model.norm.weight", "mixer.norm.weight", "ln.weight"),
+        *("input_layernorm.weight", "operator_norm.weight"),
+    )
+    names = [f"model.layers.0.{name}" for name in (*decayed, *left_out)]
+    config = make_config(weight_decay=0.1)
+    groups = make_groups(
+        names, [mx.ones((2, 2))] * len(names), config, {"model.layers.0.ln.weight"}
+    )
+    decay = {slot: group._optimizer.weight_decay for group in groups for slot in group.slots}
+    assert [name for slot, name in enumerate(names) if decay[slot]] == names[: len(decayed)]
+    module = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.RMSNorm(2))
+    assert ParameterSlots(module).layer_norms == {"layers.1.weight", "layers.1.bias"}
 
 
 def test_adam_eps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,3 +418,17 @@ def test_schedules_count_steps() -> None:
     assert rates(lr_schedule="linear", lr_final=0.1) == [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
     cosine = rates(lr_schedule="cosine", warmup_steps=5)
     assert cosine == [0.166667, 0.333333, 0.5, 0.666667, 0.833333, 1, 0.853553, 0.5, 0.146447]
+
+
+def test_a_schedule_of_updates_is_that_of_transformers() -> None:
+    """get_linear_schedule_with_warmup, 3 of 8 updates, two steps of four: u / 3, then (8 - u) / 5."""
+    config = make_config(
+        learning_rate=1.0, total_steps=2, warmup_steps=3, lr_schedule="linear", lr_per_update=True
+    )
+    found = [
+        learning_rate_at(step, config, update=update, updates=4)
+        for step in (1, 2)
+        for update in range(4)
+    ]
+    expected = [0, 1 / 3, 2 / 3, *((8 - update) / 5 for update in range(3, 8))]
+    assert found == pytest.approx(expected)
