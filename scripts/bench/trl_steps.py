@@ -56,7 +56,7 @@ except ImportError:
     kto, rows_of = trl, list
 kind, given, model, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], sys.argv[4]
 rng = random.Random(0)
-words = ["".join(rng.sample("abcdefgh", 4)) for _ in range(8)]
+words = ["".join(rng.sample("abcdefgh", 3 + n // 4 * 5)) for n in range(8)]  # halves of two lengths
 right = [" " + "".join(sorted(word)) for word in words]
 settings = dict(output_dir=out, max_steps=4, logging_steps=1, learning_rate=1e-3, weight_decay=0.1,
                 gradient_checkpointing=False, disable_tqdm=True, report_to="none", bf16=False,

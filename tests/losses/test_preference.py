@@ -411,7 +411,9 @@ def test_the_order_of_pairs_changes_nothing_that_of_a_pair_does(name: str) -> No
     turned = [4, 5, 0, 1, 6, 7, 2, 3]
     value = loss_and_gradient(name, inputs(rows))[0]
     other = Rows(rows.logprobs[turned], rows.reference[turned], rows.mask[turned])
-    assert loss_and_gradient(name, inputs(other))[0] == pytest.approx(value, abs=1e-6)
+    sides = mx.array(np.repeat(SIDES[turned][:, None], WIDTH, 1).astype(np.float32))
+    turned_value = loss_and_gradient(name, inputs(other, advantages=sides))[0]
+    assert turned_value == pytest.approx(value, abs=1e-6)
     swapped = [1, 0, 3, 2, 5, 4, 7, 6]
     other = Rows(rows.logprobs[swapped], rows.reference[swapped], rows.mask[swapped])
     assert abs(loss_and_gradient(name, inputs(other))[0] - value) > 1e-3

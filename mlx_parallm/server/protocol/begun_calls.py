@@ -243,9 +243,9 @@ class _GrowingCalls:
     def cut(self, undecided: str) -> None:
         # a text between delimiters that has ended: nothing behind it says so yet
         marks = () if self._steps is None else self._steps.delimiters
-        found = ((self._text.rfind(mark), mark) for mark in marks)
+        places = ((self._text.rfind(mark), mark) for mark in marks)
         # with all but the last sign of the mark: what stands before it may look like its beginning
-        ends = sorted({at + len(mark) - 1 for at, mark in found if at >= 0})
+        ends = sorted({at + len(mark) - 1 for at, mark in places if at >= 0})
         for end in (*ends, len(self._text)):
             if self._form == "pythonic" and (escape := _first_escape(self._text[:end])):
                 self._read(self._text[:escape])

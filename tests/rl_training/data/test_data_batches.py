@@ -76,7 +76,8 @@ def test_chosen_tokens_have_one_mean_or_one_for_some_pairs_at_a_time() -> None:
     """2, 6 and 4 tokens: 3 / 12 each; two at a time 3 / (2 · 8) and 3 / (2 · 4)."""
     lengths = (2, 6, 4)
     pairs = [
-        Unit((*unit(0, completion=length).sequences, *unit(1).sequences)) for length in lengths
+        Unit((*unit(0, completion=length).sequences, *unit(1).sequences), True)
+        for length in lengths
     ]
     assert advantages_of(pairs, (1.0, 1.0)) == [0.25] * 3
     assert advantages_of(pairs, (1.0, 1.0), 2) == [3 / 16, 3 / 16, 3 / 8]
