@@ -65,7 +65,7 @@ rows = [{"prompt": f"Sort: {w}"} for w in words]
 if kind == "SFT":
     rows = [r | {"completion": a} for r, a in zip(rows, right)]
 if kind == "DPO":
-    rows = [r | {"chosen": a, "rejected": " " + w} for r, a, w in zip(rows, right, words)]
+    rows = [r | {"chosen": a, "rejected": " " + a[:0:-1]} for r, a in zip(rows, right)]
 if kind == "KTO":
     rows = [r | {"completion": a if n % 2 else " " + w, "label": bool(n % 2)}
             for n, (r, a, w) in enumerate(zip(rows, right, words))]
