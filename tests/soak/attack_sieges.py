@@ -33,6 +33,7 @@ from PIL import Image
 from tests.soak import hostile_images
 from tests.soak.attack_target import MB, PORT, SERVE, Server, Target, Watch, attack
 from tests.soak.hostile_http import ANSWERS, hostile_server
+from tests.soak.training_daemon import sampled_groups
 
 ANSWERS_S, ENDS_S = 10.0, 10.0
 LASTS_S, LASTS_AT_MOST_S = 5.0, 60.0
@@ -571,6 +572,55 @@ def tinker(_: Target) -> Iterator[list[Blow]]:
         sends(f"{api}/forward_backward", packed_bomb, **binary),
         sends(f"{api}/forward_backward", b"\x1a\x00" * 2_000_000, **{"Content-Type": "x"}),
         sends(f"{api}/forward_backward", os.urandom(100_000), **binary),
+    ]
+
+
+LETTERS = Path(__file__).parents[2] / "examples" / "verifiers" / "letters.toml"
+
+
+@siege(
+    "what a program of verifiers sends",
+    "rl_training.atropos.api_url='embedded'",
+    "rl_training.checkpoint_dir='DIR/verifiers'",
+    "rl_training.total_steps=100000",
+    command=("mlx_parallm", "train", "--config", str(LETTERS), "--set", f"server.port={PORT}"),
+)
+def verifiers(_: Target) -> Iterator[list[Blow]]:
+    """Its calls for token ids and its scored groups, beside a training that learns from good ones."""
+    generate, queue = "/inference/v1/generate", "/atropos/scored_data"
+    odd: list[Any] = [None, [], {}, -1, 2**70, 1e308, "x" * 100_000, [[]] * 1000, True, [2**40]]
+    sampling = {"max_tokens": 8, "logprobs": 1, "temperature": 1.0}
+    good_call = {"model": "default", "token_ids": [5, 6, 7], "sampling_params": sampling}
+
+    def calls(server: Server, chance: random.Random) -> int:
+        body = json.loads(json.dumps(good_call))
+        place = chance.choice([body, body["sampling_params"]])
+        place[chance.choice([*place, "features", "seed", "n", "stop_token_ids"])] = chance.choice(
+            odd
+        )
+        return server.post(generate, body).status_code
+
+    def groups(server: Server, chance: random.Random) -> int:
+        [group] = sampled_groups(server.url, 1, chance)
+        group["scores"] = [chance.random() for _ in group["tokens"]]
+        for name in chance.sample([*group], chance.randrange(3)):
+            group[name] = chance.choice(odd)
+        return server.post(queue, group).status_code
+
+    def hangs_up(server: Server, chance: random.Random) -> None:
+        body = json.dumps(good_call | {"stream": chance.random() < 0.5}).encode()
+        head = f"POST {generate} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with server.connect(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body):
+            pass
+
+    yield [
+        calls,
+        groups,
+        hangs_up,
+        sends(generate, b'{"token_ids":[%s5]}' % (b"5," * 2_000_000)),
+        sends(generate, gzip.compress(_zeros(900 * MB), 1), **{"Content-Encoding": "gzip"}),
+        sends(queue, b'{"tokens":%s%s}' % (b"[" * 100_000, b"]" * 100_000)),
+        sends(queue, gzip.compress(_zeros(900 * MB), 1), **{"Content-Encoding": "gzip"}),
     ]
 
 

@@ -61,7 +61,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         chosen = [f"server.adapter_roots=['{self.roots}']", *settings]
         sets = [part for setting in chosen for part in ("--set", setting)]
-        words = [str(self.port) if word == PORT else word for word in command[1:]]
+        words = [word.replace(PORT, str(self.port)) for word in command[1:]]
         program = [str(Path(sys.executable).parent / command[0]), *words]
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
