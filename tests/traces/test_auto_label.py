@@ -15,7 +15,8 @@ from mlx_parallm.rewards.judge import judge
 from mlx_parallm.systems.traces.auto_label import AutoLabeler
 from mlx_parallm.systems.traces.judging import add_judge_labels
 from mlx_parallm.systems.traces.reading import read_traces, write_lines
-from mlx_parallm.systems.traces.rewards import fit_learned, label_about, trajectory_of
+from mlx_parallm.systems.traces.rewards import fit_learned, trajectory_of
+from mlx_parallm.systems.traces.session import label_about
 from mlx_parallm.systems.traces.trace import ToolCallTrace, Trace, new_trace, trace_of_events
 from tests.scripted_http import Reply, scripted_http
 

@@ -14,7 +14,8 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.learned import LEAST_OF_EACH, WORD
 from mlx_parallm.system.packages import require
 from mlx_parallm.systems.traces.builders import AUTO, score_of
-from mlx_parallm.systems.traces.rewards import label_about, trajectory_of
+from mlx_parallm.systems.traces.rewards import trajectory_of
+from mlx_parallm.systems.traces.session import label_about
 from mlx_parallm.systems.traces.trace import Trace
 
 SURE = 0.9
@@ -46,10 +47,8 @@ class AutoLabeler:
         """Return the calibrated probability that each trace is good."""
         if not traces:
             return []
-        return [
-            float(row[1])
-            for row in self._model.predict_proba([_features(trace) for trace in traces])
-        ]
+        rows = self._model.predict_proba(list(map(_features, traces)))
+        return [float(good) for _, good in rows]
 
     def propose(self, traces: Sequence[Trace], sure: float = SURE) -> tuple[int, int]:
         """Label the traces without a judgement of which it is sure; return how many, and how many
@@ -71,10 +70,8 @@ class AutoLabeler:
     def unsure_first(self, traces: Sequence[Trace]) -> list[Trace]:
         """Return the traces without a judgement, those near probability 0.5 first."""
         open_ = [trace for trace in traces if judged(trace) is None]
-        distance = dict(
-            zip(map(id, open_), (abs(p - 0.5) for p in self.probabilities(open_)), strict=True)
-        )
-        return sorted(open_, key=lambda trace: distance[id(trace)])
+        pairs = zip(self.probabilities(open_), open_, strict=True)
+        return [trace for _, trace in sorted(pairs, key=lambda pair: abs(pair[0] - 0.5))]
 
 
 def judged(trace: Trace) -> float | None:
@@ -116,10 +113,7 @@ def _features(trace: Trace) -> dict[str, float]:
     for call in calls:
         name = f"tool {call['name']}"
         numbers[name] = numbers.get(name, 0.0) + 1.0
-    for kind, text in (
-        ("answer", seen.text),
-        ("error", " ".join(str(call["result"]) for call in failed)),
-    ):
-        for word in set(WORD.findall(text.lower())):
-            numbers[f"{kind} {word}"] = 1.0
+    errors = " ".join(str(call["result"]) for call in failed)
+    for kind, text in (("answer", seen.text), ("error", errors)):
+        numbers |= {f"{kind} {word}": 1.0 for word in WORD.findall(text.lower())}
     return numbers

@@ -25,8 +25,9 @@ import hashlib
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -43,12 +44,7 @@ from mlx_parallm.systems.traces.row_messages import (
     whole_characters,
 )
 from mlx_parallm.systems.traces.schema import Json, dump_line, without
-from mlx_parallm.systems.traces.session import (
-    chained_key,
-    compared_text,
-    prompt_hash,
-    text_digest,
-)
+from mlx_parallm.systems.traces.session import next_key, prompt_hash
 from mlx_parallm.systems.traces.trace import MANUAL, Trace
 
 Kind = Literal["sft", "preference", "kto", "grpo", "prompts", "atif"]
@@ -127,9 +123,9 @@ def score_of(trace: Trace) -> float | None:
     """Return the score of a trace, from its labels; None: no label has a value."""
     values: dict[str, float] = {}
     for label in trace.labels:
-        value = (
-            label.value if label.value is not None else LABEL_WORDS.get((label.label or "").lower())
-        )
+        value = label.value
+        if value is None:
+            value = LABEL_WORDS.get((label.label or "").lower())
         if value is not None:
             values[label.name if label.name in (MANUAL, FEEDBACK, AUTO) else "other"] = value
     for name in (MANUAL, FEEDBACK, "other", AUTO):
@@ -138,13 +134,14 @@ def score_of(trace: Trace) -> float | None:
     rewards = trace.get("rewards", {})
     if "reward" in rewards:
         return float(rewards["reward"]["score"])
-    weight = sum(float(part.get("weight", 1.0)) for part in rewards.values())
-    if not weight:
-        return None
-    return (
-        sum(float(part["score"]) * float(part.get("weight", 1.0)) for part in rewards.values())
-        / weight
-    )
+    weights = {name: float(part.get("weight", 1.0)) for name, part in rewards.items()}
+    return weighted_mean({name: float(part["score"]) for name, part in rewards.items()}, weights)
+
+
+def weighted_mean(scores: Mapping[str, float], weights: Mapping[str, float]) -> float | None:
+    """Return Σ weight · score / Σ weight; None: the weights add up to nothing."""
+    total = sum(weights[name] for name in scores)
+    return sum(weights[name] * score for name, score in scores.items()) / total if total else None
 
 
 def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
@@ -168,25 +165,19 @@ def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
     if options.kind == "kto" and options.balance:
         rows = _balanced(rows, options.balance, dataset)
     if not rows:
-        reasons = "; ".join(
-            f"{count}: {reason}" for reason, count in dataset.left_out.most_common(3)
-        )
+        most = dataset.left_out.most_common(3)
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in most) or "no traces"
         raise TraceError(
-            f"{dataset.traces} traces make no row of kind {options.kind!r}"
-            f" ({reasons or 'no traces'})"
+            f"{dataset.traces} traces make no row of kind {options.kind!r} ({reasons})"
         )
     accounted = sum(row.traces for row in rows) + dataset.left_out.total()
-    assert accounted == dataset.traces, (
-        f"{dataset.traces} traces, {accounted} in rows or left out with a reason"
-    )
+    assert accounted == dataset.traces, f"{accounted} of {dataset.traces} in rows or left out"
     for trace in usable:
         dataset.sources[str(trace.get("source", "unknown"))] += 1
         dataset.licenses[str(trace.get("license", "unknown"))] += 1
     for row in rows:
-        held_out = (
-            int(hashlib.sha256(row.side.encode(errors="surrogatepass")).hexdigest()[:8], 16) / 2**32
-            < options.test_fraction
-        )
+        digest = hashlib.sha256(row.side.encode(errors="surrogatepass")).digest()
+        held_out = int.from_bytes(digest[:4]) / 2**32 < options.test_fraction
         (dataset.test if held_out else dataset.train).append(row.data)
     return dataset
 
@@ -213,12 +204,7 @@ def prompt_key(of: Trace | Json) -> str:
     elif "prompt" in of:
         before = of["prompt"]
     else:
-        sampled = (
-            message["role"] == "assistant" and "weight" not in message for message in of["messages"]
-        )
-        before = of["messages"][
-            : next((number for number, first in enumerate(sampled) if first), None)
-        ]
+        before = divided(of["messages"])[0]
     return json.dumps(before, sort_keys=True)
 
 
@@ -239,10 +225,8 @@ def _by_pass_rate(rows: list[_Row], traces: Sequence[Trace], options: DatasetOpt
     if options.order == "recorded":
         return rows
     sign = -1 if options.order == "easy_first" else 1
-    return [
-        row
-        for row, _ in sorted(measured, key=lambda each: (each[1] is None, sign * (each[1] or 0.0)))
-    ]
+    measured.sort(key=lambda each: (each[1] is None, sign * (each[1] or 0.0)))
+    return [row for row, _ in measured]
 
 
 def is_usable(trace: Trace) -> bool:
@@ -259,14 +243,11 @@ def without_prompts(dataset: Dataset, held_out: Sequence[Json]) -> Dataset:
     """
     keys = set(map(prompt_key, held_out))
     is_like = _like(list(held_out), dataset.options.near_duplicates)
-    kept = [
-        row for row in dataset.train if prompt_key(row) not in keys and not is_like(prompt_key(row))
-    ]
-    if len(kept) < len(dataset.train):
-        dataset.left_out["its prompt, or one like it, is held out"] += len(dataset.train) - len(
-            kept
-        )
-    dataset.train = kept
+    rows, dataset.train = dataset.train, []
+    for row in rows:
+        if (key := prompt_key(row)) not in keys and not is_like(key):
+            dataset.train.append(row)
+    _count(dataset, "its prompt, or one like it, is held out", len(rows) - len(dataset.train))
     return dataset
 
 
@@ -308,12 +289,9 @@ def _inner(trace: Trace) -> Iterator[Trace]:
 def _named_subagents(trace: Trace) -> Iterator[str]:
     """The ids of the traces that its results name as the runs of sub-agents."""
     for step in trace.steps:
-        for result in step.observation.results if step.observation is not None else ():
-            for named in result.subagent_trajectory_ref or ():
-                names = (named.get("trajectory_id"), named.get("session_id"))
-                yield from (
-                    name for name in names if isinstance(name, str) and name != trace.session_id
-                )
+        for named in chain(*(each.subagent_trajectory_ref or () for each in step.results)):
+            names = (named.get("trajectory_id"), named.get("session_id"))
+            yield from (n for n in names if isinstance(n, str) and n != trace.session_id)
 
 
 def _usable(trace: Trace, options: DatasetOptions) -> RowChat | str:
@@ -334,11 +312,8 @@ def _usable(trace: Trace, options: DatasetOptions) -> RowChat | str:
         return str(error)
     if not chat.answered:
         return f"none of its answers is learned: {chat.why_not}"
-    if chat.before and not any(
-        message["content"] or message.get("tool_calls") for message in chat.before
-    ):
-        return "its prompt is empty"
-    return chat
+    says = [message["content"] or message.get("tool_calls") for message in chat.before]
+    return chat if any(says) or not says else "its prompt is empty"
 
 
 # ---------------------------------------------------------------------- rows
@@ -346,8 +321,7 @@ def _usable(trace: Trace, options: DatasetOptions) -> RowChat | str:
 
 def _parts(trace: Trace) -> tuple[list[Json], list[Json]]:
     """The messages before the first answer that is learned, and those from it to the last one."""
-    chat = row_chat(trace)
-    return chat.before, chat.answered
+    return (chat := row_chat(trace)).before, chat.answered
 
 
 def _tools(trace: Trace) -> Json:
@@ -389,15 +363,9 @@ def _kto(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
     side, once = _sides(traces), _LearnedOnce(dataset)
     for trace in _scored(traces, dataset):
         good = (score_of(trace) or 0.0) >= dataset.options.good_from
-        parts = once.parts(trace, good)
-        if parts is None:
-            continue
-        before, answered = parts
-        yield _Row(
-            {"prompt": before, "completion": answered, "label": good, **_tools(trace)},
-            side(trace),
-            good,
-        )
+        if (parts := once.parts(trace, good)) is not None:
+            row = {"prompt": parts[0], "completion": parts[1], "label": good}
+            yield _Row(row | _tools(trace), side(trace), good)
 
 
 LEARNED_BEFORE = "each of its answers is learned in an earlier row"
@@ -420,7 +388,7 @@ class _LearnedOnce:
         messages, scope, chain, repeated = before + answered, _scope(trace), "", 0
         new_keys: set[tuple[str, bool, str]] = set()
         for message in messages:
-            chain = chained_key(chain, text_digest(compared_text(message)))
+            chain = next_key(chain, message)
             if message["role"] != "assistant" or "weight" in message:
                 continue
             key = scope, good, chain
@@ -469,11 +437,10 @@ def _groups(traces: Sequence[Trace], dataset: Dataset) -> Iterator[list[Trace]]:
         answers = {json.dumps(_parts(trace)[1]): trace for trace in group}
         if len(answers) < 2:
             dataset.left_out["the only answer to its prompt"] += len(group)
-        else:
-            _count(
-                dataset, "an answer to its prompt that is there already", len(group) - len(answers)
-            )
-            yield list(answers.values())
+            continue
+        again = len(group) - len(answers)
+        _count(dataset, "an answer to its prompt that is there already", again)
+        yield list(answers.values())
 
 
 def _preference(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
@@ -481,10 +448,9 @@ def _preference(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
     for group in _groups(traces, dataset):
         ranked = sorted(group, key=lambda trace: score_of(trace) or 0.0)
         worst, best = ranked[0], ranked[-1]
-        if (score_of(best) or 0.0) - (score_of(worst) or 0.0) < dataset.options.least_gap:
-            dataset.left_out[f"scores of one prompt closer than {dataset.options.least_gap:g}"] += (
-                len(group)
-            )
+        least_gap = dataset.options.least_gap
+        if (score_of(best) or 0.0) - (score_of(worst) or 0.0) < least_gap:
+            dataset.left_out[f"scores of one prompt closer than {least_gap:g}"] += len(group)
             continue
         prompt, chosen = _parts(best)
         row = {"prompt": prompt, "chosen": chosen, "rejected": _parts(worst)[1], **_tools(best)}
@@ -496,13 +462,9 @@ def _grpo(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
     side = _sides(traces)
     for group in _groups(traces, dataset):
         prompt, _ = _parts(group[0])
-        rewards = [score_of(trace) for trace in group]
-        row = {
-            "prompt": prompt,
-            "completions": [_parts(trace)[1] for trace in group],
-            "rewards": rewards,
-        }
-        yield _Row(row | _tools(group[0]), side(group[0]), traces=len(group))
+        row: Json = {"prompt": prompt, "completions": [_parts(trace)[1] for trace in group]}
+        row |= {"rewards": list(map(score_of, group)), **_tools(group[0])}
+        yield _Row(row, side(group[0]), traces=len(group))
 
 
 def _prompts(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
@@ -511,13 +473,11 @@ def _prompts(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
         before, _ = _parts(trace)
         key = json.dumps(before, sort_keys=True)
         if not before or key in seen:
-            dataset.left_out[
-                "a prompt that is there already" if before else "it begins with an answer"
-            ] += 1
+            reason = "a prompt that is there already" if before else "it begins with an answer"
+            dataset.left_out[reason] += 1
             continue
         seen.add(key)
-        taken = ("prompt", "tools", PASS_RATE)
-        columns = without(trace.get("columns", {}), *taken)
+        columns = without(trace.get("columns", {}), "prompt", "tools", PASS_RATE)
         yield _Row({**columns, "prompt": before, **_tools(trace)}, side(trace))
 
 
@@ -551,9 +511,7 @@ def _different(rows: Sequence[_Row], dataset: Dataset) -> list[_Row]:
     if dataset.options.kind == "atif":
         return list(rows)
     threshold, seen, kept = dataset.options.near_duplicates, set[bytes](), list[_Row]()
-    index: Any = None
-    if threshold < 1:
-        index = _minhash_index(threshold)
+    index = _minhash_index(threshold) if threshold < 1 else None
     for number, row in enumerate(rows):
         line = dump_line(row.data)
         if line in seen:
@@ -581,9 +539,7 @@ def _minhash_index(threshold: float) -> Callable[[str | None, set[str], bool], b
     require("near_duplicates below 1", "datasketch")
     from datasketch import MinHash, MinHashLSH
 
-    indices = {
-        good: MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS) for good in (True, False)
-    }
+    indices = [MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS) for _ in range(2)]
     hashes: dict[str, Any] = {}
 
     def is_there(name: str | None, shingles: set[str], good: bool) -> bool:
@@ -628,13 +584,13 @@ def _balanced(rows: Sequence[_Row], ratio: float, dataset: Dataset) -> list[_Row
 def dataset_statistics(dataset: Dataset) -> Json:
     """Return the counts and lengths of the training rows, and where they came from."""
     rows = dataset.train + dataset.test
-    lengths = [len(_text_of_row(row)) for row in rows]
+    lengths, characters = [len(_text_of_row(row)) for row in rows], {}
+    if lengths:
+        characters = {"mean": round(statistics.fmean(lengths), 1), "longest": max(lengths)}
     summary: Json = {
         "traces": dataset.traces,
         "rows": {"train": len(dataset.train), "test": len(dataset.test)},
-        "characters": {"mean": round(statistics.fmean(lengths), 1), "longest": max(lengths)}
-        if lengths
-        else {},
+        "characters": characters,
         "left_out": dict(dataset.left_out.most_common()),
         "answers_left_out": dict(dataset.answers.most_common()),
         "fields_left_out": dict(dataset.fields.most_common()),
@@ -642,17 +598,12 @@ def dataset_statistics(dataset: Dataset) -> Json:
         "licenses": dict(dataset.licenses),
     }
     if dataset.options.kind == "kto":
-        summary["labels"] = {
-            "desirable": sum(row["label"] for row in rows),
-            "undesirable": sum(not r["label"] for r in rows),
-        }
+        good = sum(row["label"] for row in rows)
+        summary["labels"] = {"desirable": good, "undesirable": len(rows) - good}
     if dataset.options.kind == "grpo":
         rewards = [reward for row in rows for reward in row["rewards"]]
-        summary["rewards"] = {
-            "mean": statistics.fmean(rewards),
-            "least": min(rewards),
-            "most": max(rewards),
-        }
+        mean, least, most = statistics.fmean(rewards), min(rewards), max(rewards)
+        summary["rewards"] = {"mean": mean, "least": least, "most": most}
     return summary
 
 
@@ -668,7 +619,7 @@ def write_dataset(dataset: Dataset, directory: Path, *, license: str | None = No
         "format": 1,
         "made_by": f"mlx_parallm {__version__}",
         "license": license or _only(dataset.licenses),
-        "options": asdict(replace(dataset.options)),
+        "options": asdict(dataset.options),
         **dataset_statistics(dataset),
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
     }
@@ -692,12 +643,9 @@ def check_leftovers(directory: Path) -> None:
     """Raises TraceError: a secret is still in the files of a data set."""
     secrets = list(leftovers(sorted(directory.glob("*.jsonl"))))
     if secrets:
-        more = (
-            f" and {len(secrets) - SHOWN_LEFTOVERS} more" if len(secrets) > SHOWN_LEFTOVERS else ""
-        )
-        raise TraceError(
-            f"not pushed: secrets still stand in {'; '.join(secrets[:SHOWN_LEFTOVERS])}{more}"
-        )
+        more = len(secrets) - SHOWN_LEFTOVERS
+        shown = "; ".join(secrets[:SHOWN_LEFTOVERS]) + f" and {more} more" * (more > 0)
+        raise TraceError(f"not pushed: secrets still stand in {shown}")
 
 
 def push_dataset(directory: Path, repository: str) -> str:

@@ -20,11 +20,13 @@ from typing import Any
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import read_bounded, regular_files
 from mlx_parallm.systems.traces.importers.dialects import chat_messages
-from mlx_parallm.systems.traces.importers.report import SHAPES
 from mlx_parallm.systems.traces.schema import (
+    SHAPES,
     Json,
     add_step,
+    chat_call,
     iso_time,
+    mapping,
     parse_json,
     unix_time,
     without,
@@ -115,9 +117,7 @@ class _Plain:
         if self._values > MOST_VALUES:
             raise ValueError(f"it holds more than {MOST_VALUES} values")
         if isinstance(value, _Inert):
-            return {
-                key: self.of(item) for key, item in vars(value).items() if key != "args" or item
-            }
+            return {k: self.of(item) for k, item in vars(value).items() if k != "args" or item}
         if isinstance(value, Mapping):
             return {str(key): self.of(item) for key, item in value.items()}
         if isinstance(value, list | tuple | set | frozenset | deque):
@@ -183,32 +183,23 @@ def _runs(checkpoint: Mapping[str, Any], left_out: Counter[str]) -> Iterator[Tra
     scopes = checkpoint.get("variable_scopes") or {}
     turns: dict[str, list[list[Json]]] = {}
     for session_id, session in sessions.items():
-        history = (
-            session.get("history") or session.get("messages") or []
-            if isinstance(session, dict)
-            else session
-        )
+        history = session
+        if isinstance(session, dict):
+            history = session.get("history") or session.get("messages") or []
         if not isinstance(history, list):
             left_out["a history that is not a list"] += 1
             history = []
         turns[str(session_id)] = _turns(history, left_out)
-    places = [
-        (session_id, number)
-        for session_id, listed in turns.items()
-        for number in range(len(listed))
-    ]
+    places = {(name, at): turn for name, listed in turns.items() for at, turn in enumerate(listed)}
+    thoughts, last = _thoughts(scopes), list(places)[-1:]
     if scopes and len(turns) != 1:
-        left_out["thoughts of a checkpoint that has several sessions, or none"] += len(
-            _thoughts(scopes)
-        )
-    times = [(_seconds(turns[name][number][0]), (name, number)) for name, number in places]
+        left_out["thoughts of a checkpoint that has several sessions, or none"] += len(thoughts)
+        thoughts = []
+    times = [(_seconds(turn[0].get("timestamp")), place) for place, turn in places.items()]
     tasks = _tasks_by_run(_tasks(checkpoint.get("task_state") or {}), times, left_out)
-    for place in places:
-        session_id, number = place
-        is_last = number == len(turns[session_id]) - 1 and len(turns) == 1
-        thoughts = _thoughts(scopes) if is_last else []
-        turn = turns[session_id][number]
-        yield _run(session_id, turn, f"turn-{number}", thoughts, tasks.get(place, {}))
+    for place, turn in places.items():
+        of_run = thoughts if place in last else []
+        yield _run(place[0], turn, f"turn-{place[1]}", of_run, tasks.get(place, {}))
 
 
 def _turns(history: Iterable[Any], left_out: Counter[str]) -> list[list[Json]]:
@@ -248,8 +239,7 @@ def _with_time(message: Json) -> Json:
     time_text = _time(message.get("timestamp"))
     if time_text is None or message.get("role") == "tool":  # a result is part of its call's step
         return message
-    kept = without(message, "timestamp")
-    return add_step(kept, timestamp=time_text)
+    return add_step(without(message, "timestamp"), timestamp=time_text)
 
 
 def _with_calls(messages: Iterable[Json]) -> Iterator[Json]:
@@ -259,8 +249,7 @@ def _with_calls(messages: Iterable[Json]) -> Iterator[Json]:
         called |= {str(call.get("id")) for call in message.get("tool_calls") or ()}
         if message.get("role") == "tool" and str(message.get("tool_call_id")) not in called:
             name = str(message.get("tool_call_id") or f"call_{number}")
-            function = {"name": str(message.get("name") or "tool"), "arguments": "{}"}
-            call = {"id": name, "type": "function", "function": function}
+            call = chat_call(name, str(message.get("name") or "tool"), {})
             yield {"role": "assistant", "content": None, "tool_calls": [call]}
             message = {**message, "tool_call_id": name}
         yield message
@@ -276,17 +265,12 @@ def _tasks(state: Mapping[str, Any]) -> Iterator[tuple[float | None, str, str]]:
     """Yield for each task the time of its creation, its status and its text."""
     for name, task in state.items():
         if isinstance(task, dict):
-            created = _time(task.get("created_at"))
-            status = str(task.get("status") or "created")
-            yield (
-                None if created is None else unix_time(created),
-                status,
-                str(task.get("description") or name),
-            )
+            status, text = task.get("status") or "created", task.get("description") or name
+            yield _seconds(task.get("created_at")), str(status), str(text)
 
 
-def _seconds(question: Mapping[str, Any]) -> float | None:
-    text = _time(question.get("timestamp"))
+def _seconds(value: Any) -> float | None:
+    text = _time(value)
     return None if text is None else unix_time(text)
 
 
@@ -324,12 +308,9 @@ def _thoughts(scopes: Mapping[str, Any]) -> list[Json]:
     thoughts = []
     for kind in ("reasoning", "delegation"):
         scope = scopes.get(kind)
-        for name, value in scope.items() if isinstance(scope, dict) else ():
-            text = (
-                value
-                if isinstance(value, str)
-                else json.dumps(value, ensure_ascii=False, default=str)
-            )
+        for name, text in mapping(scope).items():
+            if not isinstance(text, str):
+                text = json.dumps(text, ensure_ascii=False, default=str)
             thought = {"role": "assistant", "content": "", "reasoning_content": f"{name}: {text}"}
             thoughts.append(add_step(thought, extra={"reasoning": {"step_type": kind}}))
     return thoughts

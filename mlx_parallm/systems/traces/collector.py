@@ -106,22 +106,10 @@ class TraceCollector:
         error: str | None = None,
     ) -> None:
         """Add a call to the current run; outside of a run it is not recorded."""
-        text = (
-            result
-            if isinstance(result, str)
-            else json.dumps(result, ensure_ascii=False, default=str)
-        )
-        self._add(
-            ToolCallTrace(
-                tool_name,
-                _as_json(arguments),
-                text,
-                success,
-                duration_ms,
-                error,
-                iso_time(time.time()),
-            )
-        )
+        if not isinstance(result, str):
+            result = json.dumps(result, ensure_ascii=False, default=str)
+        about, now = (success, duration_ms, error), iso_time(time.time())
+        self._add(ToolCallTrace(tool_name, _as_json(arguments), result, *about, now))
 
     def record_reasoning_step(
         self,
@@ -207,19 +195,14 @@ class TraceCollector:
         traces = list[Trace]()
         for folder in sorted(self.directory.glob("????-??-??")):
             day = datetime.strptime(folder.name, "%Y-%m-%d").replace(tzinfo=UTC).date()
-            if (start_date is not None and day < start_date) or (
-                end_date is not None and day > end_date
-            ):
+            if not (start_date or day) <= day <= (end_date or day):
                 continue
             for path in regular_files(folder, "*.json"):
                 traces += read_traces(path, source="atif")
         traces.sort(key=lambda trace: trace.timestamp)
-        return [
-            trace
-            for trace in traces
-            if len(trace.tool_calls) >= min_tool_calls
-            and (trace.label is not None or not labeled_only)
-        ]
+        if labeled_only:
+            traces = [trace for trace in traces if trace.label is not None]
+        return [trace for trace in traces if len(trace.tool_calls) >= min_tool_calls]
 
     def get_unlabeled_traces(self, limit: int = 100) -> list[Trace]:
         """The traces that no person has judged, the oldest first, at most `limit`. Raises
@@ -341,14 +324,10 @@ def hook_into_agent(
 def _of_run(agent: Any, method: str, collector: TraceCollector) -> Following:
     def begin(*args: Any, **kwargs: Any) -> _Running | None:
         outer = collector._current.get()
-        if (
-            outer is not None
-            and not outer.has_ended
-            and outer.method is not None
-            and outer.method[0] == id(agent)
-            and outer.method[1] != method
-        ):
-            return None  # `run` that calls `a_run` is one run
+        if outer is not None and not outer.has_ended and outer.method is not None:
+            agent_id, outer_method = outer.method
+            if agent_id == id(agent) and outer_method != method:
+                return None  # `run` that calls `a_run` is one run
         query = kwargs.get("query", args[0] if args else "")
         running = collector._begin(str(kwargs.get("session_id") or "default"), str(query))
         running.method = id(agent), method

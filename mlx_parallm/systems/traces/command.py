@@ -57,6 +57,16 @@ class Redacting(Arguments):
 
         return None if self.no_redact else secret_finder(personal=self.redact_personal)
 
+    def read(
+        self, paths: "Iterable[Path]", report: Any, hits: list[Any], source: str = "auto"
+    ) -> Iterator[Any]:
+        """Yield the traces of paths, redacted; `report` and `hits` grow."""
+        from mlx_parallm.systems.traces.reading import read_traces, redacted
+
+        finder = self.finder()
+        for path in paths:
+            yield from redacted(read_traces(path, report, source=source), finder, hits)
+
 
 class Record(Redacting):
     """Record what clients of another OpenAI-compatible server ask and are answered."""
@@ -115,17 +125,12 @@ class Import(Redacting):
 
     def run(self) -> int:
         from mlx_parallm.systems.traces.importers.report import ImportReport
-        from mlx_parallm.systems.traces.privacy import RedactionHit
-        from mlx_parallm.systems.traces.reading import read_traces, redacted, write_traces
+        from mlx_parallm.systems.traces.reading import write_traces
 
-        report, hits, traces = ImportReport(), list[RedactionHit](), []
-        for path in self.paths:
-            for trace in redacted(
-                read_traces(path, report, source=self.source), self.finder(), hits
-            ):
-                if self.license:
-                    trace.note(license=self.license)
-                traces.append(trace)
+        report, hits = ImportReport(), list[Any]()
+        traces = list(self.read(self.paths, report, hits, self.source))
+        for trace in traces if self.license else ():
+            trace.note(license=self.license)
         review = write_traces(traces, self.to, hits)
         lines = [*report.draw(), f"written: {self.to}"]
         if review is not None:
@@ -196,9 +201,8 @@ def _summary(trace: Any) -> str:
     parts += [f"{name} {value['score']:g}" for name, value in trace.get("rewards", {}).items()]
     for label in trace.labels:
         value = label.label if label.value is None else f"{label.value:g}"
-        parts.append(
-            f"{label.name} {value} by {label.by}" if value is not None else f"comment by {label.by}"
-        )
+        judgement = "comment" if value is None else f"{label.name} {value}"
+        parts.append(f"{judgement} by {label.by}")
     parts += [name for name in ("aborted", "sidechain") if trace.get(name)]
     return ", ".join(parts)
 
@@ -267,10 +271,7 @@ class Build(Redacting):
             write_dataset,
         )
         from mlx_parallm.systems.traces.importers.report import ImportReport
-        from mlx_parallm.systems.traces.privacy import RedactionHit
-        from mlx_parallm.systems.traces.reading import read_traces, redacted
 
-        finder = self.finder()
         options = DatasetOptions(
             self.kind,
             test_fraction=self.test_fraction,
@@ -281,28 +282,16 @@ class Build(Redacting):
             sidechains=self.sidechains,
             order=self.order,
         )
-        hits, report = list[RedactionHit](), ImportReport()
-        traces = (
-            trace
-            for path in self.paths
-            for trace in redacted(read_traces(path, report), finder, hits)
-        )
+        hits, report = list[Any](), ImportReport()
+        traces = self.read(self.paths, report, hits)
         card = write_dataset(build_dataset(traces, options), self.to, license=self.license)
-        lines = [
-            (
-                f"{self.kind}: {card['rows']['train']} rows to train on,"
-                f" {card['rows']['test']} held out: {self.to}"
-            )
-        ]
+        train, test = card["rows"]["train"], card["rows"]["test"]
+        lines = [f"{self.kind}: {train} rows to train on, {test} held out: {self.to}"]
         lines += [f"left out {count}: {reason}" for reason, count in card["left_out"].items()]
-        lines += [
-            f"not learned, {count} answers: {reason}"
-            for reason, count in card["answers_left_out"].items()
-        ]
-        if card["fields_left_out"]:
-            names = ", ".join(
-                f"{name} ({count})" for name, count in card["fields_left_out"].items()
-            )
+        answers = card["answers_left_out"].items()
+        lines += [f"not learned, {count} answers: {reason}" for reason, count in answers]
+        if left_out := card["fields_left_out"]:
+            names = ", ".join(f"{name} ({count})" for name, count in left_out.items())
             lines.append(f"fields of messages that the rows do not hold: {names}")
         if report.is_lossy:
             lines += [f"read: {line}" for line in report.draw()]
@@ -350,12 +339,11 @@ class AddLabels(Redacting):
         if not 0.5 <= self.sure <= 1:
             self.error("--sure: from 0.5 to 1")
         traces = read_labelable(self.path)
-        line = _labelled(self, traces)
-        if line is not None:
+        if (line := _labelled(self, traces)) is None:
+            _by_hand(self, traces)
+        else:
             write_lines(traces, self.path)
             _print([line])
-            return 0
-        _by_hand(self, traces)
         return 0
 
 
@@ -382,19 +370,17 @@ def _labelled(args: AddLabels, traces: list[Any]) -> str | None:
             criteria=args.criteria or CRITERIA,
             mode="rank" if args.relative else "score",
         )
-        return add_judge_labels(
-            traces, model, args.judge_model or "judge", relative=args.relative
-        ).line()
+        by = args.judge_model or "judge"
+        return add_judge_labels(traces, model, by, relative=args.relative).line()
     if args.auto:
         from mlx_parallm.systems.traces.auto_label import AutoLabeler
 
         labeler = AutoLabeler(traces)
         labelled, left = labeler.propose(traces, args.sure)
         return (
-            f"learned from {labeler.positive} good and {labeler.negative} bad: {labelled}"
-            f" labelled, of {left} it is not"
-            f" sure (its surest: {labeler.surest:.2f}, --sure {args.sure:g}; --unsure-first asks"
-            " you about them)"
+            f"learned from {labeler.positive} good and {labeler.negative} bad: {labelled} labelled,"
+            f" of {left} it is not sure (its surest: {labeler.surest:.2f}, --sure {args.sure:g};"
+            " --unsure-first asks you about them)"
         )
     return None
 

@@ -7,14 +7,15 @@ what they read first. A run gets a label only where both rankings put it at the 
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.judge import JudgeReply, ModelJudge
 from mlx_parallm.rewards.threads import ASYNC_FUNCTIONS
-from mlx_parallm.systems.traces.rewards import label_about, opening_of, trajectory_of
-from mlx_parallm.systems.traces.session import prompt_hash
+from mlx_parallm.systems.traces.rewards import opening_of, trajectory_of
+from mlx_parallm.systems.traces.schema import present
+from mlx_parallm.systems.traces.session import label_about, prompt_hash
 from mlx_parallm.systems.traces.trace import Trace
 
 CONCURRENT = 16  # traces, or groups of them
@@ -35,9 +36,8 @@ class JudgeCost:
     def line(self) -> str:
         return (
             f"{self.labelled} labelled, {self.disagreed} left alone because two orders disagreed,"
-            f" {self.unread} without"
-            f" a score; {self.requests} requests, {self.prompt_tokens} tokens in,"
-            f" {self.completion_tokens} out"
+            f" {self.unread} without a score; {self.requests} requests, {self.prompt_tokens} tokens"
+            f" in, {self.completion_tokens} out"
         )
 
 
@@ -62,18 +62,16 @@ async def _label(traces: Sequence[Trace], judge: ModelJudge, by: str, relative: 
 
     async def one(group: list[Trace]) -> None:
         async with room:
-            await (
-                _compare(group, judge, by, counts)
-                if relative
-                else _score(group, judge, by, counts, len(groups))
-            )
+            if relative:
+                await _compare(group, judge, by, counts)
+            else:
+                await _score(group, judge, by, counts, len(groups))
 
     try:
         await asyncio.gather(*map(one, groups.values()))
     finally:
         await judge.aclose()
-    names = ("labelled", "disagreed", "unread", "requests", "prompt_tokens", "completion_tokens")
-    return JudgeCost(*(counts[name] for name in names))
+    return JudgeCost(**{each.name: counts[each.name] for each in fields(JudgeCost)})
 
 
 async def _score(
@@ -128,6 +126,4 @@ async def _places(
         counts["requests"] += 1
         counts["prompt_tokens"] += reply.prompt_tokens
         counts["completion_tokens"] += reply.completion_tokens
-    return {
-        answer: score for answer, score in zip(answers, scores, strict=True) if score is not None
-    }
+    return present(dict(zip(answers, scores, strict=True)))

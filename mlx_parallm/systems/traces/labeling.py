@@ -9,7 +9,6 @@ The file is written whole after each label of a person, so that nothing is lost 
 closes.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,8 +17,7 @@ from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.execution.user_code import absolute, is_reference, load_function_of, user_code
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.systems.traces.reading import detect, read_traces, write_lines
-from mlx_parallm.systems.traces.schema import Label
-from mlx_parallm.systems.traces.session import prompt_hash
+from mlx_parallm.systems.traces.session import label_about, prompt_hash
 from mlx_parallm.systems.traces.trace import MANUAL, Trace, manual_label
 from mlx_parallm.types import MAX_REWARD
 
@@ -56,18 +54,11 @@ def add_rule_labels(traces: Iterable[Trace], rule: str, name: str) -> tuple[int,
         if value is None:
             left += 1
             continue
-        if (
-            not isinstance(value, bool | int | float)
-            or not math.isfinite(value)
-            or abs(value) > MAX_REWARD
-        ):
+        if not isinstance(value, bool | int | float) or not abs(value) <= MAX_REWARD:  # NaN too
             raise ConfigError(
                 f"{rule} returned {value!r} for trace {trace.id}: expected a number, a bool or None"
             )
-        label = Label(
-            name=name, value=float(value), by=f"rule:{rule.rpartition(':')[2]}", at=time.time()
-        )
-        trace.add_label(_about(label, trace))
+        trace.add_label(label_about(trace, name, float(value), f"rule:{rule.rpartition(':')[2]}"))
         labelled += 1
     return labelled, left
 
@@ -106,12 +97,10 @@ def label_by_hand(
             if word in ANSWERS:
                 text = note.strip() if redactor is None else redactor.text(note.strip())
                 label = manual_label(ANSWERS[word], text, at=time.time())
-                trace.add_label(_about(label, trace))
+                trace.add_label(
+                    label.model_copy(update={"prompt_hash": prompt_hash(trace.messages)})
+                )
                 write_lines(traces, path)
                 done += 1
                 break
     return done
-
-
-def _about(label: Label, trace: Trace) -> Label:
-    return label.model_copy(update={"prompt_hash": prompt_hash(trace.messages)})

@@ -25,46 +25,11 @@ from mlx_parallm.system.redaction import (
     names_a_secret,
 )
 from mlx_parallm.system.secret_forms import PERSONAL_FORMS, SECRET_FORMS, SecretForm
-from mlx_parallm.systems.traces.schema import Json, parse_json, read_jsonl
+from mlx_parallm.systems.traces.schema import WORDS, Json, parse_json, read_jsonl
 from mlx_parallm.systems.traces.trace import Trace, parse_trace
 
 CONTEXT = 40  # characters of a hit's surroundings, on each side
-_EVERYBODY = (
-    "user",
-    "users",
-    "runner",
-    "ubuntu",
-    "root",
-    "shared",
-    "public",
-    "node",
-    "app",
-    "admin",
-    "me",
-    "you",
-    "username",
-    "vagrant",
-    "circleci",
-    "linuxbrew",
-    "default",
-    "guest",
-    "home",
-    "test",
-    "developer",
-    "codespace",
-    "vscode",
-    "jovyan",
-    "oracle",
-    "daemon",
-    "nobody",
-    "git",
-    "build",
-    "name",
-    "your",
-    "yourname",
-    "example",
-    "someone",
-)
+_EVERYBODY = WORDS["everybody"]
 """Names of home directories that name nobody."""
 PLACEHOLDER = re.compile(r"<[A-Z][A-Z_]*_\d+>")
 
@@ -78,10 +43,8 @@ def _user_names(home: Path) -> tuple[SecretForm, ...]:
     )
     forms = [SecretForm("user", ("/home/", "users"), path)]
     if len(home.name) >= 4 and home.name.lower() not in _EVERYBODY:
-        home_name = re.compile(
-            rf"(?<![A-Za-z0-9]){re.escape(home.name)}(?![A-Za-z0-9])", re.IGNORECASE
-        )
-        forms.append(SecretForm("user", (home.name.lower(),), home_name))
+        name = rf"(?<![A-Za-z0-9]){re.escape(home.name)}(?![A-Za-z0-9])"
+        forms.append(SecretForm("user", (home.name.lower(),), re.compile(name, re.IGNORECASE)))
     return tuple(forms)
 
 
@@ -119,12 +82,9 @@ class TraceRedactor:
         return dict(Counter(hit.kind for hit in self.hits))
 
     def text(self, text: str) -> str:
-        secrets = (
-            self._redactor.find(text)
-            if self._redactor is not None and len(text) >= SHORTEST
-            else []
-        )
-        return self._replaced(text, secrets) if secrets else text
+        if self._redactor is None or len(text) < SHORTEST:
+            return text
+        return self._replaced(text, self._redactor.find(text))
 
     def value(self, value: Any) -> Any:
         """Return nested JSON with every string redacted, keys too."""
@@ -132,10 +92,9 @@ class TraceRedactor:
             return self._json_text(value) if value[:1] in ("{", "[") else self.text(value)
         if isinstance(value, Mapping):
             named = names_a_secret(value)
+            names = {"value": "secret"} if named else {}
             return {
-                self.text(str(key)): self._named(
-                    "secret" if named and key == "value" else str(key), item
-                )
+                self.text(str(key)): self._named(names.get(key, str(key)), item)
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
@@ -154,19 +113,12 @@ class TraceRedactor:
 
     def _named(self, name: str, value: Any) -> Any:
         """A value without spaces under a secret's name is hidden whole."""
-        if (
-            self._redactor is None
-            or not isinstance(value, str)
-            or len(value) < SHORTEST
-            or not is_secret_name(name)
-        ):
+        is_text = isinstance(value, str) and len(value) >= SHORTEST
+        if self._redactor is None or not is_text or not is_secret_name(name):
             return self.value(value)
-        whole = not any(map(str.isspace, value)) and PLACEHOLDER.fullmatch(value) is None
-        return (
-            self._replaced(value, [FoundSecret(0, len(value), "secret")])
-            if whole
-            else self.text(value)
-        )
+        if any(map(str.isspace, value)) or PLACEHOLDER.fullmatch(value):
+            return self.text(value)
+        return self._replaced(value, [FoundSecret(0, len(value), "secret")])
 
     def _replaced(self, text: str, secrets: Sequence[FoundSecret]) -> str:
         parts, end, starts = [], 0, []
@@ -197,23 +149,30 @@ def secret_finder(secrets: Iterable[str | None] = (), *, personal: bool = False)
     return Redactor([*secrets, *environment_secrets()], forms)
 
 
-TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids", "logprobs")
+TOKEN_FIELDS = (
+    "prompt_token_ids",
+    "completion_token_ids",
+    "logprobs",
+    "processed_logprobs",
+    "forced",
+)
 
 
 def redact_trace(trace: Trace, finder: Redactor | None) -> tuple[Trace, list[RedactionHit]]:
     """Return the trace without secrets, and every hit. Tokens would show what was hidden: a trace
     with hits keeps none.
     `finder`: None = the trace as it is."""
-    redactor = TraceRedactor(trace.id, finder)
     if finder is None:
         return trace, []
+    redactor = TraceRedactor(trace.id, finder)
     cleaned: Json = redactor.value(trace.to_json())
     if not redactor.hits:
         return trace, []
     for step in cleaned["steps"]:
-        for name in (*TOKEN_FIELDS, "processed_logprobs", "forced"):
-            (step.get("metrics") or {}).pop(name, None)
-            ((step.get("metrics") or {}).get("extra") or {}).pop(name, None)
+        metrics = step.get("metrics") or {}
+        for name in TOKEN_FIELDS:
+            metrics.pop(name, None)
+            (metrics.get("extra") or {}).pop(name, None)
     result = parse_trace(cleaned)
     result.note(redacted={**result.get("redacted", {}), **redactor.counts})
     return result, redactor.hits

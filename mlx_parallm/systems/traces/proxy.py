@@ -40,7 +40,7 @@ from mlx_parallm.systems.traces.importers.other_apis import OTHER_APIS, CallRead
 from mlx_parallm.systems.traces.received_answers import MOST_CHOICES, ChunkReader, take_answer
 from mlx_parallm.systems.traces.recorder import RecordedCall, SessionRecorder, session_name
 from mlx_parallm.systems.traces.routes import SessionName, add_feedback
-from mlx_parallm.systems.traces.schema import Json
+from mlx_parallm.systems.traces.schema import SHAPES, Json
 from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, TurnStatus
 
 CHAT = "chat/completions"
@@ -61,15 +61,7 @@ _HOP_BY_HOP = (
     "accept-encoding",
 )
 _DECODED = (*_HOP_BY_HOP, "content-encoding")  # headers of an answer that is decoded here
-UNREADABLE = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    RecursionError,
-    ParallmError,
-)
+UNREADABLE = (*SHAPES, LookupError, ArithmeticError, RecursionError, ParallmError)
 """What a request or an answer of another form than the chat's, or a full disk, raises before its
 session is written."""
 log = get_logger("traces")
@@ -154,9 +146,8 @@ class _Relay:
             raise
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             await recording.end(ABORTED)
-            return error_response(
-                f"{self._upstream} cannot be reached: {str(error) or type(error).__name__}", 502
-            )
+            reason = str(error) or type(error).__name__
+            return error_response(f"{self._upstream} cannot be reached: {reason}", 502)
         if reply.is_success:
             await recording.whole(content)
         answer = Response(content, reply.status_code)
@@ -275,13 +266,8 @@ class _Relayed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
             await until_hangup(receive, self._send_all(send))
         except ClientDisconnectedError:
             log.debug("client hung up")

@@ -24,11 +24,7 @@ def take_answer(call: RecordedCall, answer: Mapping[str, Any], *, temperature: f
         message = choice.get("message")
         if isinstance(message, dict):
             kept = call.choices.setdefault(_index(choice), RecordedChoice({}))
-            kept.message = {
-                key: value
-                for key, value in message.items()
-                if value is not None or key == "content"
-            }
+            kept.message = {k: v for k, v in message.items() if v is not None or k == "content"}
             kept.finish_reason = optional_text(choice, "finish_reason")
             kept.tokens = _tokens_of(answer.get("prompt_token_ids"), choice, temperature)
 
@@ -132,10 +128,6 @@ def _add_call(calls: list[Json], part: Mapping[str, Any]) -> None:
             call[key] = value
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
 def _tokens_of(prompt_ids: Any, choice: Mapping[str, Any], temperature: float) -> TurnTokens | None:
     """Return the tokens, from a server that sends them (`return_token_ids` and `logprobs`); None
     where a part is missing."""
@@ -143,10 +135,9 @@ def _tokens_of(prompt_ids: Any, choice: Mapping[str, Any], temperature: float) -
     if not prompt_ids or not ids or not content or len(ids) != len(content):
         return None
     numbers = [entry["logprob"] for entry in content]
-    if not all(isinstance(token, int) for token in [*prompt_ids, *ids]) or not all(
-        map(_is_number, numbers)
-    ):
-        raise ValueError("token ids and log-probabilities are not numbers")
+    are_numbers = all(isinstance(number, int | float) for number in numbers)
+    if not are_numbers or not all(isinstance(token, int) for token in [*prompt_ids, *ids]):
+        raise ValueError("token ids and log-probabilities are no numbers")
     spans = [(s["version"], s["start"], s["end"]) for s in _list(choice.get("weight_versions"))]
     return TurnTokens(
         shared=0,

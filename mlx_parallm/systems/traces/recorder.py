@@ -16,6 +16,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from mlx_parallm.systems.traces.session import (
     TurnTokens,
     chained_key,
     compared_text,
+    continued,
     prompt_hash,
     text_digest,
 )
@@ -80,10 +82,8 @@ def session_name(name: str) -> str:
     """Raises RequestError: it cannot name a file."""
     if not SESSION_NAME.fullmatch(name):
         raise RequestError(
-            (
-                f"{name[:80]!r} cannot name a session: 1 to 128 letters,"
-                " digits and _ . : -, not a dot first"
-            ),
+            f"{name[:80]!r} cannot name a session: 1 to 128 letters, digits and _ . : -,"
+            " not a dot first",
             param="name",
         )
     return name
@@ -116,10 +116,8 @@ class SessionRecorder:
         # Handing a third of a millisecond of work to another thread would take longer; a large one
         # blocks nobody else.
         answered = [choice.message for choice in call.choices.values()]
-        if (
-            sum(len(text_of(message.get("content"))) for message in [*call.messages, *answered])
-            > LARGE_CHARACTERS
-        ):
+        texts = (text_of(message.get("content")) for message in [*call.messages, *answered])
+        if sum(map(len, texts)) > LARGE_CHARACTERS:
             return await asyncio.to_thread(self._commit, call)
         return self._commit(call)
 
@@ -135,8 +133,6 @@ class SessionRecorder:
             return use(self._of(name).session)
 
     # ------------------------------------------------------------------ with the lock
-
-    # ------------------------------------------------------------------ in the writer's thread
 
     def _of(self, name: str) -> _LiveSession:
         live = self._live.get(name)
@@ -162,11 +158,8 @@ class SessionRecorder:
         live = self._of(call.session)
         session = live.session
         live.redactor.hits.clear()
-        chain, parent, answered = "", None, 0
-        for number, message in enumerate(call.messages, 1):
-            chain = self._next_key(live, chain, message)
-            if chain in live.ends:
-                parent, answered = live.ends[chain], number
+        key_of = partial(self._next_key, live)
+        chain, parent, answered = continued(call.messages, live.ends, key_of)
         messages = live.redactor.value(list(call.messages[answered:]))
         tools: list[Json] = live.redactor.value(list(call.tools))
         optional: Json = {"tools": tools}
@@ -174,20 +167,22 @@ class SessionRecorder:
             optional = {}
         prompt_hits = list(live.redactor.hits)
         turns: list[SessionTurn] = []
-        keys: list[str] = []
         choices: dict[int, RecordedChoice | None] = dict(call.choices) or {0: None}
         for index, choice in sorted(choices.items()):
             before = len(live.redactor.hits)
-            response = None if choice is None else live.redactor.value(choice.message)
+            fields: Json = {"response": None, "finish_reason": None, "key": ""}
+            if choice is not None:
+                fields["response"] = live.redactor.value(choice.message)
+                fields["finish_reason"] = choice.finish_reason
+                fields["key"] = key_of(chain, choice.message)
+            fields |= optional
             counts = Counter(hit.kind for hit in [*prompt_hits, *live.redactor.hits[before:]])
-            key = self._next_key(live, chain, choice.message) if choice is not None else ""
-            turn_fields = dict(optional)
             if index == 0 and call.usage is not None:
-                turn_fields["usage"] = call.usage
+                fields["usage"] = call.usage
             if counts:
-                turn_fields["redacted"] = dict(counts)
+                fields["redacted"] = dict(counts)
             elif call.status == COMPLETE and choice is not None and choice.tokens is not None:
-                turn_fields |= self._tokens(session, parent, choice.tokens)
+                fields |= self._tokens(session, parent, choice.tokens)
             turns.append(
                 SessionTurn(
                     type="turn",
@@ -197,20 +192,16 @@ class SessionRecorder:
                     status=call.status,
                     model=call.model,
                     messages=messages,
-                    response=response,
-                    finish_reason=choice.finish_reason if choice is not None else None,
                     response_id=call.response_id if index == 0 else f"{call.response_id}#{index}",
-                    key=key,
-                    **turn_fields,
+                    **fields,
                 )
             )
-            keys.append(key)
         self._append(call.session, [turn.to_json() for turn in turns])
         self._review(live)
-        for turn, key in zip(turns, keys, strict=True):
+        for turn in turns:
             session.add(turn)
             if turn.status == COMPLETE:
-                live.ends[key] = turn.id
+                live.ends[turn.key] = turn.id
         return [turn.id for turn in turns]
 
     def _tokens(self, session: Session, parent: str | None, sampled: TurnTokens) -> Json:
@@ -220,11 +211,8 @@ class SessionRecorder:
             return {}
         pairs = zip(session.sequence(parent), sampled.prompt, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return {
-            "tokens": sampled.model_copy(
-                update={"shared": shared, "prompt": sampled.prompt[shared:]}
-            )
-        }
+        update = {"shared": shared, "prompt": sampled.prompt[shared:]}
+        return {"tokens": sampled.model_copy(update=update)}
 
     def _next_key(self, live: _LiveSession, chain: str, message: Mapping[str, Any]) -> str:
         """The key of a conversation and one message more. It is made of redacted text: it is
@@ -260,13 +248,13 @@ class SessionRecorder:
             opening = [message for each in session.path(turn.id)[:1] for message in each.messages]
             label = label.model_copy(update={"prompt_hash": prompt_hash(opening)})
         live.redactor.hits.clear()
-        redacted: Json = {
-            key: live.redactor.text(value)
-            if isinstance(value, str) and key in ("label", "explanation")
-            else value
-            for key, value in label.model_dump(exclude_none=True).items()
+        fields = label.model_dump(exclude_none=True)
+        fields |= {
+            key: live.redactor.text(fields[key])
+            for key in ("label", "explanation")
+            if key in fields
         }
-        label = Label.model_validate(redacted)
+        label = Label.model_validate(fields)
         self._append(name, [{"type": "label", **label.to_json()}])
         self._review(live)
         session.labels.append(label)
@@ -316,9 +304,8 @@ def _numbers(session: Session) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for turn in session.turns.values():
         if turn.redacted:
-            for placeholder in PLACEHOLDER.findall(
-                json.dumps([turn.messages, turn.response, turn.tools])
-            ):
+            text = json.dumps([turn.messages, turn.response, turn.tools])
+            for placeholder in PLACEHOLDER.findall(text):
                 kind, _, number = placeholder[1:-1].rpartition("_")
                 numbers[kind.lower()] = max(numbers.get(kind.lower(), 0), int(number))
     return numbers

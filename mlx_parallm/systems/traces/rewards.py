@@ -11,8 +11,8 @@ evaluates.
 """
 
 import math
-import time
 from collections.abc import Mapping, Sequence
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from mlx_parallm.rewards.functions import BUILTIN, RewardFunctions, TrainingProg
 from mlx_parallm.rewards.learned import LearnedReward
 from mlx_parallm.rewards.methods import Parts, standardize
 from mlx_parallm.rewards.threads import ASYNC_FUNCTIONS
-from mlx_parallm.systems.traces.builders import score_of
-from mlx_parallm.systems.traces.schema import Json, Label, present, text_of
-from mlx_parallm.systems.traces.session import prompt_hash
+from mlx_parallm.systems.traces.builders import score_of, weighted_mean
+from mlx_parallm.systems.traces.schema import Json, present, text_of
+from mlx_parallm.systems.traces.session import label_about
 from mlx_parallm.systems.traces.trace import TASKS, Trace
 from mlx_parallm.types import MAX_REWARD, Rollout, Trajectory, Turn, has_score
 
@@ -53,37 +53,20 @@ def trajectory_of(trace: Trace) -> Trajectory:
     calls = trace.tool_calls
     if calls or trace.tools:
         metadata["tool_calls"] = [
-            {
-                "name": call.tool_name,
-                "ok": call.success,
-                "arguments": call.arguments,
-                "result": call.result,
-            }
-            for call in calls
+            {"name": c.tool_name, "ok": c.success, "arguments": c.arguments, "result": c.result}
+            for c in calls
         ]
-    created, completed, failed = (
-        len(tasks) for tasks in (trace.tasks_created, trace.tasks_completed, trace.tasks_failed)
-    )
-    if created or completed or failed:  # a collector that notes no plan notes the ends
-        metadata["tasks"] = dict(
-            zip(TASKS, (created or completed + failed, completed, failed), strict=True)
-        )
-    ids = [
-        token
-        for step in answers
-        if step.metrics
-        for token in step.metrics.completion_token_ids or ()
-    ]
-    tokens = tuple(ids) or (0,) * trace.total_tokens_out
-    rollout = Rollout(
-        tokens,
-        (1,) * len(tokens),
-        None,
-        (-1,) * len(tokens),
-        1.0,
-        {},
-        "length" if trace.get("aborted") else "stop",
-    )
+    tasks = (trace.tasks_created, trace.tasks_completed, trace.tasks_failed)
+    created, completed, failed = map(len, tasks)
+    created = created or completed + failed  # a collector that notes no plan notes the ends
+    if created:
+        metadata["tasks"] = dict(zip(TASKS, (created, completed, failed), strict=True))
+    metrics = [step.metrics for step in answers if step.metrics]
+    ids = tuple(chain(*(each.completion_token_ids or () for each in metrics)))
+    tokens = ids or (0,) * trace.total_tokens_out
+    mask, versions = (1,) * len(tokens), (-1,) * len(tokens)
+    end = "length" if trace.get("aborted") else "stop"
+    rollout = Rollout(tokens, mask, None, versions, 1.0, {}, end)
     return Trajectory(
         text=answers[-1].text if answers else "",
         rollout=rollout,
@@ -98,11 +81,7 @@ def trajectory_of(trace: Trace) -> Trajectory:
 
 def opening_of(trace: Trace) -> list[Json]:
     """The messages before the first answer."""
-    messages = trace.messages
-    first = next(
-        (at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages)
-    )
-    return messages[:first]
+    return list(takewhile(lambda message: message["role"] != "assistant", trace.messages))
 
 
 class RewardEngine:
@@ -132,9 +111,10 @@ class RewardEngine:
             raise ConfigError(f"RewardEngine: two parts have one name: {', '.join(named)}")
         built_in = {name: part for name, part in named.items() if not _computes(part)}
         self._computed = {name: part for name, part in named.items() if _computes(part)}
-        options = {
-            name: part.options for name, part in built_in.items() if getattr(part, "options", None)
-        } | dict(options or {})
+        all_options = {name: getattr(part, "options", None) for name, part in built_in.items()}
+        options = {name: chosen for name, chosen in all_options.items() if chosen} | dict(
+            options or {}
+        )
         self._functions = RewardFunctions(
             [BUILTIN + name for name in built_in],
             (),
@@ -191,13 +171,7 @@ class RewardEngine:
         return "– (no part applies)" if score is None else f"{score:.2f} ({shown})"
 
     def _combined(self, parts: Parts) -> float | None:
-        scored = present(parts)
-        total = sum(self.weights[name] for name in scored)
-        return (
-            sum(self.weights[name] * value for name, value in scored.items()) / total
-            if total
-            else None
-        )
+        return weighted_mean(present(parts), self.weights)
 
 
 def _name_of_part(part: Any) -> str:
@@ -256,18 +230,11 @@ async def _label_all(
         if not scores:
             continue
         weights = {part: functions.weights[part] for part in scores}
-        value = sum(weights[part] * score for part, score in scores.items()) / (
-            sum(weights.values()) or 1.0
-        )
+        total = sum(weights[part] * score for part, score in scores.items())
+        value = total / (sum(weights.values()) or 1.0)
         trace.add_label(label_about(trace, name, value, by))
         labelled += 1
     return labelled, len(traces) - labelled
-
-
-def label_about(trace: Trace, name: str, value: float, by: str) -> Label:
-    """Return a label of now, with the hash of the trace's prompt."""
-    values: Json = {"name": name, "value": value, "by": by, "at": time.time()}
-    return Label.model_validate(values | {"prompt_hash": prompt_hash(trace.messages)})
 
 
 def fit_learned(traces: Sequence[Trace], good_from: float = 0.5) -> LearnedReward:

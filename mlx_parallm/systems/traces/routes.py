@@ -71,16 +71,9 @@ class FeedbackBody(Body):
         return self
 
     def to_label(self) -> Label:
-        values = {
-            "name": self.name,
-            "value": self.score,
-            "label": self.label,
-            "explanation": self.comment,
-            "by": self.by,
-            "at": time.time(),
-            "response_id": self.response_id,
-        }
-        return Label.model_validate(present(values))
+        same = self.model_dump(include={"name", "label", "by", "response_id"})
+        others = {"value": self.score, "explanation": self.comment, "at": time.time()}
+        return Label.model_validate(present(same | others))
 
 
 class TrainingOutcome(TypedDict):
@@ -183,9 +176,8 @@ class _CallObserver:
                     if unfinished:
                         # read together at the end: that takes a third of the time
                         chunks.append(chunk)
-                        unfinished -= sum(
-                            choice["finish_reason"] is not None for choice in chunk["choices"]
-                        )
+                        reasons = [choice["finish_reason"] for choice in chunk["choices"]]
+                        unfinished -= len(reasons) - reasons.count(None)
                         if not unfinished:
                             self._take(chunks)
                             await self._write(COMPLETE)
@@ -231,8 +223,6 @@ def _sampled(request: Request, parts: Choice, policy: bool) -> TurnTokens:
         versions=[(span.version, span.start, span.end) for span in weight_spans(versions)],
         temperature=request.params.temperature or 1.0,
         policy=policy,
-        prompt_version=next(
-            (part.prompt_version for part in parts if isinstance(part, Completion)), -1
-        ),
+        prompt_version=next((p.prompt_version for p in parts if isinstance(p, Completion)), -1),
         **columns,
     )

@@ -5,7 +5,6 @@ is counted; anything else that a row cannot hold leaves the trace out, because a
 would be another conversation.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,14 +17,23 @@ from mlx_parallm.systems.traces.importers.endings import (
     CUT_FLAGS,
     OWN_CALL,
     REASONS,
-    WORDS,
     answered_without,
     cut_by_what_follows,
     ends_by_itself,
     is_own_call,
     not_sampled,
 )
-from mlx_parallm.systems.traces.schema import Json, TraceStep, messages_of, without
+from mlx_parallm.systems.traces.schema import (
+    WORDS,
+    Json,
+    TraceStep,
+    chat_call,
+    mapping,
+    messages_of,
+    present,
+    text_or_none,
+    without,
+)
 from mlx_parallm.systems.traces.session import compared_text
 from mlx_parallm.systems.traces.trace import Trace
 
@@ -84,14 +92,11 @@ def row_chat(trace: Trace) -> RowChat:
 def divided(messages: list[Json]) -> tuple[list[Json], list[Json]]:
     """Return the messages before the first answer that is learned, and those from it to the last
     one."""
-    answers = [
-        at
-        for at, message in enumerate(messages)
-        if message["role"] == "assistant" and "weight" not in message
-    ]
-    if not answers:
+    learned = [m["role"] == "assistant" and "weight" not in m for m in messages]
+    if True not in learned:
         return messages, []
-    return messages[: answers[0]], messages[answers[0] : answers[-1] + 1]
+    first, behind = learned.index(True), len(learned) - learned[::-1].index(True)
+    return messages[:first], messages[first:behind]
 
 
 def whole_characters(value: Any, notes: Counter[str]) -> Any:
@@ -105,10 +110,8 @@ def whole_characters(value: Any, notes: Counter[str]) -> Any:
     if isinstance(value, list):
         return [whole_characters(item, notes) for item in value]
     if isinstance(value, dict):
-        return {
-            whole_characters(key, notes): whole_characters(item, notes)
-            for key, item in value.items()
-        }
+        pairs = [[whole_characters(each, notes) for each in pair] for pair in value.items()]
+        return dict(pairs)
     return value
 
 
@@ -187,11 +190,7 @@ def _row_message(message: Mapping[str, Any], notes: Counter[str]) -> Json:
     for name in ("tool_call_id", "name"):
         if message.get(name) is not None:
             kept[name] = str(message[name])
-    _judge(
-        without(message, *_MESSAGE),
-        "a message has the field",
-        notes,
-    )
+    _judge(without(message, *_MESSAGE), "a message has the field", notes)
     return kept
 
 
@@ -202,50 +201,27 @@ def _text(content: Any, notes: Counter[str]) -> str:
         raise TraceError("content that is not text, which a row cannot hold")
     texts = []
     for part in content:
-        if (
-            isinstance(part, Mapping)
-            and isinstance(part.get("text"), str)
-            and part.get("type") in (None, "text")
-        ):
-            _judge(
-                without(part, *_PART),
-                "a text has the field",
-                notes,
-            )
-            texts.append(part["text"])
-        elif isinstance(part, str):
-            texts.append(part)
-        else:
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if isinstance(part, Mapping) and kind in (None, "text"):
-                names = ", ".join(repr(key) for key in part if key != "type")
-                raise TraceError(f"a part without 'text', which has {names or 'nothing'}"[:100])
+        if isinstance(part, str):
+            part = {"text": part}
+        kind = mapping(part).get("type", None if isinstance(part, Mapping) else type(part).__name__)
+        if kind not in (None, "text"):
             raise TraceError(f"content of type {kind!r}, which a row of text cannot hold"[:100])
+        if not isinstance(part.get("text"), str):
+            names = ", ".join(repr(key) for key in part if key != "type")
+            raise TraceError(f"a part without 'text', which has {names or 'nothing'}"[:100])
+        _judge(without(part, *_PART), "a text has the field", notes)
+        texts.append(part["text"])
     return "".join(texts)
 
 
 def _row_call(call: Any, notes: Counter[str]) -> Json:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    function = mapping(mapping(call).get("function"))
+    if not isinstance(function.get("name"), str):
         raise TraceError("a call without a function, which a row cannot hold")
-    arguments = function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    _judge(
-        without(call, "id", "type", "function"),
-        "a call has",
-        notes,
-    )
-    _judge(
-        without(function, "name", "arguments"),
-        "a call has",
-        notes,
-    )
-    call_id = {"id": str(call["id"])} if call.get("id") else {}
-    return {
-        **call_id,
-        "type": "function",
-        "function": {"name": function["name"], "arguments": text},
-    }
+    _judge(without(call, "id", "type", "function"), "a call has", notes)
+    _judge(without(function, "name", "arguments"), "a call has", notes)
+    call_id = text_or_none(call.get("id") or None)
+    return present(chat_call(call_id, function["name"], function.get("arguments", {})))
 
 
 def _judge(fields: Mapping[str, Any], what: str, notes: Counter[str]) -> None:
@@ -262,9 +238,6 @@ def _check_results(messages: list[Json]) -> None:
     called: set[str] = set()
     for message in messages:
         called |= {call["id"] for call in message.get("tool_calls", ()) if "id" in call}
-        if (
-            message["role"] == "tool"
-            and message.get("tool_call_id")
-            and message["tool_call_id"] not in called
-        ):
+        result_of = message.get("tool_call_id") if message["role"] == "tool" else None
+        if result_of and result_of not in called:
             raise TraceError("a tool's result without its call")

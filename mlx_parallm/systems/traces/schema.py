@@ -11,8 +11,11 @@ has no field for is in `extra.openai` of the step.
 import json
 import math
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -28,9 +31,15 @@ MOST_CONTAINERS = 4 << 20  # lists and objects of it: they take twenty times the
 DEEPEST = 100  # levels of foreign JSON: more is not a log, and would break what walks through it
 _LARGE_TEXT = re.compile(r"[eE]\+?\d{3}|\d{300}")  # may be beyond float64
 _LARGE = re.compile(_LARGE_TEXT.pattern.encode())
+WORDS: dict[str, list[str]] = tomllib.loads(
+    files(__package__).joinpath("words.toml").read_text(encoding="utf-8")
+)
+"""Words of logs, by what they say."""
 Json = dict[str, Any]
 Content = str | list[Json]
 V = TypeVar("V")
+SHAPES = (TraceError, KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+"""What converting a foreign object may raise where its shape is not the format's."""
 
 
 def without(record: Mapping[str, V], *names: str | None) -> dict[str, V]:
@@ -43,6 +52,27 @@ def present(record: Mapping[str, V | None], *without: str) -> dict[str, V]:
     return {
         name: value for name, value in record.items() if value is not None and name not in without
     }
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Return an object of foreign JSON; an empty one in the place of anything else."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def which(record: Mapping[str, Any], names: Iterable[str], kind: Any = object) -> str | None:
+    """Return the first of the names that a record has, with a value of this kind; None: it has
+    none."""
+    return next((name for name in names if name in record and isinstance(record[name], kind)), None)
+
+
+def text_or_none(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def chat_call(call_id: str | None, name: str, arguments: Any) -> Json:
+    """Return a call in OpenAI's form. `arguments`: JSON text, or what becomes it."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
 class TraceRecord(BaseModel):
@@ -87,6 +117,9 @@ class StepMetrics(TraceRecord):
     extra: Json | None = None
 
 
+_OF_AGENTS = ("model_name", "reasoning_effort", "reasoning_content", "tool_calls", "metrics")
+
+
 class TraceStep(TraceRecord):
     step_id: int = Field(ge=1)
     source: Literal["system", "user", "agent"]
@@ -104,18 +137,11 @@ class TraceStep(TraceRecord):
 
     @model_validator(mode="after")
     def _by_the_format(self) -> Self:
-        if self.source != "agent":
-            for name in (
-                "model_name",
-                "reasoning_effort",
-                "reasoning_content",
-                "tool_calls",
-                "metrics",
-            ):
-                if self.__dict__[name] is not None:
-                    raise ValueError(
-                        f"step {self.step_id}: {name!r} is for steps of source 'agent' only"
-                    )
+        others = [name for name in _OF_AGENTS if self.__dict__[name] is not None]
+        if self.source != "agent" and others:
+            raise ValueError(
+                f"step {self.step_id}: {others[0]!r} is for steps of source 'agent' only"
+            )
         if self.source == "agent" and self.llm_call_count == 0 and self.metrics is not None:
             raise ValueError(
                 f"step {self.step_id}: no model was called"
@@ -139,6 +165,10 @@ class TraceStep(TraceRecord):
     @property
     def text(self) -> str:
         return text_of(self.message)
+
+    @property
+    def results(self) -> list[ObservationResult]:
+        return [] if self.observation is None else self.observation.results
 
 
 class TraceAgent(TraceRecord):
@@ -312,18 +342,15 @@ def text_of(content: Any) -> str:
     """The text of a message's content: a string, a list of parts, or None."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else []
-    texts = [
-        part if isinstance(part, str) else part.get("text")
-        for part in parts
-        if isinstance(part, str | Mapping)
-    ]
+    if not isinstance(content, list):
+        return ""
+    texts = (mapping(part).get("text", part) for part in content)
     return "".join(text for text in texts if isinstance(text, str))
 
 
 def _call_of(call: Any, number: int) -> Json:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    function = mapping(mapping(call).get("function"))
+    if not isinstance(function.get("name"), str):
         raise TraceError(f"message {number} has a tool call without a function name")
     entry: Json = {"tool_call_id": str(call.get("id") or ""), "function_name": function["name"]}
     entry["arguments"] = parsed_arguments(function.get("arguments")) or {}
@@ -331,11 +358,7 @@ def _call_of(call: Any, number: int) -> Json:
 
 
 def _written_call(call: Mapping[str, Any]) -> Json:
-    function = {
-        "name": call["function_name"],
-        "arguments": json.dumps(call["arguments"], ensure_ascii=False),
-    }
-    return {"id": call["tool_call_id"], "type": "function", "function": function}
+    return chat_call(call["tool_call_id"], call["function_name"], call["arguments"])
 
 
 def parsed_arguments(raw: Any) -> Json | None:
@@ -358,11 +381,7 @@ def _result_of(message: Mapping[str, Any], call_ids: set[str]) -> Json:
         result["source_call_id"] = call_id
     original = without(message, "step")
     made = _with_rest(result, original, _written_result(result))
-    return (
-        _with_own(made, {"step": {"extra": extra}})
-        if (extra := message.get("step", {}).get("extra"))
-        else made
-    )
+    return _with_own(made, {"step": {"extra": message.get("step", {}).get("extra") or {}}})
 
 
 def _written_result(result: Mapping[str, Any]) -> Json:
@@ -403,22 +422,17 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite if is_large else None)
     except RecursionError as error:
         raise ValueError(f"nested deeper than {DEEPEST} levels") from error
-    level, depth = [value], 0
+    level, depth = [item for item in [value] if isinstance(item, dict | list)], 0
     opening = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
     if sum(map(text.count, opening)) <= DEEPEST:  # type: ignore[arg-type]
         return value
     while level:
         if depth > DEEPEST:
             raise ValueError(f"nested deeper than {DEEPEST} levels")
-        inner = (
-            item.values() if isinstance(item, dict) else item
-            for item in level
-            if isinstance(item, dict | list)
+        inner = chain.from_iterable(
+            item.values() if isinstance(item, dict) else item for item in level
         )
-        level, depth = (
-            [value for values in inner for value in values if isinstance(value, dict | list)],
-            depth + 1,
-        )
+        level, depth = [item for item in inner if isinstance(item, dict | list)], depth + 1
     return value
 
 

@@ -17,8 +17,9 @@ parent's prompt and answer; the answer's ids, log-probabilities and policy versi
 import hashlib
 import json
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,7 +30,7 @@ from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import regular_files
 from mlx_parallm.system.validation import faults
 from mlx_parallm.systems.traces.schema import (
-    SCHEMA_VERSION,
+    SHAPES,
     Json,
     Label,
     TraceRecord,
@@ -37,14 +38,14 @@ from mlx_parallm.systems.traces.schema import (
     dump_line,
     foreign_message,
     iso_time,
+    mapping,
     parsed_arguments,
     present,
     read_jsonl,
-    steps_of,
     text_of,
     without,
 )
-from mlx_parallm.systems.traces.trace import Trace, parse_trace
+from mlx_parallm.systems.traces.trace import Trace, new_trace, numbered
 from mlx_parallm.types import Rollout
 
 SESSION_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
@@ -99,6 +100,11 @@ class SessionTurn(TraceRecord):
     redacted: Annotated[dict[str, int], _null_is({})] = Field(default_factory=dict)
     tokens: TurnTokens | None = None
 
+    @property
+    def spoken(self) -> list[Json]:
+        """The messages and the answer."""
+        return [each for each in (*self.messages, self.response) if each is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class SessionFault:
@@ -140,15 +146,8 @@ class Session:
                 elif value["type"] == "label":
                     session.labels.append(Label.model_validate(without(value, "type")))
                 else:
-                    raise ValueError(f"type {value['type']!r} is neither a turn nor a label")
-            except (
-                ValueError,
-                KeyError,
-                TypeError,
-                IndexError,
-                AttributeError,
-                OverflowError,
-            ) as error:
+                    raise ValueError(f"lines of type {value['type']!r} are no turns and no labels")
+            except SHAPES as error:
                 reason = f"{type(error).__name__}: {faults(error, 3)}"
                 session.faults.append(SessionFault(f"{path.name}:{number}", reason, value))
         return session
@@ -197,12 +196,8 @@ class Session:
     ) -> SessionTurn:
         """Add a call after the turn whose conversation `messages` begins with. `ends`: key →
         turn, of earlier calls."""
-        chain, parent, answered = "", None, 0
-        for number, message in enumerate(messages, 1):
-            chain = chained_key(chain, text_digest(compared_text(message)))
-            if chain in ends:
-                parent, answered = ends[chain], number
-        key = chained_key(chain, text_digest(compared_text(response)))
+        chain, parent, answered = continued(messages, ends, next_key)
+        key = next_key(chain, response)
         added = SessionTurn(
             type="turn",
             id=f"t{len(self.turns) + 1}",
@@ -225,22 +220,18 @@ class Session:
         traces = []
         for number, leaf in enumerate(self.ordered_leaves(), 1):
             path = self.path(leaf.id)
-            traces.append(
-                self.trace(path, claimed, self.name if number == 1 else f"{self.name}#{number}")
-            )
+            traces.append(self.trace(path, claimed, number))
             claimed |= {turn.id for turn in path}
         return traces
 
     def ordered_leaves(self) -> list[SessionTurn]:
         """Return the leaves, those of aborted calls last."""
         leaves = self.leaves()
-        return [t for t in leaves if t.status == COMPLETE] + [
-            t for t in leaves if t.status != COMPLETE
-        ]
+        return sorted(leaves, key=lambda turn: turn.status != COMPLETE)
 
-    def trace(self, path: Sequence[SessionTurn], claimed: set[str], trace_id: str) -> Trace:
-        """Return the trace of a path. `claimed`: turns that an earlier trace samples. Raises
-        TraceError."""
+    def trace(self, path: Sequence[SessionTurn], claimed: set[str], number: int) -> Trace:
+        """Return the trace of a path, the session's `number`th. `claimed`: turns that an earlier
+        one samples. Raises TraceError."""
         messages: list[Json] = []
         for turn in path:
             for message in turn.messages:
@@ -254,22 +245,16 @@ class Session:
                 if response.get("step", {}).get("llm_call_count") == 0:  # no model gave it
                     step = {key: step[key] for key in ("timestamp", "model_name") if key in step}
                 messages.append(add_step(response, **step))
-        last = path[-1]
-        extra = self._about(path, {turn.id for turn in path} - claimed)
-        agent: Json = {"name": "recorded", "version": "unknown"}
-        if last.model:
-            agent["model_name"] = last.model
-        if tools := next((turn.tools for turn in reversed(path) if turn.tools), None):
-            agent["tool_definitions"] = tools
-        return parse_trace(
-            {
-                "schema_version": SCHEMA_VERSION,
-                "session_id": self.name,
-                "trajectory_id": trace_id,
-                "agent": agent,
-                "steps": steps_of(messages),
-                "extra": extra,
-            }
+        return new_trace(
+            messages,
+            session_id=self.name,
+            name=numbered(self.name, number),
+            source="recorder",
+            source_id=self.name,
+            tools=next((turn.tools for turn in reversed(path) if turn.tools), None),
+            model=path[-1].model,
+            agent="recorded",
+            **self._about(path, {turn.id for turn in path} - claimed),
         )
 
     def _about(self, path: Sequence[SessionTurn], trained: set[str]) -> Json:
@@ -281,19 +266,14 @@ class Session:
             if label.response_id is None or label.response_id in names
         ]
         redacted = sum((Counter(turn.redacted) for turn in path), Counter[str]())
-        versions = [
-            span[0] for turn in path if turn.tokens is not None for span in turn.tokens.versions
-        ]
-        extra: Json = {"source": "recorder", "source_id": self.name}
-        if labels:
-            extra["labels"] = labels
-        if versions:
-            extra["policy_version"] = max(versions)
-        if redacted:
-            extra["redacted"] = dict(redacted)
-        if path[-1].status != COMPLETE:
-            extra["aborted"] = True
-        return extra
+        tokens = (turn.tokens for turn in path if turn.tokens is not None)
+        versions = (version for each in tokens for version, *_ in each.versions)
+        return {
+            "labels": labels or None,
+            "policy_version": max(versions, default=None),
+            "redacted": dict(redacted) or None,
+            "aborted": path[-1].status != COMPLETE or None,
+        }
 
     # ------------------------------------------------------------------ rollouts
 
@@ -304,11 +284,9 @@ class Session:
         Each stretch that was sampled as one sequence is a segment. Raises TraceError: why it cannot
         be trained on.
         """
-        leaves = (
-            [last]
-            if last is not None
-            else [leaf for leaf in self.leaves() if leaf.status == COMPLETE]
-        )
+        leaves = [leaf for leaf in self.leaves() if leaf.status == COMPLETE]
+        if last is not None:
+            leaves = [last]
         if not leaves:
             raise TraceError("no call of the session has ended")
         claimed: set[str] = set()
@@ -332,15 +310,12 @@ class Session:
         """Split a path before each prompt that does not begin with all earlier tokens."""
         parts: list[list[SessionTurn]] = []
         for turn in path:
+            name = turn.response_id or turn.id
             if turn.tokens is None:
                 reason = "holds redacted secrets" if turn.redacted else "has no tokens, or images"
-                raise TraceError(
-                    f"the call {turn.response_id or turn.id} {reason}: nothing to train on"
-                )
+                raise TraceError(f"the call {name} {reason}: nothing to train on")
             if not turn.tokens.policy:
-                raise TraceError(
-                    f"the call {turn.response_id or turn.id} was not answered by the policy"
-                )
+                raise TraceError(f"the call {name} was not answered by the policy")
             if parts and turn.tokens.shared == len(self.sequence(turn.parent)):
                 parts[-1].append(turn)
             else:
@@ -396,9 +371,8 @@ def _step_fields(turn: SessionTurn, session: Session, *, copied: bool) -> Json:
     if copied:
         return step | {"is_copied_context": True}
     usage = turn.usage or {}
-    metrics: Json = {
-        key: usage[key] for key in ("prompt_tokens", "completion_tokens") if key in usage
-    }
+    counted = ("prompt_tokens", "completion_tokens")
+    metrics: Json = {key: usage[key] for key in counted if key in usage}
     extra: Json = {"finish_reason": turn.finish_reason, "response_id": turn.response_id}
     if (tokens := turn.tokens) is not None:
         everything = session.sequence(turn.id)
@@ -433,6 +407,12 @@ def prompt_hash(messages: Iterable[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
+def label_about(trace: Trace, name: str, value: float, by: str) -> Label:
+    """Return a label of now, with the hash of the trace's prompt."""
+    values: Json = {"name": name, "value": value, "by": by, "at": time.time()}
+    return Label.model_validate(values | {"prompt_hash": prompt_hash(trace.messages)})
+
+
 # ---------------------------------------------------------------------- which call continues with
 # which
 
@@ -446,27 +426,45 @@ def chained_key(chain: str, digest: bytes) -> str:
     return hashlib.blake2b(chain.encode() + digest, digest_size=16).hexdigest()
 
 
+def next_key(chain: str, message: Mapping[str, Any]) -> str:
+    """The key of a conversation and one message more."""
+    return chained_key(chain, text_digest(compared_text(message)))
+
+
+def continued(
+    messages: Iterable[Json], ends: Mapping[str, str], next_key: Callable[[str, Json], str]
+) -> tuple[str, str | None, int]:
+    """Return the key of a conversation, the turn that it continues after, and how many of its
+    messages come before that turn's end.
+
+    Args:
+        ends: key → turn, of earlier conversations.
+        next_key: makes the key of a conversation and one message more.
+    """
+    chain, parent, answered = "", None, 0
+    for number, message in enumerate(messages, 1):
+        chain = next_key(chain, message)
+        if chain in ends:
+            parent, answered = ends[chain], number
+    return chain, parent, answered
+
+
 def compared_text(message: Mapping[str, Any]) -> str:
     """Return the text by which two messages are compared: role, text, calls. A client may leave out
     reasoning, nulls and annotations."""
     calls = [
-        (
-            call.get("id"),
-            (call.get("function") or {}).get("name"),
-            _arguments(call.get("function") or {}),
-        )
+        (call.get("id"), function.get("name"), _arguments(function))
         for call in message.get("tool_calls") or ()
         if isinstance(call, Mapping)
+        for function in [call.get("function") or {}]
     ]
-    content = message.get("content")
-    has_more = isinstance(content, list) and any(
-        not (isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") == "text"))
-        for part in content
-    )
-    shown = content if has_more else text_of(content)
-    return json.dumps(
-        [message.get("role"), shown, calls, message.get("tool_call_id")], sort_keys=True
-    )
+    shown = message.get("content")
+    if not isinstance(shown, list) or all(
+        isinstance(part, str) or mapping(part).get("type") == "text" for part in shown
+    ):
+        shown = text_of(shown)
+    compared = [message.get("role"), shown, calls, message.get("tool_call_id")]
+    return json.dumps(compared, sort_keys=True)
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:

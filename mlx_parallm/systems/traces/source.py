@@ -37,10 +37,8 @@ def recorder_of(config: TracesConfig, secrets: Iterable[str | None] = ()) -> Ses
     directory cannot be made."""
     if config.directory is None:
         return None
-    return SessionRecorder(
-        config.directory,
-        secret_finder(secrets, personal=config.redact_personal) if config.redact else None,
-    )
+    finder = secret_finder(secrets, personal=config.redact_personal) if config.redact else None
+    return SessionRecorder(config.directory, finder)
 
 
 def session_routes(config: TracesConfig, deps: ServerDeps) -> AddedRouter | None:
@@ -89,15 +87,12 @@ class SessionRewards(RolloutSource):
         """Make a rollout of a scored session and put it to its group. Server's thread only."""
         place = (session, label.response_id)
         if place in self._queued:
-            return {
-                "state": "trained",
-                "reason": "an earlier score of this session is in a group already",
-            }
+            reason = "an earlier score of this session is in a group already"
+            return {"state": "trained", "reason": reason}
 
         def read(recorded: Session) -> tuple[Rollout, list[int]]:
-            last = (
-                recorded.by_response(label.response_id) if label.response_id is not None else None
-            )
+            answer = label.response_id
+            last = recorded.by_response(answer) if answer is not None else None
             return recorded.rollout(last), recorded.opening
 
         try:

@@ -19,7 +19,6 @@ calls with their results, the thoughts, the answer, totals, the newest label.
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
@@ -32,9 +31,11 @@ from mlx_parallm.systems.traces.schema import (
     SCHEMA_VERSION,
     Json,
     Label,
+    ObservationResult,
     TraceAgent,
     TraceRecord,
     TraceStep,
+    chat_call,
     messages_of,
     present,
     steps_of,
@@ -72,6 +73,10 @@ class ReasoningStep:
 
 
 Event = ToolCallTrace | ReasoningStep
+
+
+def _tasks_property(kind: str) -> Any:
+    return property(lambda trace: list(trace._total(f"tasks_{kind}", [])))
 
 
 class Trace(TraceRecord):
@@ -150,8 +155,8 @@ class Trace(TraceRecord):
 
     @property
     def final_response(self) -> str:
-        texts = [step.text for step in self.steps if step.source == "agent" and not step.tool_calls]
-        return texts[-1] if texts else ""
+        answers = (step for step in reversed(self.steps) if step.source == "agent")
+        return next((step.text for step in answers if not step.tool_calls), "")
 
     @property
     def tool_calls(self) -> list[ToolCallTrace]:
@@ -159,28 +164,17 @@ class Trace(TraceRecord):
         "error" has failed."""
         calls = []
         for step in self.steps:
-            results = {
-                result.source_call_id: result
-                for result in (step.observation.results if step.observation else ())
-            }
+            results = {result.source_call_id: result for result in step.results}
             for call in step.tool_calls or ():
-                result = results.get(call.tool_call_id)
-                text = text_of(result.content) if result is not None else ""
-                noted = (call.extra or {}).get("execution", {})
-                openai = (
-                    (result.extra or {}).get("openai", {}) if result is not None else {}
-                ) or {}
+                result = results.get(call.tool_call_id, ObservationResult())
+                text = text_of(result.content)
+                openai = (result.extra or {}).get("openai") or {}
                 failed = bool(openai.get("is_error")) or text.lstrip().lower().startswith("error")
-                values = {
-                    "success": not failed,
-                    "error": text if failed else None,
-                    "timestamp": step.timestamp or "",
-                }
-                calls.append(
-                    ToolCallTrace(
-                        call.function_name, dict(call.arguments), text, **{**values, **noted}
-                    )
-                )
+                values: Json = {"success": not failed, "timestamp": step.timestamp or ""}
+                values |= {"error": text} if failed else {}
+                values |= (call.extra or {}).get("execution", {})
+                arguments = dict(call.arguments)
+                calls.append(ToolCallTrace(call.function_name, arguments, text, **values))
         return calls
 
     @property
@@ -197,17 +191,7 @@ class Trace(TraceRecord):
     def _total(self, name: str, default: Any) -> Any:
         return self.get("execution", {}).get(name, default)
 
-    @property
-    def tasks_created(self) -> list[Any]:
-        return list(self._total("tasks_created", []))
-
-    @property
-    def tasks_completed(self) -> list[Any]:
-        return list(self._total("tasks_completed", []))
-
-    @property
-    def tasks_failed(self) -> list[Any]:
-        return list(self._total("tasks_failed", []))
+    tasks_created, tasks_completed, tasks_failed = map(_tasks_property, TASKS)
 
     @property
     def total_tokens_in(self) -> int:
@@ -240,11 +224,15 @@ class Trace(TraceRecord):
 
     @property
     def label(self) -> bool | None:
-        """The newest label by a person, or None."""
-        values = [
-            label.value for label in self.labels if label.name == MANUAL and label.value is not None
-        ]
-        return values[-1] > 0.5 if values else None
+        """The newest label by a person; None: there is none."""
+        values = (label.value for label in self._by_person)
+        newest = next((value for value in values if value is not None), None)
+        return None if newest is None else newest > 0.5
+
+    @property
+    def _by_person(self) -> list[Label]:
+        """The newest first."""
+        return [label for label in reversed(self.labels) if label.name == MANUAL]
 
     @property
     def manual_review(self) -> bool:
@@ -252,10 +240,7 @@ class Trace(TraceRecord):
 
     @property
     def review_notes(self) -> str:
-        notes = [
-            label.explanation for label in self.labels if label.name == MANUAL and label.explanation
-        ]
-        return notes[-1] if notes else ""
+        return next((each.explanation for each in self._by_person if each.explanation), "")
 
     @property
     def reward_score(self) -> float | None:
@@ -309,7 +294,7 @@ class Trace(TraceRecord):
             raise TraceError(f"not an execution trace: {type(error).__name__}: {error}") from error
         trace.trajectory_id = str(data.get("trace_id") or trace.id)
         if data.get("reward_score") is not None:
-            trace.note(rewards={"reward": {"score": float(data["reward_score"]), "weight": 1.0}})
+            trace.note(rewards=one_reward(data["reward_score"]))
         if data.get("label") is not None:
             notes = str(data.get("review_notes") or "")
             trace.add_label(manual_label(bool(data["label"]), notes, at=0.0))
@@ -346,29 +331,40 @@ def new_trace(
     *,
     session_id: str,
     source: str,
+    name: str | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     model: str | None = None,
     agent: str = "agent",
     version: str = "unknown",
     **extra: Any,
 ) -> Trace:
-    """Make a trace of chat messages. `extra`: further keys of the trace's `extra`."""
+    """Make a trace of chat messages. `name`: its id, by default the session's; `extra`: further
+    keys of the trace's `extra`. Raises TraceError."""
     about: Json = {"name": agent, "version": version}
     if model:
         about["model_name"] = model
     if tools:
         about["tool_definitions"] = [dict(tool) for tool in tools]
-    kept = present(extra)
     return parse_trace(
         {
             "schema_version": SCHEMA_VERSION,
             "session_id": session_id,
-            "trajectory_id": session_id,
+            "trajectory_id": name or session_id,
             "agent": about,
             "steps": steps_of(messages),
-            "extra": {"source": source, **kept},
+            "extra": {"source": source, **present(extra)},
         }
     )
+
+
+def numbered(name: str, number: int) -> str:
+    """Return the id of a session's trace: the first one has the session's name."""
+    return name if number == 1 else f"{name}#{number}"
+
+
+def one_reward(score: Any) -> Json | None:
+    """Return the `rewards` of a trace that has one score; None: it has none."""
+    return None if score is None else {"reward": {"score": float(score), "weight": 1.0}}
 
 
 def trace_of_events(
@@ -392,19 +388,17 @@ def trace_of_events(
     messages.append({"role": "assistant", "content": final_response})
     name = trace_id(session_id, user_query, timestamp)
     kept = {key: value for key, value in execution.items() if value}
-    trace = new_trace(messages, session_id=session_id, source=source, execution=kept or None)
-    trace.trajectory_id = name
+    trace = new_trace(
+        messages, session_id=session_id, source=source, name=name, execution=kept or None
+    )
     calls = [call for step in trace.steps for call in step.tool_calls or ()]
-    for call, event in zip(
-        calls, (event for event in events if isinstance(event, ToolCallTrace)), strict=True
-    ):
-        noted = {
-            "success": event.success,
-            "duration_ms": event.duration_ms,
-            "error": event.error,
-        }
-        call.extra = {"execution": {**noted, "timestamp": event.timestamp}}
+    followed = (asdict(event) for event in events if isinstance(event, ToolCallTrace))
+    for call, event_fields in zip(calls, followed, strict=True):
+        call.extra = {"execution": {key: event_fields[key] for key in _NOTED}}
     return trace
+
+
+_NOTED = ("success", "duration_ms", "error", "timestamp")
 
 
 def trace_id(session_id: str, query: str, timestamp: str) -> str:
@@ -415,14 +409,9 @@ def trace_id(session_id: str, query: str, timestamp: str) -> str:
 
 
 def manual_label(good: bool, notes: str, *, at: float, by: str = "user") -> Label:
-    values: Json = {
-        "name": MANUAL,
-        "value": float(good),
-        "label": "good" if good else "bad",
-        "by": by,
-        "at": at,
-    }
-    return Label.model_validate(values | ({"explanation": notes} if notes else {}))
+    values: Json = {"name": MANUAL, "value": float(good), "label": "good" if good else "bad"}
+    values |= {"explanation": notes or None, "by": by, "at": at}
+    return Label.model_validate(present(values))
 
 
 def _record(kind: type[Any], entry: Mapping[str, Any]) -> Any:
@@ -442,14 +431,7 @@ def _messages_of(event: Event, number: int) -> Sequence[Json]:
             }
         ]
     name = f"call_{number}"
-    call = {
-        "id": name,
-        "type": "function",
-        "function": {
-            "name": event.tool_name,
-            "arguments": json.dumps(event.arguments, ensure_ascii=False),
-        },
-    }
+    call = chat_call(name, event.tool_name, event.arguments)
     step = {"timestamp": event.timestamp} if unix_time(event.timestamp) is not None else {}
     return [
         {"role": "assistant", "content": "", "tool_calls": [call], "step": step},

@@ -2,7 +2,6 @@
 ART's trajectories, verifiers' traces."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,22 @@ from mlx_parallm.systems.traces.importers.dialects import (
 )
 from mlx_parallm.systems.traces.importers.endings import marked, not_sampled
 from mlx_parallm.systems.traces.importers.links import Forest
-from mlx_parallm.systems.traces.importers.report import ImportReport, made, objects, whole_json
-from mlx_parallm.systems.traces.schema import Json, add_step, as_context, present, without
-from mlx_parallm.systems.traces.trace import Trace, new_trace, parse_trace
+from mlx_parallm.systems.traces.importers.report import ImportReport, by_line, whole_json
+from mlx_parallm.systems.traces.schema import (
+    Json,
+    add_step,
+    as_context,
+    mapping,
+    present,
+    text_or_none,
+    which,
+    without,
+)
+from mlx_parallm.systems.traces.trace import Trace, new_trace, numbered, one_reward, parse_trace
 
 LISTS = ("messages", "contents", "conversations", "conversation")
 SYSTEM = ("system", "systemInstruction", "system_instruction", "system_prompt")
+PROMPT = str | list | dict
 REQUESTS = ("request", "body", "params")
 NO_MODEL = "{}: never trained on"
 
@@ -30,45 +39,28 @@ NO_MODEL = "{}: never trained on"
 # ---------------------------------------------------------------------- chats
 
 
-def openai_chat(path: Path, report: ImportReport) -> Iterator[Trace]:
-    """Conversations: `messages` and `tools` as OpenAI's or Anthropic's API takes them, Gemini's
-    `contents`, ShareGPT's `conversations`; or a log line that has such a `request` and its
-    `response`.
-
-    An assistant message of weight 0 is not trained on. Other columns are kept in `extra.columns`.
-    """
-    for place, row in objects(path, report):
-        yield from made(report, place, partial(openai_conversations, row, place, report))
-
-
 def is_conversation(row: Mapping[str, Any]) -> bool:
-    return _list_of(row) is not None or _request_of(row) is not None
-
-
-def _list_of(row: Mapping[str, Any]) -> str | None:
-    return next((key for key in LISTS if isinstance(row.get(key), list)), None)
+    return which(row, LISTS, list) is not None or _request_of(row) is not None
 
 
 def _request_of(row: Mapping[str, Any]) -> str | None:
     """The key of what an API was asked, in a log line that has it beside the answer."""
-    return next(
-        (
-            key
-            for key in REQUESTS
-            if isinstance(row.get(key), dict) and _list_of(row[key]) is not None
-        ),
-        None,
-    )
+    requests = (key for key in REQUESTS if which(mapping(row.get(key)), LISTS, list) is not None)
+    return next(requests, None)
 
 
 def openai_conversations(row: Json, place: str, report: ImportReport) -> list[Trace]:
-    """A trace for each answer that the line holds beside its messages; one trace where it holds
-    none."""
+    """Conversations: `messages` and `tools` as OpenAI's or Anthropic's API takes them, Gemini's
+    `contents`, ShareGPT's `conversations`; or a log line that has such a `request` and its
+    `response`: a trace for each answer that it holds beside its messages.
+
+    An assistant message of weight 0 is not trained on. Other columns are kept in `extra.columns`.
+    """
     columns = dict(row)
     body = columns
-    if _list_of(row) is None and (request := _request_of(row)) is not None:
+    if which(row, LISTS, list) is None and (request := _request_of(row)) is not None:
         body = columns[request] = dict(row[request])
-    name = _list_of(body)
+    name = which(body, LISTS, list)
     if name is None:
         raise TraceError("no list 'messages'")
     listed = [*_system(body), *body.pop(name)]
@@ -77,41 +69,40 @@ def openai_conversations(row: Json, place: str, report: ImportReport) -> list[Tr
     tools = tool_definitions(body.pop("tools", None), body.pop("functions", None))
     prompt = [_weighed(message, report, place) for message in chat_messages(listed)]
     if answers:
-        prompt = [as_context(each) for each in prompt]
+        prompt = list(map(as_context, prompt))
     session = str(row.get("id") or place)
-    traces = []
-    searched = {"search_results": (_holder(columns) or {}).get("search_results")}
-    given_answers = [
+    searched = {"search_results": mapping(_holder(columns)).get("search_results")}
+    answer_messages = [
         [_weighed(m, report, place, about, searched) for m in converted(answer)]
         for answer, about in answers
     ]
-    for number, answer_messages in enumerate(given_answers or [list[Json]()], 1):
-        trace = new_trace(
-            linked([*prompt, *answer_messages]),
+    return [
+        new_trace(
+            linked([*prompt, *answered]),
             session_id=session,
+            name=numbered(session, number),
             source="openai-chat",
             tools=tools,
             columns={key: value for key, value in columns.items() if value != {}} or None,
             license=row.get("license"),
             untrainable="the call failed" if row.get("error") else None,
         )
-        trace.trajectory_id = session if number == 1 else f"{session}#{number}"
-        traces.append(trace)
-    return traces
+        for number, answered in enumerate(answer_messages or [[]], 1)
+    ]
+
+
+openai_chat = by_line(openai_conversations)
 
 
 def _system(body: Json) -> list[Json]:
     """Take the system prompt that is beside the messages: text, blocks, or Gemini's object
     of parts."""
-    key = next(
-        (key for key in SYSTEM if isinstance(body.get(key), str | list | dict) and body[key]), None
-    )
+    key = next((each for each in SYSTEM if body.get(each) and which(body, [each], PROMPT)), None)
     if key is None:
         return []
     value = body.pop(key)
-    if isinstance(value, dict):
-        return [{**value, "role": "system"}]
-    return [{"role": "system", "content": value}]
+    fields = value if isinstance(value, dict) else {"content": value}
+    return [{**fields, "role": "system"}]
 
 
 def _answers(
@@ -119,20 +110,14 @@ def _answers(
 ) -> list[tuple[Json, Mapping[str, Any]]]:
     """The answers beside the messages, each with what says how its call ended. They stay among
     the columns too."""
-    if (
-        listed
-        and isinstance(listed[-1], Mapping)
-        and listed[-1].get("role") in ("assistant", "model")
-    ):
-        return []
-    return list(answers_of(_holder(columns)))
+    is_answered = listed and mapping(listed[-1]).get("role") in ("assistant", "model")
+    return [] if is_answered else list(answers_of(_holder(columns)))
 
 
 def _holder(columns: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return what holds an API's answer: the log line, its `response`, or that one's `body`."""
     response = columns.get("response")
-    inner = response.get("body") if isinstance(response, Mapping) else None
-    held = (columns, response, inner)
+    held = (columns, response, mapping(response).get("body"))
     return next((each for each in held if next(answers_of(each), None) is not None), None)
 
 
@@ -155,39 +140,32 @@ def _weighed(message: Json, report: ImportReport, place: str, *about: Mapping[st
 
 def atif(path: Path, report: ImportReport) -> Iterator[Trace]:
     """One trajectory a line, or a file that is one (`trajectory.json`); Harbor's `result.json`
-    beside it has the rewards. Traces are imported unchanged."""
-    rewards = (
-        _harbor_rewards(path.with_name("result.json")) if path.name == "trajectory.json" else {}
-    )
-    for place, data in objects(path, report):
+    beside it has the rewards. Traces come out as they are."""
+    rewards = _harbor_rewards(path) if path.name == "trajectory.json" else {}
 
-        def make(place: str = place, data: Json = data) -> list[Trace]:
-            if isinstance(data.get("steps"), list):
-                report.expect(place, data["steps"])
-            trace = parse_trace(data)
-            if rewards:
-                trace.note(rewards=rewards)
-            return [trace]
+    def trajectory(data: Json, place: str, report: ImportReport) -> list[Trace]:
+        if isinstance(data.get("steps"), list):
+            report.expect(place, data["steps"])
+        trace = parse_trace(data)
+        if rewards:
+            trace.note(rewards=rewards)
+        return [trace]
 
-        yield from made(report, place, make)
+    return by_line(trajectory)(path, report)
 
 
 def _harbor_rewards(path: Path) -> Json:
+    path = path.with_name("result.json")
     result = whole_json(path) if path.is_file() else None
-    verified = result.get("verifier_result") if isinstance(result, dict) else None
-    rewards = verified.get("rewards") if isinstance(verified, dict) else None
-    return _rewards(rewards if isinstance(rewards, dict) else {})
+    return _rewards(mapping(mapping(mapping(result).get("verifier_result")).get("rewards")))
 
 
 def _rewards(values: Mapping[str, Any]) -> Json:
     """Rewards of numbers, or of objects with `score` and `weight`. Others are not rewards."""
     made: Json = {}
     for name, value in values.items():
-        score, weight = (
-            (value.get("score"), value.get("weight", 1.0))
-            if isinstance(value, Mapping)
-            else (value, 1.0)
-        )
+        score = mapping(value).get("score", value)
+        weight = mapping(value).get("weight", 1.0)
         if isinstance(score, int | float) and isinstance(weight, int | float):
             made[name] = {"score": float(score), "weight": float(weight)}
     return made
@@ -196,103 +174,84 @@ def _rewards(values: Mapping[str, Any]) -> Json:
 # ---------------------------------------------------------------------- ART
 
 
-def art(path: Path, report: ImportReport) -> Iterator[Trace]:
-    """ART's trajectories, or groups of them, one a line. A Choice was sampled; other assistant
-    messages were not."""
-    for place, row in objects(path, report):
-
-        def make(place: str = place, row: Json = row) -> list[Trace]:
-            listed = row.get("trajectories")
-            if not isinstance(listed, list):
-                return _art_traces(row, place, None, report, place)
-            if not listed:
-                raise TraceError("a group without trajectories")
-            rest = without(row, "trajectories")
-            return [
-                trace
-                for number, entry in enumerate(listed)
-                for trace in _art_traces(
-                    entry, f"{place}#{number}", place, report, place, group=rest or None
-                )
-            ]
-
-        yield from made(report, place, make)
+def art_trajectories(row: Json, place: str, report: ImportReport) -> list[Trace]:
+    """ART's trajectories, or groups of them. A Choice was sampled; other assistant messages were
+    not."""
+    listed = row.get("trajectories")
+    if not isinstance(listed, list):
+        return _art_traces(row, place, None, report, place)
+    if not listed:
+        raise TraceError("a group without trajectories")
+    rest = without(row, "trajectories") or None
+    traces: list[Trace] = []
+    for number, entry in enumerate(listed):
+        traces += _art_traces(entry, f"{place}#{number}", place, report, place, group=rest)
+    return traces
 
 
+art = by_line(art_trajectories)
 _ART_LISTS = ("messages_and_choices", "messages")
 _ART = ("messages_and_choices", "tools", "reward", "final_policy_version", "metrics", "metadata")
-
-
-def _art_list(entry: Any) -> list[Any]:
-    listed = (
-        entry.get("messages_and_choices", entry.get("messages"))
-        if isinstance(entry, Mapping)
-        else None
-    )
-    if not isinstance(listed, list):
-        raise TraceError("no list 'messages_and_choices'")
-    return listed
 
 
 def _art_traces(
     entry: Any, name: str, group_id: str | None, report: ImportReport, expect: str, **extra: Any
 ) -> list[Trace]:
     """A trajectory, and each of its `additional_histories`, which have its reward."""
-    histories = entry.get("additional_histories") if isinstance(entry, Mapping) else None
+    histories = mapping(entry).get("additional_histories")
     if not isinstance(histories, list) or not histories:
-        return [_art_trace(entry, name, group_id, report, expect, **extra)]
+        return [_art_trace(entry, name, name, group_id, report, expect, **extra)]
     main = without(entry, "additional_histories")
     shared = without(main, *_ART_LISTS, "tools")
-    traces = [_art_trace(main, name, group_id, report, expect, **extra)]
+    traces = [_art_trace(main, name, name, group_id, report, expect, **extra)]
     for number, history in enumerate(histories, 1):
         if not isinstance(history, Mapping):
-            raise TraceError("an additional history that is not an object")
-        trace = _art_trace({**shared, **history}, name, group_id, report, expect, **extra)
-        trace.trajectory_id = f"{name}+{number}"
-        traces.append(trace)
+            raise TraceError("an additional history that is no object")
+        whole = {**shared, **history}
+        own_name = f"{name}+{number}"
+        traces.append(_art_trace(whole, name, own_name, group_id, report, expect, **extra))
     return traces
 
 
 def _art_trace(
-    entry: Mapping[str, Any],
+    entry: Any,
+    session: str,
     name: str,
     group_id: str | None,
     report: ImportReport,
     expect: str,
     **extra: Any,
 ) -> Trace:
-    listed = _art_list(entry)
+    listed = mapping(entry).get("messages_and_choices", mapping(entry).get("messages"))
+    if not isinstance(listed, list):
+        raise TraceError("no list 'messages_and_choices'")
     report.expect(expect, listed)
     messages: list[Json] = []
     for item in listed:
         if isinstance(item.get("message"), dict):  # a Choice
             rest = present(item, "message")
-            message = present(item["message"])
-            message.setdefault("content", None)
-            answers = [
-                add_step(each, extra={"choice": rest} if rest else {})
-                for each in converted(message)
-            ]
-            messages += [_weighed(each, report, name, item) for each in answers]
+            more = {"choice": rest} if rest else {}
+            message = {"content": None, **present(item["message"])}
+            answers = [add_step(each, extra=more) for each in converted(message)]
+            messages += [_weighed(each, report, session, item) for each in answers]
+            continue
+        made = converted(without(item, "trainable"))
+        if item.get("trainable"):
+            messages += [_weighed(message, report, session) for message in made]
         else:
-            trainable = item.get("trainable")
-            for message in converted(without(item, "trainable")):
-                messages.append(
-                    _weighed(message, report, name) if trainable else as_context(message)
-                )
-    reward = entry.get("reward")
-    used = (*_ART, "messages") if "messages_and_choices" not in entry else _ART
+            messages += map(as_context, made)
     return new_trace(
         linked(messages),
-        session_id=name,
+        session_id=session,
+        name=name,
         source="art",
         tools=tool_definitions(entry.get("tools")),
         group_id=group_id,
-        rewards={"reward": {"score": float(reward), "weight": 1.0}} if reward is not None else None,
+        rewards=one_reward(entry.get("reward")),
         policy_version=entry.get("final_policy_version"),
         metrics=entry.get("metrics") or None,
         metadata=entry.get("metadata") or None,
-        columns=present(entry, *used) or None,
+        columns=present(entry, *_ART, which(entry, _ART_LISTS) or "") or None,
         **extra,
     )
 
@@ -300,31 +259,25 @@ def _art_trace(
 # ---------------------------------------------------------------------- verifiers
 
 
-def verifiers(path: Path, report: ImportReport) -> Iterator[Trace]:
+def verifiers_traces(row: Json, place: str, report: ImportReport) -> list[Trace]:
     """verifiers' `traces.jsonl` (version 1: graphs of messages, one trace for each leaf), and
     rows of its evaluations with `prompt` and `completion`."""
-    for place, row in objects(path, report):
+    entries, rest = [row], dict[str, Any]()
+    if isinstance(row.get("traces"), list):
+        entries, rest = row["traces"], without(row, "traces")
+    traces: list[Trace] = []
+    for entry in entries:
+        if not isinstance(entry, Mapping):
+            raise TraceError("a trace that is no object")
+        traces += (_graph if "nodes" in entry else _evaluated)(entry, place, report)
+    if not traces:
+        raise TraceError("no messages")
+    for trace in traces:
+        trace.note(episode=rest or None)
+    return traces
 
-        def make(place: str = place, row: Json = row) -> list[Trace]:
-            listed = row.get("traces")
-            entries = listed if isinstance(listed, list) else [row]
-            rest = without(row, "traces") if isinstance(listed, list) else {}
-            traces: list[Trace] = []
-            for entry in entries:
-                if not isinstance(entry, Mapping):
-                    raise TraceError("a trace that is not an object")
-                traces += (
-                    _graph(entry, place, report)
-                    if "nodes" in entry
-                    else [_evaluated(entry, place, report)]
-                )
-            if not traces:
-                raise TraceError("no messages")
-            for trace in traces:
-                trace.note(episode=rest or None)
-            return traces
 
-        yield from made(report, place, make)
+verifiers = by_line(verifiers_traces)
 
 
 def _ended(entry: Mapping[str, Any]) -> Json:
@@ -337,7 +290,7 @@ def _ended(entry: Mapping[str, Any]) -> Json:
 _CUT_WORDS = ("trunc", "too_long", "timeout", "timed_out", "abort", "cancel", "error")
 
 
-def _evaluated(entry: Mapping[str, Any], place: str, report: ImportReport) -> Trace:
+def _evaluated(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[Trace]:
     prompt, completion = entry.get("prompt"), entry.get("completion")
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise TraceError("neither 'nodes' nor lists 'prompt' and 'completion'")
@@ -346,18 +299,18 @@ def _evaluated(entry: Mapping[str, Any], place: str, report: ImportReport) -> Tr
     answered = [_weighed(message, report, place) for message in chat_messages(completion)]
     if answered and answered[-1].get("role") == "assistant":
         answered[-1] = _weighed(answered[-1], report, place, _ended(entry))
-    reward, info = entry.get("reward"), entry.get("info")
-    rest = without(entry, "prompt", "completion", "reward")
-    return new_trace(
+    info = entry.get("info")
+    trace = new_trace(
         linked([*messages, *answered]),
-        session_id=f"{place}",
+        session_id=place,
         source="verifiers",
         tools=tool_definitions(info.get("oai_tools") if isinstance(info, dict) else None),
         task=entry.get("task"),
-        group_id=None if entry.get("example_id") is None else str(entry["example_id"]),
-        rewards={"reward": {"score": float(reward), "weight": 1.0}} if reward is not None else None,
-        columns=rest or None,
+        group_id=text_or_none(entry.get("example_id")),
+        rewards=one_reward(entry.get("reward")),
+        columns=without(entry, "prompt", "completion", "reward") or None,
     )
+    return [trace]
 
 
 def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[Trace]:
@@ -366,74 +319,65 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
         raise TraceError("'nodes' is not a list of objects")
     seen = report.expect(place, nodes)
     parents = {number: node.get("parent") for number, node in enumerate(nodes)}
-    whole = {
-        number: parent if _is_number(parent, nodes) else None for number, parent in parents.items()
-    }
+    whole = {number: _node_number(parent, nodes) for number, parent in parents.items()}
     forest = Forest(whole)
-    rewards = entry.get("rewards")
     name = str(entry.get("id") or place)
-    task = entry["task"] if isinstance(entry.get("task"), Mapping) else {}
-    used = ("nodes", "rewards", "tools")
-    rest = present(entry, *used)
-    scores = _rewards(rewards) if isinstance(rewards, Mapping) else {}
-    is_plain = isinstance(rewards, Mapping) and all(
-        not value
-        or (
-            name in scores
-            and (not isinstance(value, Mapping) or not set(value) - {"score", "weight"})
-        )
-        for name, value in rewards.items()
+    task, scores, ended = (
+        mapping(entry.get("task")),
+        _rewards(mapping(entry.get("rewards"))),
+        _ended(entry),
     )
-    if rewards and not is_plain:
-        rest["rewards"] = rewards
+    rest = present(entry, "nodes", "rewards", "tools") | _unread_rewards(
+        entry.get("rewards"), scores
+    )
+    listed = entry.get("tools") or []
     claimed: set[int] = set()
     traces: list[Trace] = []
     for path in forest.branches():
-        lost = next(
-            (parents[at] for at in path if parents[at] is not None and whole[at] is None), None
-        )
+        broken = [parents[at] for at in path if parents[at] is not None and whole[at] is None]
         if path[0] in forest.circles:
-            lost = parents[path[0]]
+            broken = [parents[path[0]]]
+        lost = "its history is not whole: a parent is missing, or in a circle" if broken else None
         messages = _graph_messages(nodes, path, claimed)
         claimed |= set(path)
-        ended = _ended(entry)
         if messages[-1].get("role") == "assistant" and any(ended.values()):
             messages[-1] = add_step(messages[-1], extra={"ended": ended})
-        listed = entry.get("tools") or []
-        node_tools = nodes[path[0]].get("tools")
+        tools = nodes[path[0]].get("tools") or listed
+        columns = rest | ({"tools": listed} if listed and tools != listed else {})
         trace = new_trace(
             linked(messages),
-            session_id=name if not traces else f"{name}#{len(traces) + 1}",
+            session_id=name,
+            name=numbered(name, len(traces) + 1),
             source="verifiers",
             source_id=name,
-            tools=tool_definitions(node_tools or listed or None),
+            tools=tool_definitions(tools or None),
             task=task.get("key"),
             group_id=task.get("hash"),
             rewards=scores or None,
-            columns={
-                **rest,
-                **({"tools": listed} if node_tools and listed and node_tools != listed else {}),
-            }
-            or None,
-            untrainable=None
-            if lost is None
-            else "its history is not whole: a parent is missing, or in a circle",
+            columns=columns or None,
+            untrainable=lost,
         )
-        trace.session_id = name
         traces.append(trace)
         if lost is not None:
-            report.remark(place, f"{trace.get('untrainable')}; nothing of its trace is trained on")
+            report.remark(place, f"{lost}; nothing of its trace is trained on")
     for at in range(len(nodes)) if forest.beyond else ():
         if at not in claimed:
             report.leave(place, seen + at, "a branch of a graph with too many branches")
     return traces
 
 
-def _is_number(parent: Any, nodes: Sequence[Any]) -> bool:
-    return isinstance(parent, int) and not isinstance(parent, bool) and 0 <= parent < len(nodes)
+def _unread_rewards(rewards: Any, scores: Json) -> Json:
+    """Rewards that hold more than scores and weights, as a column."""
+    is_plain = isinstance(rewards, Mapping) and all(
+        not value or (name in scores and not set(mapping(value)) - {"score", "weight"})
+        for name, value in rewards.items()
+    )
+    return {"rewards": rewards} if rewards and not is_plain else {}
 
 
-_TOKENS = ("token_ids", "mask", "logprobs")
+def _node_number(parent: Any, nodes: Sequence[Any]) -> int | None:
+    is_one = isinstance(parent, int) and not isinstance(parent, bool) and 0 <= parent < len(nodes)
+    return parent if is_one else None
 
 
 def _graph_messages(
@@ -444,10 +388,8 @@ def _graph_messages(
     before: list[int] = []
     for index in path:
         node = nodes[index]
-        ids, mask = node.get("token_ids") or [], node.get("mask") or []
-        message = present(node["message"])
-        kept: Json = present(node, "message")
-        if _is_number(kept.get("parent"), nodes):
+        message, kept = present(node["message"]), present(node, "message")
+        if _node_number(kept.get("parent"), nodes) is not None:
             del kept["parent"]
         if index == path[0]:
             kept.pop("tools", None)
@@ -455,35 +397,42 @@ def _graph_messages(
             del kept["sampled"]
         step: Json = {}
         if message.get("role") == "assistant":
-            message.setdefault("content", None)
-            if (state := message.pop("provider_state", None)) is not None:
-                kept["provider_state"] = state
-            if message.get("tool_calls"):
-                message["tool_calls"] = [_function_call(call) for call in message["tool_calls"]]
-            if not node.get("sampled") or index in claimed:
-                step["is_copied_context"] = True
-            elif True in mask and len(mask) == len(ids):
-                first, sampled = mask.index(True), sum(mask)
-                metrics = {
-                    "prompt_token_ids": before + ids[:first],
-                    "completion_token_ids": ids[first : first + sampled],
-                    "logprobs": node.get("logprobs") or [],
-                }
-                step |= {"metrics": metrics, "llm_call_count": 1}
-                kept = without(kept, *_TOKENS)
-        before = before + ids
+            step = _take_answer(
+                message, kept, before, is_new=index not in claimed and node.get("sampled")
+            )
+        before = before + (node.get("token_ids") or [])
         parts = converted(message)
-        position = next(
-            (n for n, each in enumerate(parts) if each.get("role") == message.get("role")), 0
-        )
-        parts[position] = add_step(parts[position], extra={"node": kept} if kept else {}, **step)
-        is_answer = parts[position].get("role") == "assistant" and "metrics" not in step
-        reason = not_sampled(message, node) if is_answer else None
-        messages += [
-            marked(each, reason) if reason and n == position else each
-            for n, each in enumerate(parts)
-        ]
+        roles = [each.get("role") for each in parts]
+        at = roles.index(message.get("role")) if message.get("role") in roles else 0
+        parts[at] = add_step(parts[at], extra={"node": kept} if kept else {}, **step)
+        is_answer = roles[at] == "assistant" and "metrics" not in step
+        if is_answer and (reason := not_sampled(message, node)):
+            parts[at] = marked(parts[at], reason)
+        messages += parts
     return messages
+
+
+def _take_answer(message: Json, node: Json, before: list[int], *, is_new: Any) -> Json:
+    """Give an answer OpenAI's form; return the fields of its step. What they hold, `node` loses."""
+    message.setdefault("content", None)
+    if (state := message.pop("provider_state", None)) is not None:
+        node["provider_state"] = state
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_function_call(call) for call in message["tool_calls"]]
+    if not is_new:
+        return {"is_copied_context": True}
+    ids, mask = node.get("token_ids") or [], node.get("mask") or []
+    if True not in mask or len(mask) != len(ids):
+        return {}
+    first, sampled = mask.index(True), sum(mask)
+    metrics = {
+        "prompt_token_ids": before + ids[:first],
+        "completion_token_ids": ids[first : first + sampled],
+        "logprobs": node.get("logprobs") or [],
+    }
+    for name in ("token_ids", "mask", "logprobs"):
+        node.pop(name, None)
+    return {"metrics": metrics, "llm_call_count": 1}
 
 
 def _function_call(call: Any) -> Any:

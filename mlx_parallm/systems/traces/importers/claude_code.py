@@ -9,23 +9,25 @@ whole has `extra.untrainable`, which says why; `build` leaves it out.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.systems.traces.importers.dialects import converted, joined, linked
 from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_sampled
 from mlx_parallm.systems.traces.importers.links import Forest
-from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
+from mlx_parallm.systems.traces.importers.report import ImportReport, made, objects
 from mlx_parallm.systems.traces.importers.sessions import owned_answers
-from mlx_parallm.systems.traces.schema import Json, add_step, as_context, without
+from mlx_parallm.systems.traces.schema import Json, add_step, as_context, mapping, without
 from mlx_parallm.systems.traces.session import text_digest
-from mlx_parallm.systems.traces.trace import Trace, new_trace
+from mlx_parallm.systems.traces.trace import Trace, new_trace, numbered
 
-TWICE = "a line whose uuid is twice in the log"
-TWICE_OTHERWISE = "a line whose uuid is twice in the log, with other content"
-BLOCK_TWICE = "a block of an answer that is twice in the log"
+TWICE = "a line whose uuid stands in the log twice"
+TWICE_OTHERWISE = "a line whose uuid stands in the log twice, with other content"
+BLOCK_TWICE = "a block of an answer that stands in the log twice"
+MOVED = "its history is not known: a message before it stands in the log twice, at different places"
 REPEATED = {"toolUseResult": "field 'toolUseResult': the block of the result holds it"}
 
 
@@ -61,18 +63,16 @@ class _ClaudeLog:
         self.begins: set[str] = set()  # uuids of lines after which the model had a new prompt
         self.doubted: set[str] = set()  # uuids that are at two places
         self._first: dict[str, Json] = {}  # uuid → its first line
-        self._answers: dict[
-            tuple[str, str | None], str
-        ] = {}  # id of an answer and what a line of it follows → its node
+        # id of an answer and what a line of it follows → its node
+        self._answers: dict[tuple[str, str | None], str] = {}
         self._results: dict[str, str] = {}  # parent → the node of its results
 
     def read(self, place: str, line: Json) -> None:
         kind, message, uuid = line.get("type"), line.get("message"), line.get("uuid")
         parent = line.get("parentUuid") if isinstance(line.get("parentUuid"), str) else None
-        queued = line.get("attachment") if kind == "attachment" else None
-        # what the user wrote meanwhile
-        if isinstance(queued, dict) and isinstance(queued.get("prompt"), str):
-            kind, message = "user", {"role": "user", "content": queued["prompt"]}
+        queued = mapping(line.get("attachment")).get("prompt")
+        if kind == "attachment" and isinstance(queued, str):  # what the user wrote meanwhile
+            kind, message = "user", {"role": "user", "content": queued}
             line = {**line, "type": kind, "message": message}
         if kind not in ("user", "assistant"):
             if isinstance(uuid, str) and uuid not in self.links and uuid not in self.holder:
@@ -86,14 +86,12 @@ class _ClaudeLog:
         else:
             self.report.expect(place, [message])
             content = message.get("content")
-            is_text = isinstance(content, str)
-            if not is_text and content is not None and not isinstance(content, list):
+            if isinstance(content, str):
+                content = [{"type": "text", "text": content}]
+            if isinstance(content, list | None):
+                self._add(place, line, uuid, parent, list(content or ()))
+            else:
                 self.report.skip(place, "a message whose content is neither text nor a list")
-                return
-            blocks: list[Any] = (
-                [{"type": "text", "text": content}] if is_text else list(content or ())
-            )
-            self._add(place, line, uuid, parent, blocks)
 
     def _add(
         self, place: str, line: Json, uuid: str, parent: str | None, blocks: list[Any]
@@ -104,12 +102,8 @@ class _ClaudeLog:
         self.links.pop(uuid, None)
         self._first[uuid] = line
         before = self.resolved(parent) or parent
-        answer = (
-            str(line["message"]["id"])
-            if line["type"] == "assistant" and line["message"].get("id")
-            else None
-        )
-        if answer is not None and (answer, before) in self._answers:
+        answer = str(line["message"].get("id") or "") if line["type"] == "assistant" else ""
+        if answer and (answer, before) in self._answers:
             self._join(place, line, uuid, self._answers[answer, before], blocks)
             return
         results = _result_ids(blocks) if line["type"] == "user" else set()
@@ -124,7 +118,7 @@ class _ClaudeLog:
             parent, line["type"], [(place, line)], blocks, parent in self.doubted
         )
         self.holder[uuid] = uuid
-        if answer is not None:
+        if answer:
             self._answers.setdefault((answer, before), uuid)
             self._answers[answer, uuid] = uuid
 
@@ -178,12 +172,7 @@ class _ClaudeLog:
         gets shorter."""
         seen: list[str] = []
         at = uuid
-        while (
-            at is not None
-            and at in self.links
-            and self.links[at] is not None
-            and at not in self.holder
-        ):
+        while at is not None and self.links.get(at) is not None and at not in self.holder:
             if len(seen) > len(self.links):  # a circle
                 return at
             seen.append(at)
@@ -207,38 +196,24 @@ def _as_text(block: Any) -> str:
 
 
 def _result_ids(blocks: Sequence[Any]) -> set[str]:
-    return {
-        str(b.get("tool_use_id"))
-        for b in blocks
-        if isinstance(b, Mapping) and b.get("type") == "tool_result"
-    }
+    results = (b for b in blocks if mapping(b).get("type") == "tool_result")
+    return {str(block.get("tool_use_id")) for block in results}
 
 
 def _claude_traces(log: _ClaudeLog, path: Path, report: ImportReport) -> Iterator[Trace]:
     nodes = log.nodes
     forest = Forest({name: log.before(node) for name, node in nodes.items()})
     claimed: set[str] = set()
-    number = 0
-    for way in forest.branches():
+    for number, way in enumerate(forest.branches(), 1):
         session = str(nodes[way[-1]].line.get("sessionId") or path.stem)
-        number += 1
-        try:
-            trace, sampled = _claude_trace(log, forest, way, claimed, session, report)
-        except SHAPES as error:
-            for name in way:
-                for place, _ in nodes[name].lines if name not in claimed else ():
-                    report.skip(place, shape_of(error))
-            continue
-        trace.trajectory_id = session if number == 1 else f"{session}#{number}"
-        for name in way:
-            for place, line in nodes[name].lines if name not in claimed else ():
-                report.carry(place)
+        lines = [each for name in way if name not in claimed for each in nodes[name].lines]
+        make = partial(_claude_trace, log, forest, way, claimed, session, number)
+        for trace in made(report, [place for place, _ in lines], make):
+            for place, line in lines:
                 for key in REPEATED.keys() & line.keys():
                     report.drop(place, REPEATED[key], line[key])
-        claimed |= set(way)
-        report.traces += 1
-        report.sampled |= owned_answers(trace, sampled)
-        yield trace
+            claimed |= set(way)
+            yield trace
     for name in nodes.keys() - claimed if forest.beyond else ():
         for place, _ in nodes[name].lines:
             report.skip(place, "a branch of a log with too many branches")
@@ -263,10 +238,11 @@ def _claude_trace(
     way: Sequence[str],
     claimed: set[str],
     session: str,
-    report: ImportReport,
-) -> tuple[Trace, set[str]]:
-    """The trace of a branch, and the names of the answers that are sampled in it."""
-    nodes = [log.nodes[name] for name in way]
+    number: int,
+) -> list[Trace]:
+    """The trace of a branch, the `number`th of the log. The report gets the names of the answers
+    that are sampled in it."""
+    report, nodes = log.report, [log.nodes[name] for name in way]
     messages: list[Json] = []
     sampled: set[str] = set()
     for name, node in zip(way, nodes, strict=True):
@@ -280,28 +256,35 @@ def _claude_trace(
     elif log.leads_nowhere(nodes[0].parent):
         lost = "its history is not whole: the log does not hold the message before its first one"
     elif any(node.is_doubtful for node in nodes):
-        lost = (
-            "its history is not known: a message before it is twice in the log, at different places"
-        )
+        lost = MOVED
     if lost is not None:
         report.remark(nodes[0].lines[0][0], f"{lost}; nothing of the trace is trained on")
     about = nodes[0].line
     models = (node.line["message"].get("model") for node in nodes)
-    model = next(
-        (name for name in models if isinstance(name, str) and not name.startswith("<")), None
-    )
+    named = (name for name in models if isinstance(name, str) and not name.startswith("<"))
     trace = new_trace(
         linked(messages),
         session_id=session,
+        name=numbered(session, number),
         source="claude-code",
         source_id=session,
-        model=model,
+        model=next(named, None),
         agent="claude-code",
         version=str(about.get("version") or "unknown"),
-        sidechain=True if _is_side(nodes[-1]) else None,
+        sidechain=_is_side(nodes[-1]) or None,
         untrainable=lost,
     )
-    return trace, sampled
+    report.sampled |= owned_answers(trace, sampled)
+    return [trace]
+
+
+def _rest(placed: tuple[str, Json]) -> Json:
+    """Return the fields of a line beside its content."""
+    _, line = placed
+    message = without(line["message"], "content")
+    if message.get("role") == line["type"]:
+        del message["role"]
+    return without(line, "message", *REPEATED) | ({"message": message} if message else {})
 
 
 def _claude_messages(
@@ -310,30 +293,17 @@ def _claude_messages(
     """The messages of a node; what its lines hold beside their content is in the step of the
     first one."""
     place, line = node.lines[0]
-    kept = []
-    for _, each in node.lines:
-        rest = without(each, "message", *REPEATED)
-        message = without(each["message"], "content")
-        if message.get("role") == node.role:
-            del message["role"]
-        kept.append(rest | ({"message": message} if message else {}))
-    content = node.blocks
-    made = converted({"role": node.role, "content": content if content else ""})
-    made = [
-        {**m, "content": joined(m["content"])} if isinstance(m.get("content"), list) else m
-        for m in made
-    ]
-    timestamp = {"timestamp": line["timestamp"]} if isinstance(line.get("timestamp"), str) else {}
-    if (
-        node.role == "user"
-        and len(made) > 1
-        and not made[-1].get("content")
-        and made[-1]["role"] == "user"
-    ):
-        del made[-1]
-    made[0] = add_step(made[0], extra={"lines": kept})
+    parts = converted({"role": node.role, "content": node.blocks or ""})
+    for message in parts:
+        if isinstance(message.get("content"), list):
+            message["content"] = joined(message["content"])
+    timestamp = {key: line[key] for key in ("timestamp",) if isinstance(line.get(key), str)}
+    last = parts[-1]
+    if len(parts) > 1 and node.role == last["role"] == "user" and not last.get("content"):
+        del parts[-1]
+    parts[0] = add_step(parts[0], extra={"lines": list(map(_rest, node.lines))})
     answers = []
-    for message in made:
+    for message in parts:
         if message["role"] != "tool":
             message = add_step(message, **timestamp)
         if message["role"] == "assistant":

@@ -11,6 +11,7 @@ whole has `extra.untrainable`, which says why; `build` leaves it out.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,36 @@ from mlx_parallm.systems.traces.importers.endings import (
     marked,
     not_sampled,
 )
-from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
+from mlx_parallm.systems.traces.importers.report import (
+    SHAPES,
+    ImportReport,
+    made,
+    objects,
+    shape_of,
+)
 from mlx_parallm.systems.traces.importers.sessions import owned_answers
-from mlx_parallm.systems.traces.schema import Json, add_step, as_context, text_of, without
-from mlx_parallm.systems.traces.session import chained_key, compared_text, text_digest
-from mlx_parallm.systems.traces.trace import Trace, new_trace
+from mlx_parallm.systems.traces.schema import (
+    Json,
+    add_step,
+    as_context,
+    chat_call,
+    mapping,
+    present,
+    text_of,
+    which,
+    without,
+)
+from mlx_parallm.systems.traces.session import next_key
+from mlx_parallm.systems.traces.trace import Trace, new_trace, numbered
 
 SILENT = ("ghost_snapshot",)  # items that the model does not see
 CLIENT_CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 """Calls that Codex itself makes: others that have no `call_id` are the API's own."""
+PLAIN_THOUGHTS = ("summary_text", "reasoning_text", "text")
+ARGUMENTS = ("arguments", "input", "action")
 OUTPUTS = ("output", "outputs", "results", "result", "tools")
-REPEATED = "an item that is twice in the log"
+RESULT_TWICE = "a result that stands in the log twice"
+REPEATED = "an item that stands in the log twice"
 ENCRYPTED = "its history is not whole: a compaction that is encrypted, or has no text"
 
 
@@ -79,9 +99,8 @@ def codex(path: Path, report: ImportReport) -> Iterator[Trace]:
             _compact(log, line, place, report)
         elif kind != "response_item":
             _take_event(log, payload, place, report)
-            report.skip(
-                place, f"lines of type {kind!r}: the response items hold what was said"[:100]
-            )
+            reason = f"lines of type {kind!r}: the response items hold what was said"
+            report.skip(place, reason[:100])
         else:
             report.expect(place, [payload])
             rest = without(line, "payload", "type")
@@ -136,8 +155,9 @@ def _take_about(log: ItemLog, kind: str, payload: Json) -> None:
     log.session = str(payload.get("id") or log.session)
     log.version = str(payload.get("cli_version") or log.version)
     base = payload.get("base_instructions")
-    text = base.get("text") if isinstance(base, dict) else payload.get("instructions")
-    log.instructions = text if isinstance(text, str) else None
+    if not isinstance(base, dict):
+        base = {"text": payload.get("instructions")}
+    log.instructions = base["text"] if which(base, ["text"], str) else None
 
 
 def _is_subagent(meta: Json) -> bool:
@@ -194,13 +214,10 @@ def take_item(log: ItemLog, item: Any, place: str, report: ImportReport, rest: J
             report.skip(place, "reasoning that is encrypted")
             return
     elif isinstance(kind, str) and kind.endswith("_output"):
-        key = next((key for key in OUTPUTS if key in item), "output")
+        key = which(item, OUTPUTS) or "output"
         if call_id and call_id in log.answered:
             same = log.answered[call_id] == item.get(key)
-            report.skip(
-                place,
-                "a result that is twice in the log" + ("" if same else ", with other content"),
-            )
+            report.skip(place, RESULT_TWICE if same else f"{RESULT_TWICE}, with other content")
             return
         log.answered[call_id] = item.get(key)
         log.messages.append(_output(item, call_id, rest, key))
@@ -211,11 +228,10 @@ def take_item(log: ItemLog, item: Any, place: str, report: ImportReport, rest: J
             _codex_call(item, kind, call_id, rest)
         )
     else:
-        report.skip(place, f"response items of type {kind!r} are not known"[:100])
+        reason = f"response items of type {kind!r} are not known"
+        report.skip(place, reason[:100])
         if kind not in SILENT:
-            log.untrainable = (
-                f"its history is not whole: response items of type {kind!r} are not known"[:100]
-            )
+            log.untrainable = f"its history is not whole: {reason}"[:100]
         return
     log.places.append(place)
 
@@ -224,9 +240,8 @@ def _take_message(log: ItemLog, item: Json, rest: Json) -> None:
     kept = rest | without(item, "type", "role", "content")
     if not isinstance(item.get("content"), str | list | None):
         raise TraceError("a message whose content is neither text nor a list")
-    made = converted({"role": item["role"], "content": item.get("content")})
-    message = made[0]
-    if len(made) > 1 or message["role"] != item["role"] or message.keys() - {"role", "content"}:
+    message, *more = converted({"role": item["role"], "content": item.get("content")})
+    if more or message["role"] != item["role"] or message.keys() - {"role", "content"}:
         raise TraceError("a message that holds calls, results or thoughts")
     if message["content"] is None:
         message["content"] = ""
@@ -257,17 +272,13 @@ def _take_reasoning(log: ItemLog, item: Json, rest: Json) -> bool:
     if key is None:
         return False
     kept = rest | without(item, "type", key)
-    texts = (
-        [text_of([part]) for part in item[key]]
-        if isinstance(item[key], list)
-        else [text_of(item[key])]
-    )
+    parts = item[key] if isinstance(item[key], list) else [item[key]]
     answer = _open_answer(log)
-    answer["reasoning_content"] = answer.get("reasoning_content", "") + "\n".join(texts)
-    plain = ("summary_text", "reasoning_text", "text")
+    answer["reasoning_content"] = answer.get("reasoning_content", "") + "\n".join(
+        text_of([part]) for part in parts
+    )
     if any(
-        not isinstance(p, dict) or set(p) - {"type", "text"} or p.get("type") not in plain
-        for p in item[key]
+        mapping(p).get("type") not in PLAIN_THOUGHTS or set(p) - {"type", "text"} for p in parts
     ):
         kept[key] = item[key]
     _note(log, kept)
@@ -275,17 +286,13 @@ def _take_reasoning(log: ItemLog, item: Json, rest: Json) -> bool:
 
 
 def _codex_call(item: Json, kind: str, call_id: str, rest: Json) -> Json:
-    key = next((key for key in ("arguments", "input", "action") if key in item), None)
-    raw = item.get(key) if key is not None else None
-    others = without(item, "type", "name", "call_id", key)
-    if key == "arguments" and isinstance(raw, str):
-        arguments = raw
-    else:
-        value = raw if isinstance(raw, dict) else {} if raw is None else {"input": raw}
-        arguments = json.dumps(value, ensure_ascii=False)
-    function = {"name": str(item.get("name") or kind.removesuffix("_call")), "arguments": arguments}
-    call: Json = {"id": call_id, "type": "function", "function": function}
-    return call | ({"rest": rest | others} if rest | others else {})
+    key = which(item, ARGUMENTS) or ""
+    arguments = item.get(key)
+    if key != "arguments" or not isinstance(arguments, str):
+        arguments = arguments if isinstance(arguments, dict) else present({"input": arguments})
+    call = chat_call(call_id, str(item.get("name") or kind.removesuffix("_call")), arguments)
+    others = rest | without(item, "type", "name", "call_id", key)
+    return call | ({"rest": others} if others else {})
 
 
 def _is_own(item: Json, kind: str) -> bool:
@@ -296,9 +303,9 @@ def _is_own(item: Json, kind: str) -> bool:
 def _take_own_call(log: ItemLog, item: Json, kind: str, call_id: str, rest: Json) -> None:
     """Add a call that the API made, and its result, where the item holds one: other items of its
     answer follow as another answer."""
-    key = next((key for key in (*OUTPUTS, "error") if item.get(key) is not None), None)
-    plain = ("type", "name", "id", "status", "action", "arguments", "input", *OUTPUTS, "error")
-    if not any(name in item for name in ("arguments", "input", "action")):
+    key = which(present(item), (*OUTPUTS, "error"))
+    plain = ("type", "name", "id", "status", *ARGUMENTS, *OUTPUTS, "error")
+    if which(item, ARGUMENTS) is None:
         item = {**item, "arguments": without(item, *plain)}
     call = _codex_call(without(item, key), kind, call_id, rest)
     call["rest"] = {**call.get("rest", {}), "kind": kind}
@@ -316,12 +323,13 @@ def _take_own_call(log: ItemLog, item: Json, kind: str, call_id: str, rest: Json
 
 def _logs(outputs: Any) -> Any:
     """Text of what code has printed, where that is all its output."""
-    if isinstance(outputs, list) and all(
-        isinstance(each, dict) and each.get("type") == "logs" and isinstance(each.get("logs"), str)
-        for each in outputs
-    ):
-        return "\n".join(each["logs"] for each in outputs)
-    return outputs
+    if not isinstance(outputs, list):
+        return outputs
+    logs: list[Any] = [
+        mapping(each).get("logs") for each in outputs if mapping(each).get("type") == "logs"
+    ]
+    is_all = len(logs) == len(outputs) and all(isinstance(text, str) for text in logs)
+    return "\n".join(logs) if is_all else outputs
 
 
 def _output(item: Json, call_id: str, rest: Json, key: str) -> Json:
@@ -354,48 +362,41 @@ def _note(log: ItemLog, kept: Json) -> None:
         log.messages[-1] = add_step(log.messages[-1], extra={"lines": [*before, kept]})
 
 
-def _codex_trace(log: ItemLog, number: int, report: ImportReport) -> Iterator[Trace]:
-    places = list(log.places)
+def _codex_trace(log: ItemLog, number: int, report: ImportReport) -> list[Trace]:
+    return made(report, list(log.places), partial(_traces_of, log, number, report))
+
+
+def _traces_of(log: ItemLog, number: int, report: ImportReport) -> list[Trace]:
     if not any(message["role"] == "assistant" for message in log.messages):
-        for place in places:
-            report.skip(place, "no answer follows it")
-        return
+        raise TraceError("no answer follows it")
     opening = [{"role": "system", "content": log.instructions}] if log.instructions else []
     messages, sampled = _learned_once(log.messages, report)
-    try:
-        trace = new_trace(
-            [*opening, *messages],
-            session_id=log.session,
-            source="codex",
-            source_id=log.session,
-            model=log.model,
-            agent="codex",
-            version=log.version,
-            log=log.about or None,
-            sidechain=log.is_side or None,
-            untrainable=log.untrainable,
-        )
-    except SHAPES as error:
-        for place in places:
-            report.skip(place, shape_of(error))
-        return
-    trace.trajectory_id = log.session if number == 1 else f"{log.session}#{number}"
-    for place in places:
-        report.carry(place)
-    report.traces += 1
+    trace = new_trace(
+        [*opening, *messages],
+        session_id=log.session,
+        name=numbered(log.session, number),
+        source="codex",
+        source_id=log.session,
+        model=log.model,
+        agent="codex",
+        version=log.version,
+        log=log.about or None,
+        sidechain=log.is_side or None,
+        untrainable=log.untrainable,
+    )
     report.sampled |= owned_answers(trace, sampled)
-    yield trace
+    return [trace]
 
 
 def _learned_once(messages: Sequence[Json], report: ImportReport) -> tuple[list[Json], set[str]]:
     """Mark answers that an earlier file holds after the same messages: a fork, or a session that
     was resumed, repeats them. Return the messages, and the names of all answers."""
-    chain, made, names = "codex", list[Json](), set[str]()
+    chain, learned, names = "codex", list[Json](), set[str]()
     for message in messages:
-        chain = chained_key(chain, text_digest(compared_text(message)))
+        chain = next_key(chain, message)
         if message["role"] == "assistant":
             names.add(chain)
             if chain in report.sampled and message.get("step", {}).get("llm_call_count") != 0:
                 message = as_context(message)
-        made.append(message)
-    return made, names
+        learned.append(message)
+    return learned, names

@@ -24,9 +24,13 @@ from mlx_parallm.systems.traces.importers.endings import is_own_call
 from mlx_parallm.systems.traces.schema import (
     Json,
     add_step,
+    chat_call,
     foreign_message,
+    mapping,
     parse_json,
     present,
+    text_or_none,
+    which,
     without,
 )
 
@@ -69,24 +73,18 @@ def linked(messages: Sequence[Json]) -> list[Json]:
         if calls := kept.get("tool_calls") if kept.get("role") == "assistant" else None:
             named = []
             for at, call in enumerate(calls):
-                is_call = isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
-                made_id = (
-                    {"id": f"call_{number}_{at}"}
-                    if is_call and "id" in call and call["id"] is None
-                    else {}
-                )
-                named.append({**call, **made_id} if is_call else call)
-                if is_call and named[-1].get("id") is not None:
-                    waiting[str(named[-1]["id"])] = str(call["function"].get("name"))
+                if isinstance(mapping(call).get("function"), Mapping):
+                    if call.get("id", "") is None:
+                        call = {**call, "id": f"call_{number}_{at}"}
+                    if call.get("id") is not None:
+                        waiting[str(call["id"])] = str(call["function"].get("name"))
+                named.append(call)
             kept["tool_calls"] = named
         elif kept.get("role") == "tool":
             if "tool_call_id" in kept and kept["tool_call_id"] is None:
-                same = (
-                    call_id for call_id, name in waiting.items() if kept.get("name") in (None, name)
-                )
-                kept["tool_call_id"] = next(same, None)
-                if kept["tool_call_id"] is None:
-                    del kept["tool_call_id"]
+                del kept["tool_call_id"]
+                same = (each for each, name in waiting.items() if kept.get("name") in (None, name))
+                kept |= present({"tool_call_id": next(same, None)})
             waiting.pop(str(kept.get("tool_call_id")), None)
         made.append(kept)
     return made
@@ -106,10 +104,9 @@ def converted(message: Mapping[str, Any]) -> list[Json]:
     if "content" not in fields and isinstance(fields.get("parts"), list):
         fields["content"] = fields.pop("parts")
     role = fields.get("role")
+    wrong = f"a message has the role {role!r}: expected system, user, assistant or tool"[:150]
     if not isinstance(role, str):
-        raise TraceError(
-            f"a message has the role {role!r}: expected system, user, assistant or tool"[:150]
-        )
+        raise TraceError(wrong)
     role = role.lower()
     if role in CALLERS:
         return [_spoken_call(fields)]
@@ -121,17 +118,15 @@ def converted(message: Mapping[str, Any]) -> list[Json]:
     if not isinstance(content, list) or not any(map(_is_foreign, content)):
         return [fields]
     if role not in ROLE_OF:
-        raise TraceError(
-            f"a message has the role {role!r}: expected system, user, assistant or tool"[:150]
-        )
+        raise TraceError(wrong)
     return _split(fields, content)
 
 
 def _take_calls(fields: Json) -> None:
     """Give the older `function_call`, and calls that have the function's own fields, the form of
     `tool_calls`."""
-    call = fields.get("function_call")
-    if isinstance(call, Mapping) and _is_call(call) and not fields.get("tool_calls"):
+    call: Any = fields.get("function_call")
+    if _is_call(call) and not fields.get("tool_calls"):
         fields["tool_calls"] = [_without_no_id(_call(call))]
         del fields["function_call"]
     if isinstance(listed := fields.get("tool_calls"), list) and any(map(_is_flat, listed)):
@@ -151,12 +146,9 @@ def _spoken_call(fields: Json) -> Json:
     for call in listed if isinstance(listed, list) else [listed]:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
             raise TraceError(f"a message of role {fields['role']!r} holds a call without a name")
-        key = next((key for key in _ARGUMENTS if key in call), "arguments")
-        rest = without(call, "name", key, "id")
-        function = {"name": call["name"], "arguments": _json_text(call.get(key, {}))}
-        calls.append(
-            _without_no_id({"id": call.get("id"), "type": "function", "function": function, **rest})
-        )
+        key = which(call, _ARGUMENTS) or "arguments"
+        made = chat_call(call.get("id"), call["name"], _json_text(call.get(key)))
+        calls.append(_without_no_id(made | without(call, "name", key, "id")))
     return {**fields, "role": "assistant", "content": None, "tool_calls": calls}
 
 
@@ -164,7 +156,6 @@ def _split(fields: Json, parts: Sequence[Any]) -> list[Json]:
     """A message of parts as messages: results come first in what a user sends, and in their
     place in an answer."""
     rest = without(fields, "role", "content", "tool_calls", "step")
-    step = {key: fields[key] for key in ("step",) if key in fields}
     role = fields.get("role")
     if role == "tool" and any(_kind(part) == "result" for part in parts):
         role = "user"  # role of content beside the results
@@ -186,14 +177,22 @@ def _split(fields: Json, parts: Sequence[Any]) -> list[Json]:
             current.add(part)
     if not current.is_empty or not made:
         made.append(current.message())
+    return _with_rest(made, role, rest, fields)
+
+
+def _with_rest(made: list[Json], role: Any, rest: Json, fields: Json) -> list[Json]:
+    """Give the first message of the role the fields of the message that was split; those which it
+    has already are kept in its step."""
     first = next((message for message in made if message["role"] == role), made[0])
-    is_tool = first["role"] == "tool"
-    number = made.index(first)
-    hidden = rest if is_tool else {key: value for key, value in rest.items() if key in first}
-    made[number] = first if is_tool else {**rest, **first}
+    number, hidden = made.index(first), rest
+    if first["role"] != "tool":
+        hidden = {key: value for key, value in rest.items() if key in first}
+        made[number] = {**rest, **first}
     if hidden:
         made[number] = add_step(made[number], extra={"fields": hidden})
-    return [add_step(message, **step.get("step", {})) if step else message for message in made]
+    if "step" not in fields:
+        return made
+    return [add_step(message, **fields["step"]) for message in made]
 
 
 class _Open:
@@ -266,14 +265,14 @@ def _kind_without_type(part: Mapping[str, Any]) -> str:
     """Gemini's parts have no type."""
     if isinstance(part.get("text"), str):
         return "thought" if part.get("thought") is True else "text"
-    if any(isinstance(part.get(key), Mapping) for key in _RESULT_KEYS):
+    if which(part, _RESULT_KEYS, Mapping):
         return "result"
     is_call = any(_is_call(part.get(key)) for key in _CALL_KEYS) or _code(part) is not None
     return "call" if is_call else "other"
 
 
 def _code(part: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return next((part[key] for key in _CODE_KEYS if isinstance(part.get(key), Mapping)), None)
+    return next((part[key] for key in _CODE_KEYS if which(part, [key], Mapping)), None)
 
 
 def _is_call(value: Any) -> bool:
@@ -296,10 +295,8 @@ def _is_foreign(part: Any) -> bool:
 
 def _thought(part: Mapping[str, Any]) -> tuple[str | None, str]:
     """The key that holds a thought's text, and the text."""
-    for key in ("thinking", "text", "content", "reasoning"):
-        if isinstance(part.get(key), str):
-            return key, part[key]
-    return None, ""
+    key = which(part, ("thinking", "text", "content", "reasoning"), str)
+    return key, part.get(key or "", "")
 
 
 def _call(part: Mapping[str, Any]) -> Json:
@@ -308,21 +305,16 @@ def _call(part: Mapping[str, Any]) -> Json:
         part = {**rest, "type": "executable_code", "name": "code_execution", "args": dict(code)}
     outer = without(part, *_CALL_KEYS)
     key = next((key for key in _CALL_KEYS if _is_call(part.get(key))), None)
-    inner = dict(part[key]) if key is not None else outer
-    rest = {} if key is None else without(outer, "type")
-    ids = next((name for name in _IDS if name in inner), "id")
-    arguments = next((name for name in _ARGUMENTS if name in inner), "input")
-    taken = ("name", "type", ids, arguments)
-    rest |= without(inner, *taken)
+    inner, rest = outer, dict[str, Any]()
+    if key is not None:
+        inner, rest = dict(part[key]), without(outer, "type")
+    ids = which(inner, _IDS) or "id"
+    arguments = which(inner, _ARGUMENTS) or "input"
+    rest |= without(inner, "name", "type", ids, arguments)
     if inner.get("type") not in (None, "tool_use", "tool_call", "function_call", "function"):
         rest["kind"] = inner["type"]
-    function = {"name": inner["name"], "arguments": _json_text(inner.get(arguments))}
-    call_id = inner.get(ids)
-    call = {
-        "id": None if call_id is None else str(call_id),
-        "type": "function",
-        "function": function,
-    }
+    name, text = inner["name"], _json_text(inner.get(arguments))
+    call = chat_call(text_or_none(inner.get(ids)), name, text)
     return call | ({"rest": rest} if rest else {})
 
 
@@ -331,17 +323,15 @@ def _without_no_id(call: Json) -> Json:
 
 
 def _result(part: Mapping[str, Any]) -> Json:
-    key = next((key for key in _RESULT_KEYS if isinstance(part.get(key), Mapping)), None)
-    inner = dict(part[key]) if key is not None else dict(part)
-    rest = {} if key is None else without(part, key, "type")
-    ids = next(
-        (name for name in ("tool_use_id", "tool_call_id", "call_id", "id") if name in inner), "id"
-    )
-    content = next((name for name in _RESULTS if inner.get(name) is not None), "content")
-    call_id = inner.get(ids)
+    key = which(part, _RESULT_KEYS, Mapping)
+    inner, rest = part, dict[str, Any]()
+    if key is not None:
+        inner, rest = part[key], without(part, key, "type")
+    ids = which(inner, (*_IDS[1:], "id")) or "id"
+    content = which(present(inner), _RESULTS) or "content"
     message: Json = {
         "role": "tool",
-        "tool_call_id": None if call_id is None else str(call_id),
+        "tool_call_id": text_or_none(inner.get(ids)),
         "content": result_content(inner.get(content)),
     }
     if isinstance(inner.get("name"), str):
@@ -362,30 +352,25 @@ def result_content(value: Any) -> Any:
     text, or JSON text."""
     if value is None or isinstance(value, str):
         return value or ""
-    if (
-        isinstance(value, list)
-        and value
-        and all(_kind(part) == "text" or "type" in part for part in value)
-    ):
+    if value == []:
+        return ""
+    is_list = isinstance(value, list)
+    if is_list and all(_kind(part) == "text" or "type" in part for part in value):
         return joined(value)
     if isinstance(value, Mapping) and set(value) == {"content"}:
         return result_content(value["content"])
-    return _json_text(value) if value != [] else ""
+    return _json_text(value)
 
 
 def joined(parts: Sequence[Any]) -> Any:
     """Text, if all parts are nothing but text; else a list of parts, texts in OpenAI's form."""
-    plain = [
-        part if isinstance(part, str) else part.get("text", part.get("content"))
-        for part in parts
-        if isinstance(part, str)
-        or (_kind(part) == "text" and not set(part) - {"type", "text", "content"})
-    ]
-    if len(plain) == len(parts) and not any(
-        isinstance(p, Mapping) and "text" in p and "content" in p for p in parts
-    ):
-        return "".join(plain)
+    if all(isinstance(part, str) or _is_plain(part) for part in parts):
+        return "".join(mapping(p).get("text", mapping(p).get("content", p)) for p in parts)
     return [_as_part(part) for part in parts]
+
+
+def _is_plain(part: Any) -> bool:
+    return _kind(part) == "text" and set(part) - {"type"} in ({"text"}, {"content"})
 
 
 def _as_part(part: Any) -> Any:
@@ -394,11 +379,7 @@ def _as_part(part: Any) -> Any:
     if _kind(part) != "text":
         return part
     key = "text" if isinstance(part.get("text"), str) else "content"
-    return {
-        "type": "text",
-        "text": part[key],
-        **without(part, "type", "text", key),
-    }
+    return {"type": "text", "text": part[key], **without(part, "type", "text", key)}
 
 
 def _json_text(value: Any) -> str:
@@ -426,10 +407,10 @@ def tool_definitions(listed: Any, functions: Any = None) -> list[Json] | None:
         ):
             raise TraceError("'tools' is not a list of objects")
         for tool in value or ():
-            declared = next((tool[key] for key in _DECLARATIONS if key in tool), None)
-            rest = without(tool, *_DECLARATIONS)
+            declared = tool.get(which(tool, _DECLARATIONS) or "")
             if isinstance(declared, list) and all(isinstance(each, Mapping) for each in declared):
-                made += [tool_definition(each) for each in declared] + ([rest] if rest else [])
+                rest = without(tool, *_DECLARATIONS)
+                made += [*map(tool_definition, declared), *filter(None, [rest])]
             else:
                 made.append(tool_definition(tool))
     return made or None
@@ -438,16 +419,10 @@ def tool_definitions(listed: Any, functions: Any = None) -> list[Json] | None:
 def tool_definition(tool: Mapping[str, Any]) -> Json:
     if "function" in tool or not isinstance(tool.get("name"), str):
         return dict(tool)
-    schema = next(
-        (key for key in ("parameters", "input_schema", "inputSchema") if key in tool),
-        "parameters",
-    )
-    schema_keys = ("name", "description", "strict", schema)
-    function = {"name": tool["name"]}
-    function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
-    if tool.get(schema) is not None:
-        function["parameters"] = tool[schema]
-    rest = without(tool, *schema_keys, "type")
+    schema = which(tool, ("parameters", "input_schema", "inputSchema")) or "parameters"
+    function = present({name: tool.get(name) for name in ("name", "description", "strict")})
+    function |= present({"parameters": tool.get(schema)})
+    rest = without(tool, "name", "description", "strict", schema, "type")
     if tool.get("type") not in (None, "function", "custom"):
         rest["kind"] = tool["type"]
     return {"type": "function", "function": function, **rest}
@@ -459,16 +434,11 @@ def tool_definition(tool: Mapping[str, Any]) -> Json:
 def answers_of(response: Any) -> Iterator[tuple[Json, Mapping[str, Any]]]:
     """Yield each answer that an API gave, with the object around it: OpenAI's `choices`,
     Anthropic's message, Gemini's `candidates`."""
-    if not isinstance(response, Mapping):
-        return
+    response = mapping(response)
     listed = response.get("choices", response.get("candidates"))
     if isinstance(listed, list):
         for choice in listed:
-            inner = (
-                choice.get("message", choice.get("content"))
-                if isinstance(choice, Mapping)
-                else None
-            )
+            inner = mapping(choice).get("message", mapping(choice).get("content"))
             if isinstance(inner, Mapping):
                 yield {"role": "assistant", **inner}, choice
     elif response.get("role") == "assistant" and "content" in response:

@@ -5,14 +5,12 @@ Asked by every importer (`not_sampled`, of the lines around an answer) and by th
 (`cut_by_what_follows`, `answered_without`, of the conversation), so it holds for every format.
 """
 
-import itertools
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files
+from itertools import chain, pairwise
 from typing import Any
 
-from mlx_parallm.systems.traces.schema import Json, add_step, text_of
+from mlx_parallm.systems.traces.schema import WORDS, Json, add_step, mapping, text_of, which
 
 PROGRAM_TEXT = re.compile(
     r"\s*(\[Request interrupted by user|API Error(:| \(|$)|Claude AI usage limit reached"
@@ -28,9 +26,6 @@ BROKEN_OFF = re.compile(
     r"\[(Request|Response) (interrupted|cancell?ed|aborted)[^\]]*\]\s*$", re.IGNORECASE
 )
 """Text that agents put behind the beginning of an answer."""
-WORDS: dict[str, list[str]] = tomllib.loads(
-    files(__package__).joinpath("words.toml").read_text(encoding="utf-8")
-)
 REASONS, CUT_FLAGS = tuple(WORDS["reasons"]), tuple(WORDS["cut_flags"])
 PROGRAM = "an answer that a program wrote in the model's place"
 HIDDEN_SEARCH = "an answer that rests on a search of the API, which the log does not hold"
@@ -57,10 +52,9 @@ def not_sampled(message: Mapping[str, Any], *about: Mapping[str, Any]) -> str | 
             return reason
         if _searched(record):
             return HIDDEN_SEARCH
-    text = text_of(message.get("content"))
-    if not message.get("tool_calls") and PROGRAM_TEXT.match(text):
+    if _is_program(message):
         return PROGRAM
-    return INTERRUPTED if BROKEN_OFF.search(text) else None
+    return INTERRUPTED if BROKEN_OFF.search(text_of(message.get("content"))) else None
 
 
 def ends_by_itself(*about: Mapping[str, Any]) -> bool:
@@ -87,9 +81,8 @@ def _word(value: Any) -> str:
 def _cut(record: Mapping[str, Any]) -> str | None:
     if (word := _reason(record)) and word not in WORDS["own_ends"]:
         return f"an answer that ended with {word!r}"[:100]
-    details = record.get("incomplete_details")
-    if isinstance(details, Mapping) and details.get("reason"):
-        return f"an answer that ended with {_word(details['reason'])!r}"[:100]
+    if reason := mapping(record.get("incomplete_details")).get("reason"):
+        return f"an answer that ended with {_word(reason)!r}"[:100]
     if _word(record.get("status")) in WORDS["unfinished"]:
         return f"an answer whose status is {_word(record['status'])!r}"
     flag = next((name for name in CUT_FLAGS if record.get(name) is True), None)
@@ -98,15 +91,10 @@ def _cut(record: Mapping[str, Any]) -> str | None:
 
 def _searched(record: Mapping[str, Any]) -> bool:
     """Whether an API has searched for an answer without saying what it found."""
-    notes = [record.get("annotations")]
-    if isinstance(content := record.get("content"), list):
-        notes += [part.get("annotations") for part in content if isinstance(part, Mapping)]
-    if any(
-        isinstance(note, Mapping) and str(note.get("type")).endswith("_citation")
-        for listed in notes
-        if isinstance(listed, list)
-        for note in listed
-    ):
+    content = record.get("content")
+    held = [record, *map(mapping, content)] if isinstance(content, list) else [record]
+    notes = (each["annotations"] for each in held if which(each, ["annotations"], list))
+    if any(str(mapping(note).get("type")).endswith("_citation") for note in chain(*notes)):
         return True
     grounding = record.get("groundingMetadata", record.get("grounding_metadata"))
     return bool(grounding) or bool(record.get("search_results"))
@@ -123,11 +111,8 @@ def marked(message: Json, reason: str) -> Json:
 def is_own_call(call: Any) -> bool:
     """Whether a call is one that the API makes itself (a search, code, MCP): the model's client
     has no such tool."""
-    if not isinstance(call, Mapping):
-        return False
-    rest = call.get("rest")
-    kind = rest.get("kind") if isinstance(rest, Mapping) else None
-    return kind not in _ORDINARY or call.get("type") not in _ORDINARY
+    kinds = mapping(mapping(call).get("rest")).get("kind"), mapping(call).get("type")
+    return any(kind not in _ORDINARY for kind in kinds)
 
 
 # ---------------------------------------------------------------------- a conversation
@@ -136,7 +121,7 @@ def is_own_call(call: Any) -> bool:
 def cut_by_what_follows(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
     """Yield the place of each answer that the next message says was cut, and why: the user's
     interruption, or an error in the model's place. An answer whose calls have results was whole."""
-    for at, (message, after) in enumerate(itertools.pairwise(messages)):
+    for at, (message, after) in enumerate(pairwise(messages)):
         if message.get("role") != "assistant":
             continue
         text = text_of(after.get("content"))
@@ -168,9 +153,8 @@ def answered_without(messages: Sequence[Mapping[str, Any]]) -> tuple[int, str] |
         ]
         if not lost:
             continue
-        after = next(
-            (n for n in range(at + 1, len(messages)) if messages[n].get("role") != "tool"), None
-        )
+        others = (n for n in range(at + 1, len(messages)) if messages[n].get("role") != "tool")
+        after = next(others, None)
         if after is not None and messages[after].get("role") == "assistant":
             name = lost[0]["function"]["name"]
             return after, f"it follows a call of {name!r} whose result the log does not hold"[:100]

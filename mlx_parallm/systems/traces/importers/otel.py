@@ -8,11 +8,11 @@ others branch. A span's further attributes and events, its resource and its scop
 `extra.span` of the answer's step.
 """
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +29,23 @@ from mlx_parallm.systems.traces.schema import (
     Json,
     Label,
     add_step,
+    chat_call,
+    mapping,
     parse_json,
     present,
     read_jsonl,
+    text_or_none,
     without,
 )
 from mlx_parallm.systems.traces.session import Session, compared_text
 from mlx_parallm.systems.traces.trace import Trace
 
+_REASONS = "gen_ai.response.finish_reasons"
+_MODELS = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
 MODEL_CALLS = ("chat", "generate_content", "text_completion")
 EVALUATION = "gen_ai.evaluation"
 DETAILS = "gen_ai.client.inference.operation.details"
-REPEATED = (
-    "a repeated message that is not quite its first one: reasoning, or"
-    " fields that a client may leave out"
-)
+REPEATED = "a repeated message that lacks reasoning or fields of its first one, or has others"
 _ROLE_EVENTS = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
 _CONTENT_EVENTS = {
     "gen_ai.content.prompt": "gen_ai.prompt",
@@ -56,16 +58,12 @@ _FLAT_TOOL = re.compile(
     r"^(?:llm\.tools\.(\d+)\.tool\.json_schema|llm\.request\.functions\.(\d+)\.(.+))$"
 )
 _USAGE = {
-    "prompt_tokens": (
-        "gen_ai.usage.input_tokens",
-        "gen_ai.usage.prompt_tokens",
-        "llm.token_count.prompt",
-    ),
-    "completion_tokens": (
-        "gen_ai.usage.output_tokens",
-        "gen_ai.usage.completion_tokens",
-        "llm.token_count.completion",
-    ),
+    "gen_ai.usage.input_tokens": "prompt_tokens",
+    "gen_ai.usage.prompt_tokens": "prompt_tokens",
+    "llm.token_count.prompt": "prompt_tokens",
+    "gen_ai.usage.output_tokens": "completion_tokens",
+    "gen_ai.usage.completion_tokens": "completion_tokens",
+    "llm.token_count.completion": "completion_tokens",
 }
 
 
@@ -95,7 +93,7 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
     agents = _Agents()
     calls: list[tuple[str, Json, _Call]] = []
     for place, span, around in _spans(path, report):
-        span_key = (str(span.get("traceId")), str(span.get("spanId")))
+        span_key = _ids(span, "spanId")
         if span.get("spanId") is not None and span_key in seen:
             same = "" if seen[span_key] == span else ", with other content"
             report.skip(place, f"a span that is twice in the log{same}")
@@ -104,20 +102,15 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
         try:
             values = _attributes(span.get("attributes"))
             agents.add(span, values)
-            name = (
-                values.get("gen_ai.conversation.id")
-                or values.get("session.id")
-                or span.get("traceId")
-            )
+            name = _first(values, "gen_ai.conversation.id", "session.id") or span.get("traceId")
             call = _call(place, span, values, around, report)
         except SHAPES as error:
             report.skip(place, shape_of(error))
             continue
         if call is None:
-            operation = values.get("gen_ai.operation.name") or values.get("openinference.span.kind")
-            report.skip(
-                place, f"spans of operation {operation!r} are not model calls with content"[:200]
-            )
+            operation = _first(values, "gen_ai.operation.name", "openinference.span.kind")
+            reason = f"spans of operation {operation!r} are no model calls with content"
+            report.skip(place, reason[:200])
             continue
         calls.append((str(name), span, call))
     for name, span, call in calls:
@@ -134,11 +127,10 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
 
 
 def _says_the_same(one: _Call, other: _Call) -> bool:
-    texts = [
-        [compared_text(message) for answer in call.answers for message in (answer["response"],)]
-        for call in (one, other)
-    ]
-    return texts[0] == texts[1]
+    first, second = (
+        [compared_text(answer["response"]) for answer in call.answers] for call in (one, other)
+    )
+    return first == second
 
 
 class _Agents:
@@ -154,12 +146,9 @@ class _Agents:
             values.get("gen_ai.operation.name") == "invoke_agent"
             or values.get("openinference.span.kind") == "AGENT"
         )
-        names = (values.get(key) for key in ("gen_ai.agent.name", "agent.name", "gen_ai.agent.id"))
-        name = next((str(name) for name in names if name), str(span.get("name")))
-        self._spans[_ids(span, "spanId")] = (
-            str(span.get("parentSpanId") or ""),
-            name if is_agent else None,
-        )
+        name = _first(values, "gen_ai.agent.name", "agent.name", "gen_ai.agent.id")
+        agent = str(name or span.get("name")) if is_agent else None
+        self._spans[_ids(span, "spanId")] = _ids(span, "parentSpanId")[1], agent
 
     def subagent_of(self, span: Json) -> str | None:
         """Return the innermost agent's span that encloses a call, where another agent's encloses
@@ -187,43 +176,46 @@ def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]
     known."""
     number = 0
     for place, document in entries(path):
-        listed = document.get("resourceSpans") if isinstance(document, dict) else None
-        if not isinstance(listed, list) or not listed:
-            report.read(place, document)
-            report.skip(
-                place, "not JSON" if isinstance(document, ValueError) else "no 'resourceSpans'"
-            )
+        resources = _inner(document, "resourceSpans")
+        if not resources:
+            reason = "not JSON" if isinstance(document, ValueError) else "no 'resourceSpans'"
+            report.leave_out(place, document, reason)
             continue
         for key in document.keys() - {"resourceSpans"}:
             report.drop(place, f"field {key!r} beside 'resourceSpans'"[:100], document[key])
-        for resource in listed:
-            scopes = resource.get("scopeSpans") if isinstance(resource, dict) else None
-            if not isinstance(scopes, list) or not scopes:
+        for resource in resources:
+            scopes = _inner(resource, "scopeSpans")
+            if not scopes:
                 number += 1
                 at = f"{place} resource {number}"
-                report.read(at, resource)
-                report.skip(at, "a resource without 'scopeSpans'")
-                continue
+                report.leave_out(at, resource, "a resource without 'scopeSpans'")
             for scope in scopes:
-                spans = scope.get("spans") if isinstance(scope, dict) else None
-                if not isinstance(spans, list) or not spans:
+                spans = _inner(scope, "spans")
+                if not spans:
                     number += 1
                     at = f"{place} scope {number}"
-                    report.read(at, [scope, resource])
-                    report.skip(at, "a scope without 'spans'")
-                    continue
-                around = without(resource, "scopeSpans")
-                around |= without(scope, "spans")
+                    report.leave_out(at, [scope, resource], "a scope without 'spans'")
                 for span in spans:
                     number += 1
-                    at = f"{path.name} span {number}" + (
-                        f" {span.get('spanId')}" if isinstance(span, dict) else ""
-                    )
-                    report.read(at, [span, around])
+                    at = f"{path.name} span {number}"
+                    around = without(resource, "scopeSpans") | without(scope, "spans")
                     if isinstance(span, dict):
+                        at = f"{at} {span.get('spanId')}"
+                        report.read(at, [span, around])
                         yield at, span, around
                     else:
-                        report.skip(at, "a span that is not an object")
+                        report.leave_out(at, [span, around], "a span that is no object")
+
+
+def _inner(value: Any, key: str) -> list[Any]:
+    """The list of that name; empty where it is none."""
+    inner = mapping(value).get(key)
+    return inner if isinstance(inner, list) else []
+
+
+def _first(values: Mapping[str, Any], *keys: str) -> Any:
+    """The first value that is there."""
+    return next((values[key] for key in keys if values.get(key)), None)
 
 
 def _attributes(listed: Any) -> Json:
@@ -231,11 +223,7 @@ def _attributes(listed: Any) -> Json:
     twice."""
     values: Json = {}
     for entry in listed or ():
-        if (
-            not isinstance(entry, dict)
-            or not isinstance(entry.get("key"), str)
-            or set(entry) - {"key", "value"}
-        ):
+        if not isinstance(mapping(entry).get("key"), str) or set(entry) - {"key", "value"}:
             raise TraceError("an attribute that is not {key, value}")
         if entry["key"] in values:
             raise TraceError("an attribute that appears twice")
@@ -251,11 +239,8 @@ def _value(value: Any) -> Any:
     if len(value) != 1:
         raise TraceError("a value of several kinds")
     kind, inner = next(iter(value.items()))
-    if (
-        kind in ("arrayValue", "kvlistValue")
-        and isinstance(inner, dict)
-        and not set(inner) - {"values"}
-    ):
+    is_list = kind in ("arrayValue", "kvlistValue")
+    if is_list and isinstance(inner, dict) and not set(inner) - {"values"}:
         listed = inner.get("values") or []
         return [_value(item) for item in listed] if kind == "arrayValue" else _attributes(listed)
     if kind == "intValue":
@@ -286,58 +271,53 @@ def _call(place: str, span: Json, values: Json, around: Json, report: ImportRepo
         return None
     system = _system(rest)
     report.expect(place, [*system, *prompt, *answered])
-    reasons = [
-        message.pop("finish_reason", None) if isinstance(message, dict) else None
-        for message in answered
-    ]
-    listed = rest.pop("gen_ai.response.finish_reasons", None)
-    if isinstance(listed, list):
-        reasons = [
-            reason or (listed[n] if n < len(listed) else None) for n, reason in enumerate(reasons)
-        ]
-        if len(listed) > len(reasons) or any(a != b for a, b in zip(listed, reasons, strict=False)):
-            rest["gen_ai.response.finish_reasons"] = listed
-    elif listed is not None:
-        rest["gen_ai.response.finish_reasons"] = listed
+    reasons = _take_reasons(answered, rest)
     failed = _failure(span, rest)
     messages, answers = chat_messages([*system, *prompt]), []
     for message, reason in zip(answered, reasons, strict=True):
         about: Json = {"finish_reason": reason, "error": failed}
-        answers.append(
-            [_checked(each, about) for each in chat_messages([{"role": "assistant", **message}])]
-        )
-    tools = tool_definitions(_structured(rest.pop("gen_ai.tool.definitions", None))) or _take_tools(
-        rest
-    )
-    usage = {
-        name: rest.pop(key)
-        for name, keys in _USAGE.items()
-        for key in keys
-        if isinstance(rest.get(key), int)
-    }
-    names = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
-    model = next((str(values[name]) for name in names if values.get(name)), None)
+        parts = chat_messages([{"role": "assistant", **message}])
+        answers.append([_checked(each, about) for each in parts])
+    listed = _structured(rest.pop("gen_ai.tool.definitions", None))
+    tools = tool_definitions(listed) or _take_tools(rest)
+    usage = {_USAGE[key]: rest.pop(key) for key in _USAGE if isinstance(rest.get(key), int)}
     kept = present(span, "attributes", "events")
     kept |= {"attributes": rest} | ({"events": events} if events else {}) | around
-    response_id = values.get("gen_ai.response.id")
     call = _Call(
         place,
-        int(span.get("startTimeUnixNano") or 0) / 1e9,
-        messages,
-        [],
-        reasons,
-        tools or [],
-        model,
-        None if response_id is None else str(response_id),
-        usage,
-        kept,
-        labels,
+        at=int(span.get("startTimeUnixNano") or 0) / 1e9,
+        prompt=messages,
+        answers=[],
+        finish_reasons=reasons,
+        tools=tools or [],
+        model=text_or_none(_first(values, *_MODELS)),
+        response_id=text_or_none(values.get("gen_ai.response.id")),
+        usage=usage,
+        rest=kept,
+        labels=labels,
     )
     for parts in answers:
         if not parts or parts[-1]["role"] != "assistant":
             raise TraceError("an answer that is not the assistant's")
         call.answers.append({"before": parts[:-1], "response": parts[-1]})
     return call
+
+
+def _take_reasons(answered: Sequence[Any], rest: Json) -> list[Any]:
+    """Take each answer's finish reason: its own, or the span's. A span's list that says more stays
+    in `rest`."""
+    reasons = [
+        message.pop("finish_reason", None) if isinstance(message, dict) else None
+        for message in answered
+    ]
+    listed = rest.pop(_REASONS, None)
+    if not isinstance(listed, list):
+        rest |= present({_REASONS: listed})
+        return reasons
+    reasons = [a or b for a, b in zip_longest(reasons, listed[: len(reasons)])]
+    if listed != reasons[: len(listed)]:
+        rest[_REASONS] = listed
+    return reasons
 
 
 def _listed(value: Any) -> list[Any]:
@@ -355,11 +335,8 @@ def _system(rest: Json) -> list[Json]:
         value = _structured(raw)
     except ValueError:
         value = raw  # plain text
-    return (
-        [{"role": "system", "content": value}]
-        if isinstance(value, str)
-        else [{"role": "system", "parts": value}]
-    )
+    key = "content" if isinstance(value, str) else "parts"
+    return [{"role": "system", key: value}]
 
 
 def _checked(message: Json, about: Json) -> Json:
@@ -368,9 +345,8 @@ def _checked(message: Json, about: Json) -> Json:
 
 
 def _failure(span: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    status = span.get("status")
-    code = status.get("code") if isinstance(status, Mapping) else None
-    return values.get("error.type") or (code if code in (2, "STATUS_CODE_ERROR") else None)
+    code = mapping(span.get("status")).get("code")
+    return values.get("error.type") or (code in (2, "STATUS_CODE_ERROR") and code)
 
 
 def _from_events(
@@ -382,10 +358,9 @@ def _from_events(
     if not isinstance(listed, list | tuple):
         raise TraceError("events that are not a list")
     for event in listed:
-        name = event.get("name") if isinstance(event, dict) else None
-        fields = _attributes(event.get("attributes")) if isinstance(event, dict) else {}
-        standard_keys = ("name", "attributes", "timeUnixNano")
-        rest = without(event, *standard_keys) if isinstance(event, dict) else {}
+        name = mapping(event).get("name")
+        fields = _attributes(mapping(event).get("attributes"))
+        rest = without(mapping(event), "name", "attributes", "timeUnixNano")
         if name == f"{EVALUATION}.result":
             labels.append(_evaluation(fields, event))
         elif name == DETAILS and not fields.keys() & values.keys():
@@ -395,9 +370,8 @@ def _from_events(
         elif name == "gen_ai.choice":
             answered.append(_event_message(fields, "assistant"))
         elif name in _CONTENT_EVENTS and _CONTENT_EVENTS[name] in fields:
-            (prompt if name.endswith("prompt") else answered).extend(
-                _listed(fields.pop(_CONTENT_EVENTS[name]))
-            )
+            side = prompt if name.endswith("prompt") else answered
+            side += _listed(fields.pop(_CONTENT_EVENTS[name]))
             others += [{"name": name, "attributes": fields}] if fields else []
         else:
             others.append(event)
@@ -465,11 +439,12 @@ def _take_tools(rest: Json) -> list[Json] | None:
     tools: dict[int, Any] = {}
     for key in list(rest):
         if match := _FLAT_TOOL.match(key):
+            value = rest.pop(key)
+            if match[1] or match[3] == "parameters":
+                value = _structured(value)
             if match[1]:
-                tools[int(match[1])] = _structured(rest.pop(key))
+                tools[int(match[1])] = value
             else:
-                value = rest.pop(key)
-                value = _structured(value) if match[3] == "parameters" else value
                 tools.setdefault(int(match[2]), {})[match[3]] = value
     return tool_definitions([tools[number] for number in sorted(tools)])
 
@@ -502,12 +477,7 @@ def _message_of(fields: Json) -> Json:
     contents = fields.get("contents")
     if isinstance(contents, list) and "content" not in fields:
         del fields["contents"]
-        fields["content"] = [
-            part["message_content"]
-            if isinstance(part, dict) and set(part) == {"message_content"}
-            else part
-            for part in contents
-        ]
+        fields["content"] = [_unwrapped(part, "message_content") for part in contents]
     calls = fields.get("tool_calls")
     if isinstance(calls, list):
         fields["tool_calls"] = [_flat_call(call) for call in calls]
@@ -517,21 +487,22 @@ def _message_of(fields: Json) -> Json:
     return {"content": None, **fields}
 
 
+def _unwrapped(value: Any, key: str) -> Any:
+    """The value of an object that has this key alone."""
+    return value[key] if isinstance(value, dict) and set(value) == {key} else value
+
+
 def _flat_call(call: Any) -> Any:
-    inner = call["tool_call"] if isinstance(call, dict) and set(call) == {"tool_call"} else call
-    if not isinstance(inner, dict):
-        return call
-    nested_function = inner.get("function")
-    function = nested_function if isinstance(nested_function, dict) else inner
+    inner = mapping(_unwrapped(call, "tool_call"))
+    function = inner
+    if isinstance(inner.get("function"), dict):
+        function = inner["function"]
     if not isinstance(function.get("name"), str):
         return call
-    rest = without(inner, "id", "function", "name", "arguments", "type")
-    arguments = function.get("arguments") or {}
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    flat_function = {"name": function["name"], "arguments": text}
+    made = chat_call(str(inner.get("id") or ""), function["name"], function.get("arguments") or {})
     if function is not inner:
-        flat_function |= without(function, *flat_function)
-    return {"id": str(inner.get("id") or ""), "type": "function", "function": flat_function, **rest}
+        made["function"] |= without(function, "name", "arguments")
+    return made | without(inner, "id", "function", "name", "arguments", "type")
 
 
 # ---------------------------------------------------------------------- conversations
@@ -551,18 +522,13 @@ def _joined(name: str, calls: Sequence[_Call], report: ImportReport) -> Iterator
                 ends,
                 at=call.at,
                 model=call.model,
-                tools=tuple(call.tools) if call.tools else None,
-                finish_reason=None if reason is None else str(reason),
+                tools=tuple(call.tools) or None,
+                finish_reason=text_or_none(reason),
                 response_id=call.response_id,
                 usage=call.usage or None,
             )
             places[turn.id] = call.place
-            before = [
-                m
-                for t in session.path(turn.id)[:-1]
-                for m in (*t.messages, t.response)
-                if m is not None
-            ]
+            before = [each for t in session.path(turn.id)[:-1] for each in t.spoken]
             for first, again in zip(before, messages, strict=False):
                 if _bare(first) != _bare(again):
                     report.drop(call.place, REPEATED, again)

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from mlx_parallm.systems.traces.importers.codex import ItemLog
 from mlx_parallm.systems.traces.importers.dialects import chat_messages, converted, tool_definitions
 from mlx_parallm.systems.traces.importers.report import ImportReport
-from mlx_parallm.systems.traces.importers.responses import take_items
-from mlx_parallm.systems.traces.schema import Json, text_of, without
+from mlx_parallm.systems.traces.importers.responses import input_items, take_items
+from mlx_parallm.systems.traces.schema import Json, mapping, text_of, without
 
 CUT_REASONS = {"max_output_tokens": "length", "max_tokens": "length"}
 STOP_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "tool_use": "tool_calls"}
@@ -39,20 +39,18 @@ class ResponseReader:
 
     def chat(self, body: Mapping[str, Any]) -> Json:
         if body.get("previous_response_id") or body.get("conversation"):
-            raise ValueError("it continues from messages that the upstream keeps")
-        items = body.get("input")
-        items = [{"role": "user", "content": items}] if isinstance(items, str) else items or []
-        messages = _messages_of(items)
+            raise ValueError("it goes on from messages that the upstream keeps")
+        messages = _messages_of(input_items(body))
         if instructions := body.get("instructions"):
             messages.insert(0, {"role": "system", "content": instructions})
         return _request(body, messages)
 
     def answer(self, body: Mapping[str, Any]) -> Json:
         message = _one(_messages_of(body.get("output") or []))
-        details, status = body.get("incomplete_details"), body.get("status")
+        status = body.get("status")
         if status == "incomplete":
-            reason = details.get("reason") if isinstance(details, Mapping) else None
-            return _answer(body, message, CUT_REASONS.get(str(reason), str(reason)))
+            reason = str(mapping(body.get("incomplete_details")).get("reason"))
+            return _answer(body, message, CUT_REASONS.get(reason, reason))
         if status not in (None, "completed"):
             raise ValueError(f"the response is {status}")
         return _answer(body, message, "tool_calls" if message.get("tool_calls") else "stop")
@@ -150,8 +148,6 @@ def _plain(message: Json) -> Json:
     """The message without what a log adds; text alone as one text."""
     plain = without(message, "step")
     content = plain.get("content")
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" for part in content
-    ):
+    if isinstance(content, list) and all(mapping(part).get("type") == "text" for part in content):
         plain["content"] = text_of(content)
     return plain

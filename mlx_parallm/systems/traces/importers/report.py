@@ -14,14 +14,15 @@ counted by `drop`.
 
 import errno
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import read_bounded
-from mlx_parallm.systems.traces.schema import LONGEST_LINE, parse_json, read_jsonl, without
+from mlx_parallm.systems.traces.schema import LONGEST_LINE, SHAPES, parse_json, read_jsonl, without
 from mlx_parallm.systems.traces.trace import Trace
 
 SHOWN_PLACES = 3
@@ -136,6 +137,11 @@ class ImportReport:
         if self.line_ledger.leave(place, reason):
             self._noted(place, reason, value)
 
+    def leave_out(self, place: str, value: Any, reason: str) -> None:
+        """Count a line, and leave it out."""
+        self.read(place, value)
+        self.skip(place, reason)
+
     def drop(self, place: str, reason: str, value: Any) -> None:
         """Leave out a part or a field of a message that is carried."""
         self.details[reason] += 1
@@ -177,16 +183,25 @@ class ImportReport:
 
     def _draw(self, form: str, counts: Counter[str]) -> Iterator[str]:
         for reason, count in counts.most_common():
-            places = ", ".join(self.places.get(reason, ()))
-            yield form.format(count, reason) + f" ({places}{', …' if count > SHOWN_PLACES else ''})"
+            places = [*self.places.get(reason, ()), *["…"] * (count > SHOWN_PLACES)]
+            yield form.format(count, reason) + f" ({', '.join(places)})"
 
 
 Importer = Callable[[Path, ImportReport], Iterator[Trace]]
 """Yields the traces of a file. What is wrong with a line goes into the report. Raises
 TraceError: the file."""
 
-SHAPES = (TraceError, KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
-"""What converting a foreign object may raise where its shape is not the format's."""
+
+def by_line(traces_of: Callable[[dict[str, Any], str, ImportReport], list[Trace]]) -> Importer:
+    """Return the importer of a format whose lines are traces of their own. `traces_of`: makes them
+    of a line and its place."""
+
+    def importer(path: Path, report: ImportReport) -> Iterator[Trace]:
+        for place, line in objects(path, report):
+            yield from made(report, [place], partial(traces_of, line, place, report))
+
+    importer.__doc__ = traces_of.__doc__
+    return importer
 
 
 def objects(path: Path, report: ImportReport) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -197,12 +212,13 @@ def objects(path: Path, report: ImportReport) -> Iterator[tuple[str, dict[str, A
     """
     for place, value in entries(path):
         report.read(place, value)
-        if isinstance(value, ValueError):
-            report.skip(place, "not JSON" if "nested" not in str(value) else str(value))
-        elif not isinstance(value, dict):
-            report.skip(place, "not a JSON object")
-        else:
+        if isinstance(value, dict):
             yield place, value
+            continue
+        reason = "not a JSON object"
+        if isinstance(value, ValueError):
+            reason = str(value) if "nested" in str(value) else "not JSON"
+        report.skip(place, reason)
 
 
 def entries(path: Path) -> Iterator[tuple[str, Any]]:
@@ -237,24 +253,23 @@ def whole_json(path: Path) -> Any:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def made(report: ImportReport, place: str, make: Callable[[], list[Trace]]) -> list[Trace]:
-    """Call `make` and carry the line; empty where the line cannot be traces, which the report
-    says."""
+def made(
+    report: ImportReport, places: Iterable[str], make: Callable[[], list[Trace]]
+) -> list[Trace]:
+    """Call `make` and carry the lines; empty where they cannot be traces, which the report says."""
     try:
         traces = make()
     except SHAPES as error:
-        report.skip(place, shape_of(error))
+        for place in places:
+            report.skip(place, shape_of(error))
         return []
-    report.carry(place)
+    for place in places:
+        report.carry(place)
     report.traces += len(traces)
     return traces
 
 
 def shape_of(error: Exception) -> str:
     """A reason of at most 200 characters."""
-    reason = (
-        str(error)
-        if isinstance(error, TraceError)
-        else f"unexpected shape: {type(error).__name__}: {error}"
-    )
-    return reason[:200]
+    kind = "" if isinstance(error, TraceError) else f"unexpected shape: {type(error).__name__}: "
+    return f"{kind}{error}"[:200]

@@ -19,8 +19,8 @@ from mlx_parallm.systems.traces.importers.chats import REQUESTS, openai_conversa
 from mlx_parallm.systems.traces.importers.codex import ItemLog, take_item
 from mlx_parallm.systems.traces.importers.dialects import tool_definitions
 from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_sampled
-from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, made, objects
-from mlx_parallm.systems.traces.schema import Json, as_context, without
+from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, by_line
+from mlx_parallm.systems.traces.schema import Json, as_context, mapping, present, which, without
 from mlx_parallm.systems.traces.trace import Trace, new_trace
 
 ASKED = ("input", "instructions", "tools", "previous_response_id")
@@ -31,34 +31,32 @@ NO_HISTORY = "its history is not whole: the response that it continues from is n
 def responses(path: Path, report: ImportReport) -> Iterator[Trace]:
     """A trace for each call."""
     histories: dict[str, ItemLog] = {}
-    for place, row in objects(path, report):
-        yield from made(report, place, partial(_traces, row, place, report, histories))
+    return by_line(partial(_traces, histories))(path, report)
 
 
 def is_response_call(row: Mapping[str, Any]) -> bool:
-    span = row.get("span_data")
-    if isinstance(span, Mapping):
+    if isinstance(span := row.get("span_data"), Mapping):
         return row.get("object") == "trace.span" and isinstance(span.get("type"), str)
     return _output_of(row) is not None and not isinstance(row.get("messages"), list)
 
 
 def _output_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The response that a line holds: the line itself, its `response`, or that one's `body`."""
-    response = row.get("response")
-    inner = response.get("body") if isinstance(response, Mapping) else None
-    held = (each for each in (inner, response, row) if isinstance(each, Mapping))
+    response = mapping(row.get("response"))
+    held = (mapping(response.get("body")), response, row)
     return next((each for each in held if isinstance(each.get("output"), list)), None)
 
 
 def _traces(
-    row: Json, place: str, report: ImportReport, histories: dict[str, ItemLog]
+    histories: dict[str, ItemLog], row: Json, place: str, report: ImportReport
 ) -> list[Trace]:
     if isinstance(span := row.get("span_data"), Mapping):
-        return _span_traces(row, span, place, report, histories)
+        return _span_traces(histories, row, span, place, report)
     response = _output_of(row)
     if response is None:
         raise TraceError("no list 'output'")
-    request = next((row[key] for key in REQUESTS if isinstance(row.get(key), Mapping)), row)
+    key = which(row, REQUESTS, Mapping)
+    request = row if key is None else row[key]
     log = ItemLog(str(response.get("id") or row.get("id") or place))
     if (before := request.get("previous_response_id") or response.get("previous_response_id")) and (
         (history := histories.get(str(before))) is not None
@@ -67,9 +65,7 @@ def _traces(
         log.untrainable = history.untrainable
     elif before:
         log.untrainable = NO_HISTORY
-    items = request.get("input")
-    items = [{"role": "user", "content": items}] if isinstance(items, str) else items or []
-    take_items(log, items, place, report)
+    take_items(log, input_items(request), place, report)
     log.messages = [as_context(each) for each in log.messages]
     log.opened = len(log.messages)
     take_items(log, response["output"], place, report)
@@ -79,6 +75,11 @@ def _traces(
     return [_trace(log, row, request, response, place, report)]
 
 
+def input_items(request: Mapping[str, Any]) -> Any:
+    items = request.get("input")
+    return [{"role": "user", "content": items}] if isinstance(items, str) else items or []
+
+
 def take_items(log: ItemLog, items: Any, place: str, report: ImportReport) -> None:
     """Add items to the messages. One that cannot be read is left out, and nothing is learned of
     what follows it."""
@@ -86,8 +87,8 @@ def take_items(log: ItemLog, items: Any, place: str, report: ImportReport) -> No
         raise TraceError("'input' is neither text nor a list")
     first = report.expect(place, items)
     for number, item in enumerate(items, first):
-        kind = item.get("type") if isinstance(item, Mapping) else None
-        if kind is None and isinstance(item, Mapping) and "role" in item:
+        kind = mapping(item).get("type")
+        if kind is None and "role" in mapping(item):
             item, kind = {**item, "type": "message"}, "message"
         taken = len(log.places)
         try:
@@ -103,12 +104,8 @@ def _end(
     log: ItemLog, response: Mapping[str, Any], row: Json, place: str, report: ImportReport
 ) -> None:
     """Mark the answers of a response that did not come to its end."""
-    details = response.get("incomplete_details")
-    about = (
-        [response, {"finish_reason": details.get("reason")}]
-        if isinstance(details, Mapping)
-        else [response]
-    )
+    details = mapping(response.get("incomplete_details"))
+    about = (response, {"finish_reason": details.get("reason")})
     for at in range(log.opened, len(log.messages)):
         message = log.messages[at]
         if message["role"] == "assistant" and (reason := not_sampled(message, *about, row)):
@@ -134,9 +131,7 @@ def _trace(
         raise TraceError("'instructions' is not text")
     if log.untrainable is not None:
         report.remark(place, f"{log.untrainable}; nothing of the trace is trained on")
-    columns = {
-        key: _rest(value) for key, value in row.items() if key not in ASKED and key != "output"
-    }
+    columns = {key: _rest(value) for key, value in without(row, *ASKED, "output").items()}
     return new_trace(
         [*opening, *log.messages],
         session_id=log.session,
@@ -150,17 +145,15 @@ def _trace(
 
 def _rest(value: Any) -> Any:
     """Return what a request or a response holds beside its messages."""
-    if not isinstance(value, Mapping):
-        return value
-    return {k: v for k, v in value.items() if k not in ASKED and k != "output" and v is not None}
+    return present(value, *ASKED, "output") if isinstance(value, Mapping) else value
 
 
 def _span_traces(
+    histories: dict[str, ItemLog],
     row: Json,
     span: Mapping[str, Any],
     place: str,
     report: ImportReport,
-    histories: dict[str, ItemLog],
 ) -> list[Trace]:
     kind = span.get("type")
     if kind not in SPANS:
@@ -169,7 +162,7 @@ def _span_traces(
     if kind == "response":
         if _output_of(span) is None:
             raise TraceError("a response's span holds its id alone: log the response with it")
-        return _traces({**rest, **span}, place, report, histories)
+        return _traces(histories, {**rest, **span}, place, report)
     listed = span.get("output") or []
     choices = [{"message": message} for message in listed]
     call = {"request": {"messages": span.get("input")}, "response": {"choices": choices}}

@@ -13,7 +13,7 @@ from mlx_parallm.system.files import regular_files
 from mlx_parallm.systems.traces.importers.chats import atif
 from mlx_parallm.systems.traces.importers.report import ImportReport
 from mlx_parallm.systems.traces.importers.sessions import session_traces
-from mlx_parallm.systems.traces.schema import Json
+from mlx_parallm.systems.traces.schema import Json, present
 from mlx_parallm.systems.traces.session import SESSIONS, Session, read_sessions
 from mlx_parallm.systems.traces.trace import Trace, new_trace
 from mlx_parallm.types import Rollout, weight_spans
@@ -30,25 +30,24 @@ def recorded(path: Path, report: ImportReport) -> Iterator[Trace]:
 
 def _recorded(session: Session, report: ImportReport) -> Iterator[Trace]:
     for fault in session.faults:
-        report.read(fault.place, fault.value)
-        report.skip(fault.place, f"a damaged line: {fault.reason}"[:200])
-    for number, label in enumerate(session.labels, 1):
-        report.read(f"{session.name} label {number}", label.to_json())
+        report.leave_out(fault.place, fault.value, f"a damaged line: {fault.reason}"[:200])
+    labels = {
+        f"{session.name} label {n}": each.to_json() for n, each in enumerate(session.labels, 1)
+    }
+    for place, label in labels.items():
+        report.read(place, label)
     places = {name: f"{session.name} turn {name}" for name in session.turns}
     for name, turn in session.turns.items():
         report.read(places[name], turn.to_json())
-        report.expect(
-            places[name], [*turn.messages, *([] if turn.response is None else [turn.response])]
-        )
+        report.expect(places[name], turn.spoken)
     for (place, name), value in session.unknown.items():
         report.drop(place, f"field {name!r} of a turn is not known"[:100], value)
     held = list[Json]()
     for trace in session_traces(session, places, report):
         held += trace.get("labels", [])
         yield trace
-    for number, label in enumerate(session.labels, 1):
-        place = f"{session.name} label {number}"
-        if label.to_json() in held:
+    for place, label in labels.items():
+        if label in held:
             report.carry(place)
         else:
             report.skip(place, "a label of an answer that no trace holds")
@@ -97,10 +96,8 @@ def _rollout_trace(rollout: Rollout, name: str, record: Any, decode: Any) -> Tra
     messages: list[Json] = []
     for segment in rollout.segments:
         is_last = segment is rollout.segments[-1]
-        runs = [
-            list(run)
-            for _, run in groupby(range(len(segment.tokens)), key=lambda at: segment.mask[at])
-        ]
+        by_mask = groupby(range(len(segment.tokens)), key=segment.mask.__getitem__)
+        runs = [list(places) for _, places in by_mask]
         texts = decode([segment.tokens[places[0] : places[-1] + 1] for places in runs])
         for places, text in zip(runs, texts, strict=True):
             sampled = segment.mask[places[0]]
@@ -125,19 +122,14 @@ def _rollout_trace(rollout: Rollout, name: str, record: Any, decode: Any) -> Tra
 def _sampled_step(segment: Rollout, places: Sequence[int], reason: str | None) -> Json:
     """The step of a stretch of sampled tokens. `reason`: why the episode ended behind it."""
     first, last = places[0], places[-1] + 1
+    spans = weight_spans(segment.policy_versions[first:last])
+    versions = [[span.version, span.start, span.end] for span in spans]
+    about = {"policy_versions": versions, "temperature": segment.temperature}
     metrics: Json = {
         "prompt_token_ids": list(segment.tokens[:first]),
         "completion_token_ids": list(segment.tokens[first:last]),
-        "extra": {
-            "policy_versions": [
-                [s.version, s.start, s.end]
-                for s in weight_spans(segment.policy_versions[first:last])
-            ],
-            "temperature": segment.temperature,
-        },
+        "extra": about | present({"finish_reason": reason}),
     }
-    if reason is not None:
-        metrics["extra"]["finish_reason"] = reason
     if segment.logprobs is not None:
         metrics["logprobs"] = list(segment.logprobs[first:last])
     return {"metrics": metrics, "llm_call_count": 1}

@@ -1,9 +1,11 @@
 """Traces of a session's turns, with the report's account of the lines that the turns came from."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, shape_of
+from mlx_parallm.systems.traces.importers.report import ImportReport, made
+from mlx_parallm.systems.traces.schema import mapping
 from mlx_parallm.systems.traces.session import Session
 from mlx_parallm.systems.traces.trace import Trace
 
@@ -21,19 +23,13 @@ def session_traces(
     for number, leaf in enumerate(session.ordered_leaves(), 1):
         path = session.path(leaf.id)
         new_places = dict.fromkeys(places[turn.id] for turn in path if turn.id not in claimed)
-        try:
-            trace = session.trace(
-                path, claimed, session.name if number == 1 else f"{session.name}#{number}"
-            )
-        except SHAPES as error:
-            for place in new_places:
-                report.skip(place, shape_of(error))
-            continue
-        claimed |= {turn.id for turn in path}
-        for place in new_places:
-            report.carry(place)
-        report.traces += 1
-        yield trace
+        for trace in made(report, new_places, partial(_traces, session, path, claimed, number)):
+            claimed |= {turn.id for turn in path}
+            yield trace
+
+
+def _traces(session: Session, *about: Any) -> list[Trace]:
+    return [session.trace(*about)]
 
 
 def owned_answers(trace: Trace, sampled: set[str]) -> set[str]:
@@ -49,14 +45,9 @@ _HOLDERS = ("columns", "metadata", "info", "source")
 def says_subagent(about: Mapping[str, Any]) -> bool:
     """Whether columns or metadata of a log say that a session is a sub-agent's: a flag, or a
     `source` or `thread_source` that is one."""
-    flagged = any(about.get(name) is True for name in _SIDE_FLAGS)
-    begun = about.get("thread_source") == "subagent" or (
-        isinstance(about.get("source"), Mapping) and "subagent" in about["source"]
-    )
     return (
-        flagged
-        or begun
-        or any(
-            says_subagent(about[name]) for name in _HOLDERS if isinstance(about.get(name), Mapping)
-        )
+        any(about.get(name) is True for name in _SIDE_FLAGS)
+        or about.get("thread_source") == "subagent"
+        or "subagent" in mapping(about.get("source"))
+        or any(says_subagent(mapping(about.get(name))) for name in _HOLDERS if name in about)
     )
