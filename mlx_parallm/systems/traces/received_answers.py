@@ -137,7 +137,7 @@ def _tokens_of(prompt_ids: Any, choice: Mapping[str, Any], temperature: float) -
     numbers = [entry["logprob"] for entry in content]
     are_numbers = all(isinstance(number, int | float) for number in numbers)
     if not are_numbers or not all(isinstance(token, int) for token in [*prompt_ids, *ids]):
-        raise ValueError("token ids and log-probabilities are no numbers")
+        raise ValueError("token ids and log-probabilities are not numbers")
     spans = [(s["version"], s["start"], s["end"]) for s in _list(choice.get("weight_versions"))]
     return TurnTokens(
         shared=0,

@@ -146,7 +146,7 @@ class Session:
                 elif value["type"] == "label":
                     session.labels.append(Label.model_validate(without(value, "type")))
                 else:
-                    raise ValueError(f"lines of type {value['type']!r} are no turns and no labels")
+                    raise ValueError(f"type {value['type']!r} is neither a turn nor a label")
             except SHAPES as error:
                 reason = f"{type(error).__name__}: {faults(error, 3)}"
                 session.faults.append(SessionFault(f"{path.name}:{number}", reason, value))

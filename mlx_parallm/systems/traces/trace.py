@@ -224,7 +224,7 @@ class Trace(TraceRecord):
 
     @property
     def label(self) -> bool | None:
-        """The newest label by a person; None: there is none."""
+        """The newest label by a person, or None."""
         values = (label.value for label in self._by_person)
         newest = next((value for value in values if value is not None), None)
         return None if newest is None else newest > 0.5

@@ -140,7 +140,7 @@ def _weighed(message: Json, report: ImportReport, place: str, *about: Mapping[st
 
 def atif(path: Path, report: ImportReport) -> Iterator[Trace]:
     """One trajectory a line, or a file that is one (`trajectory.json`); Harbor's `result.json`
-    beside it has the rewards. Traces come out as they are."""
+    beside it has the rewards. Traces are imported unchanged."""
     rewards = _harbor_rewards(path) if path.name == "trajectory.json" else {}
 
     def trajectory(data: Json, place: str, report: ImportReport) -> list[Trace]:
@@ -206,7 +206,7 @@ def _art_traces(
     traces = [_art_trace(main, name, name, group_id, report, expect, **extra)]
     for number, history in enumerate(histories, 1):
         if not isinstance(history, Mapping):
-            raise TraceError("an additional history that is no object")
+            raise TraceError("an additional history that is not an object")
         whole = {**shared, **history}
         own_name = f"{name}+{number}"
         traces.append(_art_trace(whole, name, own_name, group_id, report, expect, **extra))
@@ -268,7 +268,7 @@ def verifiers_traces(row: Json, place: str, report: ImportReport) -> list[Trace]
     traces: list[Trace] = []
     for entry in entries:
         if not isinstance(entry, Mapping):
-            raise TraceError("a trace that is no object")
+            raise TraceError("a trace that is not an object")
         traces += (_graph if "nodes" in entry else _evaluated)(entry, place, report)
     if not traces:
         raise TraceError("no messages")

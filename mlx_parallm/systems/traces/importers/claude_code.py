@@ -24,10 +24,10 @@ from mlx_parallm.systems.traces.schema import Json, add_step, as_context, mappin
 from mlx_parallm.systems.traces.session import text_digest
 from mlx_parallm.systems.traces.trace import Trace, new_trace, numbered
 
-TWICE = "a line whose uuid stands in the log twice"
-TWICE_OTHERWISE = "a line whose uuid stands in the log twice, with other content"
-BLOCK_TWICE = "a block of an answer that stands in the log twice"
-MOVED = "its history is not known: a message before it stands in the log twice, at different places"
+TWICE = "a line whose uuid is twice in the log"
+TWICE_OTHERWISE = "a line whose uuid is twice in the log, with other content"
+BLOCK_TWICE = "a block of an answer that is twice in the log"
+MOVED = "its history is not known: a message before it is twice in the log, at different places"
 REPEATED = {"toolUseResult": "field 'toolUseResult': the block of the result holds it"}
 
 

@@ -53,8 +53,8 @@ CLIENT_CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 PLAIN_THOUGHTS = ("summary_text", "reasoning_text", "text")
 ARGUMENTS = ("arguments", "input", "action")
 OUTPUTS = ("output", "outputs", "results", "result", "tools")
-RESULT_TWICE = "a result that stands in the log twice"
-REPEATED = "an item that stands in the log twice"
+RESULT_TWICE = "a result that is twice in the log"
+REPEATED = "an item that is twice in the log"
 ENCRYPTED = "its history is not whole: a compaction that is encrypted, or has no text"
 
 

@@ -109,7 +109,7 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
             continue
         if call is None:
             operation = _first(values, "gen_ai.operation.name", "openinference.span.kind")
-            reason = f"spans of operation {operation!r} are no model calls with content"
+            reason = f"spans of operation {operation!r} are not model calls with content"
             report.skip(place, reason[:200])
             continue
         calls.append((str(name), span, call))
@@ -204,7 +204,7 @@ def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]
                         report.read(at, [span, around])
                         yield at, span, around
                     else:
-                        report.leave_out(at, [span, around], "a span that is no object")
+                        report.leave_out(at, [span, around], "a span that is not an object")
 
 
 def _inner(value: Any, key: str) -> list[Any]:

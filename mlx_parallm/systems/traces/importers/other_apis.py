@@ -39,7 +39,7 @@ class ResponseReader:
 
     def chat(self, body: Mapping[str, Any]) -> Json:
         if body.get("previous_response_id") or body.get("conversation"):
-            raise ValueError("it goes on from messages that the upstream keeps")
+            raise ValueError("it continues from messages that the upstream keeps")
         messages = _messages_of(input_items(body))
         if instructions := body.get("instructions"):
             messages.insert(0, {"role": "system", "content": instructions})
