@@ -17,6 +17,7 @@ from typing import Any
 MOVED = {
     "mlx_parallm.primitives": "mlx_parallm.faces.primitives",
     "mlx_parallm.rl_training.atropos_client": "mlx_parallm.faces.atropos.client",
+    "mlx_parallm.rl_training.data.rows": "mlx_parallm.rl_training.data.examples",
     "mlx_parallm.rl_training.weight_updater": "mlx_parallm.rl_training.publish.weight_updater",
     "mlx_parallm.tools": "mlx_parallm.deploy",
     "mlx_parallm.trl": "mlx_parallm.faces.trl",

@@ -85,7 +85,10 @@ def explanation() -> list[str]:
         " at one token of one text",
         "(Gemma 4's `final_logit_softcapping`, OLMo Hybrid's `rms_norm_eps`): over 48 texts the"
         " largest difference is 1.4e-5 and 7.9e-6",
-        "here, 1.9e-5 and 1.3e-5 in torch's own float32. `scripts/parity/` makes the"
+        "here, 1.9e-5 and 1.3e-5 in torch's own float32. DeepSeek's sparse attention (`index_topk`"
+        " shorter than the text) is compared where no two tokens have the same index score: in a"
+        " tiny model several have exactly 0, and which of them is left out, no specification says."
+        " `scripts/parity/` makes the"
         " checkpoints (torch) and compares; a part of",
         "them runs in the default tests. `mlx_parallm doctor --model M` says what of one model's"
         " config.json is understood.",

@@ -166,7 +166,7 @@ def test_a_file_that_is_not_as_here_is_not_kept(
     assert list(tmp_path.iterdir()) == []
 
 
-def with_other_order() -> dict[str, architectures.Architecture]:
+def with_other_order() -> dict[str, architectures.GGUFArchitecture]:
     """Heads with their rows in llama.cpp's order where they should be in mlx-lm's, or the other
     way round."""
     return {

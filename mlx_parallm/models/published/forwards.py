@@ -29,6 +29,38 @@ def latent_norms(model: nn.Module, published: Published) -> None:
                 norm.eps = 1e-6
 
 
+def indexer_norms(model: nn.Module) -> None:
+    """DeepSeek's sparse attention: transformers' norm of the indexer's keys has 1e-6. Another
+    number of it selects other tokens."""
+    for module in model.modules():
+        if isinstance(norm := module.get("k_norm"), nn.LayerNorm) and "weights_proj" in module:
+            norm.eps = 1e-6
+
+
+CHOICE_BIASES = ("e_score_correction_bias", "expert_bias", "gate_bias")
+
+
+@once
+def _above_zero(kind: Any) -> type[Any]:
+    class GroupsOfExperts(kind):
+        def __getattr__(self, name: str) -> Any:
+            value = super().__getattr__(name)
+            return value - mx.minimum(value.min(), 0) if name in CHOICE_BIASES else value
+
+    return named_as(GroupsOfExperts, kind)
+
+
+def experts_of_other_groups(model: nn.Module) -> None:
+    """Choose no expert of a group that was not chosen: mlx-lm's classes give these the score 0,
+    which is above a negative one, and transformers' minus infinity. So the biases, which serve the
+    choice alone, are read with none below 0: sigmoids are above 0, and the order is the same."""
+    for module in list(model.modules()):
+        groups = getattr(module, "n_group", None)
+        groups = groups or getattr(getattr(module, "args", None), "num_expert_group", None)
+        if (groups or 1) > 1 and set(CHOICE_BIASES) & set(module):
+            module.__class__ = _above_zero(type(module))
+
+
 @once
 def _scaled_head(kind: Any) -> type[Any]:
     class ScaledNorm(kind):

@@ -26,6 +26,7 @@ from mlx_parallm.models.published.architectures import (
     unheeded,
 )
 from mlx_parallm.models.published.classes import reading, tie_head
+from mlx_parallm.models.published.forwards import experts_of_other_groups, indexer_norms
 from mlx_parallm.models.published.fp8 import fp8_reading
 from mlx_parallm.models.published.reader import Published, read_published
 from mlx_parallm.models.published.rope import Rope, RopeTurns, turned_part, turns_of
@@ -133,6 +134,8 @@ def mend(model: nn.Module, published: Published) -> None:
         context = int(published.get("max_position_embeddings", sys.maxsize))
         if within(context, wanted) != within(context, own_windows):
             place_windows(model, within(context, wanted))
+    indexer_norms(model)
+    experts_of_other_groups(model)
     if architecture.own_head and published.get("tie_word_embeddings"):
         tie_head(model)
     if architecture.mend:
@@ -174,16 +177,24 @@ def _place_ropes(model: nn.Module, published: Published) -> None:
         if rope is None:
             continue
         turns = turns_of(published, rope, published.head_dim)
-        module.rope = _rope(old, published, rope, turns)
+        module.rope = _rope(old, published, rope, turns, of_indexer=path.endswith("indexer"))
         placed = True
     if not placed:
         _check_own_ropes(published, frozenset({"default"}))
 
 
-def _rope(old: Any, published: Published, rope: Mapping[str, Any], turns: RopeTurns) -> nn.Module:
-    """Return MLX's own module if it computes this rope, else ours."""
+def _rope(
+    old: Any,
+    published: Published,
+    rope: Mapping[str, Any],
+    turns: RopeTurns,
+    *,
+    of_indexer: bool = False,
+) -> nn.Module:
+    """Return MLX's own module if it computes this rope, else ours. `of_indexer`:
+    `rope_interleave` does not speak of it."""
     traditional = bool(getattr(old, "traditional", type(old).__name__.startswith("DeepseekV2")))
-    if "rope_interleave" in published.keys:
+    if "rope_interleave" in published.keys and not of_indexer:
         traditional = bool(published.config.rope_interleave)
     kind = rope.get("rope_type", "default")
     odd = int(published.head_dim * turned_part(published, rope)) % 2

@@ -2,18 +2,22 @@
 cannot load it. Where a test here fails, mlx-lm computes that itself now: delete our mend."""
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.mlx_lm_api import mlx_lm_classes
 from mlx_parallm.models.published.architectures import ARCHITECTURES
+from mlx_parallm.models.published.forwards import experts_of_other_groups, indexer_norms
 from mlx_parallm.models.published.mend import model_classes
 from scripts.parity.compare import EQUAL
 from scripts.parity.rounding import MOST, RESULTS, difference, logprobs_of
@@ -126,3 +130,49 @@ def test_gemmas_without_soft_caps_are_finite_in_float16(name: str, tmp_path: Pat
     write(tmp_path / "model", case | {"config": case["config"] | none})
     exact = logprobs_of(tmp_path / "model", "float32")
     assert difference(logprobs_of(tmp_path / "model", "float16"), exact) < 0.02
+
+
+GATES = {
+    "deepseek_v3": "MoEGate",
+    "deepseek_v32": "MoEGate",
+    "dots1": "Dots1TopkRouter",
+    "exaone_moe": "MoEGate",
+    "glm4_moe": "MoEGate",
+    "glm4_moe_lite": "MoEGate",
+    "mimo_v2_flash": "MoEGate",
+    "nemotron_h": "MoEGate",
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_experts_of_a_group_that_was_not_chosen_are_not_chosen(name: str) -> None:
+    """Sigmoids of 0 are 0.5: the first group has 0.7 + 0.6 and two experts below 0, which mlx-lm
+    puts behind the 0 of the second group's. transformers takes the best three of the first."""
+    numbers = dict.fromkeys(("n_routed_experts", "num_experts"), 8)
+    numbers |= {"num_experts_per_tok": 3, "n_group": 2, "topk_group": 1, "hidden_size": 4}
+    sizes = {"routed_scaling_factor": 1.0, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    gate = getattr(module, GATES[name])(SimpleNamespace(norm_topk_prob=True, **numbers, **sizes))
+    gate.e_score_correction_bias = mx.array([0.2, 0.1, -0.7, -0.9, -0.1, -0.1, -0.1, -0.1])
+
+    def chosen() -> list[int]:
+        return sorted(gate(mx.ones((1, 1, 4)))[0].flatten().tolist())
+
+    gate.weight = mx.zeros((8, 4))
+    assert chosen() != [0, 1, 2], "mlx-lm chooses these itself now: delete our mend"
+    experts_of_other_groups(gate)
+    assert chosen() == [0, 1, 2]
+    saved = dict(tree_flatten(gate.parameters()))["e_score_correction_bias"]
+    assert saved.min().item() == pytest.approx(-0.9), "what is saved is the checkpoint's"
+
+
+def test_the_norm_of_an_indexer_has_transformers_number() -> None:
+    module = importlib.import_module("mlx_lm.models.deepseek_v32")
+    sizes = {"hidden_size": 8, "index_n_heads": 1, "index_head_dim": 8, "qk_rope_head_dim": 4}
+    more = {"index_topk": 2, "q_lora_rank": 4, "rope_theta": 1e4, "indexer_rope_interleave": False}
+    indexer = module.Indexer(
+        SimpleNamespace(max_position_embeddings=64, rope_scaling=None, **sizes, **more)
+    )
+    assert indexer.k_norm.eps == 1e-5, "mlx-lm has another number now: delete our mend"
+    indexer_norms(indexer)
+    assert indexer.k_norm.eps == 1e-6
