@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -45,11 +45,13 @@ from mlx_parallm.losses.advantages import (
 from mlx_parallm.rl_training.monitor.evidence import Arrivals
 from mlx_parallm.rl_training.monitor.health import find_waiting
 from mlx_parallm.rl_training.step.batch import StatisticsCollector, TrainBatch, TrainSequence
-from mlx_parallm.rl_training.step.companion import StepCompanion
 from mlx_parallm.rollout_store.checks import OTHER_MODEL, TOO_LARGE, is_too_large
 from mlx_parallm.run_files.versions import VersionSteps
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Rollout, RolloutGroup
+
+if TYPE_CHECKING:  # `explain` reads this file without MLX
+    from mlx_parallm.rl_training.step.companion import StepCompanion
 
 log = get_logger("train")
 
@@ -129,7 +131,7 @@ class RolloutBuffer:
         shaping: Shaping = PLAIN,
         pairs: bool = False,
         singles: bool = False,
-        companions: Mapping[str, StepCompanion] = MappingProxyType({}),
+        companions: Mapping[str, "StepCompanion"] = MappingProxyType({}),
     ) -> None:
         self._target = training.atropos.rollout_batch_size
         if group_sizes and not fillable_up_to(self._target, set(group_sizes))[-1]:

@@ -162,7 +162,7 @@ def test_calls_are_read_in_the_models_own_format() -> None:
             {"tools": [NOW], "calls": [PARIS]},
             "'weather' of the row's 'calls' is not among its tools",
         ),
-        ({"tools": [WEATHER], "calls": "weather"}, "no list of calls"),
+        ({"tools": [WEATHER], "calls": "weather"}, "not a list of calls"),
         (
             {"tools": [WEATHER], "calls": [{"weather": {"city": "Paris"}}]},
             "lists of accepted values",

@@ -128,7 +128,7 @@ def test_a_changed_byte_is_found(run: Path, tmp_path: Path) -> None:
     data = weights.read_bytes()
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     found = describe(copy)
-    assert found["problems"] == ["adapters.safetensors is not what was written (SHA-256)"]
+    assert found["problems"] == ["adapters.safetensors has changed since it was written (SHA-256)"]
     assert not found["complete"] and "checksums     another one: adapters.safetensors\n" in as_text(
         found
     )

@@ -19,9 +19,9 @@ def test_pipes_devices_and_circles_in_a_folder_are_no_files(tmp_path: Path) -> N
     (tmp_path / "circle.json").symlink_to("circle.json")
     (tmp_path / "folder.json").mkdir()
     assert regular_files(tmp_path, "*.json", "*") == [tmp_path / "good.json"]
-    with pytest.raises(TraceError, match="no regular file"):
+    with pytest.raises(TraceError, match="not a regular file"):
         report.whole_json(tmp_path / "pipe.json")
-    with pytest.raises(TraceError, match="no regular file"):
+    with pytest.raises(TraceError, match="not a regular file"):
         read_checkpoint(tmp_path / "device.json")
 
 

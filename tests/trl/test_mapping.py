@@ -245,7 +245,7 @@ def test_ten_updates_of_three_a_step_are_four_steps() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"per_device_train_batch_size": 4}, "no whole groups of num_generations = 8"),
+        ({"per_device_train_batch_size": 4}, "not whole groups of num_generations = 8"),
         (
             {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
             "not a multiple of gradient_accumulation",
@@ -462,7 +462,7 @@ def test_configurations_of_rows() -> None:
             GRPOConfig(overrides={"rl_training.lerning_rate": 1}),
             "did you mean 'rl_training.learning_rate'",
         ),
-        (GRPOConfig(overrides={"environments.3.weight": 1}), "no entry of 1"),
+        (GRPOConfig(overrides={"environments.3.weight": 1}), "not an entry of 1"),
         (GRPOConfig(report_to="mlflow"), "mlflow"),
         (GRPOConfig(optim="sgd"), "adamw_torch"),
         (GRPOConfig(optim="adafactor_8bit"), "adamw_8bit"),

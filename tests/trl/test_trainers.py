@@ -565,7 +565,7 @@ def test_gkd_trains_on_a_share_of_the_rows_own_completions(teacher: Path, tmp_pa
             "args is a SFTConfig, not a DPOConfig",
         ),
         (lambda: DPOTrainer(MODEL, ref_model=MODEL, train_dataset=PAIRS), "ref_model"),
-        (lambda: DPOTrainer(MODEL, processing_class=3, train_dataset=PAIRS), "no tokenizer"),
+        (lambda: DPOTrainer(MODEL, processing_class=3, train_dataset=PAIRS), "not a tokenizer"),
         (lambda: SFTTrainer(MODEL, train_dataset=PAIRS).save_model("x"), "train first"),
         (lambda: SFTTrainer(MODEL, train_dataset=PAIRS).evaluate(), "no eval_dataset"),
     ],

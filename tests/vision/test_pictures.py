@@ -71,7 +71,7 @@ REFUSED = {
     "pixels": (png(2000, 1000), r"2000 × 1000 pixels, and at most 1000000"),
     "100 megapixels": (png(10_000, 10_000), r"pixels"),
     "a bomb": (png(60_000, 60_000), r"pixels"),
-    "none": (png(0, 5), r"damaged|no pixels|no image"),
+    "none": (png(0, 5), r"damaged|no pixels|not an image"),
     "a line": (png(4000, 2), r"at most 200 times as long"),
     "moving": (MOVING, r"it moves \(2 frames\)"),
     "a bomb of text": (
@@ -79,10 +79,10 @@ REFUSED = {
         r"damaged",
     ),
     "short": (png(100, 100, b"\0" * 50), r"damaged"),
-    "BMP": (file_of(noise(4, 4), "BMP"), r"no image that is read here"),
-    "TIFF": (file_of(noise(4, 4), "TIFF"), r"no image that is read here"),
+    "BMP": (file_of(noise(4, 4), "BMP"), r"not an image that is read here"),
+    "TIFF": (file_of(noise(4, 4), "TIFF"), r"not an image that is read here"),
     "SVG": (b" <?xml version='1.0'?><svg/>", r"SVG is not read"),
-    "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n", r"no image that is read here"),
+    "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n", r"not an image that is read here"),
 }
 
 

@@ -228,7 +228,7 @@ def no_numbers(path: str) -> Reply | None:
     [
         (other_ids, "has another tokenizer than the policy"),
         (no_tokenize, "set path to the directory of its tokenizer"),
-        (bad_request, "refuses what it is asked: .*at most 20"),
+        (bad_request, "HTTP 400: .*at most 20"),
         (no_numbers, r"prompt_logprobs has None for .* tokens: does it speak this api \(vllm\)"),
     ],
 )
@@ -287,7 +287,7 @@ ODD: list[tuple[str, Any, str]] = [
     ("vllm", with_numbers(None), "TypeError"),
     ("vllm", with_numbers("much"), "ValueError"),
     ("vllm", with_numbers(10**400), "OverflowError"),
-    ("vllm", with_numbers(float("nan")), "no numbers"),
+    ("vllm", with_numbers(float("nan")), "not numbers"),
     ("vllm", with_numbers(-0.0), "have a sum above 1"),
     ("vllm", negative, "its best tokens are"),
     ("sglang", lambda reply: {**reply, "meta_info": [1]}, "AttributeError"),

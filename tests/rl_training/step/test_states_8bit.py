@@ -28,6 +28,8 @@ SHAPES = {  # one is small, one fills no whole blocks, one lies in several piece
 class Slots:
     """`ParameterSlots` without a model."""
 
+    layer_norms: frozenset[str] = frozenset()
+
     def __init__(self, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
         rng = np.random.default_rng(1)
         self.names = tuple(shapes)
