@@ -188,7 +188,7 @@ class StatisticsCollector:
         self._surprise, self._surprising = 0.0, 0  # sum of -logprobs, and over how many tokens
         self._ends: list[str | None] = []
         self._stds: list[float] = []  # deviation of each group's rewards
-        self._all_wrong = self._all_right = self._same_answer = 0
+        self._all_wrong = self._all_right = self._unscored = self._same_answer = 0
         self._groups = 0
         self._answers: Counter[tuple[int, ...]] = Counter()
         self._prompts: set[tuple[int, ...]] = set()
@@ -252,7 +252,12 @@ class StatisticsCollector:
                 "too-hard",
                 "the problems are too hard for this policy, or the reward never fires",
             ),
-            (groups - right - wrong, "no-variance", "the reward does not tell answers apart"),
+            (self._unscored, "not-scored", "no reward function has scored their answers"),
+            (
+                groups - right - wrong - self._unscored,
+                "no-variance",
+                "the reward does not tell answers apart",
+            ),
         )
         _, page, meaning = max(why, key=lambda entry: entry[0])
         return (
@@ -291,6 +296,7 @@ class StatisticsCollector:
         self._ends += [rollout.stop_reason for rollout in group.rollouts]
         if len(rewards) > 1:
             self._stds.append(_sample_deviation(rewards))
+        self._unscored += not rewards
         self._all_wrong += bool(rewards) and max(rewards) <= WRONG + ROUNDING
         self._all_right += bool(rewards) and min(rewards) >= RIGHT - ROUNDING
         answers = [_sampled(rollout) for rollout in group.rollouts]

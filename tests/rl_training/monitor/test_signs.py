@@ -1,12 +1,14 @@
 """The signs of rewards, rows, tools and teachers at their edges: sick, healthy, and beside what
 would be blamed in their place."""
 
+from dataclasses import replace
+
 import pytest
 
 from mlx_parallm.rl_training.monitor.evidence import WINDOW
 from mlx_parallm.rl_training.monitor.health import HEALTHY, diagnose, find
 from mlx_parallm.rl_training.step.batch import StatisticsCollector
-from mlx_parallm.types import RolloutGroup
+from mlx_parallm.types import UNSCORED, RolloutGroup
 from tests.rl_training.monitor.test_health import CONSTANT, WELL, names, window
 from tests.rl_training.rollouts import make_group, make_rollout
 
@@ -235,3 +237,6 @@ def test_the_most_frequent_answer_is_counted_over_all_prompts():
     same = [group(str(number), (number,), (5, 6), (5, 6)) for number in range(4)]
     assert "every prompt gets the same answer" in counted(*same).lost_in_words()
     assert "harder" in counted(make_group("a", [1.0, 1.0])).lost_in_words()
+    rollout = replace(make_rollout(), scores={UNSCORED: 1.0})
+    unscored = RolloutGroup("u", "test", (rollout, rollout))
+    assert "#not-scored" in counted(unscored, unscored).lost_in_words()
