@@ -38,6 +38,9 @@ from mlx_parallm.system.device.traits import may_lose_results
 from mlx_parallm.types import TopLogprob
 from mlx_parallm.weights import SharedWeights, WeightsView
 
+HOTTEST = 1000.0
+"""A temperature above it may make the logits of a sound step the same number (in float32 some
+1e7 does)."""
 CHECKED = 8  # arrays of keys and values that are looked at, of those that go to the prefix cache
 PROBED = 16  # tokens of a text by which zeros are explained
 
@@ -173,8 +176,11 @@ class ModelRunner:
         if step.sampled is None or step.batch is None:
             return []
         read = step.sampled.read()
-        if read.alike and not self._gives_zeros(step.rows[0]):
-            raise wrong_numbers("the logits of a token are zeros alone")
+        if may_lose_results():
+            alike = [step.rows[row] for row in read.alike]
+            alike = [sequence for sequence in alike if sequence.params.temperature <= HOTTEST]
+            if alike and not self._gives_zeros(alike[0]):
+                raise wrong_numbers("the logits of a token are zeros alone")
         processed = dict(zip(step.batch.reshaped, read.processed, strict=True))
         top: dict[int, tuple[TopLogprob, ...]] = {}
         if step.sampled.top_tokens is not None and step.sampled.top_logprobs is not None:

@@ -117,17 +117,18 @@ class Sampled:
             tokens.tolist(),
             numbers[2 * count : 3 * count].tolist(),
             numbers[3 * count :].tolist(),
-            alike=bool((mass == self.vocab).any()),
+            alike=np.flatnonzero(mass == self.vocab).tolist(),
         )
 
 
 class ReadNumbers(NamedTuple):
-    """`alike`: all logits of a row are the same number."""
+    """`alike`: the rows whose logits, divided by the temperature, are the same number for all
+    tokens."""
 
     tokens: list[int]
     logprobs: list[float]
     processed: list[float]
-    alike: bool
+    alike: list[int]
 
 
 class SamplingBatch:

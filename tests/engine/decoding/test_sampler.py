@@ -1,5 +1,7 @@
 """The vectorised sampler against a numpy twin that does one row at a time, in vLLM's order."""
 
+import math
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from mlx_parallm.engine.decoding.sampler import (
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.engine.sequence import Sequence, random_stream, splitmix64
+from mlx_parallm.system.device.traits import DEVICE_VARIABLE, GPU_LIKE
 from mlx_parallm.types import SamplingParams
 from tests.engine.helpers import EOS, ByteTokenizer, qwen3_model, request, run, serve
 
@@ -271,3 +274,12 @@ def test_a_broken_row_shows_and_stays_in_range() -> None:
     blocks = BlockedLogits.split(logits)
     assert np.isnan(np.array(blocks.logsumexp)).tolist() == [True, False]
     assert np.array(blocks.draw(keys(2))).max() < BLOCK
+
+
+def test_a_temperature_that_makes_all_logits_the_same_ends_no_engine(monkeypatch):
+    """On the way of a GPU it looked like a lost result: one request stopped the server."""
+    monkeypatch.setenv(DEVICE_VARIABLE, GPU_LIKE)
+    served = serve(qwen3_model(num_hidden_layers=1), prefix_cache_bytes=0)
+    hot = request("hot", [3, 4, 5], temperature=1e30, max_tokens=3, ignore_eos=True)
+    [completion] = run(served.engine, [hot])["hot"].completions
+    assert completion.logprobs == (pytest.approx(-math.log(300)),) * 3
