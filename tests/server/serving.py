@@ -1,5 +1,7 @@
 """A real server thread on a free port, for as long as a `with` block."""
 
+import faulthandler
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from openai import OpenAI
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.server.app import AddedRouter, create_app
 from mlx_parallm.server.context import ServerDeps, ServerState
-from mlx_parallm.server.thread import ServerThread, bind_socket
+from mlx_parallm.server.thread import ServerThread, ServerThreadError, bind_socket
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,19 @@ def running_server(
         yield RunningServer(url, app, state, engine, thread)
     finally:
         if thread.alive:
-            thread.stop(drain_timeout=5.0)
+            _stop(thread)
+
+
+def _stop(thread: ServerThread) -> None:
+    """End a server. Once in some ten whole runs it takes longer than its 10 s: where it stands is
+    shown, and it gets a minute more."""
+    try:
+        thread.stop(drain_timeout=5.0)
+    except ServerThreadError:
+        faulthandler.dump_traceback(file=sys.__stderr__)
+        thread._thread.join(60)
+        if thread.alive:
+            raise
 
 
 def flat(lists: Iterable[list[Any]]) -> list[Any]:
