@@ -198,4 +198,5 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets=sockets)
         if self.server_state.tasks:
-            await asyncio.wait(self.server_state.tasks, timeout=JOIN_MARGIN_SECONDS)
+            # half of what `stop` waits: the other half is for the loop's end, which cancels again
+            await asyncio.wait(self.server_state.tasks, timeout=JOIN_MARGIN_SECONDS / 2)
