@@ -2,7 +2,6 @@
 changes nothing."""
 
 import copy
-import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +13,7 @@ from mlx_parallm.errors import AdapterError, PublishTimeoutError
 from mlx_parallm.models.adapters.adapter import AdapterWeights, LoraPair
 from mlx_parallm.models.loading import evaluate_module
 from mlx_parallm.weights import PolicyHistory, SharedWeights
+from tests.active_memory import active_memory
 
 
 def layers(fill: float, size: int = 8) -> dict[str, LoraPair]:
@@ -57,11 +57,10 @@ def test_publish_adds_no_active_memory() -> None:
     new = layers(3.0, size=1024)
     mx.eval([new["proj"].a, new["proj"].b])
     weights.publish_adapter(new)
-    gc.collect()  # arrays of other tests, in cycles
-    before = mx.get_active_memory()
+    before = active_memory()
     for _ in range(50):
         weights.publish_adapter(new)
-    assert mx.get_active_memory() <= before
+    assert active_memory() <= before
 
 
 def test_full_weights_are_rebound_in_the_tree_being_served() -> None:

@@ -122,7 +122,7 @@ def check_tokens(ask: httpx.Client) -> None:
 
 
 def last_step(run: Path) -> int:
-    return int(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+    return int(metrics(run)[-1]["step"])
 
 
 def known_groups(run: Path) -> set[str]:

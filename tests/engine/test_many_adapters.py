@@ -15,6 +15,7 @@ from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, Lor
 from mlx_parallm.models.adapters.served import STACK_LIFETIME, LoraContext, ServedLinear
 from mlx_parallm.models.lora import linear_layers, prepare_for_serving
 from mlx_parallm.models.quantize import quantize_layers
+from tests.active_memory import active_memory
 from tests.engine.helpers import (
     Served,
     collect,
@@ -298,15 +299,15 @@ def test_a_publish_copies_nothing_with_one_adapter_and_its_slot_with_several() -
         [0, 2, 4, 6, 8, 10, 0],
     ]
     slots[2].weights = AdapterWeights("2", 1, layers(7.0))
-    before = mx.get_active_memory()
+    before = active_memory()
     mx.reset_peak_memory()
     context.activate([*slots, None])
     mx.eval(list(context.stacked.values()))
     assert context.stacked is stacked and stacked["3"][1][2, 0, 0].item() == 14.0
-    assert mx.get_active_memory() <= before + 4096 and mx.get_peak_memory() <= before + one
+    assert active_memory() <= before + 4096 and mx.get_peak_memory() <= before + one
     context.activate([slots[1], slots[3], slots[4]])
     assert context.stacked is stacked, "adapters that have left may come again"
     for _ in range(STACK_LIFETIME + 1):
         context.activate([slots[0], None])
     del stacked
-    assert mx.get_active_memory() <= before - 6 * one, "a stack that no row uses is dropped"
+    assert active_memory() <= before - 6 * one, "a stack that no row uses is dropped"

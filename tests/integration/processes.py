@@ -2,7 +2,6 @@
 by signal."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 
+from mlx_parallm.run_files.metrics import METRICS_FILE, MetricsFile
 from scripts.server_process import free_port
 from tests.signals_reset import default_signals
 
@@ -162,8 +162,8 @@ def train_example(config: Path, tmp_path: Path, **settings: object) -> Daemon:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    file = run / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """Return the lines of the run's steps, without one that is being written."""
+    return list(MetricsFile(run / METRICS_FILE).read())
 
 
 def wait_for_step(daemon: Daemon, run: Path, step: int, timeout: float = 90) -> None:

@@ -21,6 +21,7 @@ from mlx_parallm.models.layouts.layout import (
     shareable,
 )
 from mlx_parallm.system.device import traits
+from tests.active_memory import active_memory
 from tests.rl_training.step.test_blockwise import with_4_bit_base, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model
 
@@ -277,7 +278,7 @@ def test_a_large_head_takes_little_memory_and_gives_the_same_gradient() -> None:
 
     def peak(way: Callable[[], list[mx.array]]) -> tuple[int, list[mx.array]]:
         mx.synchronize()
-        before = mx.get_active_memory()
+        before = active_memory()
         mx.reset_peak_memory()
         found = way()
         return mx.get_peak_memory() - before, found

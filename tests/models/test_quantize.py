@@ -23,6 +23,7 @@ from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.models import quantize
 from mlx_parallm.models.loading import check_model, load_model
 from mlx_parallm.models.quantize import load_quantized, quantize_layers
+from tests.active_memory import active_memory
 from tests.tiny_models import EXPERTS, QWEN3, make_model, save_checkpoint
 
 
@@ -78,7 +79,7 @@ def test_a_layer_is_finished_before_the_next_is_read(monkeypatch: pytest.MonkeyP
     model.load_weights(list(lazy.items()))
     lazy.clear()
     mx.clear_cache()
-    before = mx.get_active_memory()
+    before = active_memory()
     mx.reset_peak_memory()
     quantize_layers(model)
     small = sum(array.nbytes for array in arrays(model).values())

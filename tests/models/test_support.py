@@ -13,6 +13,7 @@ from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.models.support import check_config, layer_without_gradient
 from scripts.generate_model_table import model_types, small_model
 from scripts.parity.document import with_column
+from tests.active_memory import active_memory
 from tests.pages import section
 from tests.tiny_models import EXPERTS, LLAMA3_ROPE, QWEN3, lora_config, make_model
 
@@ -80,7 +81,7 @@ def test_a_model_of_any_size_is_checked_without_memory_and_leaves_the_random_sta
     expected = mx.random.normal((4,))
     mx.eval(expected)
     mx.random.seed(3)
-    before = mx.get_active_memory()
+    before = active_memory()
     mx.reset_peak_memory()
     for config in (LARGE, QWEN3, LLAMA3_ROPE, GATED_DELTA, SLIDING, STATE_SPACE):
         check_config(config, train=True)

@@ -26,6 +26,7 @@ from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.rewards.trained_reward_model import reward_model
 from mlx_parallm.types import Rollout, Trajectory
+from tests.active_memory import active_memory
 from tests.conftest import TinyEngine
 from tests.models.test_reward_model import make_config, save
 from tests.scripted_http import scripted_http
@@ -67,10 +68,10 @@ def test_it_shares_the_arrays_of_the_policys_base(
     base = load_model(ModelConfig(base_path="builtin:tiny"))
     mx.eval(base.model.parameters())
     size = sum(array.nbytes for _, array in tree_flatten(base.model.parameters()))
-    before = mx.get_active_memory()
+    before = active_memory()
     scorer = shared_scorer(str(find_reward_model(model)), base)
     scorer.wait()
-    assert mx.get_active_memory() - before < size / 2
+    assert active_memory() - before < size / 2
     part = reward_model(path=str(model))
     [score] = asyncio.run(part([QUESTION], [answered("3")]))
     assert scorer is shared_scorer(str(find_reward_model(model))), "the part has taken this one"

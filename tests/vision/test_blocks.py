@@ -7,6 +7,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.systems.vision.tower import hold_blocks_inputs_alone
+from tests.active_memory import active_memory
 
 WIDTH, INNER, ROWS, BLOCKS = 16, 512, 512, 24
 
@@ -51,7 +52,7 @@ def gradients(model: Tower) -> tuple[list[np.ndarray], int]:
     step = nn.value_and_grad(model, lambda x: model(x).square().sum())
     mx.eval(x)
     mx.clear_cache()
-    before = mx.get_active_memory()
+    before = active_memory()
     mx.reset_peak_memory()
     _, slopes = step(x)
     mx.eval(slopes)

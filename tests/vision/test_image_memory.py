@@ -19,6 +19,7 @@ from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.images import step_images
 from mlx_parallm.rl_training.step.memory import Lengths
 from mlx_parallm.types import Rollout
+from tests.active_memory import active_memory
 from tests.images.checkpoints import save_qwen_vl, save_smolvlm
 from tests.vision.drawn import noise
 from tests.vision.test_connector import FAMILIES
@@ -38,7 +39,7 @@ def peak(call: Any) -> int:
     peaks = []
     for _ in range(3):
         mx.clear_cache()
-        before = mx.get_active_memory()
+        before = active_memory()
         mx.reset_peak_memory()
         call()
         peaks.append(mx.get_peak_memory() - before)

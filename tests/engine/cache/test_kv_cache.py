@@ -8,6 +8,7 @@ from mlx_parallm.engine.cache.batch import BatchCache
 from mlx_parallm.engine.cache.rectangle import SlotCache
 from mlx_parallm.engine.cache.sharing import PromptRows
 from mlx_parallm.models.mlx_lm_api import KVCache
+from tests.active_memory import active_memory
 from tests.engine.helpers import qwen3_model, ragged_prompts, request, run, serve
 
 HEADS, WIDTH = 2, 8
@@ -91,11 +92,11 @@ def test_steps_moves_and_admissions_copy_no_cache():
         mx.eval(slots.state)
 
     for action in (admit, move, lambda: slots.scrub_row(3)):
-        base = mx.get_active_memory()
+        base = active_memory()
         mx.reset_peak_memory()
         action()
         assert mx.get_peak_memory() - base < total / 8
-    base = mx.get_active_memory()
+    base = active_memory()
     mx.reset_peak_memory()
     step([901] * 32)
     # keys.sum() reads a view; what may appear is one contiguous copy of a view, never a second

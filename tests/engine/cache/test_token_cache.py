@@ -1,7 +1,6 @@
 """Keys and values by tokens: attention in parts, segments that rows share, size classes; held to
 the rectangle."""
 
-import gc
 import random
 
 import mlx.core as mx
@@ -32,6 +31,7 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.models.attention_parts import LOG2_E, attend_partly, finish, merge
 from mlx_parallm.models.cpu import attention, kernels
 from mlx_parallm.system.device import traits
+from tests.active_memory import active_memory
 from tests.engine.helpers import (
     VOCAB,
     naive_greedy,
@@ -416,17 +416,15 @@ def test_room_of_rows_that_left_is_not_held_beside(beside):
 
 def test_arrays_of_rows_that_left_are_not_kept_alive():
     slots, cached = TokenCache(qwen3_model(), 8, 4096), []
-    gc.collect()
-    before = mx.get_active_memory()
+    before = active_memory()
     for _ in range(4):
         _admit(slots, cached, 200, 1)
     slots.begin_step(cached)
     mx.eval([pool.state for pool in slots.step_pools])
-    assert mx.get_active_memory() > before + 800 * slots.token_bytes()
+    assert active_memory() > before + 800 * slots.token_bytes()
     slots.truncate(0)
     slots.shrink_to([])
-    gc.collect()
-    assert mx.get_active_memory() <= before + 4096
+    assert active_memory() <= before + 4096
 
 
 def test_where_memory_is_bounded_the_old_goes_before_the_new_comes(monkeypatch):

@@ -1,6 +1,5 @@
 """Attention in blocks against float64, and its gradient against MLX's; which calls it takes."""
 
-import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from mlx_parallm.models.attention_parts import NOTHING, attend_partly
 from mlx_parallm.models.cpu import attention, kernels
 from mlx_parallm.models.mlx_lm_api import make_prompt_cache, mlx_lm_attention
 from mlx_parallm.system.blas import BlasStatus
+from tests.active_memory import active_memory
 from tests.rl_training.making import make_config, make_trainer
 from tests.tiny_models import QWEN3, make_model
 
@@ -107,8 +107,7 @@ def test_neither_way_holds_the_scores_of_all_heads() -> None:
     arrays = [mx.random.normal((1, 8, 1024, 16)) for _ in range(3)]
     mx.eval(arrays)
     scores = 8 * 1024 * 1024 * 4
-    gc.collect()  # what other tests left would be freed in the midst
-    before = mx.get_active_memory()
+    before = active_memory()
     mx.reset_peak_memory()
     mx.eval(attention.attention(*arrays, 0.3, "causal"))
     forward = mx.get_peak_memory() - before

@@ -2,7 +2,6 @@
 backward."""
 
 import copy
-import gc
 import os
 import re
 import subprocess
@@ -22,6 +21,7 @@ from mlx_parallm.models.cpu.layers import FastMLP, use_fast_rope, use_fast_swigl
 from mlx_parallm.models.lora import linear_layers
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear
 from mlx_parallm.system.device import traits
+from tests.active_memory import active_memory
 from tests.tiny_models import QWEN3, make_model
 
 needs_cpu = pytest.mark.skipif(not traits.on_cpu(), reason="MLX computes on a GPU")
@@ -181,7 +181,7 @@ def test_swiglu_and_its_gradient_are_right_to_1e_6() -> None:
 def test_the_gradient_of_swiglu_does_not_keep_the_steps_of_the_sigmoid() -> None:
     gate = mx.random.normal((256, 1024), key=mx.random.key(0))
     mx.eval(gate)
-    before = mx.get_active_memory()
+    before = active_memory()
     _, slopes = mx.vjp(kernels.swiglu, [gate, gate], [gate])
     mx.reset_peak_memory()
     mx.eval(slopes)
@@ -445,8 +445,7 @@ def test_no_unpacked_weights_wait_for_the_backward_pass() -> None:
 
     def peak(forward: object) -> int:
         mx.synchronize()
-        gc.collect()  # what other tests left would be freed in the midst
-        before = mx.get_active_memory()
+        before = active_memory()
         mx.reset_peak_memory()
         mx.eval(mx.grad(lambda v: forward(v).sum())(x))
         return mx.get_peak_memory() - before

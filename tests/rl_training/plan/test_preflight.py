@@ -29,6 +29,7 @@ from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.system.device import traits
 from mlx_parallm.system.hardware import GIB
+from tests.active_memory import active_memory
 from tests.models.test_reward_model import make_config, save
 from tests.tiny_models import QWEN3 as TINY_QWEN3
 from tests.tiny_models import VOCAB_SIZE, lora_config, save_checkpoint
@@ -145,7 +146,7 @@ def test_a_micro_batch_takes_what_is_said() -> None:
             mx.zeros((8, 64), mx.int32), positions, mx.zeros(positions.shape, mx.int32)
         )
         mx.eval(batch.inputs, batch.positions, batch.targets)
-        before = mx.get_active_memory()
+        before = active_memory()
         mx.reset_peak_memory()
         model.loss_and_gradients(
             batch, lambda logprobs, entropy: ((logprobs + 0.1 * entropy).sum(), ())
