@@ -2,7 +2,6 @@
 refused by the name of their format."""
 
 import json
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,13 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.models.formats import check_quantization
 from mlx_parallm.models.loading import load_model
+from mlx_parallm.models.logprobs import token_logprobs
+from scripts.parity.fp8 import stored_tensors
+from scripts.parity.weights import write_safetensors
 from tests.tiny_models import QWEN3, save_checkpoint
 
-Stored = dict[str, tuple[str, np.ndarray]]  # name → safetensors' dtype, numbers of that many bytes
+Stored = dict[str, tuple[str, np.ndarray]]
+BESIDE = json.loads((Path(__file__).parents[1] / "data" / "fp8.json").read_text())
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 LATENT = QWEN3 | {
     "model_type": "deepseek_v3",
@@ -71,18 +74,6 @@ def of_layer(
     return {"weight": ("U32", packed(levels, bits)), **arrays}, meant
 
 
-def write(file: Path, tensors: Stored) -> None:
-    header, blobs, end = {}, [], 0
-    for name, (dtype, array) in tensors.items():
-        blob = np.ascontiguousarray(array).tobytes()
-        offsets = [end, end + len(blob)]
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": offsets}
-        blobs.append(blob)
-        end += len(blob)
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(blobs))
-
-
 def rewritten(
     path: Path,
     change: Callable[[str, np.ndarray], Stored],
@@ -96,7 +87,7 @@ def rewritten(
         numbers = np.array(array)
         projection = name.endswith("proj.weight")
         stored |= change(name, numbers) if projection else {name: ("F32", numbers)}
-    write(path / "model.safetensors", stored)
+    write_safetensors(path / "model.safetensors", stored)
     (path / "config.json").write_text(json.dumps({**base, **config}))
     return path
 
@@ -209,6 +200,16 @@ def test_fp8(
     assert compared > 6
 
 
+@pytest.mark.parametrize("case", BESIDE, ids=lambda case: case["option"])
+def test_fp8_computes_what_transformers_computes(case: dict[str, Any], tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", stored_tensors(case))
+    (tmp_path / "config.json").write_text(json.dumps(case["config"]))
+    model = load_model(ModelConfig(base_path=str(tmp_path), dtype="float32")).model
+    ids = mx.array(case["ids"])[None]
+    found = np.array(token_logprobs(model(ids)[0, :-1], ids[0, 1:]))
+    assert np.abs(found - case["logprobs"]).max() <= 2e-5
+
+
 @pytest.mark.parametrize(("group", "version"), [(32, "gemm"), (64, "GEMM"), (-1, "gemm")])
 def test_awq_is_read_exactly(
     group: int, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -290,7 +291,7 @@ def test_mxfp4_experts_of_gpt_oss(tmp_path: Path) -> None:
             "U8" if gate.dtype == "u1" else "F32",
             rows,
         )
-    write(path / "model.safetensors", stored)
+    write_safetensors(path / "model.safetensors", stored)
     settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (path / "config.json").write_text(json.dumps(base | {"quantization_config": settings}))
     modules = dict(load_model(ModelConfig(base_path=str(path))).model.named_modules())

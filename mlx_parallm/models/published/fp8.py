@@ -14,6 +14,8 @@ from mlx_parallm.models.published.classes import Reading, Sanitize, Weights
 SCALE = "_scale_inv"
 _OF_ACTIVATIONS = (".activation_scale", "_activation_scale")
 _BLOCK = (128, 128)  # transformers' default
+_PACKED = ("deepseek_v41",)
+"""Classes of mlx-lm that keep blocks of 32 x 32 packed, as MLX's own mxfp8."""
 
 
 def fp8_reading(config: Mapping[str, Any]) -> Reading | None:
@@ -22,8 +24,8 @@ def fp8_reading(config: Mapping[str, Any]) -> Reading | None:
     if settings is None or str(settings.get("quant_method")).lower() != "fp8":
         return None
     block = tuple(settings.get("weight_block_size") or _BLOCK)
-    if settings.get("scale_fmt") == "ue8m0" and block == (32, 32):
-        return None  # MLX's own mxfp8
+    if config.get("model_type") in _PACKED and block == (32, 32):
+        return None
     return _reading_of(block)
 
 
