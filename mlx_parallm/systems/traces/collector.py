@@ -14,13 +14,12 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, TypeVar
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import regular_files, write_atomically
@@ -43,6 +42,7 @@ RUN_METHODS = ("a_run", "arun", "run")
 TOOL_METHODS = ("arun_function", "run_function", "call_tool")
 OUTSIDE = "an event outside of a run"
 AFTER_ITS_END = "an event after the end of its run"
+T = TypeVar("T")
 
 
 @dataclass
@@ -86,15 +86,6 @@ class TraceCollector:
         outer = self._current.get()
         is_side = outer is not None and not outer.has_ended
         return _Running(session_id, user_query, time.time(), is_side=is_side)
-
-    @contextmanager
-    def _inside(self, running: _Running) -> Iterator[None]:
-        """Let what happens in the block belong to a run."""
-        token = self._current.set(running)
-        try:
-            yield
-        finally:
-            self._current.reset(token)
 
     def record_tool_call(
         self,
@@ -248,7 +239,7 @@ def _as_json(value: Any) -> Any:
 _THREADS = ThreadContexts()
 
 
-class AgentHook:
+class AgentHook(AbstractContextManager["AgentHook"]):
     """The wrapped methods of one agent. `restore` puts the agent's own back; a `with` block does
     it at its end. Meanwhile threads that a run begins belong to it."""
 
@@ -256,15 +247,7 @@ class AgentHook:
         self._agent, self._collector = agent, collector
         self._wrapped: dict[str, Any] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.restore()
 
     def restore(self) -> None:
@@ -333,13 +316,8 @@ def _of_run(agent: Any, method: str, collector: TraceCollector) -> Following:
         running.method = id(agent), method
         return running
 
-    @contextmanager
-    def inside(running: _Running | None) -> Iterator[None]:
-        if running is None:
-            yield
-        else:
-            with collector._inside(running):
-                yield
+    def inside(running: _Running | None) -> AbstractContextManager[None]:
+        return nullcontext() if running is None else _set(collector._current, running)
 
     def end(running: _Running | None, result: Any, error: BaseException | None) -> None:
         if running is None:
@@ -352,6 +330,16 @@ def _of_run(agent: Any, method: str, collector: TraceCollector) -> Following:
         collector._finish(running, "" if result is None else str(result), aborted=is_cut)
 
     return Following(begin, inside, end)
+
+
+@contextmanager
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give a variable of the context a value in the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @dataclass
@@ -367,13 +355,8 @@ def _of_call(collector: TraceCollector, in_call: ContextVar[tuple[str, Json] | N
         name, arguments = _tool_and_arguments(args, kwargs)
         return _Call(name, arguments, time.perf_counter(), in_call.get() == (name, arguments))
 
-    @contextmanager
-    def inside(call: _Call) -> Iterator[None]:
-        token = in_call.set((call.name, call.arguments))
-        try:
-            yield
-        finally:
-            in_call.reset(token)
+    def inside(call: _Call) -> AbstractContextManager[None]:
+        return _set(in_call, (call.name, call.arguments))
 
     def end(call: _Call, result: Any, error: BaseException | None) -> None:
         if call.is_inner:

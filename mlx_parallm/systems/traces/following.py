@@ -16,9 +16,8 @@ import inspect
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 
@@ -92,31 +91,22 @@ class Following:
             self.after(begun, future.result(), None)
 
 
-class _Stretch:
+@contextmanager
+def _stretch(
+    inside: AbstractContextManager[Any], end: Callable[[BaseException], None]
+) -> Iterator[None]:
     """A part of a method's work: inside, and followed by `end` with an error that leaves it."""
-
-    def __init__(
-        self, following: Following, begun: Any, end: Callable[[BaseException], None]
-    ) -> None:
-        self._inside, self._end = following.inside(begun), end
-
-    def __enter__(self) -> None:
-        self._inside.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._inside.__exit__(kind, error, at)
-        if error is not None:
-            self._end(error)
+    try:
+        with inside:
+            yield
+    except BaseException as error:
+        end(error)
+        raise
 
 
 def _call(following: Following, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     begun = following.before(*args, **kwargs)
-    with _Stretch(following, begun, functools.partial(following.after, begun, None)):
+    with _stretch(following.inside(begun), functools.partial(following.after, begun, None)):
         result = method(*args, **kwargs)
     return following.given_back(result, begun)
 
@@ -125,14 +115,15 @@ async def _await(
     following: Following, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     begun = following.before(*args, **kwargs)
-    with _Stretch(following, begun, functools.partial(following.after, begun, None)):
+    with _stretch(following.inside(begun), functools.partial(following.after, begun, None)):
         result = await method(*args, **kwargs)
     return following.given_back(result, begun)
 
 
 @dataclass
-class _Steps:
-    """A stream that is read step by step."""
+class _Steps(Iterator[Any]):
+    """A stream that is read step by step; `yield from` it hands on what a consumer sends or
+    raises."""
 
     following: Following
     begun: Any
@@ -150,31 +141,33 @@ class _Steps:
         self.following.after(self.begun, self.streamed, None if is_whole else error)
 
     @property
-    def stretch(self) -> _Stretch:
-        return _Stretch(self.following, self.begun, self.end)
+    def inside(self) -> AbstractContextManager[Any]:
+        return self.following.inside(self.begun)
 
-    def next(self, sent: Any = None, error: BaseException | None = None) -> Any:
-        """Read a part; the consumer sent something into the stream, or raised an error there.
-        Raises StopIteration: the stream has ended."""
-        with self.stretch:
-            if error is not None:
-                part = self.stream.throw(error)
-            elif hasattr(self.stream, "send"):
-                part = self.stream.send(sent)
-            else:
-                part = next(self.stream)
+    def __next__(self) -> Any:
+        return self._read(next, self.stream)
+
+    def send(self, value: Any) -> Any:
+        return self._read(self.stream.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._read(self.stream.throw, *error)
+
+    def close(self) -> None:
+        with self.inside:
+            self.stream.close()
+        self.end(GeneratorExit())
+
+    def _read(self, step: Callable[..., Any], *args: Any) -> Any:
+        with _stretch(self.inside, self.end):
+            part = step(*args)
         self.streamed.parts.append(part)
         return part
 
-    async def anext(self, sent: Any = None, error: BaseException | None = None) -> Any:
-        """Read a part, as `next` does. Raises StopAsyncIteration: the stream has ended."""
-        with self.stretch:
-            if error is not None:
-                part = await self.stream.athrow(error)
-            elif hasattr(self.stream, "asend"):
-                part = await self.stream.asend(sent)
-            else:
-                part = await anext(self.stream)
+    async def read(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Read a part of an async stream. Raises StopAsyncIteration: it has ended."""
+        with _stretch(self.inside, self.end):
+            part = await step(*args)
         self.streamed.parts.append(part)
         return part
 
@@ -183,24 +176,7 @@ def _stream(
     following: Following, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Generator[Any, Any, Any]:
     begun = following.before(*args, **kwargs)
-    steps = _Steps(following, begun, method(*args, **kwargs))
-    sent: Any = None
-    failure: BaseException | None = None
-    while True:
-        try:
-            part = steps.next(sent, failure)
-        except StopIteration as stop:
-            return stop.value
-        sent, failure = None, None
-        try:
-            sent = yield part
-        except GeneratorExit as error:
-            with following.inside(begun):
-                steps.stream.close()
-            steps.end(error)
-            raise
-        except BaseException as error:  # noqa: BLE001  it is the method's, which it is thrown into
-            failure = error
+    return (yield from _Steps(following, begun, method(*args, **kwargs)))
 
 
 async def _async_stream(
@@ -208,23 +184,21 @@ async def _async_stream(
 ) -> AsyncGenerator[Any, Any]:
     begun = following.before(*args, **kwargs)
     steps = _Steps(following, begun, method(*args, **kwargs))
-    sent: Any = None
-    failure: BaseException | None = None
+    step, argument = steps.stream.asend, None
     while True:
         try:
-            part = await steps.anext(sent, failure)
+            part = await steps.read(step, argument)
         except StopAsyncIteration:
             return
-        sent, failure = None, None
         try:
-            sent = yield part
+            step, argument = steps.stream.asend, (yield part)
         except GeneratorExit as error:
-            with following.inside(begun):
+            with steps.inside:
                 await steps.stream.aclose()
             steps.end(error)
             raise
         except BaseException as error:  # noqa: BLE001  it is the method's, which it is thrown into
-            failure = error
+            step, argument = steps.stream.athrow, error
 
 
 class _Other:
@@ -238,20 +212,14 @@ class _Other:
         return getattr(self._stream, name)
 
 
-class _OtherStream(_Other):
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
+class _OtherStream(_Other, Iterator[Any]):
     def __next__(self) -> Any:
-        return self._steps.next()
+        return next(self._steps)
 
 
-class _OtherAsyncStream(_Other):
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
+class _OtherAsyncStream(_Other, AsyncIterator[Any]):
     async def __anext__(self) -> Any:
-        return await self._steps.anext()
+        return await self._steps.read(self._stream.__anext__)
 
 
 class ThreadContexts:
@@ -262,17 +230,15 @@ class ThreadContexts:
         self._lock = threading.Lock()
         self._users = 0
         self._here = threading.local()
-        self._submit: Any = ThreadPoolExecutor.submit
-        self._start: Any = threading.Thread.start
+        self._own: tuple[Any, Any] = (None, None)  # `submit` and `start`
 
     def use(self) -> None:
         with self._lock:
             self._users += 1
             if self._users > 1:
                 return
-            submit: Any = ThreadPoolExecutor.submit
-            start: Any = threading.Thread.start
-            self._submit, self._start = submit, start
+            self._own = ThreadPoolExecutor.submit, threading.Thread.start
+            submit, start = self._own
             here = self._here
 
             @functools.wraps(submit)
@@ -291,12 +257,14 @@ class ThreadContexts:
                     thread.run = lambda: context.run(run)  # type: ignore[method-assign]
                 start(thread)
 
-            ThreadPoolExecutor.submit = submit_here  # type: ignore[method-assign]
-            threading.Thread.start = start_here  # type: ignore[method-assign, assignment]
+            self._put(submit_here, start_here)
 
     def leave(self) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                ThreadPoolExecutor.submit = self._submit  # type: ignore[method-assign]
-                threading.Thread.start = self._start  # type: ignore[method-assign]
+                self._put(*self._own)
+
+    def _put(self, submit: Any, start: Any) -> None:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+        threading.Thread.start = start  # type: ignore[method-assign]

@@ -11,17 +11,14 @@ others branch. A span's further attributes and events, its resource and its scop
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
-from mlx_parallm.systems.traces.importers.dialects import (
-    chat_messages,
-    linked,
-    tool_definitions,
-)
+from mlx_parallm.systems.traces.importers.dialects import chat_messages, linked, tool_definitions
 from mlx_parallm.systems.traces.importers.endings import marked, not_sampled
 from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, entries, shape_of
 from mlx_parallm.systems.traces.importers.sessions import session_traces
@@ -35,6 +32,7 @@ from mlx_parallm.systems.traces.schema import (
     present,
     read_jsonl,
     text_or_none,
+    which,
     without,
 )
 from mlx_parallm.systems.traces.session import Session, compared_text
@@ -47,16 +45,17 @@ EVALUATION = "gen_ai.evaluation"
 DETAILS = "gen_ai.client.inference.operation.details"
 REPEATED = "a repeated message that lacks reasoning or fields of its first one, or has others"
 _ROLE_EVENTS = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
+_ROLE_EVENTS["gen_ai.choice"] = "assistant"
 _CONTENT_EVENTS = {
     "gen_ai.content.prompt": "gen_ai.prompt",
     "gen_ai.content.completion": "gen_ai.completion",
 }
-_FLAT = re.compile(
-    r"^(?:llm\.(input|output)_messages\.(\d+)\.message|gen_ai\.(prompt|completion)\.(\d+))\.(.+)$"
-)
-_FLAT_TOOL = re.compile(
-    r"^(?:llm\.tools\.(\d+)\.tool\.json_schema|llm\.request\.functions\.(\d+)\.(.+))$"
-)
+_FLAT = {
+    "input": r"llm\.input_messages\.(\d+)\.message\.(.+)|gen_ai\.prompt\.(\d+)\.(.+)",
+    "output": r"llm\.output_messages\.(\d+)\.message\.(.+)|gen_ai\.completion\.(\d+)\.(.+)",
+    "tools": r"llm\.tools\.(\d+)\.tool\.(json_schema)|llm\.request\.functions\.(\d+)\.(.+)",
+}
+"""Keys of attributes that number the parts of a list."""
 _USAGE = {
     "gen_ai.usage.input_tokens": "prompt_tokens",
     "gen_ai.usage.prompt_tokens": "prompt_tokens",
@@ -69,19 +68,16 @@ _USAGE = {
 
 @dataclass
 class _Call:
-    """One span: the messages that the model read, and each of its answers."""
+    """One span: the messages that the model read, and each of its answers, as messages of which
+    the last is the assistant's. `turn`: further fields of the turn that an answer is."""
 
     place: str
-    at: float
     prompt: list[Json]
-    answers: list[Json]
+    answers: list[list[Json]]
     finish_reasons: list[Any]
-    tools: list[Json]
-    model: str | None
-    response_id: str | None
-    usage: Json
+    turn: Json
     rest: Json
-    labels: list[Label] = field(default_factory=list)
+    labels: list[Label]
 
 
 def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
@@ -114,22 +110,20 @@ def otlp(path: Path, report: ImportReport) -> Iterator[Trace]:
             continue
         calls.append((str(name), span, call))
     for name, span, call in calls:
-        first = answered.setdefault(call.response_id or call.place, call)
+        first = answered.setdefault(call.turn["response_id"] or call.place, call)
         if first is not call and _says_the_same(first, call):
             report.skip(call.place, "a model call whose answer's id is twice in the log")
             continue
         conversations[name, agents.subagent_of(span)].append(call)
     for (name, subagent), listed in conversations.items():
-        for trace in _joined(name, sorted(listed, key=lambda call: call.at), report):
+        for trace in _joined(name, sorted(listed, key=lambda call: call.turn["at"]), report):
             if subagent is not None:
                 trace.note(sidechain=True)
             yield trace
 
 
 def _says_the_same(one: _Call, other: _Call) -> bool:
-    first, second = (
-        [compared_text(answer["response"]) for answer in call.answers] for call in (one, other)
-    )
+    first, second = ([compared_text(a[-1]) for a in call.answers] for call in (one, other))
     return first == second
 
 
@@ -174,7 +168,15 @@ def _ids(span: Json, key: str) -> tuple[str, str]:
 def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]:
     """Yield place, span, and what is around it: resource, scope, and keys of theirs that are not
     known."""
-    number = 0
+    numbers = count(1)
+
+    def listed(key: str, kind: str, value: Any, *around: Any) -> list[Any]:
+        """The list of that name; a value without it is left out."""
+        if not (inner := _inner(value, key)):
+            lost, at = [value, *around] if around else value, f"{place} {kind} {next(numbers)}"
+            report.leave_out(at, lost, f"a {kind} without {key!r}")
+        return inner
+
     for place, document in entries(path):
         resources = _inner(document, "resourceSpans")
         if not resources:
@@ -184,20 +186,9 @@ def _spans(path: Path, report: ImportReport) -> Iterator[tuple[str, Json, Json]]
         for key in document.keys() - {"resourceSpans"}:
             report.drop(place, f"field {key!r} beside 'resourceSpans'"[:100], document[key])
         for resource in resources:
-            scopes = _inner(resource, "scopeSpans")
-            if not scopes:
-                number += 1
-                at = f"{place} resource {number}"
-                report.leave_out(at, resource, "a resource without 'scopeSpans'")
-            for scope in scopes:
-                spans = _inner(scope, "spans")
-                if not spans:
-                    number += 1
-                    at = f"{place} scope {number}"
-                    report.leave_out(at, [scope, resource], "a scope without 'spans'")
-                for span in spans:
-                    number += 1
-                    at = f"{path.name} span {number}"
+            for scope in listed("scopeSpans", "resource", resource):
+                for span in listed("spans", "scope", scope, resource):
+                    at = f"{path.name} span {next(numbers)}"
                     around = without(resource, "scopeSpans") | without(scope, "spans")
                     if isinstance(span, dict):
                         at = f"{at} {span.get('spanId')}"
@@ -264,7 +255,7 @@ def _call(place: str, span: Json, values: Json, around: Json, report: ImportRepo
         return None
     rest = dict(values)
     prompt, answered, labels, events = _from_events(span.get("events") or (), rest)
-    flat = _take_flat(rest)
+    flat = {side: list(map(_message_of, _taken(rest, _FLAT[side]))) for side in ("input", "output")}
     prompt = _listed(rest.pop("gen_ai.input.messages", None)) or prompt or flat["input"]
     answered = _listed(rest.pop("gen_ai.output.messages", None)) or answered or flat["output"]
     if not prompt or not answered:
@@ -273,34 +264,26 @@ def _call(place: str, span: Json, values: Json, around: Json, report: ImportRepo
     report.expect(place, [*system, *prompt, *answered])
     reasons = _take_reasons(answered, rest)
     failed = _failure(span, rest)
-    messages, answers = chat_messages([*system, *prompt]), []
+    messages, answers = chat_messages([*system, *prompt]), list[list[Json]]()
     for message, reason in zip(answered, reasons, strict=True):
         about: Json = {"finish_reason": reason, "error": failed}
         parts = chat_messages([{"role": "assistant", **message}])
         answers.append([_checked(each, about) for each in parts])
     listed = _structured(rest.pop("gen_ai.tool.definitions", None))
-    tools = tool_definitions(listed) or _take_tools(rest)
+    tools = tool_definitions(listed) or _flat_tools(rest)
     usage = {_USAGE[key]: rest.pop(key) for key in _USAGE if isinstance(rest.get(key), int)}
     kept = present(span, "attributes", "events")
     kept |= {"attributes": rest} | ({"events": events} if events else {}) | around
-    call = _Call(
-        place,
-        at=int(span.get("startTimeUnixNano") or 0) / 1e9,
-        prompt=messages,
-        answers=[],
-        finish_reasons=reasons,
-        tools=tools or [],
-        model=text_or_none(_first(values, *_MODELS)),
-        response_id=text_or_none(values.get("gen_ai.response.id")),
-        usage=usage,
-        rest=kept,
-        labels=labels,
-    )
-    for parts in answers:
-        if not parts or parts[-1]["role"] != "assistant":
-            raise TraceError("an answer that is not the assistant's")
-        call.answers.append({"before": parts[:-1], "response": parts[-1]})
-    return call
+    turn: Json = {
+        "at": int(span.get("startTimeUnixNano") or 0) / 1e9,
+        "model": text_or_none(_first(values, *_MODELS)),
+        "tools": tools or None,
+        "response_id": text_or_none(values.get("gen_ai.response.id")),
+        "usage": usage or None,
+    }
+    if any(not parts or parts[-1]["role"] != "assistant" for parts in answers):
+        raise TraceError("an answer that is not the assistant's")
+    return _Call(place, messages, answers, reasons, turn, kept, labels)
 
 
 def _take_reasons(answered: Sequence[Any], rest: Json) -> list[Any]:
@@ -328,13 +311,11 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _system(rest: Json) -> list[Json]:
-    raw = rest.pop("gen_ai.system_instructions", None)
-    if not raw:
+    value = rest.pop("gen_ai.system_instructions", None)
+    if not value:
         return []
-    try:
-        value = _structured(raw)
-    except ValueError:
-        value = raw  # plain text
+    with suppress(ValueError):  # plain text
+        value = _structured(value)
     key = "content" if isinstance(value, str) else "parts"
     return [{"role": "system", key: value}]
 
@@ -366,9 +347,8 @@ def _from_events(
         elif name == DETAILS and not fields.keys() & values.keys():
             values |= fields
         elif name in _ROLE_EVENTS:
-            prompt.append(_event_message(fields, _ROLE_EVENTS[name]))
-        elif name == "gen_ai.choice":
-            answered.append(_event_message(fields, "assistant"))
+            side = answered if name == "gen_ai.choice" else prompt
+            side.append(_event_message(fields, _ROLE_EVENTS[name]))
         elif name in _CONTENT_EVENTS and _CONTENT_EVENTS[name] in fields:
             side = prompt if name.endswith("prompt") else answered
             side += _listed(fields.pop(_CONTENT_EVENTS[name]))
@@ -391,7 +371,7 @@ def _event_message(fields: Json, role: str) -> Json:
             inner = _structured(inner)
         except ValueError:
             inner = {"content": inner}
-        if isinstance(inner, dict) and isinstance(inner.get("message"), dict):
+        if which(mapping(inner), ["message"], dict):
             inner = {**without(inner, "message"), **inner["message"]}
         if inner is not None:
             made |= inner if isinstance(inner, dict) else {key: inner}
@@ -420,33 +400,24 @@ def _evaluation(values: Json, event: Mapping[str, Any]) -> Label:
 # ---------------------------------------------------------------------- flat keys
 
 
-def _take_flat(rest: Json) -> dict[str, list[Json]]:
-    """Take the messages whose fields have their own keys: OpenInference's
-    `llm.input_messages.0.message.role`, and `gen_ai.prompt.0.role`."""
-    flat: dict[str, dict[int, Json]] = {"input": defaultdict(dict), "output": defaultdict(dict)}
+def _taken(rest: Json, pattern: str) -> list[Json]:
+    """Take the attributes whose keys number the parts of a list; return an object a part."""
+    parts: dict[int, Json] = defaultdict(dict)
     for key in list(rest):
-        if match := _FLAT.match(key):
-            side = "input" if (match[1] or match[3]) in ("input", "prompt") else "output"
-            flat[side][int(match[2] or match[4])][match[5]] = rest.pop(key)
-    return {
-        side: [_message_of(_nested(by_index[index])) for index in sorted(by_index)]
-        for side, by_index in flat.items()
-    }
+        if match := re.fullmatch(pattern, key):
+            number, name = filter(None, match.groups())
+            parts[int(number)][name] = rest.pop(key)
+    return [parts[number] for number in sorted(parts)]
 
 
-def _take_tools(rest: Json) -> list[Json] | None:
+def _flat_tools(rest: Json) -> list[Json] | None:
     """Take the tools of flat keys. Raises TraceError."""
-    tools: dict[int, Any] = {}
-    for key in list(rest):
-        if match := _FLAT_TOOL.match(key):
-            value = rest.pop(key)
-            if match[1] or match[3] == "parameters":
-                value = _structured(value)
-            if match[1]:
-                tools[int(match[1])] = value
-            else:
-                tools.setdefault(int(match[2]), {})[match[3]] = value
-    return tool_definitions([tools[number] for number in sorted(tools)])
+    tools: list[Any] = []
+    for tool in _taken(rest, _FLAT["tools"]):
+        schemas = tool.keys() & {"json_schema", "parameters"}
+        tool |= {key: _structured(tool[key]) for key in schemas}
+        tools.append(tool.get("json_schema", tool))
+    return tool_definitions(tools)
 
 
 def _nested(flat: Mapping[str, Any]) -> Json:
@@ -472,15 +443,15 @@ def _lists(value: Any) -> Any:
     return {key: _lists(item) for key, item in value.items()}
 
 
-def _message_of(fields: Json) -> Json:
+def _message_of(flat: Json) -> Json:
     """A message of flat keys in OpenAI's form."""
-    contents = fields.get("contents")
+    fields = _nested(flat)
+    contents, calls = fields.get("contents"), fields.get("tool_calls")
     if isinstance(contents, list) and "content" not in fields:
         del fields["contents"]
         fields["content"] = [_unwrapped(part, "message_content") for part in contents]
-    calls = fields.get("tool_calls")
     if isinstance(calls, list):
-        fields["tool_calls"] = [_flat_call(call) for call in calls]
+        fields["tool_calls"] = list(map(_flat_call, calls))
     if isinstance(fields.get("function_call_name"), str):
         arguments = fields.pop("function_call_arguments_json", "{}")
         fields["function_call"] = {"name": fields.pop("function_call_name"), "arguments": arguments}
@@ -494,9 +465,7 @@ def _unwrapped(value: Any, key: str) -> Any:
 
 def _flat_call(call: Any) -> Any:
     inner = mapping(_unwrapped(call, "tool_call"))
-    function = inner
-    if isinstance(inner.get("function"), dict):
-        function = inner["function"]
+    function = inner["function"] if which(inner, ["function"], dict) else inner
     if not isinstance(function.get("name"), str):
         return call
     made = chat_call(str(inner.get("id") or ""), function["name"], function.get("arguments") or {})
@@ -511,21 +480,12 @@ def _flat_call(call: Any) -> Any:
 def _joined(name: str, calls: Sequence[_Call], report: ImportReport) -> Iterator[Trace]:
     session, ends, places = Session(name), dict[str, str](), dict[str, str]()
     for call in calls:
-        for number, answer in enumerate(call.answers):
-            *messages, response = linked([*call.prompt, *answer["before"], answer["response"]])
-            if number == 0:
-                response = add_step(response, extra={"span": call.rest})
-            reason = call.finish_reasons[number]
+        rest: Json = {"span": call.rest}
+        for reason, answer in zip(call.finish_reasons, call.answers, strict=True):
+            *messages, response = linked([*call.prompt, *answer])
+            response, rest = add_step(response, extra=rest), {}
             turn = session.follow(
-                messages,
-                response,
-                ends,
-                at=call.at,
-                model=call.model,
-                tools=tuple(call.tools) or None,
-                finish_reason=text_or_none(reason),
-                response_id=call.response_id,
-                usage=call.usage or None,
+                messages, response, ends, finish_reason=text_or_none(reason), **call.turn
             )
             places[turn.id] = call.place
             before = [each for t in session.path(turn.id)[:-1] for each in t.spoken]
