@@ -122,6 +122,7 @@ LONG_FUNCTIONS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": reason
     "tests/traces/test_foreign_logs.py:test_what_a_program_wrote_is_not_learned": "one long log",
 }
 BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boundary it is
+    "mlx_parallm/systems/traces/following.py:_stretch": "it is raised again",
     "mlx_parallm/systems/traces/following.py:_async_stream": (
         "the consumer's error goes to the generator"
     ),

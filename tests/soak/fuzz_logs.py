@@ -260,10 +260,13 @@ def check(path: Path, source: str, counts: Counts, *, redact: bool) -> list[str]
     except TraceError:
         counts.refused += 1
         return []
-    skipped, left = report.skipped.total(), report.left_out.total()
-    if report.lines != report.used + skipped or report.messages != report.carried + left:
+    skipped, left = report.lines.left_out.total(), report.messages.left_out.total()
+    if (
+        report.lines.seen != report.lines.carried + skipped
+        or report.messages.seen != report.messages.carried + left
+    ):
         faults.append("the account of lines or messages does not add up")
-    if UNACCOUNTED in report.skipped or UNACCOUNTED in report.left_out:
+    if UNACCOUNTED in report.lines.left_out or UNACCOUNTED in report.messages.left_out:
         faults.append("a line or message that no reason accounts for")
     if report.traces != len(traces):
         faults.append("the number of traces is wrong")
@@ -279,13 +282,13 @@ def check(path: Path, source: str, counts: Counts, *, redact: bool) -> list[str]
         traces = [redact_trace(trace, secret_finder())[0] for trace in traces]
     counts.rows += _check_rows(traces, faults)
     counts.lines, counts.used, counts.skipped = (
-        counts.lines + report.lines,
-        counts.used + report.used,
+        counts.lines + report.lines.seen,
+        counts.used + report.lines.carried,
         counts.skipped + skipped,
     )
     counts.messages, counts.carried = (
-        counts.messages + report.messages,
-        counts.carried + report.carried,
+        counts.messages + report.messages.seen,
+        counts.carried + report.messages.carried,
     )
     counts.left_out, counts.details = (
         counts.left_out + left,

@@ -10,8 +10,10 @@ from typing import Any
 from mlx_parallm.config.load import Config
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.systems.traces.collector import TraceCollector
+from mlx_parallm.systems.traces.importers.report import ImportReport, session_traces
 from mlx_parallm.systems.traces.schema import dump_line
 from mlx_parallm.systems.traces.session import Session
+from mlx_parallm.systems.traces.trace import Trace
 from mlx_parallm.types import Rollout, RolloutGroup
 from tests.traces.test_importers import attribute, claude, codex, said, spans
 
@@ -47,6 +49,10 @@ class Talk:
 
 Write = Callable[[Path, Sequence[Talk]], list[Path]]
 STOPPED = "[Request interrupted by user]"
+
+
+def traces_of(session: Session) -> list[Trace]:
+    return list(session_traces(session, {name: name for name in session.turns}, ImportReport()))
 
 
 def plain(turn: Turn) -> Json:

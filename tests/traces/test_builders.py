@@ -24,6 +24,7 @@ from mlx_parallm.systems.traces.schema import Label
 from mlx_parallm.systems.traces.session import Session
 from mlx_parallm.systems.traces.trace import Trace, manual_label, new_trace
 from tests.server.scripted_answers import HERMES_TEMPLATE, tokenizer_with
+from tests.traces.log_formats import traces_of
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"q": [1, "ü"]}'}}
@@ -56,7 +57,7 @@ def branched() -> list[Trace]:
     follow(say("one"), "first")
     follow(say("one", "first", "two"), "left")
     follow(say("one", "first", "other"), "right")
-    return session.traces()
+    return traces_of(session)
 
 
 def learned(

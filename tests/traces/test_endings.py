@@ -156,5 +156,5 @@ def test_a_weight_of_a_log_is_obeyed_or_refused(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"conversations": each}) + "\n" for each in said))
     traces = list(read_traces(path, report))
     assert len(traces) == 5 and not any(step.sampled for t in traces for step in t.steps)
-    assert len(report.skipped) == 2
-    assert all("a message.weight is" in reason for reason in report.skipped)
+    assert len(report.lines.left_out) == 2
+    assert all("a message.weight is" in reason for reason in report.lines.left_out)

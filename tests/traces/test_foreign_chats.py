@@ -136,7 +136,7 @@ def test_each_form_of_a_chat_is_the_same_conversation(tmp_path: Path, form: str)
     assert trace.tools == [
         {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     ]
-    assert report.messages == report.carried == 5
+    assert report.messages.seen == report.messages.carried == 5
     (tmp_path / "list.json").write_text(json.dumps([row, row], indent=1))
     traces, _ = imported(tmp_path / "list.json", "openai")
     assert [trace.messages for trace in traces] == [trace.messages] * 2
@@ -193,7 +193,8 @@ def test_what_a_row_cannot_hold_leaves_its_trace_out(
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "user", **message}, answer]}
     [trace], report = imported(lines(tmp_path / "a.jsonl", row), "openai")
     assert (
-        trace.messages[1] == {"role": "user", **message} and report.messages == report.carried == 3
+        trace.messages[1] == {"role": "user", **message}
+        and report.messages.seen == report.messages.carried == 3
     )
     trace.note(rewards={"reward": {"score": 1.0}})
     for kind in ("sft", "prompts"):

@@ -86,7 +86,7 @@ def test_a_uuid_counts_once(tmp_path: Path) -> None:
     [trace], report = imported(lines(tmp_path / "S.jsonl", *twice), "claude-code")
     assert roles(trace) == ["user", "assistant", "tool", "assistant"]
     assert (trace.messages[1]["content"], len(trace.messages[1]["tool_calls"])) == ("Looking.", 1)
-    assert report.skipped["a line whose uuid is twice in the log"] == 5
+    assert report.lines.left_out["a line whose uuid is twice in the log"] == 5
     assert learned([trace]) == [
         [("user", "list"), ("assistant", "Looking."), ("tool", "a.py"), ("assistant", "One.")]
     ]
@@ -97,7 +97,7 @@ def test_a_uuid_counts_once(tmp_path: Path) -> None:
         lines(tmp_path / "C.jsonl", first, answer[0], changed, again, grown), "claude-code"
     )
     assert (trace.messages[1]["content"], len(trace.messages[1]["tool_calls"])) == ("Looking.", 1)
-    assert report.skipped["a line whose uuid is twice in the log, with other content"] == 1
+    assert report.lines.left_out["a line whose uuid is twice in the log, with other content"] == 1
     assert report.details["a block of an answer that is twice in the log"] >= 1
     fork = [
         claude("f1", None, "user", "other"),
@@ -126,7 +126,7 @@ def test_rows_that_are_no_messages_are_links(tmp_path: Path, kind: str) -> None:
     assert roles(trace) == ["user", "assistant", "tool", "assistant"] and not trace.get(
         "untrainable"
     )
-    assert report.skipped == {f"lines of type {kind!r} are not messages": 4}
+    assert report.lines.left_out == {f"lines of type {kind!r} are not messages": 4}
 
 
 def test_what_the_user_wrote_meanwhile_is_a_message(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_a_compaction_with_a_history(tmp_path: Path) -> None:
         "Going on.",
     ]
     assert sampled(traces[1]) == ["Going on."]
-    assert report.messages == report.carried == 6
+    assert report.messages.seen == report.messages.carried == 6
     traces, _ = imported(lines(tmp_path / "b.jsonl", *log(message="So far: one.")), "codex")
     assert traces[1].messages[0] == {"role": "user", "content": "So far: one."}
     hidden = {"type": "compaction", "encrypted_content": "…"}
@@ -421,7 +421,7 @@ def test_codex_items(tmp_path: Path) -> None:
     [trace], report = imported(
         lines(tmp_path / "b.jsonl", said("user", "q"), item("oracle", x=1), rows[-1]), "codex"
     )
-    assert report.skipped == {"response items of type 'oracle' are not known": 1}
+    assert report.lines.left_out == {"response items of type 'oracle' are not known": 1}
     assert why_not([trace]) == {
         "its history is not whole: response items of type 'oracle' are not known": 1
     }
@@ -462,7 +462,7 @@ def test_all_parts_of_a_message_are_there(tmp_path: Path) -> None:
         assert roles(traces[0]) == ["user", "assistant", "tool", "user", "assistant"]
         assert [m["content"] for m in traces[0].messages[2:4]] == ["a.py", "and?"]
         assert [trace.messages[-1]["content"] for trace in traces] == ["One.", "Two."]
-        assert report.messages == report.carried == 5
+        assert report.messages.seen == report.messages.carried == 5
     blob = {"type": "blob", "mime_type": "image/png", "data": "AA"}
     traces, _ = imported(lines(tmp_path / "blob.jsonl", log(result, blob)), "otlp")
     assert traces[0].messages[3]["content"] == [blob]
@@ -524,7 +524,7 @@ def test_older_forms_of_spans(tmp_path: Path) -> None:
     for number, case in enumerate(cases):
         [trace], report = imported(lines(tmp_path / f"{number}.jsonl", spans(case, case)), "otlp")
         assert trace.messages == [*asked, *answered]
-        assert report.skipped == {"a span that is twice in the log": 1}
+        assert report.lines.left_out == {"a span that is twice in the log": 1}
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -606,7 +606,7 @@ def test_deep_and_endless_numbers_are_left_out(tmp_path: Path) -> None:
     )
     traces, report = imported(file, "openai")
     assert len(traces) == 1
-    assert report.skipped == {"not JSON: nested deeper than 100 levels": 1, "not JSON": 2}
+    assert report.lines.left_out == {"not JSON: nested deeper than 100 levels": 1, "not JSON": 2}
 
 
 @pytest.mark.parametrize("source", GOOD)

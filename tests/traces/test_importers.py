@@ -31,7 +31,7 @@ def imported(path: Path, source: str) -> tuple[list[Trace], ImportReport]:
     traces = list(read_traces(path, report))
     for trace in traces:
         atif.Trajectory.model_validate(trace.to_json())
-    assert report.lines == report.used + sum(report.skipped.values())
+    assert report.lines.seen == report.lines.carried + sum(report.lines.left_out.values())
     assert report.traces == len(traces)
     return traces, report
 
@@ -70,10 +70,11 @@ def test_openai_chat(tmp_path: Path) -> None:
         "files",
         "own",
     )
-    assert report.used == 2 and sum(report.skipped.values()) == 4
+    assert report.lines.carried == 2 and sum(report.lines.left_out.values()) == 4
     assert report.places["not JSON"] == ["rows.jsonl:3"]
     assert (
-        "message 0 has the role 'robot': expected system, user, assistant or tool" in report.skipped
+        "message 0 has the role 'robot': expected system, user, assistant or tool"
+        in report.lines.left_out
     )
 
 
@@ -92,7 +93,7 @@ def test_atif_comes_out_as_it_went_in(tmp_path: Path) -> None:
         lines(tmp_path / "t.jsonl", trajectory, trajectory, {"schema_version": "x"}), "atif"
     )
     assert [trace.to_json() for trace in traces] == [trajectory, trajectory]
-    assert report.used == 2
+    assert report.lines.carried == 2
     whole = tmp_path / "trajectory.json"
     whole.write_text(json.dumps(trajectory, indent=2))
     (tmp_path / "result.json").write_text(
@@ -158,7 +159,10 @@ def test_claude_code(tmp_path: Path) -> None:
         ),
     )
     traces, report = imported(file, "claude-code")
-    assert report.used == 14 and report.skipped["lines of type 'summary' are not messages"] == 1
+    assert (
+        report.lines.carried == 14
+        and report.lines.left_out["lines of type 'summary' are not messages"] == 1
+    )
     first, second, side = traces
     assert roles(first) == ["user", "assistant", "tool", "tool", "assistant", "user", "assistant"]
     answer = first.messages[1]
@@ -234,9 +238,9 @@ def test_codex(tmp_path: Path) -> None:
     }
     assert [m["content"] for m in second.messages] == ["Be brief.", "Summary so far.", "Going on."]
     assert (first.id, second.id, first.agent.model_name) == ("X", "X#2", "gpt-x")
-    assert report.skipped["a result that is twice in the log"] == 1
-    assert report.skipped["reasoning that is encrypted"] == 1
-    assert report.skipped["response items of type 'ghost_snapshot' are not known"] == 1
+    assert report.lines.left_out["a result that is twice in the log"] == 1
+    assert report.lines.left_out["reasoning that is encrypted"] == 1
+    assert report.lines.left_out["response items of type 'ghost_snapshot' are not known"] == 1
 
 
 def attribute(key: str, value: Any) -> dict[str, Any]:
@@ -323,7 +327,7 @@ def test_otlp_gen_ai(tmp_path: Path) -> None:
     ]
     assert len(sampled(trace)) == 2
     assert [(label.name, label.value) for label in trace.labels] == [("helpful", 0.5)]
-    assert report.skipped == {
+    assert report.lines.left_out == {
         "spans of operation 'execute_tool' are not model calls with content": 1
     }
 
@@ -447,7 +451,7 @@ def test_art(tmp_path: Path) -> None:
     assert [sampled(trace) for trace in traces] == [["a"]] * 3
     assert traces[0].get("group_id") == traces[1].get("group_id") != traces[2].get("group_id")
     assert [trace.get("rewards")["reward"]["score"] for trace in traces] == [1.0, 0.0, 1.0]
-    assert report.used == 2 and sum(report.skipped.values()) == 1
+    assert report.lines.carried == 2 and sum(report.lines.left_out.values()) == 1
 
 
 def test_own_rollouts(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def data_set(folder: Path, name: str, talks: list[Talk]) -> Dataset | str:
     report, traces = ImportReport(), []
     for path in write(folder, talks):
         traces += list(read_traces(path, report, source=source))
-    assert report.lines == report.used + sum(report.skipped.values())
+    assert report.lines.seen == report.lines.carried + sum(report.lines.left_out.values())
     options = DatasetOptions("sft", test_fraction=0, near_duplicates=1)
     try:
         return build_dataset(traces, options)

@@ -20,6 +20,7 @@ from mlx_parallm.systems.traces.recorder import SessionRecorder
 from mlx_parallm.systems.traces.session import ABORTED, Session
 from tests.conftest import TinyEngine
 from tests.server.serving import RunningServer, running_server
+from tests.traces.log_formats import traces_of
 from tests.waiting import until
 
 KEY = "sk-upstream-4f9a8c7b6d5e"
@@ -79,7 +80,7 @@ def test_whole_and_streamed_turns_join(proxy: str, tmp_path: Path) -> None:
     assert list(first.tokens.logprobs) == [entry.logprob for entry in choice.logprobs.content]
     assert (second.parent, list(second.tokens.completion)) == ("t1", ids)
     assert second.response is not None and second.response["content"] == text
-    [trace] = session(tmp_path, "one").traces()
+    [trace] = traces_of(session(tmp_path, "one"))
     assert len(trace.messages) == 4 and trace.labels[0].value == 1
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert KEY.encode() not in everything
@@ -109,7 +110,7 @@ def test_calls_of_the_other_apis_are_recorded_as_the_chats_that_they_are(
     ask([*again, {"role": "user", "content": "Sum: 1+1"}])
     _, second = session(tmp_path, path).turns.values()
     assert second.parent == "t1"
-    [trace] = session(tmp_path, path).traces()
+    [trace] = traces_of(session(tmp_path, path))
     roles = [message["role"] for message in trace.messages]
     assert roles == ["system", "user", "assistant", "user", "assistant"]
     assert trace.messages[0]["content"] == "be brief"

@@ -20,6 +20,7 @@ from mlx_parallm.systems.traces.session import ABORTED, COMPLETE, Session, read_
 from mlx_parallm.systems.traces.trace import Trace
 from tests.conftest import TinyEngine
 from tests.server.serving import RunningServer, running_server
+from tests.traces.log_formats import traces_of
 from tests.waiting import until
 
 QUESTION: Any = {"role": "user", "content": "Sum: 2+3"}
@@ -99,7 +100,7 @@ def test_turns_join_and_are_bit_equal(
         assert turn.tokens is not None
         assert (turn.response_id, list(turn.tokens.completion)) == (answer_id, ids)
         assert list(turn.tokens.logprobs) == logprobs  # bit-equal
-    [trace] = session.traces()
+    [trace] = traces_of(session)
     assert [message["content"] for message in trace.messages] == [
         message["content"] for message in messages[:-1]
     ]
@@ -156,7 +157,7 @@ def test_branches_retries_and_made_up_answers(
         after, *_ = ask(client, [QUESTION, edited, {"role": "user", "content": "why?"}])
     session = recorded(recorder, "tree")
     assert [turn.parent for turn in session.turns.values()] == [None, "t1", "t1", None, None]
-    traces = [texts(trace) for trace in session.traces()]
+    traces = [texts(trace) for trace in traces_of(session)]
     assert traces == [
         [(first["content"], True), (left["content"], True)],
         [(first["content"], False), (right["content"], True)],
@@ -214,7 +215,7 @@ def test_a_hang_up_is_marked_and_nothing_goes_on_from_it(
         COMPLETE,
     ]
     assert [turn.parent for turn in session.turns.values()] == [None, "t1", "t1", "t1"]
-    assert [trace.get("aborted") for trace in session.traces()] == [None, True, True]
+    assert [trace.get("aborted") for trace in traces_of(session)] == [None, True, True]
 
 
 def test_a_bad_request_is_no_turn(server: RunningServer, recorder: SessionRecorder) -> None:
@@ -357,7 +358,7 @@ def test_feedback(server: RunningServer, recorder: SessionRecorder) -> None:
         answer = send("f", **body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert send("nobody", score=1).status_code == 400
-    [trace] = recorded(recorder, "f").traces()
+    [trace] = traces_of(recorded(recorder, "f"))
     shown = [(label.name, label.value, label.label, label.by) for label in trace.labels]
     assert shown[:2] == [("feedback", 0.5, None, "anna"), ("feedback", None, "good", "user")]
     assert len(shown) == 4 and len({label.prompt_hash for label in trace.labels}) == 1

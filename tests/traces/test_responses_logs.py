@@ -34,8 +34,8 @@ def read(tmp_path: Path, *rows: Any) -> tuple[list[Trace], ImportReport]:
     path.write_bytes(b"".join(map(dump_line, rows)))
     assert detect(path) == "responses"
     traces = list(read_traces(path, report))
-    assert report.lines == report.used + sum(report.skipped.values())
-    assert report.messages == report.carried + sum(report.left_out.values())
+    assert report.lines.seen == report.lines.carried + sum(report.lines.left_out.values())
+    assert report.messages.seen == report.messages.carried + sum(report.messages.left_out.values())
     return traces, report
 
 
@@ -97,7 +97,7 @@ def test_spans_of_the_agents_sdk(tmp_path: Path) -> None:
         span(type="response", input=asked, response={"id": "r", "output": [answer("c")]}),
     )
     assert [learned(trace) for trace in traces] == [["b"], ["c"]]
-    reasons = sorted(report.skipped)
+    reasons = sorted(report.lines.left_out)
     assert len(reasons) == 2 and "holds its id alone" in reasons[0] and "'agent'" in reasons[1]
 
 
@@ -121,4 +121,4 @@ def test_what_cannot_be_read_is_left_out_and_said(tmp_path: Path) -> None:
     odd = {"type": "hologram", "data": 1}
     [trace], report = read(tmp_path, {"input": [odd, "x"], "output": [answer("b")]})
     assert "not whole" in str(trace.get("untrainable"))
-    assert report.left_out == {"an unknown item": 2}
+    assert report.messages.left_out == {"an unknown item": 2}

@@ -43,7 +43,7 @@ from mlx_parallm.systems.traces.row_messages import (
     row_chat,
     whole_characters,
 )
-from mlx_parallm.systems.traces.schema import Json, dump_line, without
+from mlx_parallm.systems.traces.schema import Json, dump_line, present, without
 from mlx_parallm.systems.traces.session import next_key, prompt_hash
 from mlx_parallm.systems.traces.trace import MANUAL, Trace
 
@@ -112,9 +112,29 @@ class Dataset:
 
 
 @dataclass(frozen=True)
+class _Run:
+    """A trace of which a row can be made: the messages before the first answer that is learned,
+    and those from it to the last one."""
+
+    trace: Trace
+    before: list[Json]
+    answered: list[Json]
+    score: float | None
+
+    @property
+    def tools(self) -> Json:
+        tools = self.trace.tools
+        return {"tools": json.dumps(tools, ensure_ascii=False)} if tools else {}
+
+    @property
+    def session(self) -> str:
+        return str(self.trace.session_id or self.trace.id)
+
+
+@dataclass(frozen=True)
 class _Row:
     data: Json
-    side: str  # decides train or test: the opening of its session
+    run: _Run  # the opening of its session decides train or test
     good: bool = True
     traces: int = 1  # that are in it
 
@@ -148,20 +168,20 @@ def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
     """Make the rows. Raises ConfigError: an option; TraceError: no row can be made."""
     _check(options)
     dataset = Dataset(options)
-    usable = []
+    runs: list[_Run] = []
     for trace in _with_subagents(list(traces)):
         dataset.traces += 1
         chat = _usable(trace, options)
         if isinstance(chat, str):
             dataset.left_out[chat] += 1
         else:
-            usable.append(trace)
+            runs.append(_Run(trace, chat.before, chat.answered, score_of(trace)))
             dataset.fields += chat.notes
             dataset.answers += chat.not_learned
-    rows = list(_BUILDERS[options.kind](usable, dataset))
+    rows = list(_BUILDERS[options.kind](runs, dataset))
     if options.kind != "atif":
         rows = [replace(row, data=whole_characters(row.data, dataset.fields)) for row in rows]
-    rows = _by_pass_rate(_different(rows, dataset), usable, options)
+        rows = _by_pass_rate(_different(rows, dataset), runs, options)
     if options.kind == "kto" and options.balance:
         rows = _balanced(rows, options.balance, dataset)
     if not rows:
@@ -172,11 +192,14 @@ def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
         )
     accounted = sum(row.traces for row in rows) + dataset.left_out.total()
     assert accounted == dataset.traces, f"{accounted} of {dataset.traces} in rows or left out"
-    for trace in usable:
-        dataset.sources[str(trace.get("source", "unknown"))] += 1
-        dataset.licenses[str(trace.get("license", "unknown"))] += 1
+    sides: dict[str, str] = {}
+    for run in runs:
+        dataset.sources[str(run.trace.get("source", "unknown"))] += 1
+        dataset.licenses[str(run.trace.get("license", "unknown"))] += 1
+        # a session whose traces begin differently (after a compaction) is on its first one's side
+        sides.setdefault(run.session, _side(run.trace))
     for row in rows:
-        digest = hashlib.sha256(row.side.encode(errors="surrogatepass")).digest()
+        digest = hashlib.sha256(sides[row.run.session].encode(errors="surrogatepass")).digest()
         held_out = int.from_bytes(digest[:4]) / 2**32 < options.test_fraction
         (dataset.test if held_out else dataset.train).append(row.data)
     return dataset
@@ -200,28 +223,29 @@ def prompt_key(of: Trace | Json) -> str:
     """Return a key that is equal for two traces that `is_usable`, or rows of any kind, when their
     messages before the first sampled answer are equal."""
     if not isinstance(of, dict):
-        before = _parts(of)[0]
+        before = row_chat(of).before
     elif "prompt" in of:
         before = of["prompt"]
     else:
         before = divided(of["messages"])[0]
-    return json.dumps(before, sort_keys=True)
+    return _key(before)
 
 
-def _by_pass_rate(rows: list[_Row], traces: Sequence[Trace], options: DatasetOptions) -> list[_Row]:
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _by_pass_rate(rows: list[_Row], runs: Sequence[_Run], options: DatasetOptions) -> list[_Row]:
     """Write the pass rate into rows of prompts, and put all rows into the order that is wanted."""
-    if options.kind == "atif":
-        return rows
     verdicts: dict[str, list[bool]] = defaultdict(list)
-    for trace in traces:
-        if (score := score_of(trace)) is not None:
-            verdicts[prompt_key(trace)].append(score >= options.good_from)
+    for run in runs:
+        if run.score is not None:
+            verdicts[_key(run.before)].append(run.score >= options.good_from)
     rates = {key: statistics.fmean(passed) for key, passed in verdicts.items()}
     measured = [(row, rates.get(prompt_key(row.data))) for row in rows]
     if options.kind in ("prompts", "grpo"):
         for row, rate in measured:
-            if rate is not None:
-                row.data[PASS_RATE] = rate
+            row.data.update(present({PASS_RATE: rate}))
     if options.order == "recorded":
         return rows
     sign = -1 if options.order == "easy_first" else 1
@@ -241,29 +265,16 @@ def without_prompts(dataset: Dataset, held_out: Sequence[Json]) -> Dataset:
     Args:
         held_out: the other one's rows, of kind "prompts".
     """
-    keys = set(map(prompt_key, held_out))
-    is_like = _like(list(held_out), dataset.options.near_duplicates)
+    keys = dict.fromkeys(map(prompt_key, held_out))
+    is_there = _near_duplicates(dataset.options.near_duplicates)
+    for number, key in enumerate(keys):
+        is_there(f"{number}", json.loads(key))
     rows, dataset.train = dataset.train, []
     for row in rows:
-        if (key := prompt_key(row)) not in keys and not is_like(key):
+        if (key := prompt_key(row)) not in keys and not is_there(None, json.loads(key)):
             dataset.train.append(row)
     _count(dataset, "its prompt, or one like it, is held out", len(rows) - len(dataset.train))
     return dataset
-
-
-def _like(rows: Sequence[Json], threshold: float) -> Callable[[str], bool]:
-    """A function that says whether a `prompt_key` is nearly equal to one of the rows'."""
-    if threshold >= 1:
-        return lambda key: False
-    index = _minhash_index(threshold)
-    for number, row in enumerate(rows):
-        index(f"{number}", _shingles(_text_of_row(json.loads(prompt_key(row)))), True)
-
-    def is_like(key: str) -> bool:
-        text = _text_of_row(json.loads(key))
-        return len(text.split()) > SHINGLE and index(None, _shingles(text), True)
-
-    return is_like
 
 
 def _with_subagents(traces: Sequence[Trace]) -> Iterator[Trace]:
@@ -319,53 +330,31 @@ def _usable(trace: Trace, options: DatasetOptions) -> RowChat | str:
 # ---------------------------------------------------------------------- rows
 
 
-def _parts(trace: Trace) -> tuple[list[Json], list[Json]]:
-    """The messages before the first answer that is learned, and those from it to the last one."""
-    return (chat := row_chat(trace)).before, chat.answered
-
-
-def _tools(trace: Trace) -> Json:
-    return {"tools": json.dumps(trace.tools, ensure_ascii=False)} if trace.tools else {}
-
-
 def _side(trace: Trace) -> str:
     """The same for all traces of one opening, so for all of a session's that continue from it."""
     return str(trace.get("group_id") or prompt_hash(trace.messages))
 
 
-def _sides(traces: Sequence[Trace]) -> Callable[[Trace], str]:
-    """A session whose traces begin differently (after a compaction) is on one side: that of its
-    first trace."""
-    first: dict[str, str] = {}
-    for trace in traces:
-        first.setdefault(str(trace.session_id or trace.id), _side(trace))
-    return lambda trace: first[str(trace.session_id or trace.id)]
+def _sft(runs: Sequence[_Run], dataset: Dataset) -> Iterator[_Row]:
+    once, good_from = _LearnedOnce(dataset), dataset.options.good_from
+    for run in runs:
+        if run.score is not None and run.score < good_from:
+            dataset.left_out[f"a score below {good_from:g}"] += 1
+        elif (parts := once.parts(run)) is not None:
+            before, answered = parts
+            if before:
+                yield _Row({"messages": before + answered, **run.tools}, run)
+            else:
+                dataset.left_out["it begins with an answer: there is no prompt"] += 1
 
 
-def _sft(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
-    side, once = _sides(traces), _LearnedOnce(dataset)
-    for trace in traces:
-        score = score_of(trace)
-        if score is not None and score < dataset.options.good_from:
-            dataset.left_out[f"a score below {dataset.options.good_from:g}"] += 1
-            continue
-        parts = once.parts(trace)
-        if parts is None:
-            continue
-        before, answered = parts
-        if not before:
-            dataset.left_out["it begins with an answer: there is no prompt"] += 1
-            continue
-        yield _Row({"messages": before + answered, **_tools(trace)}, side(trace))
-
-
-def _kto(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
-    side, once = _sides(traces), _LearnedOnce(dataset)
-    for trace in _scored(traces, dataset):
-        good = (score_of(trace) or 0.0) >= dataset.options.good_from
-        if (parts := once.parts(trace, good)) is not None:
+def _kto(runs: Sequence[_Run], dataset: Dataset) -> Iterator[_Row]:
+    once = _LearnedOnce(dataset)
+    for run, score in _scored(runs, dataset):
+        good = score >= dataset.options.good_from
+        if (parts := once.parts(run, good)) is not None:
             row = {"prompt": parts[0], "completion": parts[1], "label": good}
-            yield _Row(row | _tools(trace), side(trace), good)
+            yield _Row(row | run.tools, run, good)
 
 
 LEARNED_BEFORE = "each of its answers is learned in an earlier row"
@@ -381,11 +370,10 @@ class _LearnedOnce:
         self._dataset = dataset
         self._learned: set[tuple[str, bool, str]] = set()
 
-    def parts(self, trace: Trace, good: bool = True) -> tuple[list[Json], list[Json]] | None:
+    def parts(self, run: _Run, good: bool = True) -> tuple[list[Json], list[Json]] | None:
         """Return a trace's messages before its first answer that is still to be learned, and
         those from it on; None, which is counted, if there is none."""
-        before, answered = _parts(trace)
-        messages, scope, chain, repeated = before + answered, _scope(trace), "", 0
+        messages, scope, chain, repeated = run.before + run.answered, _scope(run.trace), "", 0
         new_keys: set[tuple[str, bool, str]] = set()
         for message in messages:
             chain = next_key(chain, message)
@@ -398,7 +386,7 @@ class _LearnedOnce:
             new_keys.add(key)
         self._learned |= new_keys
         if not repeated:
-            return before, answered
+            return run.before, run.answered
         before, answered = divided(messages)
         if not answered:
             self._dataset.left_out[LEARNED_BEFORE] += 1
@@ -416,25 +404,23 @@ def _scope(trace: Trace) -> str:
     return f"{source} {trace.id if source == 'collector' else trace.session_id or trace.id}"
 
 
-def _scored(traces: Sequence[Trace], dataset: Dataset) -> Iterator[Trace]:
-    for trace in traces:
-        before, _ = _parts(trace)
-        if score_of(trace) is None:
+def _scored(runs: Sequence[_Run], dataset: Dataset) -> Iterator[tuple[_Run, float]]:
+    for run in runs:
+        if run.score is None:
             dataset.left_out["no label and no reward"] += 1
-        elif not before or before[-1]["role"] == "assistant":
+        elif not run.before or run.before[-1]["role"] == "assistant":
             dataset.left_out["there is no prompt before its first answer"] += 1
         else:
-            yield trace
+            yield run, run.score
 
 
-def _groups(traces: Sequence[Trace], dataset: Dataset) -> Iterator[list[Trace]]:
+def _groups(runs: Sequence[_Run], dataset: Dataset) -> Iterator[list[tuple[_Run, float]]]:
     """Scored traces with the same messages before the first answer; of equal answers one."""
-    groups: dict[str, list[Trace]] = defaultdict(list)
-    for trace in _scored(traces, dataset):
-        before, _ = _parts(trace)
-        groups[json.dumps([before, trace.tools], sort_keys=True)].append(trace)
+    groups: dict[str, list[tuple[_Run, float]]] = defaultdict(list)
+    for run, score in _scored(runs, dataset):
+        groups[_key([run.before, run.trace.tools])].append((run, score))
     for group in groups.values():
-        answers = {json.dumps(_parts(trace)[1]): trace for trace in group}
+        answers = {json.dumps(run.answered): (run, score) for run, score in group}
         if len(answers) < 2:
             dataset.left_out["the only answer to its prompt"] += len(group)
             continue
@@ -443,51 +429,45 @@ def _groups(traces: Sequence[Trace], dataset: Dataset) -> Iterator[list[Trace]]:
         yield list(answers.values())
 
 
-def _preference(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
-    side = _sides(traces)
-    for group in _groups(traces, dataset):
-        ranked = sorted(group, key=lambda trace: score_of(trace) or 0.0)
-        worst, best = ranked[0], ranked[-1]
-        least_gap = dataset.options.least_gap
-        if (score_of(best) or 0.0) - (score_of(worst) or 0.0) < least_gap:
+def _preference(runs: Sequence[_Run], dataset: Dataset) -> Iterator[_Row]:
+    least_gap = dataset.options.least_gap
+    for group in _groups(runs, dataset):
+        ranked = sorted(group, key=lambda each: each[1])
+        (worst, lowest), (best, highest) = ranked[0], ranked[-1]
+        if highest - lowest < least_gap:
             dataset.left_out[f"scores of one prompt closer than {least_gap:g}"] += len(group)
             continue
-        prompt, chosen = _parts(best)
-        row = {"prompt": prompt, "chosen": chosen, "rejected": _parts(worst)[1], **_tools(best)}
+        row = {"prompt": best.before, "chosen": best.answered, "rejected": worst.answered}
         _count(dataset, "neither the best nor the worst of its prompt", len(group) - 2)
-        yield _Row(row, side(best), traces=2)
+        yield _Row(row | best.tools, best, traces=2)
 
 
-def _grpo(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
-    side = _sides(traces)
-    for group in _groups(traces, dataset):
-        prompt, _ = _parts(group[0])
-        row: Json = {"prompt": prompt, "completions": [_parts(trace)[1] for trace in group]}
-        row |= {"rewards": list(map(score_of, group)), **_tools(group[0])}
-        yield _Row(row, side(group[0]), traces=len(group))
+def _grpo(runs: Sequence[_Run], dataset: Dataset) -> Iterator[_Row]:
+    for group in _groups(runs, dataset):
+        first, _ = group[0]
+        row: Json = {"prompt": first.before, "completions": [run.answered for run, _ in group]}
+        row |= {"rewards": [score for _, score in group], **first.tools}
+        yield _Row(row, first, traces=len(group))
 
 
-def _prompts(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
-    side, seen = _sides(traces), set[str]()
-    for trace in traces:
-        before, _ = _parts(trace)
-        key = json.dumps(before, sort_keys=True)
-        if not before or key in seen:
-            reason = "a prompt that is there already" if before else "it begins with an answer"
+def _prompts(runs: Sequence[_Run], dataset: Dataset) -> Iterator[_Row]:
+    seen = set[str]()
+    for run in runs:
+        key = _key(run.before)
+        if not run.before or key in seen:
+            reason = "a prompt that is there already" if run.before else "it begins with an answer"
             dataset.left_out[reason] += 1
             continue
         seen.add(key)
-        columns = without(trace.get("columns", {}), "prompt", "tools", PASS_RATE)
-        yield _Row({**columns, "prompt": before, **_tools(trace)}, side(trace))
+        columns = without(run.trace.get("columns", {}), "prompt", "tools", PASS_RATE)
+        yield _Row({**columns, "prompt": run.before, **run.tools}, run)
 
 
-def _atif(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
-    side = _sides(traces)
-    for trace in traces:
-        yield _Row(trace.to_json(), side(trace))
+def _atif(runs: Sequence[_Run], dataset: Dataset) -> Iterator[_Row]:
+    return (_Row(run.trace.to_json(), run) for run in runs)
 
 
-_BUILDERS: dict[str, Callable[[Sequence[Trace], Dataset], Iterator[_Row]]] = {
+_BUILDERS: dict[str, Callable[[Sequence[_Run], Dataset], Iterator[_Row]]] = {
     "sft": _sft,
     "preference": _preference,
     "kto": _kto,
@@ -508,41 +488,38 @@ def _count(dataset: Dataset, reason: str, traces: int) -> None:
 def _different(rows: Sequence[_Row], dataset: Dataset) -> list[_Row]:
     """Drop rows that are equal or nearly equal to an earlier one. Rows of different labels never
     count as equal."""
-    if dataset.options.kind == "atif":
-        return list(rows)
     threshold, seen, kept = dataset.options.near_duplicates, set[bytes](), list[_Row]()
-    index = _minhash_index(threshold) if threshold < 1 else None
+    is_there = _near_duplicates(threshold)
     for number, row in enumerate(rows):
         line = dump_line(row.data)
         if line in seen:
             dataset.left_out["an equal row is there"] += row.traces
             continue
         seen.add(line)
-        if index is not None:
-            text = _text_of_row(row.data)
-            # A short text has few shingles, so one other word makes it a different one.
-            if len(text.split()) > SHINGLE and index(f"{number}", _shingles(text), row.good):
-                dataset.left_out[f"a row like it (similarity {threshold:g}) is there"] += row.traces
-                continue
-        kept.append(row)
+        if is_there(f"{number}", row.data, row.good):
+            dataset.left_out[f"a row like it (similarity {threshold:g}) is there"] += row.traces
+        else:
+            kept.append(row)
     return kept
 
 
-def _shingles(text: str) -> set[str]:
-    words = text.split()
-    return {" ".join(words[at : at + SHINGLE]) for at in range(max(1, len(words) - SHINGLE + 1))}
-
-
-def _minhash_index(threshold: float) -> Callable[[str | None, set[str], bool], bool]:
-    """A function that says whether such a text is there, and adds it under its name, if it has
-    one, where it is not. Raises ConfigError."""
+def _near_duplicates(threshold: float) -> Callable[..., bool]:
+    """A function of a name, a row and its label that says whether a row like it is there, and
+    adds it under its name, if it has one, where none is. Raises ConfigError."""
+    if threshold >= 1:
+        return lambda name, row, good=True: False
     require("near_duplicates below 1", "datasketch")
     from datasketch import MinHash, MinHashLSH
 
     indices = [MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS) for _ in range(2)]
     hashes: dict[str, Any] = {}
 
-    def is_there(name: str | None, shingles: set[str], good: bool) -> bool:
+    def is_there(name: str | None, row: Any, good: bool = True) -> bool:
+        words = _text_of_row(row).split()
+        if len(words) <= SHINGLE:  # one other word makes a short text a different one
+            return False
+        starts = range(len(words) - SHINGLE + 1)
+        shingles = {" ".join(words[at : at + SHINGLE]) for at in starts}
         hashed = MinHash(num_perm=PERMUTATIONS)
         hashed.update_batch([shingle.encode() for shingle in sorted(shingles)])
         if any(hashed.jaccard(hashes[other]) >= threshold for other in indices[good].query(hashed)):

@@ -5,6 +5,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -273,14 +274,7 @@ class Build(Redacting):
         from mlx_parallm.systems.traces.importers.report import ImportReport
 
         options = DatasetOptions(
-            self.kind,
-            test_fraction=self.test_fraction,
-            near_duplicates=self.near_duplicates,
-            good_from=self.good_from,
-            least_gap=self.least_gap,
-            balance=self.balance,
-            sidechains=self.sidechains,
-            order=self.order,
+            **{each.name: vars(self)[each.name] for each in fields(DatasetOptions)}
         )
         hits, report = list[Any](), ImportReport()
         traces = self.read(self.paths, report, hits)

@@ -237,8 +237,9 @@ class ThreadContexts:
             self._users += 1
             if self._users > 1:
                 return
-            self._own = ThreadPoolExecutor.submit, threading.Thread.start
-            submit, start = self._own
+            submit: Any = ThreadPoolExecutor.submit
+            start: Any = threading.Thread.start
+            self._own = submit, start
             here = self._here
 
             @functools.wraps(submit)

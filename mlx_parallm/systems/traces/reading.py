@@ -3,8 +3,9 @@
 mlx_parallm traces import FILE --to traces.jsonl      read_traces → redact_trace → write_traces
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import write_atomically
@@ -28,9 +29,8 @@ from mlx_parallm.systems.traces.importers.runs import (
     recorded,
     rollouts,
 )
-from mlx_parallm.systems.traces.importers.sessions import says_subagent
 from mlx_parallm.systems.traces.privacy import RedactionHit, redact_trace, review_lines
-from mlx_parallm.systems.traces.schema import dump_line, read_jsonl
+from mlx_parallm.systems.traces.schema import dump_line, mapping, read_jsonl
 from mlx_parallm.systems.traces.trace import Trace
 
 IMPORTERS: dict[str, Importer] = {
@@ -93,11 +93,8 @@ def _format_of(line: dict[str, object]) -> str | None:
         return "atif"
     if "messages_and_choices" in keys or "trajectories" in keys:
         return "art"
-    if (
-        keys >= {"nodes"}
-        or isinstance(line.get("traces"), list)
-        or keys >= {"prompt", "completion", "reward"}
-    ):
+    rows = {"nodes"}, {"prompt", "completion", "reward"}
+    if isinstance(line.get("traces"), list) or any(keys >= row for row in rows):
         return "verifiers"
     if keys >= {"timestamp", "type", "payload"}:
         return "codex"
@@ -125,6 +122,21 @@ def _settled(importer: Importer, path: Path, report: ImportReport) -> Iterator[T
             trace.note(sidechain=True)
         yield trace
     report.settle()
+
+
+_SIDE_FLAGS = ("isSidechain", "is_sidechain", "sidechain", "isSubagent", "is_subagent", "subagent")
+_HOLDERS = ("columns", "metadata", "info", "source")
+
+
+def says_subagent(about: Mapping[str, Any]) -> bool:
+    """Whether columns or metadata of a log say that a session is a sub-agent's: a flag, or a
+    `source` or `thread_source` that is one."""
+    return (
+        any(about.get(name) is True for name in _SIDE_FLAGS)
+        or about.get("thread_source") == "subagent"
+        or "subagent" in mapping(about.get("source"))
+        or any(says_subagent(mapping(about.get(name))) for name in _HOLDERS if name in about)
+    )
 
 
 def redacted(

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from mlx_parallm.errors import RequestError, StoreError
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.systems.traces.privacy import PLACEHOLDER, TraceRedactor, review_lines
-from mlx_parallm.systems.traces.schema import Json, Label, dump_line, text_of
+from mlx_parallm.systems.traces.schema import Json, Label, dump_line, present, text_of
 from mlx_parallm.systems.traces.session import (
     COMPLETE,
     SESSION_NAME,
@@ -125,7 +125,16 @@ class SessionRecorder:
         """Append a label; it gets its prompt's hash. Raises RequestError: no such session or
         answer; StoreError."""
         with self._lock:
-            return self._feedback(name, label)
+            if name not in self._live and not (self._folder / f"{name}.jsonl").exists():
+                reason = f"there is no session {name!r}: nothing was recorded under this name"
+                raise RequestError(reason, param="name")
+            live = self._of(name)
+            live.redactor.hits.clear()
+            label = self._about(live, name, label)
+            self._append(name, [{"type": "label", **label.to_json()}])
+            self._review(live)
+            live.session.labels.append(label)
+            return label
 
     def read(self, name: str, use: Callable[[Session], T]) -> T:
         """Call `use` with a session while nothing changes it."""
@@ -152,57 +161,50 @@ class SessionRecorder:
 
     def _commit(self, call: RecordedCall) -> list[str]:
         with self._lock:
-            return self._commit_locked(call)
+            live = self._of(call.session)
+            live.redactor.hits.clear()
+            turns = self._turns(live, call)
+            self._append(call.session, [turn.to_json() for turn in turns])
+            self._review(live)
+            for turn in turns:
+                live.session.add(turn)
+                if turn.status == COMPLETE:
+                    live.ends[turn.key] = turn.id
+            return [turn.id for turn in turns]
 
-    def _commit_locked(self, call: RecordedCall) -> list[str]:
-        live = self._of(call.session)
-        session = live.session
-        live.redactor.hits.clear()
-        key_of = partial(self._next_key, live)
+    def _turns(self, live: _LiveSession, call: RecordedCall) -> list[SessionTurn]:
+        """Return a turn for each choice; one without an answer where there is none."""
+        session, key_of = live.session, partial(self._next_key, live)
         chain, parent, answered = continued(call.messages, live.ends, key_of)
-        messages = live.redactor.value(list(call.messages[answered:]))
-        tools: list[Json] = live.redactor.value(list(call.tools))
-        optional: Json = {"tools": tools}
-        if parent is not None and session.tools(parent) == tools:
-            optional = {}
+        same: Json = {
+            "parent": parent,
+            "at": time.time(),
+            "status": call.status,
+            "model": call.model,
+            "messages": live.redactor.value(list(call.messages[answered:])),
+        }
+        tools = live.redactor.value(list(call.tools))
+        if parent is None or session.tools(parent) != tools:
+            same["tools"] = tools
         prompt_hits = list(live.redactor.hits)
         turns: list[SessionTurn] = []
         choices: dict[int, RecordedChoice | None] = dict(call.choices) or {0: None}
-        for index, choice in sorted(choices.items()):
+        for number, (index, choice) in enumerate(sorted(choices.items()), len(session.turns) + 1):
             before = len(live.redactor.hits)
-            fields: Json = {"response": None, "finish_reason": None, "key": ""}
+            name = call.response_id if index == 0 else f"{call.response_id}#{index}"
+            fields: Json = {"response": None, "finish_reason": None, "key": "", "response_id": name}
             if choice is not None:
                 fields["response"] = live.redactor.value(choice.message)
                 fields["finish_reason"] = choice.finish_reason
                 fields["key"] = key_of(chain, choice.message)
-            fields |= optional
-            counts = Counter(hit.kind for hit in [*prompt_hits, *live.redactor.hits[before:]])
             if index == 0 and call.usage is not None:
                 fields["usage"] = call.usage
-            if counts:
+            if counts := Counter(h.kind for h in prompt_hits + live.redactor.hits[before:]):
                 fields["redacted"] = dict(counts)
             elif call.status == COMPLETE and choice is not None and choice.tokens is not None:
                 fields |= self._tokens(session, parent, choice.tokens)
-            turns.append(
-                SessionTurn(
-                    type="turn",
-                    id=f"t{len(session.turns) + len(turns) + 1}",
-                    parent=parent,
-                    at=time.time(),
-                    status=call.status,
-                    model=call.model,
-                    messages=messages,
-                    response_id=call.response_id if index == 0 else f"{call.response_id}#{index}",
-                    **fields,
-                )
-            )
-        self._append(call.session, [turn.to_json() for turn in turns])
-        self._review(live)
-        for turn in turns:
-            session.add(turn)
-            if turn.status == COMPLETE:
-                live.ends[turn.key] = turn.id
-        return [turn.id for turn in turns]
+            turns.append(SessionTurn(type="turn", id=f"t{number}", **same, **fields))
+        return turns
 
     def _tokens(self, session: Session, parent: str | None, sampled: TurnTokens) -> Json:
         """Return the field `tokens` of a turn. Tokens would show what was redacted: a turn after
@@ -228,37 +230,22 @@ class SessionRecorder:
             live.keys[digest] = redacted_digest
         return chained_key(chain, redacted_digest)
 
-    def _feedback(self, name: str, label: Label) -> Label:
-        if name not in self._live and not (self._folder / f"{name}.jsonl").exists():
-            raise RequestError(
-                f"there is no session {name!r}: nothing was recorded under this name",
-                param="name",
-            )
-        live = self._of(name)
+    def _about(self, live: _LiveSession, name: str, label: Label) -> Label:
+        """Return a label as it is written: redacted, with its prompt's hash."""
         session = live.session
         turn = next(iter(session.turns.values()), None)
+        fields = label.model_dump(exclude_none=True)
         if label.response_id is not None:
             turn = session.by_response(label.response_id)
             if turn is None:
-                raise RequestError(
-                    f"session {name!r} has no answer {label.response_id!r}", param="response_id"
-                )
-            label = label.model_copy(update={"response_id": turn.response_id})
+                reason = f"session {name!r} has no answer {label.response_id!r}"
+                raise RequestError(reason, param="response_id")
+            fields["response_id"] = turn.response_id
         if turn is not None:
-            opening = [message for each in session.path(turn.id)[:1] for message in each.messages]
-            label = label.model_copy(update={"prompt_hash": prompt_hash(opening)})
-        live.redactor.hits.clear()
-        fields = label.model_dump(exclude_none=True)
-        fields |= {
-            key: live.redactor.text(fields[key])
-            for key in ("label", "explanation")
-            if key in fields
-        }
-        label = Label.model_validate(fields)
-        self._append(name, [{"type": "label", **label.to_json()}])
-        self._review(live)
-        session.labels.append(label)
-        return label
+            fields["prompt_hash"] = prompt_hash(session.path(turn.id)[0].messages)
+        texts = [key for key in ("label", "explanation") if key in fields]
+        fields |= {key: live.redactor.text(fields[key]) for key in texts}
+        return Label.model_validate(present(fields))
 
     def _append(self, name: str, values: Sequence[Json]) -> None:
         _append_lines(self._folder / f"{name}.jsonl", b"".join(map(dump_line, values)))

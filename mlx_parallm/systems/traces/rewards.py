@@ -23,7 +23,7 @@ from mlx_parallm.rewards.learned import LearnedReward
 from mlx_parallm.rewards.methods import Parts, standardize
 from mlx_parallm.rewards.threads import ASYNC_FUNCTIONS
 from mlx_parallm.systems.traces.builders import score_of, weighted_mean
-from mlx_parallm.systems.traces.schema import Json, present, text_of
+from mlx_parallm.systems.traces.schema import Json, present, text_of, without
 from mlx_parallm.systems.traces.session import label_about
 from mlx_parallm.systems.traces.trace import TASKS, Trace
 from mlx_parallm.types import MAX_REWARD, Rollout, Trajectory, Turn, has_score
@@ -109,23 +109,19 @@ class RewardEngine:
         named = {_name_of_part(part): part for part in parts}
         if len(named) < len(parts):
             raise ConfigError(f"RewardEngine: two parts have one name: {', '.join(named)}")
-        built_in = {name: part for name, part in named.items() if not _computes(part)}
         self._computed = {name: part for name, part in named.items() if _computes(part)}
-        all_options = {name: getattr(part, "options", None) for name, part in built_in.items()}
-        options = {name: chosen for name, chosen in all_options.items() if chosen} | dict(
-            options or {}
-        )
+        built_in = without(named, *self._computed)
+        chosen = {name: getattr(part, "options", None) for name, part in built_in.items()}
+        chosen |= dict(options or {})
         self._functions = RewardFunctions(
             [BUILTIN + name for name in built_in],
             (),
             columns=None,
             key="RewardEngine",
-            options={name: chosen for name, chosen in options.items() if name in built_in},
+            options={name: chosen[name] or {} for name in built_in if chosen[name]},
         )
-        of_computed = {
-            name: float(getattr(part, "weight", 1.0)) for name, part in self._computed.items()
-        }
-        self.weights = self._functions.weights | of_computed | dict(weights or {})
+        weigh = {name: float(getattr(part, "weight", 1.0)) for name, part in self._computed.items()}
+        self.weights = self._functions.weights | weigh | dict(weights or {})
         if unknown := sorted(set(self.weights) - set(named)):
             raise ConfigError(
                 f"RewardEngine: a weight for {unknown[0]!r}, which is none of {', '.join(named)}"
@@ -134,15 +130,9 @@ class RewardEngine:
     def compute_all(self, trace: Trace) -> dict[str, float | None]:
         """Return the score of each part, 0 to 1; None: it does not apply. Raises
         RolloutRejectedError."""
-        row = trace.get("columns", {})
-        scores: dict[str, float | None] = {}
-        if self._functions.names:
-            parts, *_ = ASYNC_FUNCTIONS.run(  # this thread may have a running loop: a notebook's
-                self._functions.parts(
-                    opening_of(trace), row, [trajectory_of(trace)], TrainingProgress
-                )
-            )
-            scores |= dict(parts[0] or dict.fromkeys(self._functions.names))
+        scores: dict[str, float | None] = dict.fromkeys(self._functions.names)
+        if scores:
+            scores |= _scores(self._functions, trace)
         return scores | {name: _score(name, part, trace) for name, part in self._computed.items()}
 
     def compute_combined(self, trace: Trace) -> float | None:
@@ -215,26 +205,21 @@ def add_reward_labels(
     Raises ConfigError: no such function; RolloutRejectedError: it fails.
     """
     functions = RewardFunctions(rewards, (), columns=None, key="--reward")
-    return ASYNC_FUNCTIONS.run(_label_all(traces, functions, name))
-
-
-async def _label_all(
-    traces: Sequence[Trace], functions: RewardFunctions, name: str
-) -> tuple[int, int]:
     labelled, by = 0, f"verifier:{','.join(functions.names)}"
     for trace in traces:
-        parts, *_ = await functions.parts(
-            opening_of(trace), trace.get("columns", {}), [trajectory_of(trace)], TrainingProgress
-        )
-        scores = present(parts[0] or {})
-        if not scores:
-            continue
-        weights = {part: functions.weights[part] for part in scores}
-        total = sum(weights[part] * score for part, score in scores.items())
-        value = total / (sum(weights.values()) or 1.0)
-        trace.add_label(label_about(trace, name, value, by))
-        labelled += 1
+        if scores := present(_scores(functions, trace)):
+            value = weighted_mean(scores, functions.weights) or 0.0
+            trace.add_label(label_about(trace, name, value, by))
+            labelled += 1
     return labelled, len(traces) - labelled
+
+
+def _scores(functions: RewardFunctions, trace: Trace) -> Parts:
+    """Return the score of each function; empty where none applies."""
+    row, trajectory = trace.get("columns", {}), trajectory_of(trace)
+    asked = functions.parts(opening_of(trace), row, [trajectory], TrainingProgress)
+    parts, *_ = ASYNC_FUNCTIONS.run(asked)  # this thread may have a running loop: a notebook's
+    return parts[0] or {}
 
 
 def fit_learned(traces: Sequence[Trace], good_from: float = 0.5) -> LearnedReward:

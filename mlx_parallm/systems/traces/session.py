@@ -214,16 +214,6 @@ class Session:
 
     # ------------------------------------------------------------------ traces
 
-    def traces(self) -> list[Trace]:
-        """One trace for each leaf; turns that an earlier trace holds are copied context."""
-        claimed: set[str] = set()
-        traces = []
-        for number, leaf in enumerate(self.ordered_leaves(), 1):
-            path = self.path(leaf.id)
-            traces.append(self.trace(path, claimed, number))
-            claimed |= {turn.id for turn in path}
-        return traces
-
     def ordered_leaves(self) -> list[SessionTurn]:
         """Return the leaves, those of aborted calls last."""
         leaves = self.leaves()

@@ -249,27 +249,8 @@ class Trace(TraceRecord):
 
     def to_dict(self) -> Json:
         """Return the flat form, as JSON: what a person's notebook reads."""
-        return {
-            "trace_id": self.trace_id,
-            "session_id": self.session_id or "",
-            "timestamp": self.timestamp,
-            "user_query": self.user_query,
-            "tool_calls": list(map(asdict, self.tool_calls)),
-            "reasoning_steps": list(map(asdict, self.reasoning_steps)),
-            "tasks_created": self.tasks_created,
-            "tasks_completed": self.tasks_completed,
-            "tasks_failed": self.tasks_failed,
-            "final_response": self.final_response,
-            "total_tokens_in": self.total_tokens_in,
-            "total_tokens_out": self.total_tokens_out,
-            "total_cost": self.total_cost,
-            "execution_duration_ms": self.execution_duration_ms,
-            "llm_calls_count": self.llm_calls_count,
-            "label": self.label,
-            "manual_review": self.manual_review,
-            "review_notes": self.review_notes,
-            "reward_score": self.reward_score,
-        }
+        flat = {name: getattr(self, name) for name in _FLAT} | {"session_id": self.session_id or ""}
+        return flat | {name: list(map(asdict, flat[name])) for name in _EVENTS}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Trace":
@@ -279,8 +260,10 @@ class Trace(TraceRecord):
         Raises TraceError: a key is missing or wrong.
         """
         try:
-            thoughts = [_record(ReasoningStep, entry) for entry in data.get("reasoning_steps", ())]
-            calls = [_record(ToolCallTrace, entry) for entry in data.get("tool_calls", ())]
+            thoughts, calls = (
+                [_record(_EVENTS[name], entry) for entry in data.get(name, ())]
+                for name in ("reasoning_steps", "tool_calls")
+            )
             trace = trace_of_events(
                 str(data["session_id"]),
                 str(data["user_query"]),
@@ -288,7 +271,7 @@ class Trace(TraceRecord):
                 str(data.get("final_response", "")),
                 timestamp=str(data.get("timestamp", "")),
                 source="execution",
-                **{name: data[name] for name in _TOTALS if data.get(name)},
+                **{name: data[name] for name in [*_TASKS, *_NUMBERS] if data.get(name)},
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise TraceError(f"not an execution trace: {type(error).__name__}: {error}") from error
@@ -308,14 +291,13 @@ class ExecutionTrace(Trace):
         super().__init__(**trace.to_json())
 
 
-_TOTALS = (
-    *(f"tasks_{kind}" for kind in TASKS),
-    "total_tokens_in",
-    "total_tokens_out",
-    "total_cost",
-    "execution_duration_ms",
-    "llm_calls_count",
-)
+_TASKS = [f"tasks_{kind}" for kind in TASKS]
+_NUMBERS = ["total_tokens_in", "total_tokens_out", "total_cost", "execution_duration_ms"]
+_NUMBERS.append("llm_calls_count")
+_JUDGED = ["label", "manual_review", "review_notes", "reward_score"]
+_EVENTS = {"tool_calls": ToolCallTrace, "reasoning_steps": ReasoningStep}
+_FLAT = ["trace_id", "session_id", "timestamp", "user_query", *_EVENTS, *_TASKS]
+_FLAT += ["final_response", *_NUMBERS, *_JUDGED]
 
 
 def parse_trace(data: Any) -> Trace:
@@ -340,17 +322,14 @@ def new_trace(
 ) -> Trace:
     """Make a trace of chat messages. `name`: its id, by default the session's; `extra`: further
     keys of the trace's `extra`. Raises TraceError."""
-    about: Json = {"name": agent, "version": version}
-    if model:
-        about["model_name"] = model
-    if tools:
-        about["tool_definitions"] = [dict(tool) for tool in tools]
+    about: Json = {"name": agent, "version": version, "model_name": model or None}
+    about["tool_definitions"] = list(map(dict, tools or ())) or None
     return parse_trace(
         {
             "schema_version": SCHEMA_VERSION,
             "session_id": session_id,
             "trajectory_id": name or session_id,
-            "agent": about,
+            "agent": present(about),
             "steps": steps_of(messages),
             "extra": {"source": source, **present(extra)},
         }
@@ -420,20 +399,15 @@ def _record(kind: type[Any], entry: Mapping[str, Any]) -> Any:
 
 
 def _messages_of(event: Event, number: int) -> Sequence[Json]:
+    answer: Json = {"role": "assistant", "content": ""}
     if isinstance(event, ReasoningStep):
-        noted = without(asdict(event), "content")
-        return [
-            {
-                "role": "assistant",
-                "content": "",
-                "reasoning_content": event.content or event.step_type,
-                "step": {"extra": {"reasoning": noted}},
-            }
-        ]
+        thought = {"reasoning_content": event.content or event.step_type}
+        noted = {"reasoning": without(asdict(event), "content")}
+        return [answer | thought | {"step": {"extra": noted}}]
     name = f"call_{number}"
     call = chat_call(name, event.tool_name, event.arguments)
     step = {"timestamp": event.timestamp} if unix_time(event.timestamp) is not None else {}
     return [
-        {"role": "assistant", "content": "", "tool_calls": [call], "step": step},
+        answer | {"tool_calls": [call], "step": step},
         {"role": "tool", "tool_call_id": name, "content": event.result},
     ]

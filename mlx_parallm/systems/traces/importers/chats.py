@@ -14,7 +14,7 @@ from mlx_parallm.systems.traces.importers.dialects import (
     linked,
     tool_definitions,
 )
-from mlx_parallm.systems.traces.importers.endings import marked, not_sampled
+from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_sampled
 from mlx_parallm.systems.traces.importers.links import Forest
 from mlx_parallm.systems.traces.importers.report import ImportReport, by_line, whole_json
 from mlx_parallm.systems.traces.schema import (
@@ -33,7 +33,7 @@ LISTS = ("messages", "contents", "conversations", "conversation")
 SYSTEM = ("system", "systemInstruction", "system_instruction", "system_prompt")
 PROMPT = str | list | dict
 REQUESTS = ("request", "body", "params")
-NO_MODEL = "{}: never trained on"
+LOST_PARENT = "its history is not whole: a parent is missing, or in a circle"
 
 
 # ---------------------------------------------------------------------- chats
@@ -126,7 +126,7 @@ def _weighed(message: Json, report: ImportReport, place: str, *about: Mapping[st
     if message.get("role") != "assistant":
         return message
     if (reason := not_sampled(message, *about)) is not None:
-        report.remark(place, NO_MODEL.format(reason))
+        report.remark(place, NEVER.format(reason))
         return marked(message, reason)
     try:
         is_context = weight_of(message, "a message") == 0
@@ -179,14 +179,14 @@ def art_trajectories(row: Json, place: str, report: ImportReport) -> list[Trace]
     not."""
     listed = row.get("trajectories")
     if not isinstance(listed, list):
-        return _art_traces(row, place, None, report, place)
+        return list(_art_traces(row, place, place, report))
     if not listed:
         raise TraceError("a group without trajectories")
-    rest = without(row, "trajectories") or None
-    traces: list[Trace] = []
-    for number, entry in enumerate(listed):
-        traces += _art_traces(entry, f"{place}#{number}", place, report, place, group=rest)
-    return traces
+    about = {"group_id": place, "group": without(row, "trajectories") or None}
+    named = ((f"{place}#{number}", entry) for number, entry in enumerate(listed))
+    return [
+        trace for name, entry in named for trace in _art_traces(entry, name, place, report, **about)
+    ]
 
 
 art = by_line(art_trajectories)
@@ -195,37 +195,29 @@ _ART = ("messages_and_choices", "tools", "reward", "final_policy_version", "metr
 
 
 def _art_traces(
-    entry: Any, name: str, group_id: str | None, report: ImportReport, expect: str, **extra: Any
-) -> list[Trace]:
+    entry: Any, name: str, place: str, report: ImportReport, **about: Any
+) -> Iterator[Trace]:
     """A trajectory, and each of its `additional_histories`, which have its reward."""
     histories = mapping(entry).get("additional_histories")
     if not isinstance(histories, list) or not histories:
-        return [_art_trace(entry, name, name, group_id, report, expect, **extra)]
+        yield _art_trace(entry, name, name, place, report, **about)
+        return
     main = without(entry, "additional_histories")
     shared = without(main, *_ART_LISTS, "tools")
-    traces = [_art_trace(main, name, name, group_id, report, expect, **extra)]
+    yield _art_trace(main, name, name, place, report, **about)
     for number, history in enumerate(histories, 1):
         if not isinstance(history, Mapping):
             raise TraceError("an additional history that is not an object")
-        whole = {**shared, **history}
-        own_name = f"{name}+{number}"
-        traces.append(_art_trace(whole, name, own_name, group_id, report, expect, **extra))
-    return traces
+        yield _art_trace({**shared, **history}, f"{name}+{number}", name, place, report, **about)
 
 
 def _art_trace(
-    entry: Any,
-    session: str,
-    name: str,
-    group_id: str | None,
-    report: ImportReport,
-    expect: str,
-    **extra: Any,
+    entry: Any, name: str, session: str, place: str, report: ImportReport, **about: Any
 ) -> Trace:
     listed = mapping(entry).get("messages_and_choices", mapping(entry).get("messages"))
     if not isinstance(listed, list):
         raise TraceError("no list 'messages_and_choices'")
-    report.expect(expect, listed)
+    report.expect(place, listed)
     messages: list[Json] = []
     for item in listed:
         if isinstance(item.get("message"), dict):  # a Choice
@@ -246,13 +238,12 @@ def _art_trace(
         name=name,
         source="art",
         tools=tool_definitions(entry.get("tools")),
-        group_id=group_id,
         rewards=one_reward(entry.get("reward")),
         policy_version=entry.get("final_policy_version"),
         metrics=entry.get("metrics") or None,
         metadata=entry.get("metadata") or None,
         columns=present(entry, *_ART, which(entry, _ART_LISTS) or "") or None,
-        **extra,
+        **about,
     )
 
 
@@ -320,24 +311,17 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
     seen = report.expect(place, nodes)
     parents = {number: node.get("parent") for number, node in enumerate(nodes)}
     whole = {number: _node_number(parent, nodes) for number, parent in parents.items()}
-    forest = Forest(whole)
-    name = str(entry.get("id") or place)
-    task, scores, ended = (
-        mapping(entry.get("task")),
-        _rewards(mapping(entry.get("rewards"))),
-        _ended(entry),
-    )
-    rest = present(entry, "nodes", "rewards", "tools") | _unread_rewards(
-        entry.get("rewards"), scores
-    )
-    listed = entry.get("tools") or []
+    forest, name = Forest(whole), str(entry.get("id") or place)
+    task, scores = mapping(entry.get("task")), _rewards(mapping(entry.get("rewards")))
+    ended, listed = _ended(entry), entry.get("tools") or []
+    rest = present(entry, "nodes", "rewards", "tools")
+    rest |= _unread_rewards(entry.get("rewards"), scores)
     claimed: set[int] = set()
     traces: list[Trace] = []
     for path in forest.branches():
-        broken = [parents[at] for at in path if parents[at] is not None and whole[at] is None]
-        if path[0] in forest.circles:
-            broken = [parents[path[0]]]
-        lost = "its history is not whole: a parent is missing, or in a circle" if broken else None
+        is_lost = path[0] in forest.circles or any(
+            parents[at] is not None and whole[at] is None for at in path
+        )
         messages = _graph_messages(nodes, path, claimed)
         claimed |= set(path)
         if messages[-1].get("role") == "assistant" and any(ended.values()):
@@ -355,11 +339,11 @@ def _graph(entry: Mapping[str, Any], place: str, report: ImportReport) -> list[T
             group_id=task.get("hash"),
             rewards=scores or None,
             columns=columns or None,
-            untrainable=lost,
+            untrainable=LOST_PARENT if is_lost else None,
         )
         traces.append(trace)
-        if lost is not None:
-            report.remark(place, f"{lost}; nothing of its trace is trained on")
+        if is_lost:
+            report.remark(place, f"{LOST_PARENT}; nothing of its trace is trained on")
     for at in range(len(nodes)) if forest.beyond else ():
         if at not in claimed:
             report.leave(place, seen + at, "a branch of a graph with too many branches")
@@ -413,12 +397,10 @@ def _graph_messages(
 
 
 def _take_answer(message: Json, node: Json, before: list[int], *, is_new: Any) -> Json:
-    """Give an answer OpenAI's form; return the fields of its step. What they hold, `node` loses."""
+    """Return the fields of an answer's step. What they hold, `node` loses."""
     message.setdefault("content", None)
     if (state := message.pop("provider_state", None)) is not None:
         node["provider_state"] = state
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_function_call(call) for call in message["tool_calls"]]
     if not is_new:
         return {"is_copied_context": True}
     ids, mask = node.get("token_ids") or [], node.get("mask") or []
@@ -433,11 +415,3 @@ def _take_answer(message: Json, node: Json, before: list[int], *, is_new: Any) -
     for name in ("token_ids", "mask", "logprobs"):
         node.pop(name, None)
     return {"metrics": metrics, "llm_call_count": 1}
-
-
-def _function_call(call: Any) -> Any:
-    if not isinstance(call, Mapping) or "function" in call or "name" not in call:
-        return call
-    rest = without(call, "id", "name", "arguments", "type")
-    function = {"name": call["name"], "arguments": call.get("arguments", "{}")}
-    return {"id": call.get("id"), "type": "function", "function": function, **rest}

@@ -11,16 +11,21 @@ whole has `extra.untrainable`, which says why; `build` leaves it out.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.systems.traces.importers.dialects import converted, joined, linked
 from mlx_parallm.systems.traces.importers.endings import NEVER, marked, not_sampled
 from mlx_parallm.systems.traces.importers.links import Forest
-from mlx_parallm.systems.traces.importers.report import ImportReport, made, objects
-from mlx_parallm.systems.traces.importers.sessions import owned_answers
-from mlx_parallm.systems.traces.schema import Json, add_step, as_context, mapping, without
+from mlx_parallm.systems.traces.importers.report import ImportReport, objects
+from mlx_parallm.systems.traces.schema import (
+    Json,
+    add_step,
+    as_context,
+    mapping,
+    which,
+    without,
+)
 from mlx_parallm.systems.traces.session import text_digest
 from mlx_parallm.systems.traces.trace import Trace, new_trace, numbered
 
@@ -41,11 +46,9 @@ class _Node:
     blocks: list[Any]
     is_doubtful: bool = False  # it follows a uuid that is at two places
     block_texts: set[str] = field(default_factory=set)  # its blocks as text
-    results: set[str] = field(default_factory=set)  # ids of calls whose results it holds
 
     def __post_init__(self) -> None:
         self.block_texts |= set(map(_as_text, self.blocks))
-        self.results |= _result_ids(self.blocks)
 
     @property
     def line(self) -> Json:
@@ -60,7 +63,6 @@ class _ClaudeLog:
         self.nodes: dict[str, _Node] = {}
         self.holder: dict[str, str] = {}  # uuid of a message's line → of the node that holds it
         self.links: dict[str, str | None] = {}  # uuid of any other line → the one before it
-        self.begins: set[str] = set()  # uuids of lines after which the model had a new prompt
         self.doubted: set[str] = set()  # uuids that are at two places
         self._first: dict[str, Json] = {}  # uuid → its first line
         # id of an answer and what a line of it follows → its node
@@ -76,10 +78,8 @@ class _ClaudeLog:
             line = {**line, "type": kind, "message": message}
         if kind not in ("user", "assistant"):
             if isinstance(uuid, str) and uuid not in self.links and uuid not in self.holder:
-                is_new = line.get("subtype") == "compact_boundary"
-                self.links[uuid] = None if is_new else parent
-                if is_new:
-                    self.begins.add(uuid)
+                # after a compaction the model had a new prompt
+                self.links[uuid] = None if line.get("subtype") == "compact_boundary" else parent
             self.report.skip(place, f"lines of type {kind!r} are not messages"[:100])
         elif not isinstance(message, dict) or not isinstance(uuid, str):
             self.report.skip(place, "a message without 'message' or 'uuid'")
@@ -103,17 +103,15 @@ class _ClaudeLog:
         self._first[uuid] = line
         before = self.resolved(parent) or parent
         answer = str(line["message"].get("id") or "") if line["type"] == "assistant" else ""
-        if answer and (answer, before) in self._answers:
-            self._join(place, line, uuid, self._answers[answer, before], blocks)
-            return
         results = _result_ids(blocks) if line["type"] == "user" else set()
+        same = self._answers.get((answer, before)) if answer else None
         if results:
-            key = before or uuid
-            if key in self._results and not results & self.nodes[self._results[key]].results:
-                # results of parallel calls
-                self._join(place, line, uuid, self._results[key], blocks)
-                return
-            self._results.setdefault(key, uuid)
+            same = self._results.setdefault(before or uuid, uuid)  # of parallel calls
+            if same == uuid or results & _result_ids(self.nodes[same].blocks):
+                same = None
+        if same is not None:
+            self._join(place, line, uuid, same, blocks)
+            return
         self.nodes[uuid] = _Node(
             parent, line["type"], [(place, line)], blocks, parent in self.doubted
         )
@@ -125,12 +123,11 @@ class _ClaudeLog:
     def _join(self, place: str, line: Json, uuid: str, name: str, blocks: Sequence[Any]) -> None:
         node = self.nodes[name]
         for block in blocks:
-            if _as_text(block) in node.block_texts:
+            if (text := _as_text(block)) in node.block_texts:
                 self.report.drop(place, BLOCK_TWICE, block)
             else:
                 node.blocks.append(block)
-                node.block_texts.add(_as_text(block))
-        node.results |= _result_ids(blocks)
+                node.block_texts.add(text)
         node.lines.append((place, line))
         self.holder[uuid] = name
 
@@ -157,9 +154,8 @@ class _ClaudeLog:
         """The node before this one; a sub-agent's first message has none, since its prompt is
         its own."""
         parent = self.resolved(node.parent)
-        return (
-            parent if parent is None or _is_side(self.nodes[parent]) or not _is_side(node) else None
-        )
+        begins = parent is not None and _is_side(node) and not _is_side(self.nodes[parent])
+        return None if begins else parent
 
     def leads_nowhere(self, uuid: str | None) -> bool:
         """Whether a link leads out of the log, or in a circle, and not to the beginning of a
@@ -207,13 +203,14 @@ def _claude_traces(log: _ClaudeLog, path: Path, report: ImportReport) -> Iterato
     for number, way in enumerate(forest.branches(), 1):
         session = str(nodes[way[-1]].line.get("sessionId") or path.stem)
         lines = [each for name in way if name not in claimed for each in nodes[name].lines]
-        make = partial(_claude_trace, log, forest, way, claimed, session, number)
-        for trace in made(report, [place for place, _ in lines], make):
+        with report.carrying([place for place, _ in lines]) as traces:
+            name = numbered(session, number)
+            traces.append(_claude_trace(log, forest, way, claimed, session, name))
             for place, line in lines:
                 for key in REPEATED.keys() & line.keys():
                     report.drop(place, REPEATED[key], line[key])
             claimed |= set(way)
-            yield trace
+        yield from traces
     for name in nodes.keys() - claimed if forest.beyond else ():
         for place, _ in nodes[name].lines:
             report.skip(place, "a branch of a log with too many branches")
@@ -238,10 +235,9 @@ def _claude_trace(
     way: Sequence[str],
     claimed: set[str],
     session: str,
-    number: int,
-) -> list[Trace]:
-    """The trace of a branch, the `number`th of the log. The report gets the names of the answers
-    that are sampled in it."""
+    trace_name: str,
+) -> Trace:
+    """The trace of a branch. The report gets the names of the answers that are sampled in it."""
     report, nodes = log.report, [log.nodes[name] for name in way]
     messages: list[Json] = []
     sampled: set[str] = set()
@@ -265,7 +261,7 @@ def _claude_trace(
     trace = new_trace(
         linked(messages),
         session_id=session,
-        name=numbered(session, number),
+        name=trace_name,
         source="claude-code",
         source_id=session,
         model=next(named, None),
@@ -274,8 +270,8 @@ def _claude_trace(
         sidechain=_is_side(nodes[-1]) or None,
         untrainable=lost,
     )
-    report.sampled |= owned_answers(trace, sampled)
-    return [trace]
+    report.samples(trace, sampled)
+    return trace
 
 
 def _rest(placed: tuple[str, Json]) -> Json:
@@ -297,23 +293,21 @@ def _claude_messages(
     for message in parts:
         if isinstance(message.get("content"), list):
             message["content"] = joined(message["content"])
-    timestamp = {key: line[key] for key in ("timestamp",) if isinstance(line.get(key), str)}
     last = parts[-1]
     if len(parts) > 1 and node.role == last["role"] == "user" and not last.get("content"):
         del parts[-1]
     parts[0] = add_step(parts[0], extra={"lines": list(map(_rest, node.lines))})
-    answers = []
-    for message in parts:
+    about = [record for _, each in node.lines for record in (each, each["message"])]
+    timestamp = {"timestamp": line["timestamp"]} if which(line, ["timestamp"], str) else {}
+    for at, message in enumerate(parts):
         if message["role"] != "tool":
             message = add_step(message, **timestamp)
         if message["role"] == "assistant":
-            about = [record for _, each in node.lines for record in (each, each["message"])]
-            reason = not_sampled(message, *about)
-            if reason is not None:
+            if (reason := not_sampled(message, *about)) is not None:
                 message = marked(message, reason)
                 if is_new:
                     report.remark(place, NEVER.format(reason))
             elif copied:
                 message = as_context(message)
-        answers.append(message)
-    return answers
+        parts[at] = message
+    return parts

@@ -11,7 +11,6 @@ whole has `extra.untrainable`, which says why; `build` leaves it out.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,7 @@ from mlx_parallm.systems.traces.importers.endings import (
     marked,
     not_sampled,
 )
-from mlx_parallm.systems.traces.importers.report import (
-    SHAPES,
-    ImportReport,
-    made,
-    objects,
-    shape_of,
-)
-from mlx_parallm.systems.traces.importers.sessions import owned_answers
+from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, objects, shape_of
 from mlx_parallm.systems.traces.schema import (
     Json,
     add_step,
@@ -135,18 +127,18 @@ def _take_event(log: ItemLog, event: Json, place: str, report: ImportReport) -> 
     kind = event.get("type")
     if kind in ("task_complete", "turn_complete"):
         log.ended = len(log.messages)
-    if kind not in ("turn_aborted", "error") or len(log.messages) <= log.ended:
+    reason = {"turn_aborted": INTERRUPTED, "error": BROKEN}.get(str(kind))
+    if reason is None or len(log.messages) <= log.ended:
         return
     last = log.messages[-1]
     if last["role"] == "assistant" and last.get("step", {}).get("llm_call_count") != 0:
-        reason = INTERRUPTED if kind == "turn_aborted" else BROKEN
         log.messages[-1] = marked(last, reason)
         report.remark(place, NEVER.format(reason))
 
 
 def _take_about(log: ItemLog, kind: str, payload: Json) -> None:
     if kind == "turn_context":
-        log.model = payload["model"] if isinstance(payload.get("model"), str) else log.model
+        log.model = payload["model"] if which(payload, ["model"], str) else log.model
         return
     if log.is_side is not None:  # a fork repeats its parent's lines behind its own first one
         log.replayed, log.replayable = (0 if log.items else None), len(log.items)
@@ -155,8 +147,7 @@ def _take_about(log: ItemLog, kind: str, payload: Json) -> None:
     log.session = str(payload.get("id") or log.session)
     log.version = str(payload.get("cli_version") or log.version)
     base = payload.get("base_instructions")
-    if not isinstance(base, dict):
-        base = {"text": payload.get("instructions")}
+    base = base if isinstance(base, dict) else {"text": payload.get("instructions")}
     log.instructions = base["text"] if which(base, ["text"], str) else None
 
 
@@ -206,14 +197,14 @@ def take_item(log: ItemLog, item: Any, place: str, report: ImportReport, rest: J
     """Add a response item to the messages. `rest`: what its line holds beside it."""
     if not isinstance(item, dict):
         raise TraceError("an item that is not an object")
-    kind, call_id = item.get("type"), str(item.get("call_id") or item.get("id") or "")
+    kind, call_id = str(item.get("type")), str(item.get("call_id") or item.get("id") or "")
     if kind == "message" and item.get("role") in ("user", "assistant", "developer", "system"):
         _take_message(log, item, rest)
     elif kind == "reasoning":
         if not _take_reasoning(log, item, rest):
             report.skip(place, "reasoning that is encrypted")
             return
-    elif isinstance(kind, str) and kind.endswith("_output"):
+    elif kind.endswith("_output"):
         key = which(item, OUTPUTS) or "output"
         if call_id and call_id in log.answered:
             same = log.answered[call_id] == item.get(key)
@@ -221,14 +212,13 @@ def take_item(log: ItemLog, item: Any, place: str, report: ImportReport, rest: J
             return
         log.answered[call_id] = item.get(key)
         log.messages.append(_output(item, call_id, rest, key))
-    elif isinstance(kind, str) and kind.endswith("_call") and _is_own(item, kind):
-        _take_own_call(log, item, kind, call_id, rest)
-    elif isinstance(kind, str) and kind.endswith("_call"):
-        _open_answer(log).setdefault("tool_calls", []).append(
-            _codex_call(item, kind, call_id, rest)
-        )
+    elif kind.endswith("_call") and kind not in CLIENT_CALLS and not item.get("call_id"):
+        _take_own_call(log, item, kind, call_id, rest)  # the API made it: a search, code, MCP
+    elif kind.endswith("_call"):
+        calls = _open_answer(log).setdefault("tool_calls", [])
+        calls.append(_codex_call(item, kind, call_id, rest))
     else:
-        reason = f"response items of type {kind!r} are not known"
+        reason = f"response items of type {item.get('type')!r} are not known"
         report.skip(place, reason[:100])
         if kind not in SILENT:
             log.untrainable = f"its history is not whole: {reason}"[:100]
@@ -243,22 +233,19 @@ def _take_message(log: ItemLog, item: Json, rest: Json) -> None:
     message, *more = converted({"role": item["role"], "content": item.get("content")})
     if more or message["role"] != item["role"] or message.keys() - {"role", "content"}:
         raise TraceError("a message that holds calls, results or thoughts")
-    if message["content"] is None:
-        message["content"] = ""
-    if item["role"] != "assistant":
-        log.messages.append(add_step(message, extra={"lines": [kept]} if kept else {}))
-        return
-    if reason := not_sampled(message, item):
-        log.messages.append(add_step(marked(message, reason), extra={"lines": [kept]}))
+    message["content"] = message["content"] or ""
+    reason = not_sampled(message, item) if item["role"] == "assistant" else None
+    if item["role"] != "assistant" or reason:
+        message = marked(message, reason) if reason else message
+        log.messages.append(add_step(message, extra={"lines": [kept]} if kept or reason else {}))
         return
     answer = _open_answer(log)
-    before = answer["content"]
-    if before and isinstance(before, str) and isinstance(message["content"], str):
-        answer["content"] = f"{before}\n\n{message['content']}"
+    before, content = answer["content"], message["content"]
+    if before and isinstance(before, str) and isinstance(content, str):
+        content = f"{before}\n\n{content}"
     elif before:
-        answer["content"] = [*_parts(before), *_parts(message["content"])]
-    else:
-        answer["content"] = message["content"]
+        content = [*_parts(before), *_parts(content)]
+    answer["content"] = content
     _note(log, kept)
 
 
@@ -295,11 +282,6 @@ def _codex_call(item: Json, kind: str, call_id: str, rest: Json) -> Json:
     return call | ({"rest": others} if others else {})
 
 
-def _is_own(item: Json, kind: str) -> bool:
-    """Whether the API made a call itself: a search, code, MCP, an image."""
-    return kind not in CLIENT_CALLS and not item.get("call_id")
-
-
 def _take_own_call(log: ItemLog, item: Json, kind: str, call_id: str, rest: Json) -> None:
     """Add a call that the API made, and its result, where the item holds one: other items of its
     answer follow as another answer."""
@@ -325,11 +307,9 @@ def _logs(outputs: Any) -> Any:
     """Text of what code has printed, where that is all its output."""
     if not isinstance(outputs, list):
         return outputs
-    logs: list[Any] = [
-        mapping(each).get("logs") for each in outputs if mapping(each).get("type") == "logs"
-    ]
-    is_all = len(logs) == len(outputs) and all(isinstance(text, str) for text in logs)
-    return "\n".join(logs) if is_all else outputs
+    logs = [mapping(each).get("logs") for each in outputs if mapping(each).get("type") == "logs"]
+    texts = [text for text in logs if isinstance(text, str)]
+    return "\n".join(texts) if len(texts) == len(outputs) else outputs
 
 
 def _output(item: Json, call_id: str, rest: Json, key: str) -> Json:
@@ -363,10 +343,12 @@ def _note(log: ItemLog, kept: Json) -> None:
 
 
 def _codex_trace(log: ItemLog, number: int, report: ImportReport) -> list[Trace]:
-    return made(report, list(log.places), partial(_traces_of, log, number, report))
+    with report.carrying(log.places) as traces:
+        traces.append(_trace_of(log, number, report))
+    return traces
 
 
-def _traces_of(log: ItemLog, number: int, report: ImportReport) -> list[Trace]:
+def _trace_of(log: ItemLog, number: int, report: ImportReport) -> Trace:
     if not any(message["role"] == "assistant" for message in log.messages):
         raise TraceError("no answer follows it")
     opening = [{"role": "system", "content": log.instructions}] if log.instructions else []
@@ -384,8 +366,8 @@ def _traces_of(log: ItemLog, number: int, report: ImportReport) -> list[Trace]:
         sidechain=log.is_side or None,
         untrainable=log.untrainable,
     )
-    report.sampled |= owned_answers(trace, sampled)
-    return [trace]
+    report.samples(trace, sampled)
+    return trace
 
 
 def _learned_once(messages: Sequence[Json], report: ImportReport) -> tuple[list[Json], set[str]]:

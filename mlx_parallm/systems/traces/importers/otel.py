@@ -20,8 +20,13 @@ from typing import Any
 from mlx_parallm.errors import TraceError
 from mlx_parallm.systems.traces.importers.dialects import chat_messages, linked, tool_definitions
 from mlx_parallm.systems.traces.importers.endings import marked, not_sampled
-from mlx_parallm.systems.traces.importers.report import SHAPES, ImportReport, entries, shape_of
-from mlx_parallm.systems.traces.importers.sessions import session_traces
+from mlx_parallm.systems.traces.importers.report import (
+    SHAPES,
+    ImportReport,
+    entries,
+    session_traces,
+    shape_of,
+)
 from mlx_parallm.systems.traces.schema import (
     Json,
     Label,
@@ -51,9 +56,13 @@ _CONTENT_EVENTS = {
     "gen_ai.content.completion": "gen_ai.completion",
 }
 _FLAT = {
-    "input": r"llm\.input_messages\.(\d+)\.message\.(.+)|gen_ai\.prompt\.(\d+)\.(.+)",
-    "output": r"llm\.output_messages\.(\d+)\.message\.(.+)|gen_ai\.completion\.(\d+)\.(.+)",
-    "tools": r"llm\.tools\.(\d+)\.tool\.(json_schema)|llm\.request\.functions\.(\d+)\.(.+)",
+    "input": re.compile(r"llm\.input_messages\.(\d+)\.message\.(.+)|gen_ai\.prompt\.(\d+)\.(.+)"),
+    "output": re.compile(
+        r"llm\.output_messages\.(\d+)\.message\.(.+)|gen_ai\.completion\.(\d+)\.(.+)"
+    ),
+    "tools": re.compile(
+        r"llm\.tools\.(\d+)\.tool\.(json_schema)|llm\.request\.functions\.(\d+)\.(.+)"
+    ),
 }
 """Keys of attributes that number the parts of a list."""
 _USAGE = {
@@ -400,11 +409,11 @@ def _evaluation(values: Json, event: Mapping[str, Any]) -> Label:
 # ---------------------------------------------------------------------- flat keys
 
 
-def _taken(rest: Json, pattern: str) -> list[Json]:
+def _taken(rest: Json, pattern: re.Pattern[str]) -> list[Json]:
     """Take the attributes whose keys number the parts of a list; return an object a part."""
     parts: dict[int, Json] = defaultdict(dict)
     for key in list(rest):
-        if match := re.fullmatch(pattern, key):
+        if match := pattern.fullmatch(key):
             number, name = filter(None, match.groups())
             parts[int(number)][name] = rest.pop(key)
     return [parts[number] for number in sorted(parts)]

@@ -1,12 +1,11 @@
 """ImportReport: what became of every line and of every message of the logs.
 
-One rule for all importers. `objects` counts each line as it is read, `expect` each message that a
-line holds. Both stay open until they are carried (a trace holds them) or left out with a reason;
-`settle` closes an import, and what is still open then is counted as a fault of the importer. So, at
-the end,
+One rule for all importers, kept in two ledgers. `objects` counts each line as it is read, `expect`
+each message that a line holds. Both stay open until they are carried (a trace holds them) or left
+out with a reason; `settle` closes an import, and what is still open then is counted as a fault of
+the importer. So, at the end, of lines and of messages,
 
-    lines    = used    + sum(skipped.values())
-    messages = carried + sum(left_out.values())
+    seen = carried + sum(left_out.values())
 
 Unknown fields and content parts of a message travel in its trace. One that does not is a detail:
 counted by `drop`.
@@ -14,15 +13,16 @@ counted by `drop`.
 
 import errno
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import TraceError
 from mlx_parallm.system.files import read_bounded
 from mlx_parallm.systems.traces.schema import LONGEST_LINE, SHAPES, parse_json, read_jsonl, without
+from mlx_parallm.systems.traces.session import Session
 from mlx_parallm.systems.traces.trace import Trace
 
 SHOWN_PLACES = 3
@@ -74,67 +74,58 @@ class ImportReport:
     details: Counter[str] = field(default_factory=Counter)
     remarks: Counter[str] = field(default_factory=Counter)
     sampled: set[str] = field(default_factory=set)
-    line_ledger: Ledger = field(default_factory=Ledger)
-    message_ledger: Ledger = field(default_factory=Ledger)
+    lines: Ledger = field(default_factory=Ledger)
+    messages: Ledger = field(default_factory=Ledger)
     _counts: Counter[str] = field(default_factory=Counter)  # place → its messages
-
-    @property
-    def lines(self) -> int:
-        return self.line_ledger.seen
-
-    @property
-    def used(self) -> int:
-        return self.line_ledger.carried
-
-    @property
-    def skipped(self) -> Counter[str]:
-        return self.line_ledger.left_out
-
-    @property
-    def messages(self) -> int:
-        return self.message_ledger.seen
-
-    @property
-    def carried(self) -> int:
-        return self.message_ledger.carried
-
-    @property
-    def left_out(self) -> Counter[str]:
-        """Messages that no trace holds, by reason."""
-        return self.message_ledger.left_out
 
     def read(self, place: str, value: Any = None) -> None:
         """Count a line (or what the format has in its place: a span, a group). `place`:
         "file:line"."""
-        self.line_ledger.see(place, value)
+        self.lines.see(place, value)
 
     def expect(self, place: str, messages: Sequence[Any]) -> int:
         """Count the messages that a line holds, after those that were counted already; return
         the first one's index."""
         first = self._counts[place]
         for number, message in enumerate(messages, first):
-            self.message_ledger.see((place, number), message)
+            self.messages.see((place, number), message)
         self._counts[place] += len(messages)
         return first
 
     def carry(self, place: str, index: int | None = None) -> None:
         """A trace holds the line, and its message `index` (None: each that is still open)."""
-        self.line_ledger.carry(place)
+        self.lines.carry(place)
         for number in range(self._counts[place]) if index is None else (index,):
-            self.message_ledger.carry((place, number))
+            self.messages.carry((place, number))
+
+    @contextmanager
+    def carrying(self, places: Iterable[str]) -> Iterator[list[Trace]]:
+        """Carry the lines of the traces that the block puts into the list; skip them where they
+        cannot be traces."""
+        traces: list[Trace] = []
+        try:
+            yield traces
+        except SHAPES as error:
+            traces.clear()
+            for place in places:
+                self.skip(place, shape_of(error))
+            return
+        for place in places:
+            self.carry(place)
+        self.traces += len(traces)
 
     def leave(self, place: str, index: int, reason: str) -> None:
         """Leave out one message of a line."""
-        value = self.message_ledger.open.get((place, index))
-        if self.message_ledger.leave((place, index), reason):
+        value = self.messages.open.get((place, index))
+        if self.messages.leave((place, index), reason):
             self._noted(place, reason, value)
 
     def skip(self, place: str, reason: str) -> None:
         """Leave out a line with every message of it that is still open."""
-        value = self.line_ledger.open.get(place)
+        value = self.lines.open.get(place)
         for number in range(self._counts[place]):
-            self.message_ledger.leave((place, number), reason)
-        if self.line_ledger.leave(place, reason):
+            self.messages.leave((place, number), reason)
+        if self.lines.leave(place, reason):
             self._noted(place, reason, value)
 
     def leave_out(self, place: str, value: Any, reason: str) -> None:
@@ -157,26 +148,33 @@ class ImportReport:
         if len(shown) < SHOWN_PLACES:
             shown.append(place)
 
+    def samples(self, trace: Trace, answers: set[str]) -> None:
+        """Note answers that other traces only repeat; none of a sub-agent's: what it repeats is
+        its parent's, whichever file is read first."""
+        if not (trace.get("sidechain") or trace.get("untrainable")):
+            self.sampled |= answers
+
     def settle(self) -> None:
         """End the import of a file: nothing stays open."""
-        for place in list(self.line_ledger.open):
+        for place in list(self.lines.open):
             self.skip(str(place), UNACCOUNTED)
-        for key in list(self.message_ledger.open):
-            self.message_ledger.leave(key, UNACCOUNTED)
+        for key in list(self.messages.open):
+            self.messages.leave(key, UNACCOUNTED)
         self._counts.clear()
 
     @property
     def is_lossy(self) -> bool:
         """Whether anything was left out, or should be known."""
-        return any((self.skipped, self.left_out, self.details, self.remarks))
+        return any((self.lines.left_out, self.messages.left_out, self.details, self.remarks))
 
     def draw(self) -> Iterator[str]:
-        yield f"{self.traces} traces from {self.used} of {self.lines} lines"
-        if self.messages:
-            left = self.messages - self.carried
-            yield f"{self.messages} messages: {self.carried} carried, {left} left out"
-        yield from self._draw("skipped {}: {}", self.skipped)
-        others = Counter(without(self.left_out, *self.skipped))
+        lines, messages = self.lines, self.messages
+        yield f"{self.traces} traces from {lines.carried} of {lines.seen} lines"
+        if messages.seen:
+            left = messages.seen - messages.carried
+            yield f"{messages.seen} messages: {messages.carried} carried, {left} left out"
+        yield from self._draw("skipped {}: {}", lines.left_out)
+        others = Counter(without(messages.left_out, *lines.left_out))
         yield from self._draw("left out {} messages: {}", others)
         yield from self._draw("left out {} parts or fields: {}", self.details)
         yield from self._draw("{} times: {}", self.remarks)
@@ -198,7 +196,9 @@ def by_line(traces_of: Callable[[dict[str, Any], str, ImportReport], list[Trace]
 
     def importer(path: Path, report: ImportReport) -> Iterator[Trace]:
         for place, line in objects(path, report):
-            yield from made(report, [place], partial(traces_of, line, place, report))
+            with report.carrying([place]) as traces:
+                traces += traces_of(line, place, report)
+            yield from traces
 
     importer.__doc__ = traces_of.__doc__
     return importer
@@ -253,23 +253,26 @@ def whole_json(path: Path) -> Any:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def made(
-    report: ImportReport, places: Iterable[str], make: Callable[[], list[Trace]]
-) -> list[Trace]:
-    """Call `make` and carry the lines; empty where they cannot be traces, which the report says."""
-    try:
-        traces = make()
-    except SHAPES as error:
-        for place in places:
-            report.skip(place, shape_of(error))
-        return []
-    for place in places:
-        report.carry(place)
-    report.traces += len(traces)
-    return traces
-
-
 def shape_of(error: Exception) -> str:
     """A reason of at most 200 characters."""
     kind = "" if isinstance(error, TraceError) else f"unexpected shape: {type(error).__name__}: "
     return f"{kind}{error}"[:200]
+
+
+def session_traces(
+    session: Session, places: Mapping[str, str], report: ImportReport
+) -> Iterator[Trace]:
+    """Yield a trace for each leaf; carry the lines of its turns, or skip them where it cannot be
+    one. Turns that an earlier trace holds are copied context.
+
+    Args:
+        places: each turn's id → the line that it came from.
+    """
+    claimed: set[str] = set()
+    for number, leaf in enumerate(session.ordered_leaves(), 1):
+        path = session.path(leaf.id)
+        new_places = dict.fromkeys(places[turn.id] for turn in path if turn.id not in claimed)
+        with report.carrying(new_places) as traces:
+            traces.append(session.trace(path, claimed, number))
+            claimed |= {turn.id for turn in path}
+        yield from traces

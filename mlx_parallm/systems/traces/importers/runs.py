@@ -11,8 +11,7 @@ from mlx_parallm.rl_training.monitor.readable import without_template
 from mlx_parallm.runs.run import FILES, Run
 from mlx_parallm.system.files import regular_files
 from mlx_parallm.systems.traces.importers.chats import atif
-from mlx_parallm.systems.traces.importers.report import ImportReport
-from mlx_parallm.systems.traces.importers.sessions import session_traces
+from mlx_parallm.systems.traces.importers.report import ImportReport, session_traces
 from mlx_parallm.systems.traces.schema import Json, present
 from mlx_parallm.systems.traces.session import SESSIONS, Session, read_sessions
 from mlx_parallm.systems.traces.trace import Trace, new_trace
