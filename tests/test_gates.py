@@ -58,6 +58,7 @@ VARIABLE_ATTRIBUTES: dict[
     str, str
 ] = {  # "module:function" with getattr(x, <expression>): neither grep nor mypy can follow it
     "rl_training.plan.preflight:value_of": "keys of a configuration class",
+    "systems.traces.trace:Trace.to_dict": "the names of the flat form are a table",
     "config.leaves:imported": "hooks and commands are imported when they are called",
     "models.published.mend:text_arguments": "mlx-lm's modules name that class in three ways",
     "models.published.reader:Published.get": "keys of a configuration class",

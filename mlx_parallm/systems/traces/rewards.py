@@ -217,8 +217,8 @@ def add_reward_labels(
 def _scores(functions: RewardFunctions, trace: Trace) -> Parts:
     """Return the score of each function; empty where none applies."""
     row, trajectory = trace.get("columns", {}), trajectory_of(trace)
-    asked = functions.parts(opening_of(trace), row, [trajectory], TrainingProgress)
-    parts, *_ = ASYNC_FUNCTIONS.run(asked)  # this thread may have a running loop: a notebook's
+    call = functions.parts(opening_of(trace), row, [trajectory], TrainingProgress)
+    parts, *_ = ASYNC_FUNCTIONS.run(call)  # this thread may have a running loop: a notebook's
     return parts[0] or {}
 
 
